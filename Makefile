@@ -1,0 +1,43 @@
+# make demo: train for real, dense and with ScaleCom.   make test: everything CI runs.   make setup: only the environment.
+PYTHON ?= python3.11
+VENV := .venv
+RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
+
+.PHONY: setup setup-gpu demo test lint accuracy bench-kernels clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup         .venv with pinned packages, Horovod built from source, this package"
+	@echo "make setup-gpu     the same with NCCL (HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME)"
+	@echo "make demo          trains a ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
+	@echo "make test          ruff and all tests, on 1, 2 and 4 ranks"
+	@echo "make accuracy      the accuracy table of the README (about an hour)"
+	@echo "make bench-kernels the kernel's speed against the memory's"
+
+# The script itself finds out what is missing; a second call takes well under a second.
+setup:
+	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.11, or name it: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) scripts/setup_environment.py --venv $(VENV)
+
+setup-gpu:
+	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.11, or name it: make setup-gpu PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) scripts/setup_environment.py --venv $(VENV) --gpu
+
+demo: setup
+	@$(RUN) scripts/demo.py
+
+test: setup
+	@$(RUN) scripts/run_tests.py
+
+lint: setup
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+accuracy: setup
+	@$(RUN) scripts/accuracy.py
+
+bench-kernels: setup
+	@$(RUN) scripts/bench_kernels.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info demo scalecom_hvd/native/_lanes.so

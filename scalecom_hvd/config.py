@@ -1,0 +1,222 @@
+"""ScaleComConfig: every hyper-parameter, validated once, and the policy that says which tensor is compressed at which rate.
+
+Framework-free and immutable; compressors of every framework, the reference and the command line read the same object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+ENVIRONMENT_PREFIX = "SCALECOM_"
+# Environment variables with the prefix that are not fields: they choose how the library runs, not what it computes.
+OTHER_VARIABLES = ("SCALECOM_KERNEL",)
+
+
+@dataclass(frozen=True)
+class ScaleComConfig:
+    """The hyper-parameters of ScaleCom (Chen et al., NeurIPS 2020). Raises ValueError or TypeError for what cannot work."""
+
+    # N/k: one element in `rate` is sent. Higher: less traffic, and each coordinate is sent more rarely (steps / rate times).
+    rate: float = 100
+    # The low-pass filter on the residue (eq. 5), 0 < beta <= 1. 1: classic error feedback. Lower: stabler with large batches
+    # and large learning rates, but what was not sent arrives later, over about rate / beta steps.
+    beta: float = 1.0
+    # Tensors with fewer elements are sent whole: biases and norms cost nothing and matter much.
+    min_numel: int = 2048
+    # Globs on parameter names sent whole; "auto:first" and "auto:output" stand for the first and the last layer.
+    dense: tuple[str, ...] = ()
+    # {glob on the parameter's name: rate}, first match wins; others get `rate`.
+    rates: Mapping[str, float] | None = None
+    # That many first steps are sent whole. A tenth of the run prevents most accuracy loss.
+    warmup_steps: int = 0
+    # "lanes": the largest element of each lane (fast). "exact": the true top-k (slow; for studies).
+    selection: str = "lanes"
+    # "cyclic": one leader for all buckets, t mod n. "staggered": (t + b) mod n for bucket b, so all ranks share the selecting.
+    leader: str = "cyclic"
+    # The leader chooses for step t+1 at the end of step t: the broadcast hides behind forward and backward.
+    lookahead: bool = False
+    # "float16": values travel in half the bytes; the rounding error stays in the residue. None: as the residue.
+    wire_dtype: str | None = None
+    # Gradient bytes per bucket: more buckets overlap better with backward, fewer cost fewer negotiations.
+    bucket_bytes: int = 25 * 2**20
+    # None: float64 for float64 gradients, float32 for all others.
+    residue_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._check_ranges()
+
+    def _check_types(self) -> None:
+        def fix(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        for name in ("rate", "beta"):
+            fix(name, _number(name, getattr(self, name)))
+        for name in ("min_numel", "warmup_steps", "bucket_bytes"):
+            fix(name, _integer(name, getattr(self, name)))
+        if not isinstance(self.lookahead, bool):
+            raise TypeError(f"lookahead must be True or False, not {self.lookahead!r}")
+        if isinstance(self.dense, str) or not isinstance(self.dense, Iterable) or not all(isinstance(g, str) for g in self.dense):
+            raise TypeError(f"dense must be a list of globs on parameter names, such as ['head.*'], not {self.dense!r}")
+        fix("dense", tuple(self.dense))
+        if self.rates is not None:
+            if not isinstance(self.rates, Mapping):
+                raise TypeError(f"rates must map globs on parameter names to rates, such as {{'conv*': 50}}, not {self.rates!r}")
+            fix("rates", {str(glob): _number(f"rates[{glob!r}]", rate) for glob, rate in self.rates.items()})
+
+    def _check_ranges(self) -> None:
+        for name, rate in {"rate": self.rate, **{f"rates[{g!r}]": r for g, r in (self.rates or {}).items()}}.items():
+            if not (1 <= rate < math.inf):
+                raise ValueError(f"{name} is N/k, the number of elements of which one is sent: at least 1 (all), not {rate}")
+        if not 0 < self.beta <= 1:
+            raise ValueError(f"beta must be in (0, 1], not {self.beta}: 1 is classic error feedback, 0.1 suits large batches")
+        for name, least in (("min_numel", 0), ("warmup_steps", 0), ("bucket_bytes", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name, choices in (
+            ("selection", ("lanes", "exact")),
+            ("leader", ("cyclic", "staggered")),
+            ("wire_dtype", (None, "float16")),
+            ("residue_dtype", (None, "float32", "float64")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {getattr(self, name)!r}")
+        unknown = [glob for glob in self.dense if glob.startswith("auto:") and glob not in ("auto:first", "auto:output")]
+        if unknown:
+            raise ValueError(f"dense knows 'auto:first' and 'auto:output', not {unknown[0]!r}")
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def replace(self, **fields: Any) -> ScaleComConfig:
+        """A copy with other values; a misspelt field is named together with the nearest right one."""
+        _check_names(fields, "ScaleCom has no setting")
+        return dataclasses.replace(self, **fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts, as stored in checkpoints."""
+        fields = dataclasses.asdict(self)
+        fields["dense"] = list(self.dense)
+        return fields
+
+    def digest(self) -> str:
+        """Equal for equal settings; compared between ranks, which would hang if they differed."""
+        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()[:16]
+
+    @classmethod
+    def from_env(cls, base: ScaleComConfig | None = None) -> ScaleComConfig:
+        """`base` (or the defaults) overridden by SCALECOM_RATE, SCALECOM_BETA, ...: one variable per field, YAML values.
+
+        Lists may be written with commas: SCALECOM_DENSE='auto:output,embed.*'. Unknown SCALECOM_ variables raise ValueError.
+        """
+        found = {}
+        for variable, text in os.environ.items():
+            if variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
+                found[variable.removeprefix(ENVIRONMENT_PREFIX).lower()] = (variable, text)
+        _check_names(dict.fromkeys(found), "the environment sets", lambda name: f"{ENVIRONMENT_PREFIX}{name.upper()}")
+        fields = {}
+        for name, (variable, text) in found.items():
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(f"{variable}={text!r} is not a value in YAML: {error}") from error
+            fields[name] = (
+                [part.strip() for part in text.split(",") if part.strip()] if name == "dense" and not isinstance(value, list) else value
+            )
+        return (base or cls()).replace(**fields)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> ScaleComConfig:
+        """Settings from a YAML file, over the defaults; the environment overrides the file."""
+        try:
+            fields = yaml.safe_load(Path(path).read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not YAML: {error}") from error
+        if not isinstance(fields, dict):
+            raise TypeError(f"{path} must hold settings as 'name: value' lines, not {fields!r}")
+        _check_names(fields, f"{path} sets")
+        return cls.from_env(cls(**fields))
+
+    def residue_dtype_for(self, grad_dtype: str) -> str:
+        """The residue's dtype for gradients of the dtype named: never less than float32."""
+        return self.residue_dtype or ("float64" if grad_dtype == "float64" else "float32")
+
+    def rates_for(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
+        """The rate of every tensor, given all names and shapes in the order of the model's layers; 1 means sent whole.
+
+        Raises ValueError for a glob in `dense` or `rates` that matches no name.
+        """
+        whole = set()
+        for glob in self.dense:
+            matched = _automatic(glob, shapes) if glob.startswith("auto:") else _matching(glob, shapes, "dense")
+            whole.update(matched)
+        chosen = {}
+        for glob, rate in (self.rates or {}).items():
+            for name in _matching(glob, shapes, "rates"):
+                chosen.setdefault(name, rate)
+        return {
+            name: 1.0 if name in whole or math.prod(shape) < max(self.min_numel, 1) else chosen.get(name, self.rate)
+            for name, shape in shapes.items()
+        }
+
+
+def float16_limit(n_workers: int) -> float:
+    """The largest magnitude sent as float16: n such values still have a finite sum. What is cut off stays in the residue."""
+    limit = np.float16(65504 / n_workers)
+    return float(limit if limit * n_workers <= 65504 else np.nextafter(limit, np.float16(0)))
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    return float(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _check_names(fields: Mapping[str, Any], complaint: str, spell=lambda name: name) -> None:
+    known = [field.name for field in dataclasses.fields(ScaleComConfig)]
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {spell(near[0])}?" if near else f"it knows {', '.join(map(spell, known))}"
+            raise ValueError(f"{complaint} {spell(str(name))}; {hint}")
+
+
+def _matching(glob: str, shapes: Mapping[str, Any], setting: str) -> list[str]:
+    matched = [name for name in shapes if fnmatchcase(name, glob)]
+    if not matched:
+        near = difflib.get_close_matches(glob, shapes, n=3, cutoff=0.4) or list(shapes)[:3]
+        raise ValueError(f"{setting} names {glob!r}, which matches no parameter; the model has {', '.join(near)}, ...")
+    return matched
+
+
+def _automatic(glob: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The parameters of the first or the last layer that has a weight (two dimensions or more), in the order given."""
+
+    def layer(name: str) -> str:
+        # Horovod's own names for nameless parameters share a prefix without sharing a layer.
+        return name if name.startswith("allreduce.noname.") else name.rpartition(".")[0] or name
+
+    weights = [name for name, shape in shapes.items() if len(shape) >= 2]
+    if not weights:
+        return []
+    wanted = layer(weights[0] if glob == "auto:first" else weights[-1])
+    return [name for name in shapes if layer(name) == wanted]

@@ -1,0 +1,31 @@
+"""`import scalecom_hvd.torch as hvd`: everything in horovod.torch, with ScaleCom and a DistributedOptimizer that knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as _horovod
+from horovod.torch import *  # noqa: F403
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.torch.compressor import ScaleCom
+from scalecom_hvd.torch.flops import rates_from_flops
+from scalecom_hvd.torch.optimizer import DistributedOptimizer
+from scalecom_hvd.torch.transport import JOIN_REFUSED as _JOIN_REFUSED
+from scalecom_hvd.torch.transport import exchanges_alive as _exchanges_alive
+
+
+def join(device: int = -1) -> int:
+    """Horovod's join. Raises RuntimeError where an optimizer of this process uses ScaleCom, whose broadcasts it would break."""
+    if _exchanges_alive():
+        raise RuntimeError(_JOIN_REFUSED)
+    return _horovod.join(device)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_horovod, name)
+
+
+__all__ = [name for name in dir(_horovod) if not name.startswith("_")] + ["ScaleCom", "ScaleComConfig", "rates_from_flops"]
+
+assert DistributedOptimizer is not _horovod.DistributedOptimizer

@@ -1,0 +1,133 @@
+"""ScaleCom: what users pass as `compression=`, to this package's DistributedOptimizer or to Horovod's own.
+
+In this package's optimizer the object holds settings, residues and the loss scale, and reducer.py does the work. In the stock
+optimizer, which calls `compress` and `decompress` per tensor without saying which, stock.py does it with look-ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from horovod.torch.compression import Compressor
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.torch.residues import Residues
+from scalecom_hvd.torch.stock import StockExchange
+from scalecom_hvd.torch.transport import Transport
+
+_STOCK_NEEDS_PARAMETERS = (
+    "in horovod.torch's own DistributedOptimizer ScaleCom must know the parameters: write "
+    "compression=ScaleCom(named_parameters=model.named_parameters(), rate=100), or import scalecom_hvd.torch as hvd and use its "
+    "DistributedOptimizer, which takes compression=hvd.ScaleCom"
+)
+
+
+class Exchange(Protocol):
+    """What a ScaleCom asks of whoever does the work: a Reducer or a StockExchange."""
+
+    def in_step(self) -> bool: ...
+    def settle(self) -> None: ...
+    def reset(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+
+
+class ScaleCom(Compressor):
+    """Cyclic local top-k compression with low-pass filtered residues (Chen et al., NeurIPS 2020).
+
+    named_parameters: needed in the stock optimizer only: an iterable of (name, parameter), as model.named_parameters() gives.
+    config: a ScaleComConfig; default: the defaults overridden by SCALECOM_RATE, SCALECOM_BETA, ... of the environment.
+    loss_scale: a torch.amp.GradScaler, or a callable that gives the current scale, so that residues are kept in unscaled units.
+    process_set: in the stock optimizer, the process set given to it.
+    fields: any field of ScaleComConfig, over `config`.
+
+    One object serves one optimizer. Raises ValueError or TypeError for settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        *,
+        config: ScaleComConfig | None = None,
+        loss_scale: Any = None,
+        process_set: Any = None,
+        **fields: Any,
+    ) -> None:
+        self.config = (config if config is not None else ScaleComConfig.from_env()).replace(**fields)
+        self.residues = Residues(self.config)
+        self.loss_scale = _scale_reader(loss_scale)
+        self._process_set = process_set
+        self._named_parameters = list(named_parameters) if named_parameters is not None else None
+        self._exchange: Exchange | None = None
+
+    def attach(self, parameters: dict[str, torch.Tensor], exchange: Exchange) -> None:
+        """Bind to an optimizer's parameters; called by DistributedOptimizer."""
+        if self._exchange is not None:
+            raise ValueError("this ScaleCom already serves an optimizer; make one for each: their residues are different")
+        self.residues.attach(parameters)
+        self._exchange = exchange
+
+    def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
+        """What the stock optimizer sends of a gradient: k values, or all of it. Called in backward's hooks; waits for nothing in them."""
+        if not isinstance(self, ScaleCom):  # Horovod called it on the bare class, so `self` is the gradient
+            raise TypeError(_STOCK_NEEDS_PARAMETERS)
+        if not tensor.is_floating_point():
+            raise TypeError(f"ScaleCom compresses floating-point gradients, not {tensor.dtype}: use hvd.Compression.none for this tensor")
+        if self._exchange is None:
+            if self._named_parameters is None:
+                raise TypeError(_STOCK_NEEDS_PARAMETERS)
+            parameters = {name: p for name, p in self._named_parameters if p.requires_grad}
+            self.attach(parameters, StockExchange(parameters, self.residues, Transport(self._process_set), self.loss_scale))
+        return self._exchange.compress(tensor)
+
+    def decompress(self, tensor: Any, ctx: Any = None) -> torch.Tensor:
+        """The averaged gradient for what `compress` gave; `ctx` None: nothing was compressed."""
+        return tensor if ctx is None else self._exchange.decompress(tensor, ctx)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of this rank; all ranks must not call it, and calling it sends nothing.
+
+        step, skipped_steps (a gradient was not finite); leader: the position of the rank that chose last (for the first bucket);
+        bytes_offsets, bytes_values, bytes_dense: handed to Horovod in the last step; bytes_traffic: what this rank sent for them on a
+        ring, on average over ranks; rate: elements of the model per element sent; collectives per step; residue_norm: Euclidean,
+        over all residues (reads them all).
+        """
+        numbers = {"step": self.residues.step, "skipped_steps": self.residues.skipped_steps}
+        if self._exchange is not None:
+            numbers |= self._exchange.stats()
+        return numbers | {"residue_norm": self.residues.norm()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residues and step, to be saved by every rank beside the model; torch.load(..., weights_only=True) reads it.
+
+        {"version", "step", "config", "residues": {name: tensor shaped like the parameter}}, and what look-ahead needs. Tensors are
+        the ones in use, not copies. Raises RuntimeError between backward() and step().
+        """
+        if self._exchange is not None:
+            if self._exchange.in_step():
+                raise RuntimeError("ScaleCom.state_dict() was called between backward() and step(): call it after optimizer.step()")
+            self._exchange.settle()
+        return self.residues.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the residues that this rank saved. Call it on every rank, before training goes on.
+
+        Raises ValueError, naming it, for what does not fit: another model, other settings, another version.
+        """
+        if self._exchange is not None:
+            if self._exchange.in_step():
+                raise RuntimeError("ScaleCom.load_state_dict() was called between backward() and step(): call it before backward()")
+            self._exchange.settle()
+        self.residues.load_state_dict(state)
+        if self._exchange is not None:
+            self._exchange.reset()
+
+
+def _scale_reader(loss_scale: Any) -> Callable[[], float]:
+    if loss_scale is None:
+        return lambda: 1.0
+    reader = getattr(loss_scale, "get_scale", loss_scale)
+    if not callable(reader):
+        raise TypeError(f"loss_scale must be a GradScaler or a callable that gives the current scale, not {loss_scale!r}")
+    return reader

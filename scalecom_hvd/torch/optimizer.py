@@ -1,0 +1,157 @@
+"""The drop-in DistributedOptimizer: Horovod's own, with its two reduce methods replaced by the bucketed exchange.
+
+Horovod makes its optimizer's class from a copy of `_DistributedOptimizer.__dict__`, and that copy's methods call
+`super(self.__class__, self)`, so it cannot be subclassed (0.28.1, optimizer.py:598). Here the same is done with two entries
+changed; hooks, synchronize, accumulation, clipping, closures and state stay Horovod's. Imports compressor and reducer.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+from horovod.common.util import split_list
+from horovod.torch import optimizer as horovod_optimizer
+from horovod.torch.compression import Compression
+
+from scalecom_hvd.torch.compressor import ScaleCom
+from scalecom_hvd.torch.reducer import Reducer
+from scalecom_hvd.torch.transport import Transport
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = horovod.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = horovod.global_process_set,
+) -> torch.optim.Optimizer:
+    """horovod.torch.DistributedOptimizer, which besides Horovod's compressors takes `ScaleCom`, the class or an instance.
+
+    With any other compression this is Horovod's own function, untouched. All arguments mean what they mean there; `groups` says
+    which tensors share a bucket. The returned optimizer has one attribute more, `compression`: the ScaleCom with this rank's
+    residues, whose `state_dict()` belongs into checkpoints and whose `stats()` tell what was sent.
+
+    Raises ValueError for what ScaleCom cannot do (Adasum, operations other than Average and Sum) and for settings that fit no
+    parameter, TypeError for complex parameters.
+    """
+    if not (compression is ScaleCom or isinstance(compression, ScaleCom)):
+        return horovod_optimizer.DistributedOptimizer(
+            optimizer,
+            named_parameters,
+            compression,
+            backward_passes_per_step,
+            op,
+            gradient_predivide_factor,
+            num_groups,
+            groups,
+            sparse_as_dense,
+            process_set,
+        )
+
+    if op == horovod.Adasum:
+        raise ValueError("ScaleCom averages values, which Adasum does not: use op=hvd.Average (the default), or Adasum without compression")
+    if op not in (horovod.Average, horovod.Sum):
+        raise ValueError("ScaleCom works with op=hvd.Average and op=hvd.Sum: any other needs all values, so use it without compression")
+    if gradient_predivide_factor != 1.0 and op != horovod.Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if num_groups:
+        warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+
+    compressor = compression() if isinstance(compression, type) else compression
+    if named_parameters is not None:
+        named_parameters = list(named_parameters)
+    wrapped = _optimizer_class(type(optimizer))(
+        optimizer.param_groups,
+        named_parameters,
+        compressor,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        # Groups are this exchange's buckets; Horovod's own grouping would ask for real handles where the exchange gives results.
+        None,
+        sparse_as_dense,
+        process_set,
+    )
+
+    parameters = _trained_parameters(wrapped, named_parameters)
+    reducer = Reducer(
+        parameters,
+        compressor.residues,
+        Transport(process_set, op, gradient_predivide_factor),
+        groups=_group_names(groups, parameters),
+        sparse_as_dense=sparse_as_dense,
+        loss_scale=compressor.loss_scale,
+        send_sparse=lambda p: wrapped._sparse_allreduce_grad_async(p, wrapped._parameter_names[p])[0],
+    )
+    compressor.attach(parameters, reducer)
+    wrapped._reducer = reducer
+    return wrapped
+
+
+def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
+    """Replaces Horovod's: report the gradient; a callable handle is what its synchronize() calls for the result (optimizer.py:284)."""
+    self._reducer.ready(p)
+    return functools.partial(self._reducer.result, p), None
+
+
+def _grouped_allreduce_grad_async(self, ps: Any) -> None:
+    raise RuntimeError("Horovod grouped gradients although scalecom_hvd does so itself: is this Horovod 0.28.1?")
+
+
+def _load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    """Horovod's drops what is in flight when a state is loaded (elastic restores do that); so does the exchange."""
+    if self._reducer.in_step():
+        self._reducer.reset()
+    horovod_optimizer._DistributedOptimizer.__dict__["load_state_dict"](self, *args, **kwargs)
+
+
+def _optimizer_class(base: type) -> type:
+    members = dict(horovod_optimizer._DistributedOptimizer.__dict__)
+    # __module__ stays Horovod's: broadcast_optimizer_state looks at it (functions.py:105).
+    members.update(
+        _allreduce_grad_async=_allreduce_grad_async,
+        _grouped_allreduce_grad_async=_grouped_allreduce_grad_async,
+        load_state_dict=_load_state_dict,
+        compression=property(lambda self: self._compression, doc="The ScaleCom of this optimizer: stats(), state_dict()."),
+    )
+    return type(base.__name__, (base,), members)
+
+
+def _trained_parameters(wrapped: Any, named_parameters: list | None) -> dict[str, torch.Tensor]:
+    """{name: parameter} of what this optimizer trains, in the order of named_parameters, which is that of the model's layers."""
+    mine = {id(p): p for group in wrapped.param_groups for p in group["params"] if p.requires_grad}
+    if named_parameters is not None:
+        return {name: p for name, p in named_parameters if id(p) in mine}
+    return {wrapped._parameter_names[p]: p for p in mine.values()}
+
+
+def _group_names(groups: int | list | None, parameters: dict[str, torch.Tensor]) -> list[list[str]] | None:
+    """Horovod's `groups` (a number of groups, or lists of tensors; a tensor in no list is a group of its own) as lists of names."""
+    if groups is None:
+        return None
+    if not isinstance(groups, list):
+        if not groups > 0:
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        return [list(names) for names in split_list(list(parameters), groups)]
+    names = {id(p): name for name, p in parameters.items()}
+    listed = [p for group in groups for p in group]
+    if not all(isinstance(p, torch.Tensor) for p in listed):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len({id(p) for p in listed}) < len(listed):
+        raise ValueError("A parameter can only appear once in groups.")
+    grouped = [[names[id(p)] for p in group if id(p) in names] for group in groups]
+    alone = [[name] for name, p in parameters.items() if id(p) not in {id(q) for q in listed}]
+    return [group for group in grouped if group] + alone

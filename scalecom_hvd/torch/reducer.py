@@ -1,0 +1,537 @@
+"""The exchange of the drop-in optimizer: buckets, and their overlap with backward.
+
+One step, per bucket (DESIGN 5):
+
+    cyclic      all gradients are here -> leader: filter + choose, broadcast;  others: broadcast, filter while it travels
+                offsets are here       -> gather, all-reduce
+    look-ahead  all gradients are here -> gather at the offsets that came during the last step, all-reduce;
+                                          filter while it travels, in which the next leader chooses, and its broadcast
+    sent whole  all gradients are here -> all-reduce (the dense warm-up, and the first step of look-ahead)
+    finish      all values are here    -> every rank sees whether any gradient was not finite; scatter, or take the step back
+
+Why this cannot deadlock: a rank waits only in `finish`, and there first submits everything that needs no waiting (all buckets'
+broadcasts, or all-reduces), then what needs the offsets. Nothing is waited for in a hook, so ranks may see their gradients in
+any order, or not at all (those take part with zeros).
+
+The optimizer calls `ready` from its hooks and `result` from synchronize(). Imports residues, transport and the rooms below.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import scalecom_hvd
+from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
+from scalecom_hvd.torch.residues import CompressedTensor, OffsetLayout, Residues
+from scalecom_hvd.torch.transport import Transport
+
+log = logging.getLogger("scalecom_hvd")
+
+Groups = Sequence[Sequence[str]]
+
+
+class Bucket:
+    """Tensors that share one broadcast and one all-reduce, with the buffers both use, made once.
+
+    compressed: {name: tensor}, whose offsets and values travel.  dense: {name: parameter}, sent whole.
+    Values buffer: [values of all compressed tensors | dense tensors | one element that counts workers with non-finite gradients].
+    """
+
+    def __init__(self, number: int, names: list[str], parameters: dict[str, torch.Tensor], residues: Residues) -> None:
+        self.number = number
+        self.names = names
+        self.parameters = {name: parameters[name] for name in names}
+        self.compressed = {name: residues.tensors[name] for name in names if name in residues.tensors}
+        self.dense = {name: parameters[name] for name in names if name not in residues.tensors}
+        self.waiting: set[str] = set(names)
+        self.grads: dict[str, torch.Tensor] = {}
+        self.launched = self.whole = False
+        self.bad: Any = 0
+        self.offsets_handle: int | None = None
+        self.values_handle: int | None = None
+        first = parameters[names[0]]
+        self._device = first.device
+        some = next(iter(self.compressed.values()), None)
+        self._dense_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self._dtype = some.wire_dtype if some else self._dense_dtype
+        self._whole_buffer: torch.Tensor | None = None
+        self._layout()
+
+    def _layout(self) -> None:
+        self._offset_layout = OffsetLayout(self.compressed.values())
+        self.offsets = self._offset_layout.new_buffer(self._device)
+        # Look-ahead keeps this step's offsets until it is known that the step counts, while the next ones arrive here.
+        self.next_offsets = torch.zeros_like(self.offsets)
+        self._value_slices, at = {}, 0
+        for name in self.names:
+            length = self.compressed[name].geometry.k if name in self.compressed else self.dense[name].numel()
+            self._value_slices[name] = slice(at, at := at + length)
+        self.values = torch.zeros(at + 1, dtype=self._dtype, device=self._device)
+        self._sent = torch.zeros_like(self.values)
+
+    def offsets_of(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
+        return self._offset_layout.view(tensor, buffer)
+
+    # The moves of one step, in the order in which the reducer makes them.
+
+    def begin(self, whole: bool, scale: float) -> None:
+        """All gradients are at hand."""
+        self.launched, self.whole, self.bad = True, whole, 0
+        for name, parameter in self.parameters.items():
+            self.grads[name] = flat_gradient(parameter)
+        for name, tensor in self.compressed.items():
+            tensor.begin(self.grads[name], scale)
+
+    def filter(self, choose: int, into: torch.Tensor | None) -> None:
+        for tensor in self.compressed.values():
+            self.bad = self.bad + tensor.filter(choose, None if into is None else self.offsets_of(tensor, into))
+
+    def choose_without_filter(self, into: torch.Tensor) -> None:
+        for tensor in self.compressed.values():
+            tensor.choose_without_filter(self.offsets_of(tensor, into))
+
+    def gather(self, n_workers: int) -> None:
+        """Put the accumulators at the offsets into the values buffer."""
+        for name, tensor in self.compressed.items():
+            where = self._value_slices[name]
+            self.bad = self.bad + tensor.gather(self.offsets_of(tensor, self.offsets), self.values[where], self._sent[where], n_workers)
+
+    def fill(self) -> torch.Tensor:
+        """Complete the values buffer with dense tensors and the count, and give it: this is what is all-reduced."""
+        if self.whole:
+            buffer, slices, names = self._buffer_for_whole(), self._whole_slices, self.names
+        else:
+            buffer, slices, names = self.values, self._value_slices, list(self.dense)
+        for name in names:
+            buffer[slices[name]].copy_(self.grads[name])
+            # Copied to the wire dtype first: what overflows there is not finite either.
+            self.bad = self.bad + ~buffer[slices[name]].isfinite().all()
+        buffer[-1] = self.bad != 0
+        return buffer
+
+    def _buffer_for_whole(self) -> torch.Tensor:
+        if self._whole_buffer is None:
+            self._whole_slices, at = {}, 0
+            for name, parameter in self.parameters.items():
+                self._whole_slices[name] = slice(at, at := at + parameter.numel())
+            self._whole_buffer = torch.zeros(at + 1, dtype=self._dense_dtype, device=self._device)
+        return self._whole_buffer
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        """The buffer that the last all-reduce of this bucket was made in."""
+        return self._whole_buffer if self.whole else self.values
+
+    def scatter(self) -> None:
+        """Turn every gradient into the average over the ranks."""
+        for name, grad in self.grads.items():
+            if name in self.compressed and not self.whole:
+                tensor = self.compressed[name]
+                tensor.scatter(grad, self.offsets_of(tensor, self.offsets), self.values[self._value_slices[name]])
+            else:
+                grad.copy_(self.reduced[(self._whole_slices if self.whole else self._value_slices)[name]])
+
+    def spoil(self) -> None:
+        """Make every gradient NaN, which is how a step that must not be taken shows on all ranks."""
+        for grad in self.grads.values():
+            grad.fill_(float("nan"))
+
+    def undo(self) -> None:
+        for tensor in self.compressed.values():
+            tensor.undo()
+
+    def end(self) -> dict[str, torch.Tensor]:
+        """Close the step; gives what p.grad must become, by name."""
+        outputs = {name: unflat_gradient(self.parameters[name], grad) for name, grad in self.grads.items()}
+        for tensor in self.compressed.values():
+            tensor.finish()
+        self.grads.clear()
+        self.waiting = set(self.names)
+        self.launched, self.values_handle = False, None
+        return outputs
+
+    def drop_whole_buffer(self) -> None:
+        self._whole_buffer = None
+
+    def bytes_per_step(self) -> dict[str, int]:
+        """Bytes handed to Horovod in the last kind of step taken."""
+        if self.whole:
+            elements = sum(p.numel() for p in self.parameters.values()) + 1
+            return {"offsets": 0, "values": 0, "dense": elements * self._dense_dtype.itemsize}
+        size = self.values.element_size()
+        values = sum(t.geometry.k for t in self.compressed.values())
+        return {"offsets": self.offsets.numel(), "values": values * size, "dense": (self.values.numel() - values) * size}
+
+
+class Reducer:
+    """The exchange of one optimizer's gradients. All ranks' reducers make the same collectives by the same names.
+
+    parameters: {name: parameter} of all that are trained, in the model's order (residues are attached to them).
+    groups: names that shall share a bucket, None: buckets of about config.bucket_bytes in the order in which gradients arrive on rank 0.
+    loss_scale: gives the current loss scale.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.Tensor],
+        residues: Residues,
+        transport: Transport,
+        *,
+        groups: Groups | None = None,
+        sparse_as_dense: bool = False,
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        send_sparse: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None,
+    ) -> None:
+        self.residues = residues
+        self.config: ScaleComConfig = residues.config
+        self.buckets: list[Bucket] = []
+        self._parameters = parameters
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._transport = transport
+        self._groups = groups
+        self._sparse_as_dense = sparse_as_dense
+        self._loss_scale = loss_scale
+        self._send_sparse = send_sparse
+        # Hooks run on autograd's threads, one per device.
+        self._lock = threading.RLock()
+        self._agreed = False
+        self._bucket_of: dict[str, Bucket] = {}
+        self._arrived: dict[str, None] = {}
+        self._sparse: dict[str, Callable[[], torch.Tensor] | None] = {}
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._whole = False
+
+    # What the optimizer calls.
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """A gradient is complete on this rank; called from backward's hooks, so it starts what it can and waits for nothing."""
+        name = self._names[parameter]
+        with self._lock:
+            try:
+                if not self._arrived:
+                    self._begin_step()
+                self._arrived[name] = None
+                if parameter.grad is None:
+                    # Another rank may have this gradient, so this one takes part with nothing.
+                    parameter.grad = empty_sparse_gradient(parameter) if name in self._sparse else torch.zeros_like(parameter)
+                if name in self._sparse or (parameter.grad.is_sparse and not self._sparse_as_dense and not self._agreed):
+                    self._sparse[name] = self._send_sparse(parameter)
+                elif self._agreed:
+                    bucket = self._bucket_of[name]
+                    bucket.waiting.discard(name)
+                    if not bucket.waiting and self._offsets_known(bucket):
+                        self._launch(bucket)
+                self._poll()
+            except BaseException:
+                self._abort()
+                raise
+
+    def result(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The averaged gradient; called when every gradient of this rank was reported, so the whole exchange can be completed."""
+        name = self._names[parameter]
+        with self._lock:
+            if name not in self._outputs:
+                try:
+                    self._finish()
+                except BaseException:
+                    self._abort()
+                    raise
+            return self._outputs.pop(name)
+
+    def in_step(self) -> bool:
+        """Whether gradients were reported that are not exchanged yet."""
+        return bool(self._arrived)
+
+    def settle(self) -> None:
+        """Wait for the look-ahead broadcast in flight, if any. Every rank submitted it at the end of its last step."""
+        with self._lock:
+            for bucket in self.buckets:
+                self._take_offsets(bucket)
+
+    def reset(self) -> None:
+        """Forget buckets and agreements; ranks agree anew at the next step. Residues stay."""
+        with self._lock:
+            self._abort()
+            self.buckets, self._bucket_of, self._agreed = [], {}, False
+
+    def leader(self, bucket: int, step: int) -> int:
+        """The position of the rank that chooses for a bucket at a step."""
+        return (step + (bucket if self.config.leader == "staggered" else 0)) % self._transport.size
+
+    # One step.
+
+    def _begin_step(self) -> None:
+        self._outputs.clear()
+        self._scale = 1 / float(self._loss_scale())
+        self._whole = self.residues.step < self.config.warmup_steps or (self.config.lookahead and not self.residues.chosen_ahead)
+
+    def _offsets_known(self, bucket: Bucket) -> bool:
+        """Look-ahead: whether the offsets of this step have come, without waiting. They are taken over then."""
+        if self._whole or not self.config.lookahead:
+            return True
+        if bucket.offsets_handle is not None and not self._transport.done(bucket.offsets_handle):
+            return False
+        self._take_offsets(bucket)
+        return True
+
+    def _take_offsets(self, bucket: Bucket) -> None:
+        """Look-ahead: the offsets that the last step's end broadcast become this step's."""
+        if self.config.lookahead and bucket.offsets_handle is not None:
+            self._transport.wait(bucket.offsets_handle)
+            bucket.offsets_handle = None
+            bucket.offsets, bucket.next_offsets = bucket.next_offsets, bucket.offsets
+            for tensor in bucket.compressed.values():
+                self.residues.chosen_ahead[tensor.name] = bucket.offsets_of(tensor, bucket.offsets)
+
+    def _launch(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are here."""
+        bucket.begin(self._whole, self._scale)
+        if self._whole:
+            self._send_values(bucket)
+            if self.config.lookahead and self.residues.step + 1 >= self.config.warmup_steps:
+                if self.leader(bucket.number, self.residues.step + 1) == self._transport.position:
+                    bucket.choose_without_filter(bucket.next_offsets)
+                self._broadcast_ahead(bucket)
+        elif self.config.lookahead:
+            # Gather first: the next leader chooses on residues from which this step's values are gone. The filter comes before the
+            # all-reduce because it counts non-finite gradients; it costs one pass, in a hook, and counting alone would cost another.
+            bucket.gather(self._transport.size)
+            chooses = self.leader(bucket.number, self.residues.step + 1) == self._transport.position
+            bucket.filter(*((CHOOSE_RESIDUE, bucket.next_offsets) if chooses else (CHOOSE_NOTHING, None)))
+            self._send_values(bucket)
+            self._broadcast_ahead(bucket)
+        elif bucket.compressed:
+            leader = self.leader(bucket.number, self.residues.step)
+            if leader == self._transport.position:
+                bucket.filter(CHOOSE_ACCUMULATOR, bucket.offsets)
+                self._broadcast(bucket, bucket.offsets, leader)
+            else:
+                self._broadcast(bucket, bucket.offsets, leader)
+                bucket.filter(CHOOSE_NOTHING, None)
+        else:
+            self._send_values(bucket)
+
+    def _broadcast_ahead(self, bucket: Bucket) -> None:
+        if bucket.compressed:
+            self._broadcast(bucket, bucket.next_offsets, self.leader(bucket.number, self.residues.step + 1))
+
+    def _broadcast(self, bucket: Bucket, buffer: torch.Tensor, leader: int) -> None:
+        bucket.offsets_handle = self._transport.broadcast(buffer, leader, f"offsets.{bucket.number}")
+
+    def _send_values(self, bucket: Bucket) -> None:
+        kind = "whole" if self._whole else "values"
+        bucket.values_handle = self._transport.average(bucket.fill(), f"{kind}.{bucket.number}")
+
+    def _poll(self) -> None:
+        """Go on with buckets whose offsets have arrived meanwhile."""
+        for bucket in self.buckets:
+            if self.config.lookahead:
+                if not bucket.launched and not bucket.waiting and self._offsets_known(bucket):
+                    self._launch(bucket)
+            elif bucket.offsets_handle is not None and self._transport.done(bucket.offsets_handle):
+                self._gather_and_send(bucket)
+
+    def _gather_and_send(self, bucket: Bucket) -> None:
+        self._transport.wait(bucket.offsets_handle)
+        bucket.offsets_handle = None
+        bucket.gather(self._transport.size)
+        self._send_values(bucket)
+
+    def _finish(self) -> None:
+        """Submit what is left, wait for everything, and write the averages into the gradients, or take the step back."""
+        if not self._arrived:
+            raise RuntimeError("the optimizer asked for averaged gradients before it reported any: this is a bug in scalecom_hvd")
+        if not self._agreed:
+            self._agree()
+        for bucket in self.buckets:
+            if not bucket.launched:
+                # Look-ahead offsets were submitted by every rank at the end of its last step, so this wait ends.
+                self._take_offsets(bucket)
+                self._launch(bucket)
+        if not self.config.lookahead:
+            for bucket in self.buckets:
+                if bucket.offsets_handle is not None:
+                    self._gather_and_send(bucket)
+        for bucket in self.buckets:
+            self._transport.wait(bucket.values_handle)
+        # The counts were summed over ranks, so all ranks decide alike.
+        counts = torch.stack([bucket.reduced[-1].double().cpu() for bucket in self.buckets]) if self.buckets else torch.zeros(1)
+        if bool((counts == 0).all()):
+            for bucket in self.buckets:
+                bucket.scatter()
+            self._end_step()
+        else:
+            self._skip_step()
+        for bucket in self.buckets:
+            self._outputs.update(bucket.end())
+        for name, handle in self._sparse.items():
+            self._outputs[name] = handle()
+            self._sparse[name] = None
+        self._arrived.clear()
+
+    def _end_step(self) -> None:
+        self.residues.step += 1
+        if self._whole and self.residues.step >= self.config.warmup_steps:
+            if self.config.lookahead:
+                self.settle()
+            for bucket in self.buckets:
+                bucket.drop_whole_buffer()
+
+    def _skip_step(self) -> None:
+        """A gradient was not finite on some rank: for ScaleCom this step never happened, and every gradient is NaN on every rank."""
+        self.residues.skipped_steps += 1
+        log.info(
+            "step %d is skipped: a gradient was not finite on some rank (%d skipped so far)",
+            self.residues.step,
+            self.residues.skipped_steps,
+        )
+        for bucket in self.buckets:
+            bucket.undo()
+            bucket.spoil()
+            if self.config.lookahead and bucket.offsets_handle is not None:
+                # What the next leader chose in the meantime is dropped; the next step uses this step's offsets again.
+                self._transport.wait(bucket.offsets_handle)
+                bucket.offsets_handle = None
+
+    def _abort(self) -> None:
+        """A collective failed in mid-step: take this step's moves back, so that nothing is lost from the residues, and forget it."""
+        for bucket in self.buckets:
+            if bucket.launched and not bucket.whole:
+                bucket.undo()
+            bucket.grads.clear()
+            bucket.waiting, bucket.launched = set(bucket.names), False
+            bucket.offsets_handle = bucket.values_handle = None
+        self.residues.chosen_ahead.clear()
+        self._arrived.clear()
+        self._sparse = dict.fromkeys(self._sparse)
+        self._outputs.clear()
+
+    # The agreement, once, at the end of the first backward.
+
+    def _agree(self) -> None:
+        """Compare settings and tensors of all ranks, and settle on buckets, names and the step; raises RuntimeError on every rank alike."""
+        mine = {
+            "version": scalecom_hvd.__version__,
+            "settings": self.config.to_dict() | {"sparse_as_dense": self._sparse_as_dense},
+            "tensors": {name: [list(p.shape), str(p.dtype), p.device.type] for name, p in self._parameters.items()},
+            "groups": [list(group) for group in self._groups] if self._groups is not None else None,
+            "sparse": list(self._sparse),
+            "arrived": list(self._arrived),
+            "name": self._transport.claim_name(),
+            "step": self.residues.step,
+            "buckets": self.residues.buckets,
+            "chosen_ahead": bool(self.residues.chosen_ahead),
+        }
+        everyone = self._transport.exchange_objects(mine, "agreement")
+        compare_ranks(everyone, ("version", "settings", "tensors", "groups"))
+        self._transport.use_name(max(other["name"] for other in everyone))
+
+        steps = [other["step"] for other in everyone]
+        if len(set(steps)) > 1:
+            log.warning(
+                "ranks loaded different steps %s: going on at step %d; residues that were not loaded start at zero", steps, max(steps)
+            )
+            self.residues.step = max(steps)
+        if not all(other["chosen_ahead"] for other in everyone):
+            self.residues.chosen_ahead.clear()
+        # What was asked at the step's begin was asked before all this was known.
+        self._whole = self.residues.step < self.config.warmup_steps or (self.config.lookahead and not self.residues.chosen_ahead)
+
+        for name in sorted({name for other in everyone for name in other["sparse"]}):
+            if self._sparse.get(name) is None:  # the gradient did not arrive here, so it takes part as an empty one
+                parameter = self._parameters[name]
+                parameter.grad = empty_sparse_gradient(parameter)
+                self._sparse[name] = self._send_sparse(parameter)
+        plan = everyone[0]["buckets"]
+        if plan is None or sorted(name for names in plan for name in names) != sorted(self._parameters.keys() - self._sparse.keys()):
+            plan = self._plan(everyone[0]["arrived"])
+        self._make_buckets(plan)
+        self._agreed = True
+
+    def _plan(self, arrived: list[str]) -> list[list[str]]:
+        """Names per bucket: tensors in the order given (late ones last), cut where a bucket is full, one device and wire dtype in each."""
+        late = [name for name in reversed(self._parameters) if name not in set(arrived)]
+        order = [name for name in arrived + late if name not in self._sparse]
+        if self._groups is not None:
+            return [part for group in self._groups for part in self._split([name for name in group if name in order], None)]
+        return self._split(order, self.config.bucket_bytes)
+
+    def _split(self, names: list[str], limit: int | None) -> list[list[str]]:
+        done, open_buckets, sizes = [], {}, {}
+        for name in names:
+            parameter = self._parameters[name]
+            tensor = self.residues.tensors.get(name)
+            dense_dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            key = (parameter.device, tensor.wire_dtype if tensor else dense_dtype, dense_dtype)
+            open_buckets.setdefault(key, []).append(name)
+            sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
+            if limit is not None and sizes[key] >= limit:
+                done.append(open_buckets.pop(key))
+                sizes.pop(key)
+        return done + list(open_buckets.values())
+
+    def _make_buckets(self, plan: list[list[str]]) -> None:
+        self.residues.buckets = plan
+        self.buckets = [Bucket(b, names, self._parameters, self.residues) for b, names in enumerate(plan)]
+        self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
+        for bucket in self.buckets:
+            for name, tensor in bucket.compressed.items():
+                loaded = self.residues.chosen_ahead.get(name)
+                if loaded is not None:
+                    bucket.offsets_of(tensor, bucket.offsets).copy_(loaded)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the last step taken; see ScaleCom.stats."""
+        n = self._transport.size
+        total = {"offsets": 0, "values": 0, "dense": 0}
+        for bucket in self.buckets:
+            for kind, count in bucket.bytes_per_step().items():
+                total[kind] += count
+        elements = sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse)
+        sent = (
+            elements
+            if self._whole
+            else sum(
+                t.geometry.k if (t := self.residues.tensors.get(name)) else p.numel()
+                for name, p in self._parameters.items()
+                if name not in self._sparse
+            )
+        )
+        return {
+            "leader": self.leader(0, max(self.residues.step - 1, 0)),
+            "bytes_offsets": total["offsets"],
+            "bytes_values": total["values"],
+            "bytes_dense": total["dense"],
+            "bytes_traffic": round((n - 1) / n * (total["offsets"] + 2 * (total["values"] + total["dense"]))),
+            "rate": elements / max(sent, 1),
+            "collectives": len(self.buckets) + sum(bool(b.compressed) and (not self._whole or self.config.lookahead) for b in self.buckets),
+        }
+
+
+def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient as a contiguous (N,) tensor: p.grad itself where its layout allows, else a copy."""
+    grad = parameter.grad.detach()
+    return (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+
+
+def unflat_gradient(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """What p.grad must become when `flat` holds the average: p.grad itself, filled, unless it is sparse."""
+    grad = parameter.grad.detach()
+    if grad.is_sparse:
+        return flat.view(parameter.shape)
+    if flat.data_ptr() != grad.data_ptr() or not grad.is_contiguous():
+        grad.copy_(flat.view(grad.shape))
+    return grad
+
+
+def empty_sparse_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient of no rows, for a rank on which a sparse embedding was not used."""
+    indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, parameter.new_zeros((0, *parameter.shape[1:])), parameter.shape)

@@ -1,0 +1,209 @@
+"""Residues: one per compressed tensor, what a step does to it, and how all of a rank's residues are saved and loaded.
+
+`CompressedTensor` is a tensor's residue with its geometry and kernel; `Residues` holds all those of one optimizer, with the step
+count. Used by reducer.py and compressor.py; imports kernels and the framework-free rooms.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from scalecom_hvd.config import ScaleComConfig, float16_limit
+from scalecom_hvd.lanes import geometry
+from scalecom_hvd.torch import kernels
+
+log = logging.getLogger("scalecom_hvd")
+
+STATE_VERSION = 1
+# Settings that may differ between a checkpoint and the run that loads it: they change no result.
+_FREE_SETTINGS = ("bucket_bytes",)
+
+
+def torch_dtype(name: Any) -> torch.dtype:
+    """torch.float32 for "float32" or np.dtype("float32"), and so on."""
+    return getattr(torch, str(name))
+
+
+class CompressedTensor:
+    """One parameter's residue on this rank, and the moves of one step (DESIGN: the algorithm's (1) and (2)).
+
+    residue: (N,) float32 or float64, zero at the start. Offsets and values (k,) lie in buffers of whoever calls.
+    The gradient of the step in progress is kept until `finish`, since a step may have to be taken back.
+    """
+
+    def __init__(self, name: str, parameter: torch.Tensor, rate: float, config: ScaleComConfig) -> None:
+        self.name = name
+        self.shape = parameter.shape
+        self.geometry = geometry(parameter.numel(), rate, config.selection)
+        residue_dtype = torch_dtype(config.residue_dtype_for(str(parameter.dtype).removeprefix("torch.")))
+        self.residue = torch.zeros(parameter.numel(), dtype=residue_dtype, device=parameter.device)
+        self.wire_dtype = torch_dtype(config.wire_dtype) if config.wire_dtype else residue_dtype
+        self.offset_dtype = torch_dtype(self.geometry.offset_dtype)
+        self.beta = config.beta
+        self._kernel = kernels.kernel_for(parameter.device, parameter.dtype, residue_dtype)
+        self._grad: torch.Tensor | None = None
+        self._scale = 1.0
+        self._filtered = False
+        self._sent: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def begin(self, grad: torch.Tensor, scale: float) -> None:
+        """Take this step's gradient, (N,) contiguous; `scale` is 1 / loss scale."""
+        self._grad, self._scale, self._filtered, self._sent = grad, scale, False, None
+
+    def filter(self, choose: int = kernels.CHOOSE_NOTHING, offsets: torch.Tensor | None = None) -> kernels.Count:
+        """Move (1); gives the number of non-finite gradient elements."""
+        self._filtered = True
+        return self._kernel.filter(self._grad, self.residue, self.geometry, self.beta, self._scale, choose, offsets)
+
+    def choose_without_filter(self, offsets: torch.Tensor) -> None:
+        """Select on |m + g| and leave the residue alone: a look-ahead leader's choice in a step that is sent whole."""
+        self._kernel.filter(self._grad, self.residue, self.geometry, 0.0, self._scale, kernels.CHOOSE_ACCUMULATOR, offsets)
+
+    def gather(self, offsets: torch.Tensor, values: torch.Tensor, sent: torch.Tensor, n_workers: int) -> kernels.Count:
+        """Move (2), before or after `filter`: `values` and the copy `sent` become the accumulator at I. Gives the number not finite."""
+        share = 1 - self.beta if self._filtered else 1.0
+        bad = self._kernel.gather(
+            self._grad, self.residue, self.geometry, self.beta, self._scale, share, offsets, float16_limit(n_workers), values
+        )
+        sent.copy_(values)
+        self._sent = (offsets, sent)
+        return bad
+
+    def scatter(self, output: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
+        """`output` (N,) <- the averaged values at I in the gradient's units, zero elsewhere."""
+        self._kernel.scatter(output, self.geometry, self._scale, offsets, values)
+
+    def undo(self) -> None:
+        """Take this step's moves back, as far as they were made; the offsets and the gradient must still be at hand."""
+        beta = self.beta
+        if self._filtered and self._sent:
+            self._kernel.undo(self._grad, self.residue, self.geometry, beta, self._scale, *self._sent)
+        elif self._filtered:
+            nothing = self.residue.new_zeros(self.geometry.k)
+            zeros = torch.zeros(self.geometry.k, dtype=self.offset_dtype, device=self.residue.device)
+            self._kernel.undo(self._grad, self.residue, self.geometry, beta, self._scale, zeros, nothing)
+        elif self._sent:
+            self._kernel.undo(torch.zeros_like(self._grad), self.residue, self.geometry, beta, self._scale, *self._sent)
+        self.finish()
+
+    def finish(self) -> None:
+        """Let go of the gradient."""
+        self._grad, self._filtered, self._sent = None, False, None
+
+
+class OffsetLayout:
+    """Where the offsets of several tensors lie in one byte buffer, so that one broadcast carries them."""
+
+    def __init__(self, tensors: Iterable[CompressedTensor]) -> None:
+        # Wider offsets first: every tensor's slice is then aligned.
+        self.tensors = sorted(tensors, key=lambda t: -t.offset_dtype.itemsize)
+        self._slices, at = {}, 0
+        for tensor in self.tensors:
+            self._slices[tensor.name] = slice(at, at := at + tensor.geometry.k * tensor.offset_dtype.itemsize)
+        self._bytes = at
+
+    def new_buffer(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self._bytes, dtype=torch.uint8, device=device)
+
+    def view(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
+        """A tensor's offsets (k,) in a buffer of this layout."""
+        return buffer[self._slices[tensor.name]].view(tensor.offset_dtype)
+
+
+class Residues:
+    """All residues of one optimizer on this rank, by parameter name, with the number of steps taken.
+
+    step: steps that happened.  skipped_steps: those that did not, because a gradient was not finite somewhere.
+    chosen_ahead: in look-ahead, {name: offsets of the next step}.  buckets: names per bucket, once the ranks agreed on them.
+    """
+
+    def __init__(self, config: ScaleComConfig) -> None:
+        self.config = config
+        self.step = 0
+        self.skipped_steps = 0
+        self.tensors: dict[str, CompressedTensor] = {}
+        self.chosen_ahead: dict[str, torch.Tensor] = {}
+        self.buckets: list[list[str]] | None = None
+        self.rates: dict[str, float] | None = None
+        self._loaded: dict[str, torch.Tensor] | None = None
+
+    def attach(self, parameters: dict[str, torch.Tensor]) -> None:
+        """Learn the parameters (all that are trained, in the model's order), and make a residue for each that is compressed.
+
+        Raises ValueError for globs that match nothing, for state loaded earlier that does not fit, TypeError for complex parameters.
+        """
+        for name, parameter in parameters.items():
+            if not parameter.is_floating_point():
+                raise TypeError(
+                    f"{name} has dtype {parameter.dtype}, which ScaleCom cannot average over ranks: train it as two real parameters, or "
+                    "keep it out of this optimizer"
+                )
+        self.rates = self.config.rates_for({name: tuple(p.shape) for name, p in parameters.items()})
+        self.tensors = {
+            name: CompressedTensor(name, parameter, self.rates[name], self.config)
+            for name, parameter in parameters.items()
+            if self.rates[name] > 1
+        }
+        if self._loaded is not None:
+            self._copy_in(self._loaded)
+            self._loaded = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plain tensors and numbers, so that torch.load(..., weights_only=True) reads it. Tensors are not copied."""
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "step": self.step,
+            "config": self.config.to_dict(),
+            "residues": {name: t.residue.view(t.shape) for name, t in self.tensors.items()},
+        }
+        if self._loaded is not None:
+            state["residues"] = self._loaded
+        if self.chosen_ahead:
+            state["offsets"] = {name: offsets.clone() for name, offsets in self.chosen_ahead.items()}
+        if self.buckets is not None:
+            state["buckets"] = self.buckets
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state of `state_dict`; raises ValueError that names what does not fit, and then changes nothing."""
+        missing = {"version", "step", "config", "residues"} - set(state)
+        if missing:
+            raise ValueError(f"this is no ScaleCom state: it lacks {', '.join(sorted(missing))}; pass what ScaleCom.state_dict() gave")
+        if state["version"] != STATE_VERSION:
+            raise ValueError(f"this ScaleCom state has version {state['version']}, and this release reads version {STATE_VERSION}")
+        mine, theirs = self.config.to_dict(), dict(state["config"])
+        different = [key for key in mine.keys() | theirs.keys() if key not in _FREE_SETTINGS and mine.get(key) != theirs.get(key)]
+        if different:
+            listed = ", ".join(f"{key}={theirs.get(key)!r} in the state and {mine.get(key)!r} now" for key in sorted(different))
+            raise ValueError(
+                f"the residues were made with other settings: {listed}. Start ScaleCom with the settings of the state, or, to change them, "
+                "go on without loading it (the residues start at zero)"
+            )
+        if self.rates is None:
+            self._loaded = dict(state["residues"])
+        else:
+            self._copy_in(state["residues"])
+        self.step = int(state["step"])
+        self.chosen_ahead = dict(state.get("offsets", {}))
+        self.buckets = state.get("buckets")
+
+    def _copy_in(self, residues: dict[str, torch.Tensor]) -> None:
+        complaints = [f"{name} is not in this model (or is sent whole)" for name in residues.keys() - self.tensors.keys()]
+        complaints += [f"{name} is not in the state" for name in self.tensors.keys() - residues.keys()]
+        complaints += [
+            f"{name} has shape {tuple(residues[name].shape)} in the state and {tuple(tensor.shape)} in the model"
+            for name, tensor in self.tensors.items()
+            if name in residues and residues[name].shape != tensor.shape
+        ]
+        if complaints:
+            raise ValueError("these residues belong to another model: " + "; ".join(sorted(complaints)[:5]))
+        for name, tensor in self.tensors.items():
+            tensor.residue.copy_(residues[name].reshape(-1))
+
+    def norm(self) -> float:
+        """The Euclidean norm of all residues together; reads them all."""
+        return float(sum(t.residue.double().square().sum() for t in self.tensors.values())) ** 0.5 if self.tensors else 0.0

@@ -1,0 +1,233 @@
+"""The exchange inside Horovod's own DistributedOptimizer: every tensor its own all-reduce, one broadcast for all offsets.
+
+Horovod calls `compress` for every gradient, in any order, some of them in hooks, where a rank must not wait: ranks may miss
+different gradients, and one that waits there for a broadcast waits for ever. So this is look-ahead: the next leader's offsets are
+broadcast when the last result of a step came, and needed when the next step's first gradient comes; every rank has submitted
+them by then without waiting for another rank's hooks. The first step is sent whole, since no offsets are known yet.
+
+Used by compressor.py alone; imports residues, transport and the rooms below.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import scalecom_hvd
+from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.torch.kernels import CHOOSE_NOTHING, CHOOSE_RESIDUE
+from scalecom_hvd.torch.residues import CompressedTensor, OffsetLayout, Residues
+from scalecom_hvd.torch.transport import Transport
+
+log = logging.getLogger("scalecom_hvd")
+
+
+class Sent(NamedTuple):
+    """What decompress must know about a tensor: Horovod carries it from compress to decompress."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    tensor: CompressedTensor | None  # None: sent whole
+
+
+class StockExchange:
+    """Compresses and decompresses one optimizer's gradients, tensor by tensor.
+
+    parameters: {name: parameter}, as the user gave them; they may be more than the optimizer trains.
+    """
+
+    def __init__(
+        self, parameters: dict[str, torch.Tensor], residues: Residues, transport: Transport, loss_scale: Callable[[], float]
+    ) -> None:
+        self._parameters = parameters
+        self._residues = residues
+        self._transport = transport
+        self._loss_scale = loss_scale
+        self._usual_order = list(reversed(parameters))
+        self._seen: list[str] = []
+        self._pending: set[str] = set()
+        self._agreed = False
+        # Per device: where offsets lie, those of this step and those of the next, and the broadcast that brings the latter.
+        self._layouts: dict[torch.device, OffsetLayout] = {}
+        self._next: dict[torch.device, torch.Tensor] = {}
+        self._handles: dict[torch.device, int] = {}
+        self._bytes = {"offsets": 0, "values": 0, "dense": 0}
+
+    def in_step(self) -> bool:
+        return bool(self._pending)
+
+    def settle(self) -> None:
+        """The offsets that the last step's end broadcast become this step's."""
+        for device, handle in self._handles.items():
+            self._transport.wait(handle)
+            layout, buffer = self._layouts[device], self._next[device]
+            self._residues.chosen_ahead.update({t.name: layout.view(t, buffer) for t in layout.tensors})
+            # The views keep this buffer; the next offsets arrive in a new one.
+            self._next[device] = layout.new_buffer(device)
+        self._handles.clear()
+
+    def reset(self) -> None:
+        """Other residues were loaded: ranks agree anew at the next step's end."""
+        self._agreed = False
+
+    def compress(self, grad: torch.Tensor) -> tuple[torch.Tensor, Sent]:
+        """What travels for a gradient: (k,) values, or all of it flat, in the wire dtype."""
+        name = self._name_of(grad)
+        if not self._pending:
+            self._begin_step()
+        self._seen.append(name)
+        self._pending.add(name)
+        tensor = self._residues.tensors.get(name)
+        # Horovod moves the gradient's tensor onto the result's memory; this alias keeps the gradient until the step's end.
+        flat = grad.detach().reshape(-1)
+        if tensor is not None:
+            tensor.begin(flat, self._scale)
+        if tensor is None or self._whole:
+            wire = torch.float64 if flat.dtype == torch.float64 else torch.float32
+            # A copy where the gradient is needed at the step's end, since Horovod reduces in place.
+            whole = flat.to(wire, copy=tensor is not None)
+            self._bytes["dense"] += whole.numel() * whole.element_size()
+            return whole, Sent(name, grad.shape, grad.dtype, None)
+
+        values = torch.empty(tensor.geometry.k, dtype=tensor.wire_dtype, device=flat.device)
+        bad = tensor.gather(self._residues.chosen_ahead[name], values, torch.empty_like(values), self._transport.size)
+        bad = bad + tensor.filter(*((CHOOSE_RESIDUE, self._next_offsets(tensor)) if self._i_choose() else (CHOOSE_NOTHING, None)))
+        # One NaN tells every rank, through the average, that this gradient was not finite somewhere.
+        values[:1].masked_fill_(torch.as_tensor(bad != 0, device=values.device), float("nan"))
+        self._bytes["values"] += values.numel() * values.element_size()
+        return values, Sent(name, grad.shape, grad.dtype, tensor)
+
+    def decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
+        """The averaged gradient, in the gradient's shape and dtype; NaN everywhere if a worker's was not finite."""
+        bad = ~result.isfinite().all()
+        self._bad = self._bad | bad
+        if sent.tensor is None:
+            output = result.to(sent.dtype).view(sent.shape)
+        else:
+            flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
+            sent.tensor.scatter(flat, self._residues.chosen_ahead[sent.name], result)
+            output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
+        self._pending.discard(sent.name)
+        if not self._pending:
+            self._end_step()
+        return output
+
+    def _begin_step(self) -> None:
+        self.settle()
+        residues = self._residues
+        self._seen, self._bad = [], torch.tensor(False)
+        self._bytes = {"offsets": 0, "values": 0, "dense": 0}
+        self._scale = 1 / float(self._loss_scale())
+        self._whole = residues.step < residues.config.warmup_steps or not residues.chosen_ahead
+
+    def _end_step(self) -> None:
+        """The last result has come. Every rank comes here without waiting for what others do later."""
+        self._usual_order = self._seen
+        residues = self._residues
+        if not self._agreed:
+            self._agree()
+        tensors = [residues.tensors[name] for name in self._seen if name in residues.tensors]
+        if bool(self._bad):
+            residues.skipped_steps += 1
+            log.info(
+                "step %d is skipped: a gradient was not finite on some rank (%d skipped so far)", residues.step, residues.skipped_steps
+            )
+            for tensor in tensors:
+                tensor.undo()
+            return
+        last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
+        for tensor in tensors:
+            if last_whole and self._i_choose():
+                tensor.choose_without_filter(self._next_offsets(tensor))
+            tensor.finish()
+        if last_whole or not self._whole:
+            leader = self._next_leader()
+            for number, (device, buffer) in enumerate(self._next.items()):
+                self._handles[device] = self._transport.broadcast(buffer, leader, f"offsets.{number}")
+                self._bytes["offsets"] += buffer.numel()
+        residues.step += 1
+
+    def _next_leader(self) -> int:
+        return (self._residues.step + 1) % self._transport.size
+
+    def _i_choose(self) -> bool:
+        """Whether this rank chooses for the next step."""
+        return self._next_leader() == self._transport.position
+
+    def _next_offsets(self, tensor: CompressedTensor) -> torch.Tensor:
+        device = tensor.residue.device
+        if not self._next:
+            self._make_buffers(self._residues.tensors.values())
+        return self._layouts[device].view(tensor, self._next[device])
+
+    def _make_buffers(self, tensors: Any) -> None:
+        by_device: dict[torch.device, list[CompressedTensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.residue.device, []).append(tensor)
+        self._layouts = {device: OffsetLayout(members) for device, members in by_device.items()}
+        self._next = {device: layout.new_buffer(device) for device, layout in self._layouts.items()}
+
+    def _agree(self) -> None:
+        """Compare settings and tensors of all ranks; raises RuntimeError on every rank alike."""
+        mine = {
+            "version": scalecom_hvd.__version__,
+            "settings": self._residues.config.to_dict(),
+            "tensors": {name: [list(p.shape), str(p.dtype), p.device.type] for name, p in self._parameters.items() if name in self._seen},
+            "name": self._transport.claim_name(),
+            "step": self._residues.step,
+        }
+        everyone = self._transport.exchange_objects(mine, "agreement")
+        compare_ranks(everyone, ("version", "settings", "tensors", "step"))
+        self._transport.use_name(max(other["name"] for other in everyone))
+        if not self._next:
+            # Parameters that never came here (sparse ones, which Horovod does not compress) need no offsets.
+            self._make_buffers(t for name, t in self._residues.tensors.items() if name in self._seen)
+        self._agreed = True
+
+    def _name_of(self, grad: torch.Tensor) -> str:
+        """Which parameter's gradient this is: Horovod does not say, but passes p.grad itself."""
+        position = len(self._seen) if self._pending else 0
+        if position < len(self._usual_order) and self._parameters[self._usual_order[position]].grad is grad:
+            return self._usual_order[position]
+        for name, parameter in self._parameters.items():
+            if parameter.grad is grad:
+                return name
+        # sparse_as_dense: a dense copy of a sparse p.grad
+        candidates = [
+            name
+            for name, p in self._parameters.items()
+            if p.grad is not None and p.grad.is_sparse and p.shape == grad.shape and not (self._pending and name in self._seen)
+        ]
+        if len(candidates) == 1:
+            return candidates[0]
+        raise TypeError(
+            f"ScaleCom cannot tell whose gradient this tensor of shape {tuple(grad.shape)} is: it compresses the gradients of the "
+            "parameters in ScaleCom(named_parameters=...), inside a DistributedOptimizer. For other tensors use hvd.Compression.none; for "
+            "several sparse embeddings of one shape with sparse_as_dense use scalecom_hvd.torch.DistributedOptimizer"
+        )
+
+    def stats(self) -> dict[str, Any]:
+        n = self._transport.size
+        values = self._bytes["values"] + self._bytes["dense"]
+        names = self._seen or list(self._parameters)
+        sent = (
+            sum(
+                t.geometry.k if (t := self._residues.tensors.get(name)) and not self._whole else self._parameters[name].numel()
+                for name in names
+            )
+            if self._seen
+            else 0
+        )
+        return {
+            "leader": self._residues.step % max(n, 1),
+            "bytes_offsets": self._bytes["offsets"],
+            "bytes_values": self._bytes["values"],
+            "bytes_dense": self._bytes["dense"],
+            "bytes_traffic": round((n - 1) / n * (self._bytes["offsets"] + 2 * values)),
+            "rate": sum(self._parameters[name].numel() for name in names) / max(sent, 1),
+            "collectives": len(names) + len(self._handles),
+        }

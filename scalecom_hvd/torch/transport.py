@@ -1,0 +1,96 @@
+"""The collectives of one exchange: all that is said to Horovod while training is said here.
+
+The reducer and the compressor speak to this small interface, so that another transport can stand in its place. Names decide
+which tensors meet, so all ranks must use the same; see `Transport.names`. Imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import weakref
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+# How many exchanges this process has named; ranks agree on the next number when an exchange starts.
+_instances = itertools.count()
+_alive: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+
+def exchanges_alive() -> bool:
+    """Whether an optimizer of this process uses ScaleCom on more than one rank."""
+    return any((transport.size or 1) > 1 for transport in _alive)
+
+
+class Transport:
+    """Horovod's collectives on a process set; `position` (0 .. size-1) is this rank's place in it.
+
+    op, predivide: as in Horovod's DistributedOptimizer; what `average` does with the sum.
+    """
+
+    def __init__(self, process_set: Any = None, op: Any = horovod.Average, predivide: float = 1.0) -> None:
+        self._process_set = process_set or horovod.global_process_set
+        self._reduction = {
+            "op": op,
+            "prescale_factor": 1 / predivide if op == horovod.Average else 1.0,
+            "postscale_factor": predivide if op == horovod.Average else 1.0,
+            "process_set": self._process_set,
+        }
+        self._prefix = "scalecom"
+        _alive.add(self)
+
+    @property
+    def size(self) -> int:
+        return self._process_set.size()
+
+    @property
+    def position(self) -> int:
+        return self._process_set.rank()
+
+    def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> int:
+        """Start sending the buffer of the rank at position `root` to all; gives a handle."""
+        # Horovod counts roots by global rank, also inside a process set.
+        return horovod.broadcast_async_(buffer, self._process_set.ranks[root], f"{self._prefix}.{name}", self._process_set)
+
+    def average(self, buffer: torch.Tensor, name: str) -> int:
+        """Start the all-reduce of the buffer, in place; gives a handle."""
+        return horovod.allreduce_async_(buffer, name=f"{self._prefix}.{name}", **self._reduction)
+
+    def done(self, handle: int) -> bool:
+        """Whether waiting would return at once."""
+        return bool(horovod.poll(handle))
+
+    def wait(self, handle: int) -> None:
+        """Wait for a collective. Safe only for those that every rank surely submits without waiting for this rank's next one."""
+        try:
+            horovod.synchronize(handle)
+        except horovod.HorovodInternalError as error:
+            if "join" in str(error).lower():
+                raise RuntimeError(JOIN_REFUSED) from error
+            raise
+
+    def exchange_objects(self, value: Any, name: str) -> list[Any]:
+        """Every rank's JSON value, in order of position. Blocks: all ranks must be here."""
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = horovod.allgather(torch.tensor([payload.numel()]), name=f"scalecom.{name}.sizes", process_set=self._process_set)
+        joined = horovod.allgather(payload, name=f"scalecom.{name}", process_set=self._process_set)
+        return [json.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
+
+    def claim_name(self) -> int:
+        """A number for this exchange that this process has not used; ranks then settle on the largest claimed (`use_name`)."""
+        return next(_instances)
+
+    def use_name(self, number: int) -> None:
+        """Name this exchange's collectives by the number all ranks agreed on, so that two exchanges in one process never collide."""
+        global _instances
+        _instances = itertools.count(max(number + 1, next(_instances)))
+        self._prefix = "scalecom" if number == 0 else f"scalecom.{number}"
+
+
+JOIN_REFUSED = (
+    "hvd.join() cannot be used with ScaleCom: a rank that joined cannot take part in the leader's broadcast. Give every rank the "
+    "same number of steps instead (drop_last=True with a DistributedSampler, or cut the longer ranks short), or train the uneven "
+    "part with compression=hvd.Compression.none"
+)
