@@ -29,7 +29,7 @@ class Exchange(Protocol):
 
     def in_step(self) -> bool: ...
     def settle(self) -> None: ...
-    def reset(self) -> None: ...
+    def agree_anew(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
 
@@ -67,6 +67,10 @@ class ScaleCom(Compressor):
             raise ValueError("this ScaleCom already serves an optimizer; make one for each: their residues are different")
         self.residues.attach(parameters)
         self._exchange = exchange
+
+    def detach(self) -> None:
+        """Serve nobody again; called when the optimizer could not be made."""
+        self._exchange = None
 
     def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
         """What the stock optimizer sends of a gradient: k values, or all of it. Called in backward's hooks; waits for nothing in them."""
@@ -121,7 +125,7 @@ class ScaleCom(Compressor):
             self._exchange.settle()
         self.residues.load_state_dict(state)
         if self._exchange is not None:
-            self._exchange.reset()
+            self._exchange.agree_anew()
 
 
 def _scale_reader(loss_scale: Any) -> Callable[[], float]:

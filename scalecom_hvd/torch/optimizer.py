@@ -73,20 +73,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     compressor = compression() if isinstance(compression, type) else compression
     if named_parameters is not None:
         named_parameters = list(named_parameters)
-    wrapped = _optimizer_class(type(optimizer))(
-        optimizer.param_groups,
-        named_parameters,
-        compressor,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        # Groups are this exchange's buckets; Horovod's own grouping would ask for real handles where the exchange gives results.
-        None,
-        sparse_as_dense,
-        process_set,
-    )
-
-    parameters = _trained_parameters(wrapped, named_parameters)
+    parameters = _trained_parameters(optimizer, named_parameters)
     reducer = Reducer(
         parameters,
         compressor.residues,
@@ -96,8 +83,24 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         loss_scale=compressor.loss_scale,
         send_sparse=lambda p: wrapped._sparse_allreduce_grad_async(p, wrapped._parameter_names[p])[0],
     )
+    # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing takes off again.
     compressor.attach(parameters, reducer)
-    wrapped._reducer = reducer
+    try:
+        wrapped = _optimizer_class(type(optimizer), reducer)(
+            optimizer.param_groups,
+            named_parameters,
+            compressor,
+            backward_passes_per_step,
+            op,
+            gradient_predivide_factor,
+            # Groups are this exchange's buckets; Horovod's own grouping would ask for real handles where the exchange gives results.
+            None,
+            sparse_as_dense,
+            process_set,
+        )
+    except BaseException:
+        compressor.detach()
+        raise
     return wrapped
 
 
@@ -114,14 +117,15 @@ def _grouped_allreduce_grad_async(self, ps: Any) -> None:
 def _load_state_dict(self, *args: Any, **kwargs: Any) -> None:
     """Horovod's drops what is in flight when a state is loaded (elastic restores do that); so does the exchange."""
     if self._reducer.in_step():
-        self._reducer.reset()
+        self._reducer.abort()
     horovod_optimizer._DistributedOptimizer.__dict__["load_state_dict"](self, *args, **kwargs)
 
 
-def _optimizer_class(base: type) -> type:
+def _optimizer_class(base: type, reducer: Reducer) -> type:
     members = dict(horovod_optimizer._DistributedOptimizer.__dict__)
     # __module__ stays Horovod's: broadcast_optimizer_state looks at it (functions.py:105).
     members.update(
+        _reducer=reducer,
         _allreduce_grad_async=_allreduce_grad_async,
         _grouped_allreduce_grad_async=_grouped_allreduce_grad_async,
         load_state_dict=_load_state_dict,
@@ -130,12 +134,18 @@ def _optimizer_class(base: type) -> type:
     return type(base.__name__, (base,), members)
 
 
-def _trained_parameters(wrapped: Any, named_parameters: list | None) -> dict[str, torch.Tensor]:
-    """{name: parameter} of what this optimizer trains, in the order of named_parameters, which is that of the model's layers."""
-    mine = {id(p): p for group in wrapped.param_groups for p in group["params"] if p.requires_grad}
-    if named_parameters is not None:
-        return {name: p for name, p in named_parameters if id(p) in mine}
-    return {wrapped._parameter_names[p]: p for p in mine.values()}
+def _trained_parameters(optimizer: torch.optim.Optimizer, named_parameters: list | None) -> dict[str, torch.Tensor]:
+    """{name: parameter} of what the optimizer trains, in the order of named_parameters, which is that of the model's layers."""
+    trained = {
+        id(p): (f"allreduce.noname.{i}.{j}", p)  # Horovod's name for a nameless parameter (optimizer.py:49)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+        if p.requires_grad
+    }
+    if named_parameters is None:
+        return dict(trained.values())
+    # Horovod refuses what is no (name, parameter), and names that come twice; its words are clear.
+    return {item[0]: item[1] for item in named_parameters if isinstance(item, tuple) and id(item[1]) in trained}
 
 
 def _group_names(groups: int | list | None, parameters: dict[str, torch.Tensor]) -> list[list[str]] | None:

@@ -255,11 +255,15 @@ class Reducer:
             for bucket in self.buckets:
                 self._take_offsets(bucket)
 
-    def reset(self) -> None:
-        """Forget buckets and agreements; ranks agree anew at the next step. Residues stay."""
+    def agree_anew(self) -> None:
+        """Other residues were loaded: ranks compare, and make buckets, at the next step."""
+        with self._lock:
+            self.buckets, self._bucket_of, self._agreed = [], {}, False
+
+    def abort(self) -> None:
+        """Forget the step in progress; its moves are taken back, so that nothing is lost from the residues."""
         with self._lock:
             self._abort()
-            self.buckets, self._bucket_of, self._agreed = [], {}, False
 
     def leader(self, bucket: int, step: int) -> int:
         """The position of the rank that chooses for a bucket at a step."""
@@ -534,4 +538,4 @@ def unflat_gradient(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor
 def empty_sparse_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """A gradient of no rows, for a rank on which a sparse embedding was not used."""
     indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, parameter.new_zeros((0, *parameter.shape[1:])), parameter.shape)
+    return torch.sparse_coo_tensor(indices, parameter.new_zeros((0, *parameter.shape[1:])), parameter.shape, check_invariants=False)

@@ -70,8 +70,8 @@ class StockExchange:
             self._next[device] = layout.new_buffer(device)
         self._handles.clear()
 
-    def reset(self) -> None:
-        """Other residues were loaded: ranks agree anew at the next step's end."""
+    def agree_anew(self) -> None:
+        """Other residues were loaded: ranks compare at the next step's end."""
         self._agreed = False
 
     def compress(self, grad: torch.Tensor) -> tuple[torch.Tensor, Sent]:

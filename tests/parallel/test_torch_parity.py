@@ -2,51 +2,7 @@
 
 import numpy as np
 import pytest
-import torch
-from models import ODD_SHAPES, feed, gradients, parameters, same_on_all_ranks
-
-import scalecom_hvd.torch as hvd
-from scalecom_hvd.reference import ScaleComReference
-
-TORCH_DTYPES = {np.float16: torch.float16, np.float32: torch.float32, np.float64: torch.float64}
-
-
-def run_against_reference(dtype=np.float32, steps=50, shapes=ODD_SHAPES, tolerance=1e-5, **settings):
-    settings.setdefault("min_numel", 2)
-    n, rank = hvd.size(), hvd.rank()
-    model = parameters(shapes, TORCH_DTYPES[dtype])
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1), named_parameters=model.items(), compression=hvd.ScaleCom(**settings)
-    )
-    compressor = optimizer.compression
-    reference = ScaleComReference(n, shapes, compressor.config)
-    for step in range(steps):
-        everyone = [gradients(shapes, r, step, dtype) for r in range(n)]
-        optimizer.zero_grad()
-        feed(model, everyone[rank])
-        optimizer.synchronize()
-        if step == 0:
-            reference.bucket_of = {name: b for b, names in enumerate(compressor.residues.buckets) for name in names}
-        averages = reference.step(everyone)
-        for name, parameter in model.items():
-            got = parameter.grad.numpy()
-            assert got.dtype == dtype
-            assert got.shape == shapes[name]
-            chosen = reference.selections.get(name)
-            if chosen is not None:
-                assert not np.delete(got.reshape(-1), chosen).any(), f"{name} at step {step}: something outside the selection was sent"
-            np.testing.assert_allclose(got, averages[name], rtol=tolerance, atol=tolerance, err_msg=f"{name} at step {step}")
-        for name, tensor in compressor.residues.tensors.items():
-            # To the bit: what a worker keeps depends on its own arithmetic alone.
-            np.testing.assert_array_equal(
-                tensor.residue.view(tensor.shape).numpy(),
-                reference.residues[rank].get(name, np.zeros(tensor.shape)),
-                err_msg=f"{name} at step {step}",
-            )
-        with optimizer.skip_synchronize():
-            optimizer.step()
-    assert same_on_all_ranks(model.values())
-    return compressor
+from parity import run_against_reference
 
 
 @pytest.mark.parametrize("lookahead", [False, True])

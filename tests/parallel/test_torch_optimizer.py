@@ -1,0 +1,350 @@
+"""The drop-in DistributedOptimizer: Horovod's options, and what holds whatever the options are."""
+
+import horovod.torch as stock
+import numpy as np
+import pytest
+import torch
+from models import ODD_SHAPES, feed, gradients, parameters, same_on_all_ranks
+
+import scalecom_hvd.torch as hvd
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
+MODES = [{}, {"lookahead": True}, {"leader": "staggered", "bucket_bytes": 10_000}]
+
+
+def make(model, library=hvd, lr=1.0, compression=None, **options):
+    compression = hvd.ScaleCom(rate=20, min_numel=100) if compression is None else compression
+    return library.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=lr), named_parameters=model.items(), compression=compression, **options
+    )
+
+
+def run(optimizer, model, steps=6, shapes=SHAPES, passes=1, skips=lambda rank, step: [], dtype=np.float32):
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(passes):
+            feed(model, gradients(shapes, hvd.rank(), step * passes + part, dtype), skip=skips(hvd.rank(), step))
+        optimizer.step()
+
+
+OPTIONS = [
+    {},
+    {"backward_passes_per_step": 3},
+    {"gradient_predivide_factor": 2.0},
+    {"op": hvd.Sum},
+    {"groups": 2},
+    {"sparse_as_dense": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rate_one_equals_stock_horovod(options, dtype):
+    passes = options.get("backward_passes_per_step", 1)
+    kind = torch.from_numpy(np.zeros(1, dtype)).dtype
+    ours, theirs = parameters(SHAPES, kind), parameters(SHAPES, kind)
+    run(make(ours, compression=hvd.ScaleCom(rate=1), **options), ours, passes=passes, dtype=dtype)
+    run(make(theirs, stock, compression=stock.Compression.none, **options), theirs, passes=passes, dtype=dtype)
+    for name in SHAPES:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
+    assert same_on_all_ranks(ours.values())
+
+
+def test_everything_dense_equals_stock_horovod():
+    ours, theirs = parameters(ODD_SHAPES), parameters(ODD_SHAPES)
+    run(make(ours, compression=hvd.ScaleCom(dense=["*"])), ours, shapes=ODD_SHAPES)
+    run(make(theirs, stock, compression=stock.Compression.none), theirs, shapes=ODD_SHAPES)
+    for name in ODD_SHAPES:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_nothing_is_lost(options, mode):
+    """With beta = 1: the sum of everything sent plus the residues equals the sum of gradients."""
+    steps, passes = 7, options.get("backward_passes_per_step", 1)
+    model = parameters(SHAPES)
+    optimizer = make(model, compression=hvd.ScaleCom(rate=20, min_numel=100, **mode), **options)
+    run(optimizer, model, steps, passes=passes)
+    assert same_on_all_ranks(model.values())
+    divisor = 1 if options.get("op") == hvd.Sum else hvd.size()
+    for name, parameter in model.items():
+        tensor = optimizer.compression.residues.tensors.get(name)
+        mine = tensor.residue.view(tensor.shape) if tensor else torch.zeros(parameter.shape)
+        left = hvd.allreduce(mine, op=hvd.Sum, name=f"left.{name}") / divisor
+        came_in = sum(gradients(SHAPES, r, s)[name] for r in range(hvd.size()) for s in range(steps * passes)) / divisor
+        np.testing.assert_allclose(-parameter.detach().numpy() + left.numpy(), came_in, rtol=1e-3, atol=1e-4)
+        assert tensor is None or left.abs().sum() > 0
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_each_rank_skips_other_layers(mode):
+    names = list(SHAPES)
+    model = parameters(SHAPES)
+    optimizer = make(model, lr=0.1, compression=hvd.ScaleCom(rate=20, min_numel=100, **mode))
+    run(optimizer, model, 16, skips=lambda rank, step: [names[(rank + step) % 4], names[(2 * rank + 1) % 4]])
+    assert same_on_all_ranks(model.values())
+    assert all(p.abs().sum() > 0 for p in model.values())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_hooks_fire_in_another_order_on_every_rank(mode):
+    model = parameters({f"layer{i}": (50, 60) for i in range(8)})
+    shapes = {name: p.shape for name, p in model.items()}
+    optimizer = make(model, lr=0.1, compression=hvd.ScaleCom(rate=20, min_numel=100, **mode))
+    for step in range(8):
+        optimizer.zero_grad()
+        grads = gradients(shapes, hvd.rank(), step)
+        order = np.random.default_rng([hvd.rank(), step]).permutation(list(model))
+        for name in order:  # one backward each, so that this is the order
+            (model[name] * torch.from_numpy(grads[name])).sum().backward()
+        optimizer.step()
+    assert same_on_all_ranks(model.values())
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_step_that_overflows_on_one_rank_never_happened(mode, value):
+    shapes, overflowing = SHAPES, (0, 3, 4, 7)
+    model = parameters(shapes)
+    optimizer = make(model, lr=0.1, compression=hvd.ScaleCom(rate=20, beta=0.5, min_numel=100, warmup_steps=2, **mode))
+    clean = parameters(shapes)
+    untouched = make(clean, lr=0.1, compression=hvd.ScaleCom(rate=20, beta=0.5, min_numel=100, warmup_steps=2, **mode))
+    for step in range(12):
+        grads = gradients(shapes, hvd.rank(), step)
+        if step in overflowing:
+            if hvd.rank() == step % hvd.size():
+                grads["second"][1, 7] = value
+        else:
+            untouched.zero_grad()
+            feed(clean, grads)
+            untouched.step()
+        optimizer.zero_grad()
+        feed(model, grads)
+        optimizer.synchronize()
+        if step in overflowing:
+            assert all(p.grad.isnan().all() for p in model.values())
+        else:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    stats = optimizer.compression.stats()
+    assert (stats["step"], stats["skipped_steps"]) == (8, 4)
+    for name in shapes:
+        torch.testing.assert_close(model[name], clean[name], rtol=1e-4, atol=1e-5)
+        if name in optimizer.compression.residues.tensors:
+            torch.testing.assert_close(
+                optimizer.compression.residues.tensors[name].residue,
+                untouched.compression.residues.tensors[name].residue,
+                rtol=1e-4,
+                atol=1e-4,
+            )
+    assert same_on_all_ranks(model.values())
+
+
+def test_residues_do_not_depend_on_the_loss_scale():
+    plain, scaled = parameters(SHAPES), parameters(SHAPES)
+    scale = 1.0
+    a = make(plain, compression=hvd.ScaleCom(rate=20, min_numel=100))
+    b = make(scaled, compression=hvd.ScaleCom(rate=20, min_numel=100, loss_scale=lambda: scale))
+    for step in range(10):
+        scale = 2.0 ** ((step * 5) % 17)
+        grads = gradients(SHAPES, hvd.rank(), step)
+        for optimizer, model, factor in ((a, plain, 1.0), (b, scaled, scale)):
+            optimizer.zero_grad()
+            feed(model, {name: g * factor for name, g in grads.items()})
+            optimizer.synchronize()
+            for p in model.values():
+                p.grad /= factor
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    for name in SHAPES:
+        torch.testing.assert_close(plain[name], scaled[name], rtol=1e-6, atol=1e-7)
+
+
+def test_process_sets_have_leaders_of_their_own(process_sets):
+    mine = process_sets[hvd.rank() % 2]
+    model = parameters(SHAPES)
+    optimizer = make(model, compression=hvd.ScaleCom(rate=20, min_numel=100), process_set=mine)
+    run(optimizer, model, 6)
+    everyone = hvd.allgather(torch.cat([p.detach().reshape(-1) for p in model.values()]).unsqueeze(0), name="members", process_set=mine)
+    assert all(torch.equal(row, everyone[0]) for row in everyone)
+    if hvd.size() >= 4:
+        assert optimizer.compression.stats()["bytes_offsets"] > 0
+
+
+@pytest.fixture()
+def process_sets():
+    sets = [hvd.add_process_set(list(range(start, hvd.size(), 2))) for start in range(2)]
+    yield sets
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+def test_two_models_in_one_process():
+    models = [parameters(SHAPES), parameters(SHAPES)]
+    optimizers = [
+        make(model, lr=0.1, compression=hvd.ScaleCom(rate=rate, min_numel=100)) for model, rate in zip(models, (20, 50), strict=True)
+    ]
+    for step in range(6):
+        grads = gradients(SHAPES, hvd.rank(), step)
+        # Both exchanges are in flight at once, in another order on every other rank.
+        for i in (0, 1) if hvd.rank() % 2 else (1, 0):
+            optimizers[i].zero_grad()
+            feed(models[i], grads)
+        for optimizer in optimizers:
+            optimizer.step()
+    for model in models:
+        assert same_on_all_ranks(model.values())
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_sparse_embeddings(mode, sparse_as_dense):
+    def build():
+        torch.manual_seed(3)
+        return torch.nn.ModuleDict({"table": torch.nn.Embedding(300, 20, sparse=True), "head": torch.nn.Linear(20, 150)})
+
+    def train(library, compression):
+        model = build()
+        optimizer = library.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=compression, sparse_as_dense=sparse_as_dense
+        )
+        for step in range(5):
+            optimizer.zero_grad()
+            model["head"](model["table"](torch.arange(30) + 10 * hvd.rank() + step)).square().mean().backward()
+            optimizer.step()
+            assert model["table"].weight.grad.is_sparse
+        assert same_on_all_ranks(model.parameters())
+        return model
+
+    train(hvd, hvd.ScaleCom(rate=10, **mode))
+    ours, theirs = train(hvd, hvd.ScaleCom(rate=1, **mode)), train(stock, stock.Compression.none)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sparse_embedding_that_one_rank_does_not_use():
+    torch.manual_seed(3)
+    table, head = torch.nn.Embedding(300, 20, sparse=True), torch.nn.Linear(20, 150)
+    named = [*(("table." + n, p) for n, p in table.named_parameters()), *(("head." + n, p) for n, p in head.named_parameters())]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=0.1), named, compression=hvd.ScaleCom(rate=10))
+    for step in range(4):
+        optimizer.zero_grad()
+        unused = step % hvd.size() == hvd.rank()
+        inputs = torch.ones(3, 20) if unused else table(torch.arange(3) + step)
+        head(inputs).square().mean().backward()
+        optimizer.step()
+    assert same_on_all_ranks([p for _, p in named])
+
+
+def test_layouts_that_are_not_contiguous():
+    shapes = {"conv": (16, 8, 3, 3)}
+    last = {"conv": torch.nn.Parameter(torch.zeros(shapes["conv"]).to(memory_format=torch.channels_last))}
+    plain = parameters(shapes)
+    for model in (last, plain):
+        optimizer = make(model, compression=hvd.ScaleCom(rate=20, min_numel=100))
+        for step in range(5):
+            optimizer.zero_grad()
+            weights = torch.from_numpy(gradients(shapes, hvd.rank(), step)["conv"])
+            (model["conv"] * weights.to(memory_format=torch.channels_last)).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(last["conv"], plain["conv"], rtol=0, atol=0)
+
+
+def test_clipping_between_synchronize_and_step():
+    model = parameters(SHAPES)
+    optimizer = make(model, lr=1.0)
+    feed(model, gradients(SHAPES, hvd.rank(), 0))
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.values(), 0.5)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    norm = torch.cat([p.detach().reshape(-1) for p in model.values()]).norm()
+    torch.testing.assert_close(norm, torch.tensor(0.5), rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError, match="optimizer.zero_grad\\(\\) was called after loss.backward"):
+        feed(model, gradients(SHAPES, hvd.rank(), 1))
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_closure_and_gradients_kept_in_place():
+    model = parameters(SHAPES)
+    optimizer = make(model, lr=0.1)
+    for step in range(3):
+        for p in model.values():
+            if p.grad is not None:
+                p.grad.zero_()
+        feed(model, gradients(SHAPES, hvd.rank(), step))
+        assert optimizer.step(lambda: torch.tensor(5.0)) == 5.0
+    assert same_on_all_ranks(model.values())
+
+
+@pytest.mark.parametrize("named", ["generator", "none"])
+def test_names_from_a_generator_or_none(named):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(60, 70), torch.nn.Linear(70, 30))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters() if named == "generator" else None, compression=hvd.ScaleCom
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.manual_seed(step * 10 + hvd.rank())
+        net(torch.randn(8, 60)).square().mean().backward()
+        optimizer.step()
+    assert same_on_all_ranks(net.parameters())
+    assert list(optimizer.compression.residues.tensors) == (
+        ["0.weight", "1.weight"] if named == "generator" else ["allreduce.noname.0.0", "allreduce.noname.0.2"]
+    )
+
+
+def test_frozen_and_unfrozen_parameters():
+    model = parameters(SHAPES)
+    model["first"].requires_grad_(False)
+    optimizer = make(model, lr=0.1)
+    run(optimizer, model, 3)
+    model["third"].requires_grad_(False)
+    run(optimizer, model, 3)
+    model["third"].requires_grad_(True)
+    run(optimizer, model, 3)
+    assert same_on_all_ranks(model.values())
+    assert not model["first"].any()
+
+
+def test_broadcast_optimizer_state_and_state_dict():
+    model = parameters(SHAPES)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1 + hvd.rank(), momentum=0.9), model.items(), compression=hvd.ScaleCom(rate=20)
+    )
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    run(optimizer, model, 3)
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+    optimizer.load_state_dict(optimizer.state_dict())
+    run(optimizer, model, 3)
+    assert same_on_all_ranks(model.values())
+
+
+def test_other_compressions_are_horovods_own():
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        model = parameters(SHAPES)
+        optimizer = make(model, compression=compression)
+        assert not hasattr(optimizer, "_reducer")
+        run(optimizer, model, 2)
+        assert same_on_all_ranks(model.values())
+
+
+def test_stats_count_what_is_sent():
+    model = parameters(SHAPES)
+    optimizer = make(model, compression=hvd.ScaleCom(rate=20, min_numel=100))
+    run(optimizer, model, 3)
+    stats = optimizer.compression.stats()
+    k = 3000 // 20 + 3000 // 20 + 5000 // 20
+    assert stats["bytes_offsets"] == k
+    assert stats["bytes_values"] == 4 * k
+    assert stats["bytes_dense"] == 4 * (60 + 1)
+    n = hvd.size()
+    assert stats["bytes_traffic"] == round((n - 1) / n * (k + 2 * (4 * k + 4 * 61)))
+    assert stats["rate"] == pytest.approx(11060 / (k + 60))
+    assert stats["leader"] == 2 % n
+    assert stats["collectives"] == 2
+    assert stats["residue_norm"] > 0

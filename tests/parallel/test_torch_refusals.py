@@ -1,0 +1,173 @@
+"""What cannot work is refused, on every rank, by an error that says what to do instead."""
+
+import horovod.torch as stock
+import pytest
+import torch
+from models import feed, gradients, parameters, same_on_all_ranks
+
+import scalecom_hvd.torch as hvd
+
+SHAPES = {"first": (60, 50), "second": (5000,)}
+
+
+def make(model=None, compression=None, **options):
+    model = model or parameters(SHAPES)
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression or hvd.ScaleCom(rate=20), **options
+    )
+
+
+def test_adasum():
+    with pytest.raises(ValueError, match=r"use op=hvd.Average \(the default\), or Adasum without compression"):
+        make(op=hvd.Adasum)
+
+
+def test_other_operations():
+    with pytest.raises(ValueError, match="works with op=hvd.Average and op=hvd.Sum"):
+        make(op=hvd.Max)
+    with pytest.raises(ValueError, match="gradient_predivide_factor not supported"):
+        make(op=hvd.Sum, gradient_predivide_factor=2.0)
+    with pytest.raises(ValueError, match="backward_passes_per_step must be > 0"):
+        make(backward_passes_per_step=0)
+
+
+def test_settings_that_fit_no_parameter():
+    with pytest.raises(ValueError, match="dense names 'frist', which matches no parameter; the model has first"):
+        make(compression=hvd.ScaleCom(dense=["frist"]))
+    with pytest.raises(ValueError, match="rates names 'third.*'"):
+        make(compression=hvd.ScaleCom(rates={"third.*": 5}))
+
+
+def test_one_object_for_two_optimizers():
+    shared = hvd.ScaleCom()
+    make(compression=shared)
+    with pytest.raises(ValueError, match="make one for each"):
+        make(compression=shared)
+
+
+def test_complex_parameters():
+    with pytest.raises(TypeError, match="train it as two real parameters"):
+        make({"wave": torch.nn.Parameter(torch.zeros(3000, dtype=torch.complex64))})
+
+
+def test_groups_as_in_horovod():
+    model = parameters(SHAPES)
+    with pytest.raises(ValueError, match="groups should be"):
+        make(model, groups=-1)
+    with pytest.raises(ValueError, match="groups must consist of torch.Tensor"):
+        make(model, groups=[["first"]])
+    with pytest.raises(ValueError, match="can only appear once"):
+        make(model, groups=[[model["first"]], [model["first"]]])
+    optimizer = make(model, groups=[[model["second"]]])
+    feed(model, gradients(SHAPES, hvd.rank(), 0))
+    optimizer.step()
+    assert optimizer.compression.residues.buckets == [["second"], ["first"]]
+
+
+def test_join():
+    optimizer = make()
+    with pytest.raises(RuntimeError, match="Give every rank the same number of steps"):
+        hvd.join()
+    del optimizer
+
+
+def test_join_with_nothing_compressed_is_horovods():
+    import gc
+
+    gc.collect()
+    assert hvd.join() in range(hvd.size())
+
+
+def test_other_settings_on_one_rank():
+    model = parameters(SHAPES)
+    optimizer = make(model, hvd.ScaleCom(rate=20 if hvd.rank() else 40))
+    feed(model, gradients(SHAPES, hvd.rank(), 0))
+    with pytest.raises(RuntimeError, match="settings differ between ranks.*rate is 40.0 on rank 0 and 20.0 on rank 1"):
+        optimizer.step()
+
+
+def test_another_model_on_one_rank():
+    model = parameters({"first": (60, 50), "second": (5000 + (hvd.rank() == 1),)})
+    optimizer = make(model)
+    feed(model, {n: p.detach().numpy() for n, p in model.items()})
+    with pytest.raises(RuntimeError, match=r"tensors differ between ranks.*second is \[\[5000\].*\[\[5001\]"):
+        optimizer.step()
+
+
+def test_another_version_on_one_rank(monkeypatch):
+    import scalecom_hvd
+
+    if hvd.rank() == 1:
+        monkeypatch.setattr(scalecom_hvd, "__version__", "9.9")
+    model = parameters(SHAPES)
+    optimizer = make(model)
+    feed(model, gradients(SHAPES, hvd.rank(), 0))
+    with pytest.raises(RuntimeError, match="version differ between ranks.* on rank 0 and 9.9 on rank 1"):
+        optimizer.step()
+
+
+def test_other_settings_on_one_rank_in_the_stock_optimizer():
+    model = parameters(SHAPES)
+    compressor = hvd.ScaleCom(named_parameters=model.items(), rate=20, beta=0.5 if hvd.rank() == 1 else 1)
+    optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor)
+    feed(model, gradients(SHAPES, hvd.rank(), 0))
+    with pytest.raises(RuntimeError, match="beta is 1.0 on rank 0 and 0.5 on rank 1"):
+        optimizer.step()
+
+
+def test_after_a_refused_step_residues_are_as_before():
+    """A step that fails leaves no trace, so that a caller who mends the cause goes on where it was."""
+    model = parameters(SHAPES)
+    optimizer = make(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        feed(model, gradients(SHAPES, hvd.rank(), step))
+        optimizer.step()
+    before = {name: t.residue.clone() for name, t in optimizer.compression.residues.tensors.items()}
+    reducer, wait = optimizer._reducer, optimizer._reducer._transport.wait
+    calls = []
+
+    def fails_after_two(handle):
+        wait(handle)
+        calls.append(handle)
+        if len(calls) == 2:
+            raise hvd.HorovodInternalError("a worker died")
+
+    reducer._transport.wait = fails_after_two
+    optimizer.zero_grad()
+    feed(model, gradients(SHAPES, hvd.rank(), 9))
+    with pytest.raises(hvd.HorovodInternalError):
+        optimizer.step()
+    reducer._transport.wait = wait
+    for name, tensor in optimizer.compression.residues.tensors.items():
+        torch.testing.assert_close(tensor.residue, before[name], rtol=1e-5, atol=1e-5)
+    optimizer.load_state_dict(optimizer.state_dict())  # what an elastic restore does
+    for step in range(3, 6):
+        optimizer.zero_grad()
+        feed(model, gradients(SHAPES, hvd.rank(), step))
+        optimizer.step()
+    assert same_on_all_ranks(model.values())
+
+
+def test_names_as_in_horovod():
+    model = parameters(SHAPES)
+    optimizer = torch.optim.SGD(model.values(), lr=0.1)
+    compressor = hvd.ScaleCom()
+    for names, message in (
+        (list(model), "sequence of tuples"),
+        ([("same", p) for p in model.values()], "must be unique"),
+        (list(model.items())[:1], "were not named"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hvd.DistributedOptimizer(optimizer, names, compression=compressor)
+    assert hvd.DistributedOptimizer(optimizer, model.items(), compression=compressor).compression is compressor
+
+
+def test_a_refusal_leaves_the_parameters_usable():
+    model = parameters(SHAPES)
+    with pytest.raises(ValueError, match="matches no parameter"):
+        make(model, compression=hvd.ScaleCom(dense=["none"]))
+    optimizer = make(model)
+    feed(model, gradients(SHAPES, hvd.rank(), 0))
+    optimizer.step()
+    assert same_on_all_ranks(model.values())
