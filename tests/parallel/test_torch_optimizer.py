@@ -172,7 +172,7 @@ def test_process_sets_have_leaders_of_their_own(process_sets):
         assert optimizer.compression.stats()["bytes_offsets"] > 0
 
 
-@pytest.fixture()
+@pytest.fixture
 def process_sets():
     sets = [hvd.add_process_set(list(range(start, hvd.size(), 2))) for start in range(2)]
     yield sets

@@ -1,0 +1,42 @@
+"""How the project's own scripts and tests start Horovod on this machine: the command line and environment of each launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+
+
+def command(launcher: str, ranks: int, program: list[str]) -> list[str]:
+    """The command line that runs `python program...` on `ranks` ranks of this machine.
+
+    launcher: "mpirun", "horovodrun" (over MPI) or "horovodrun --gloo". More ranks than cores are allowed.
+    """
+    python = [sys.executable, *program]
+    if launcher == "mpirun":
+        return [find("mpirun"), "--oversubscribe", "--bind-to", "none", "--tag-output", "-np", str(ranks), *python]
+    if launcher == "horovodrun":
+        return [find("horovodrun"), "--mpi", "--mpi-args=--oversubscribe", "-np", str(ranks), "-H", f"localhost:{ranks}", *python]
+    if launcher == "horovodrun --gloo":
+        return [find("horovodrun"), "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}", *python]
+    raise ValueError(f"unknown launcher {launcher!r}")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment the launchers need: this Python's programs first, leave for root, and no banners."""
+    return {
+        **os.environ,
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONUNBUFFERED": "1",
+        **more,
+    }
+
+
+def find(program: str) -> str:
+    """A program of this environment, or else of the PATH."""
+    return str(BIN / program) if (BIN / program).exists() else program

@@ -1,0 +1,93 @@
+"""All that `make test` and CI check: ruff, then the tests on one process, on several ranks under every launcher, and end to end.
+
+Each part has a time limit, after which it is ended with all its ranks; its output is shown when it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import launch
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTEST = ["-m", "pytest", "-q", "--color=no"]
+# A rank that waits for ever is ended with a traceback of where it waits.
+PARALLEL = [*PYTEST, "-x", "--timeout=100", "--timeout-method=thread", "tests/parallel"]
+
+PARTS = {
+    "ruff check": ([sys.executable, "-m", "ruff", "check", "."], 60),
+    "ruff format": ([sys.executable, "-m", "ruff", "format", "--check", "."], 60),
+    "single": ([sys.executable, *PYTEST, "--timeout=120", "tests/single"], 300),
+    "parallel, mpirun -np 2": (launch.command("mpirun", 2, PARALLEL), 300),
+    "parallel, mpirun -np 4": (launch.command("mpirun", 4, PARALLEL), 420),
+    "parallel, horovodrun --gloo -np 2": (launch.command("horovodrun --gloo", 2, PARALLEL), 300),
+    "integration": ([sys.executable, *PYTEST, "--timeout=300", "tests/integration"], 600),
+}
+
+
+def run(command: list[str], limit: int, show: bool) -> tuple[int | None, str]:
+    """The exit code (None: out of time) and the output of a command and all it started."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=launch.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=None if show else output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        if code is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            time.sleep(3)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        return code, output.read()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=f"some of: {', '.join(PARTS)}; a beginning is enough; default: all")
+    parser.add_argument("--show", action="store_true", help="show all output at once instead of that of failing parts")
+    arguments = parser.parse_args()
+    wanted = [name for name in PARTS if not arguments.parts or any(name.startswith(part) for part in arguments.parts)]
+    if not wanted:
+        parser.error(f"no part begins so; there are: {', '.join(PARTS)}")
+
+    failed, passed, started = [], 0, time.time()
+    for name in wanted:
+        command, limit = PARTS[name]
+        begun = time.time()
+        code, output = run(command, limit, arguments.show)
+        # Ranks run the same tests: the smallest count is the number of tests that passed on all of them.
+        counts = [int(n) for n in re.findall(r"(\d+) passed", output)]
+        passed += min(counts, default=1 if code == 0 else 0)
+        verdict = "ok" if code == 0 else f"FAILED: exit code {code}" if code is not None else f"FAILED: not done after {limit} s"
+        print(f"{name:36s} {verdict:8s} {f'{min(counts)} tests' if counts else '':12s} {time.time() - begun:5.0f} s", flush=True)
+        if code != 0:
+            failed.append(name)
+            print(f"--- output of: {' '.join(command)}\n{output}\n--- end of the output of {name}", flush=True)
+    print(f"all of it took {time.time() - started:.0f} s{'; failed: ' + ', '.join(failed) if failed else ''}")
+    print(f"{passed} passed, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

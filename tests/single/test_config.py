@@ -1,0 +1,120 @@
+"""Settings: what is accepted, what is refused and by which words, and which tensors they choose."""
+
+import subprocess
+import sys
+
+import pytest
+
+from scalecom_hvd import ScaleComConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"rate": 0.5}, ValueError, "rate is N/k.*at least 1"),
+        ({"rate": float("inf")}, ValueError, "rate is N/k"),
+        ({"rate": float("nan")}, ValueError, "rate is N/k"),
+        ({"rate": "100"}, TypeError, "rate must be a number"),
+        ({"rate": True}, TypeError, "rate must be a number"),
+        ({"rates": {"conv*": 0}}, ValueError, r"rates\['conv\*'\] is N/k"),
+        ({"rates": [("conv*", 3)]}, TypeError, "rates must map"),
+        ({"beta": 0}, ValueError, r"beta must be in \(0, 1\]"),
+        ({"beta": 1.5}, ValueError, r"beta must be in \(0, 1\]"),
+        ({"min_numel": -1}, ValueError, "min_numel must be at least 0"),
+        ({"warmup_steps": 1.5}, TypeError, "warmup_steps must be a whole number"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be at least 1"),
+        ({"selection": "best"}, ValueError, "selection must be one of 'lanes', 'exact'"),
+        ({"leader": "random"}, ValueError, "leader must be one of 'cyclic', 'staggered'"),
+        ({"wire_dtype": "int8"}, ValueError, "wire_dtype must be one of None, 'float16'"),
+        ({"residue_dtype": "float16"}, ValueError, "residue_dtype must be one of"),
+        ({"lookahead": 1}, TypeError, "lookahead must be True or False"),
+        ({"dense": "head.*"}, TypeError, r"such as \['head.\*'\]"),
+        ({"dense": ["auto:last"]}, ValueError, "'auto:first' and 'auto:output', not 'auto:last'"),
+    ],
+)
+def test_what_cannot_work_is_refused(fields, error, message):
+    with pytest.raises(error, match=message):
+        ScaleComConfig(**fields)
+
+
+def test_misspelt_settings_are_named_with_the_nearest():
+    with pytest.raises(ValueError, match="no setting warmup_step; did you mean warmup_steps"):
+        ScaleComConfig().replace(warmup_step=5)
+    with pytest.raises(ValueError, match="it knows rate, beta"):
+        ScaleComConfig().replace(zzz=5)
+
+
+def test_environment_overrides_file_overrides_defaults(tmp_path, monkeypatch):
+    path = tmp_path / "scalecom.yaml"
+    path.write_text("rate: 50\nbeta: 0.1\ndense: ['head.*']\nrates: {'conv*': 20}\n")
+    monkeypatch.setenv("SCALECOM_BETA", "0.3")
+    monkeypatch.setenv("SCALECOM_DENSE", "auto:output, embed.*")
+    monkeypatch.setenv("SCALECOM_LOOKAHEAD", "true")
+    config = ScaleComConfig.from_file(path)
+    assert (config.rate, config.beta, config.dense, config.lookahead) == (50, 0.3, ("auto:output", "embed.*"), True)
+    assert config.rates == {"conv*": 20}
+    assert config.leader == "cyclic"
+    assert ScaleComConfig.from_env().rate == 100
+
+
+def test_wrong_environment_and_files(tmp_path, monkeypatch):
+    path = tmp_path / "scalecom.yaml"
+    path.write_text("raet: 50\n")
+    with pytest.raises(ValueError, match="sets raet; did you mean rate"):
+        ScaleComConfig.from_file(path)
+    path.write_text("just words")
+    with pytest.raises(TypeError, match="'name: value' lines"):
+        ScaleComConfig.from_file(path)
+    path.write_text("a: [")
+    with pytest.raises(ValueError, match="is not YAML"):
+        ScaleComConfig.from_file(path)
+    monkeypatch.setenv("SCALECOM_RATES", "{'a': 3}")
+    monkeypatch.setenv("SCALECOM_KERNEL", "torch")  # chooses how, not what
+    assert ScaleComConfig.from_env().rates == {"a": 3}
+    monkeypatch.setenv("SCALECOM_BETTA", "0.3")
+    with pytest.raises(ValueError, match="the environment sets SCALECOM_BETTA; did you mean SCALECOM_BETA"):
+        ScaleComConfig.from_env()
+
+
+def test_equal_settings_are_equal():
+    a, b = ScaleComConfig(rates={"a": 2}, dense=["b"]), ScaleComConfig(rates={"a": 2.0}, dense=("b",))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a.digest() == b.digest() != ScaleComConfig().digest()
+    assert ScaleComConfig(**a.to_dict()) == a
+
+
+SHAPES = {
+    "embed.weight": (1000, 8),
+    "conv.weight": (64, 64, 3, 3),
+    "conv.bias": (64,),
+    "norm.weight": (4096,),
+    "head.weight": (10, 4096),
+    "head.bias": (10,),
+    "final_norm.weight": (4096,),
+}
+
+
+def test_which_tensors_are_compressed():
+    assert ScaleComConfig(rate=30).rates_for(SHAPES) == {name: 1 if name in ("conv.bias", "head.bias") else 30 for name in SHAPES}
+    chosen = ScaleComConfig(rates={"conv.*": 25, "*.weight": 400}, dense=["auto:first", "auto:output", "norm.*"]).rates_for(SHAPES)
+    assert chosen == {
+        "embed.weight": 1, "conv.weight": 25, "conv.bias": 1, "norm.weight": 1, "head.weight": 1, "head.bias": 1, "final_norm.weight": 400
+    }  # fmt: skip
+    assert ScaleComConfig(min_numel=0).rates_for({"empty": (0,), "one": (1,)}) == {"empty": 1, "one": 100}
+    nameless = {f"allreduce.noname.0.{i}": (100, 100) for i in range(3)}
+    assert list(ScaleComConfig(dense=["auto:output"]).rates_for(nameless).values()) == [100, 100, 1]
+
+
+def test_unknown_parameters_are_refused():
+    with pytest.raises(ValueError, match="dense names 'haed.*', which matches no parameter; the model has head"):
+        ScaleComConfig(dense=["haed.*"]).rates_for(SHAPES)
+
+
+def test_importing_the_package_imports_no_framework():
+    code = (
+        "import sys, scalecom_hvd, scalecom_hvd.reference, scalecom_hvd.lanes, scalecom_hvd.native\n"
+        "print({'torch', 'tensorflow', 'horovod'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip() == "set()"

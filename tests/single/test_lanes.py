@@ -1,0 +1,92 @@
+"""The geometry's promises, for any size and rate."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalecom_hvd.lanes import LANES, Lanes, Positions, geometry
+
+numels = st.one_of(st.integers(1, 20_000), st.sampled_from([63, 64, 65, 6399, 6400, 6401, 12_800, 12_801]))
+rates = st.one_of(st.integers(1, 1000), st.floats(1, 500, allow_nan=False), st.sampled_from([1, 2, 100, 256, 257, 40_000]))
+
+
+@given(numels, rates)
+@settings(max_examples=300, deadline=None)
+def test_every_element_is_in_exactly_one_lane(numel, rate):
+    lanes = Lanes(numel, rate)
+    starts, strides = lanes.starts_and_strides()
+    ends = np.where(np.arange(lanes.k) < lanes.full_lanes, (starts // (lanes.width * lanes.rows) + 1) * lanes.width * lanes.rows, numel)
+    members = np.concatenate([np.arange(a, b, s) for a, b, s in zip(starts, ends, strides, strict=True)])
+    assert np.array_equal(np.sort(members), np.arange(numel))
+
+
+@given(numels, rates)
+@settings(max_examples=300, deadline=None)
+def test_k_is_the_rate_promised(numel, rate):
+    lanes = Lanes(numel, rate)
+    assert lanes.k == math.ceil(numel / rate)
+    assert 1 <= lanes.k <= numel
+
+
+@given(numels, rates, st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_offsets_and_indices_are_each_others_inverse(numel, rate, random):
+    lanes = Lanes(numel, rate)
+    starts, strides = lanes.starts_and_strides()
+    lengths = (np.where(np.arange(lanes.k) < lanes.full_lanes, starts + (lanes.rows - 1) * strides, numel - 1) - starts) // strides + 1
+    offsets = np.array([random.randrange(int(n)) for n in lengths])
+    assert offsets.max() < lanes.rows
+    assert offsets.max() <= np.iinfo(lanes.offset_dtype).max
+    indices = lanes.indices(offsets)
+    assert len(set(indices.tolist())) == lanes.k
+    assert indices.min() >= 0
+    assert indices.max() < numel
+    assert np.array_equal(lanes.offsets(indices), offsets)
+    assert lanes.offsets(indices).dtype == lanes.offset_dtype
+
+
+@given(numels, rates)
+@settings(max_examples=100, deadline=None)
+def test_blocks_hold_the_lanes_as_columns(numel, rate):
+    lanes = Lanes(numel, rate)
+    flat, lane = np.arange(numel), 0
+    starts, strides = lanes.starts_and_strides()
+    for elements, groups, width in lanes.groups():
+        block = flat[elements]
+        for column in range(groups * width):
+            group, inside = divmod(column, width)
+            rows = block.size // groups if groups > 1 or lane + groups * width < lanes.k else block.size
+            assert block[group * rows + inside] == starts[lane + column]
+            assert strides[lane + column] == width
+        lane += groups * width
+    assert lane == lanes.k
+
+
+@pytest.mark.parametrize(
+    ("rate", "dtype"), [(1, "uint8"), (256, "uint8"), (257, "int16"), (32_768, "int16"), (32_769, "int32"), (2.5, "uint8")]
+)
+def test_offsets_travel_in_the_fewest_bytes(rate, dtype):
+    assert Lanes(10**6, rate).offset_dtype == dtype
+
+
+def test_a_full_group_is_rate_rows_of_64():
+    lanes = Lanes(6400 * 3 + 1, 100)
+    assert (lanes.k, lanes.width, lanes.rows, lanes.full_lanes) == (193, LANES, 100, 192)
+    assert Lanes(0, 100).k == 0
+
+
+def test_exact_selection_sends_positions():
+    positions = geometry(1000, 10, "exact")
+    assert isinstance(positions, Positions)
+    assert positions.k == 100
+    assert np.array_equal(positions.indices(np.arange(100)), np.arange(100))
+    with pytest.raises(ValueError, match="use selection='lanes'"):
+        Positions(2**31, 100)
+
+
+def test_impossible_geometries():
+    with pytest.raises(ValueError, match="rate >= 1"):
+        Lanes(10, 0.5)
