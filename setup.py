@@ -39,6 +39,7 @@ class BuildKernel(build_ext):
 
 setup(
     packages=find_packages(include=["scalecom_hvd", "scalecom_hvd.*"]),
+    package_data={"scalecom_hvd.native": ["*.c", "*.h"]},
     ext_modules=[
         Extension(
             "scalecom_hvd.native._lanes",
@@ -46,6 +47,7 @@ setup(
             # Never -ffast-math: it drops NaN tests, and at link time it sets flush-to-zero for the whole process.
             # -ffp-contract=off: a fused multiply-add would round otherwise than NumPy and the plain-torch kernel.
             extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+            depends=["scalecom_hvd/native/lanes_template.h"],
             optional=True,
         )
     ],

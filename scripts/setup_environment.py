@@ -210,7 +210,7 @@ def install_project(venv: Path, log: Path) -> None:
 
 
 def project_digest() -> str:
-    sources = [ROOT / "setup.py", ROOT / "pyproject.toml", *sorted((ROOT / "scalecom_hvd" / "native").glob("*.c"))]
+    sources = [ROOT / "setup.py", ROOT / "pyproject.toml", *sorted((ROOT / "scalecom_hvd" / "native").glob("*.[ch]"))]
     return digest(*(path.read_bytes() for path in sources if path.exists()))
 
 

@@ -1,0 +1,46 @@
+"""Tests that start launchers, scripts and installations, as a user does. Every command has a time limit and shows its output on failure."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import launch  # noqa: E402
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(command, limit=..., fails=False, **environment) -> output of the command, which must succeed (or fail, with `fails`)."""
+
+    def runner(command, limit=120, fails=False, cwd=tmp_path, **environment):
+        process = subprocess.Popen(
+            [str(part) for part in command], cwd=cwd, env=launch.environment(**environment), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            pytest.fail(f"not done after {limit} s: {command}\n{output}")
+        if (process.returncode != 0) != fails:
+            pytest.fail(f"exit code {process.returncode}: {command}\n{output}")
+        return output
+
+    return runner
+
+
+@pytest.fixture
+def launched(run):
+    """launched(launcher, ranks, program, ...) -> output of a Python program run on that many ranks of this machine."""
+
+    def runner(launcher, ranks, program, **options):
+        return run(launch.command(launcher, ranks, [str(part) for part in program]), **options)
+
+    return runner
