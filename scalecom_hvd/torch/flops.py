@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,6 +63,6 @@ def rates_from_flops(model: torch.nn.Module, example_inputs: Any, batch_size: in
 def _call(model: torch.nn.Module, example_inputs: Any) -> Any:
     if isinstance(example_inputs, Mapping):
         return model(**example_inputs)
-    if isinstance(example_inputs, (tuple, list)) and len(inspect.signature(model.forward).parameters) >= 1:
+    if isinstance(example_inputs, (tuple, list)):
         return model(*example_inputs)
     return model(example_inputs)

@@ -1,0 +1,23 @@
+"""Does it learn? A short training with bounds that a broken residue or a wrong leader fails: the broken runs show that they do."""
+
+import json
+import re
+from pathlib import Path
+
+WORKER = Path(__file__).with_name("worker_accuracy.py")
+# Points of acc9 that may be lost against dense, at 8 sends per coordinate (400 steps at rate 50).
+BOUND = 5
+
+
+def test_accuracy_is_kept_and_the_bound_catches_broken_compressors(launched):
+    output = launched("mpirun", 2, [WORKER], limit=240)
+    reached = json.loads(re.search(r"REACHED (\{.*\})", output).group(1))
+    dense = reached.pop("dense")
+    assert dense > 90, reached
+    verdicts = {name: acc9 > dense - BOUND for name, acc9 in reached.items()}
+    assert verdicts == {
+        "ScaleCom": True,
+        "look-ahead, staggered": True,
+        "residues thrown away": False,
+        "every rank its own indices": False,
+    }, (dense, reached)

@@ -1,0 +1,81 @@
+"""Run on every rank by test_accuracy.py: a short training on digits, sound or with one part broken; prints what was reached.
+
+A part is broken the way a bug would break it, so that the bounds of test_accuracy.py are known to catch such a bug.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import scalecom_hvd.torch as hvd
+from scalecom_hvd.torch.reducer import Bucket
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
+from train_image import augment, load_digits, shift  # noqa: E402
+
+STEPS, BATCH = 400, 32
+
+
+def train(name: str, settings: dict | None) -> float:
+    """acc9 (percent): accuracy over the nine one-pixel shifts of the test images."""
+    torch.manual_seed(0)
+    # No batch norm, which hides errors.
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(),
+        nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
+    )  # fmt: skip
+    compression = hvd.Compression.none if settings is None else hvd.ScaleCom(**settings)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters(), compression=compression
+    )
+    data = load_digits()
+    generator = torch.Generator().manual_seed(100 + hvd.rank())
+    gather = Bucket.gather
+    if name == "every rank its own indices":
+        Bucket.gather = gather_at_own_indices
+    for _ in range(STEPS):
+        chosen = torch.randint(0, len(data.train_images), (BATCH,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(augment(data.train_images[chosen], data, generator)), data.train_labels[chosen]).backward()
+        optimizer.step()
+        if name == "residues thrown away":
+            for tensor in optimizer.compression.residues.tensors.values():
+                tensor.residue.zero_()
+    Bucket.gather = gather
+    with torch.no_grad():
+        right = [(model(shift(data.test_images, x, y)).argmax(1) == data.test_labels) for x in (-1, 0, 1) for y in (-1, 0, 1)]
+    return 100 * float(torch.stack(right).float().mean())
+
+
+def gather_at_own_indices(bucket: Bucket, n_workers: int) -> None:
+    """What a rank would send that took itself for the leader."""
+    for name, tensor in bucket.compressed.items():
+        where = bucket._value_slices[name]
+        size = tensor.residue.numel()
+        rows = torch.randint(
+            0, max(size // tensor.geometry.k - 1, 1), (tensor.geometry.k,), generator=torch.Generator().manual_seed(hvd.rank())
+        )
+        tensor.gather(rows.to(tensor.offset_dtype), bucket.values[where], bucket._sent[where], n_workers)
+
+
+def main() -> None:
+    hvd.init()
+    torch.set_num_threads(1)
+    recipe = {"rate": 50, "dense": ["auto:output"]}
+    runs = {
+        "dense": None,
+        "ScaleCom": recipe,
+        "look-ahead, staggered": recipe | {"lookahead": True, "leader": "staggered", "bucket_bytes": 50_000},
+        "residues thrown away": recipe,
+        "every rank its own indices": recipe,
+    }
+    reached = {name: train(name, settings) for name, settings in runs.items()}
+    if hvd.rank() == 0:
+        print("REACHED " + json.dumps(reached), flush=True)
+
+
+if __name__ == "__main__":
+    main()

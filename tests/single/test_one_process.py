@@ -1,0 +1,50 @@
+"""What can be said without a second rank."""
+
+import horovod.torch as horovod
+import pytest
+import torch
+
+import scalecom_hvd.torch as hvd
+
+
+def test_it_is_horovod_torch_and_more():
+    for name in dir(horovod):
+        value = getattr(horovod, name)
+        if not name.startswith("_") and name not in ("DistributedOptimizer", "join", "optimizer"):
+            assert getattr(hvd, name) is value, name
+    assert {"ScaleCom", "ScaleComConfig", "rates_from_flops", "allreduce", "elastic"} <= set(hvd.__all__)
+
+
+def test_one_process_trains_as_without_horovod():
+    hvd.init()
+    torch.manual_seed(0)
+    ours, plain = torch.nn.Linear(100, 100), torch.nn.Linear(100, 100)
+    plain.load_state_dict(ours.state_dict())
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours.named_parameters(), compression=hvd.ScaleCom),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    ]
+    for _ in range(3):
+        inputs = torch.randn(8, 100)
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(ours.weight, plain.weight)
+    assert optimizers[0].compression.stats()["residue_norm"] == 0
+
+
+def test_settings_of_the_object(monkeypatch):
+    monkeypatch.setenv("SCALECOM_RATE", "50")
+    assert hvd.ScaleCom().config.rate == 50
+    assert hvd.ScaleCom(rate=20).config.rate == 20
+    assert hvd.ScaleCom(config=hvd.ScaleComConfig(rate=30), beta=0.1).config == hvd.ScaleComConfig(rate=30, beta=0.1)
+    with pytest.raises(ValueError, match="did you mean beta"):
+        hvd.ScaleCom(betta=0.1)
+    with pytest.raises(TypeError, match="a GradScaler, or a callable|GradScaler or a callable"):
+        hvd.ScaleCom(loss_scale=65536)
+    assert hvd.ScaleCom(loss_scale=torch.amp.GradScaler("cpu", init_scale=8.0)).loss_scale() == 8.0
+
+
+def test_the_stats_before_training():
+    assert hvd.ScaleCom().stats() == {"step": 0, "skipped_steps": 0, "residue_norm": 0.0}
