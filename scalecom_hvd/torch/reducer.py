@@ -129,6 +129,21 @@ class Bucket:
         """The buffer that the last all-reduce of this bucket was made in."""
         return self._whole_buffer if self.whole else self.values
 
+    @property
+    def _reduced_slices(self) -> dict[str, slice]:
+        return self._whole_slices if self.whole else self._value_slices
+
+    def is_sound(self) -> torch.Tensor:
+        """Whether no worker had a non-finite gradient, and all averages are finite in the gradients' dtype, as a 0-dimensional tensor."""
+        sound = (self.reduced[-1] == 0) & self.reduced.isfinite().all()
+        for name, grad in self.grads.items():
+            if grad.dtype == torch.float16:
+                average = self.reduced[self._reduced_slices[name]].float()
+                if name in self.compressed and not self.whole:
+                    average = average / self.compressed[name].scale
+                sound = sound & average.to(grad.dtype).isfinite().all()
+        return sound
+
     def scatter(self) -> None:
         """Turn every gradient into the average over the ranks."""
         for name, grad in self.grads.items():
@@ -136,7 +151,7 @@ class Bucket:
                 tensor = self.compressed[name]
                 tensor.scatter(grad, self.offsets_of(tensor, self.offsets), self.values[self._value_slices[name]])
             else:
-                grad.copy_(self.reduced[(self._whole_slices if self.whole else self._value_slices)[name]])
+                grad.copy_(self.reduced[self._reduced_slices[name]])
 
     def spoil(self) -> None:
         """Make every gradient NaN, which is how a step that must not be taken shows on all ranks."""
@@ -221,6 +236,8 @@ class Reducer:
                 if parameter.grad is None:
                     # Another rank may have this gradient, so this one takes part with nothing.
                     parameter.grad = empty_sparse_gradient(parameter) if name in self._sparse else torch.zeros_like(parameter)
+                if name in self._sparse and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_sparse(1)
                 if name in self._sparse or (parameter.grad.is_sparse and not self._sparse_as_dense and not self._agreed):
                     self._sparse[name] = self._send_sparse(parameter)
                 elif self._agreed:
@@ -365,9 +382,10 @@ class Reducer:
                     self._gather_and_send(bucket)
         for bucket in self.buckets:
             self._transport.wait(bucket.values_handle)
-        # The counts were summed over ranks, so all ranks decide alike.
-        counts = torch.stack([bucket.reduced[-1].double().cpu() for bucket in self.buckets]) if self.buckets else torch.zeros(1)
-        if bool((counts == 0).all()):
+        sparse = {name: handle() for name, handle in self._sparse.items()}
+        # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
+        sound = [bucket.is_sound().cpu() for bucket in self.buckets] + [g._values().isfinite().all().cpu() for g in sparse.values()]
+        if all(map(bool, sound)):
             for bucket in self.buckets:
                 bucket.scatter()
             self._end_step()
@@ -375,9 +393,8 @@ class Reducer:
             self._skip_step()
         for bucket in self.buckets:
             self._outputs.update(bucket.end())
-        for name, handle in self._sparse.items():
-            self._outputs[name] = handle()
-            self._sparse[name] = None
+        self._outputs.update(sparse)
+        self._sparse = dict.fromkeys(self._sparse)
         self._arrived.clear()
 
     def _end_step(self) -> None:

@@ -29,10 +29,10 @@ def torch_dtype(name: Any) -> torch.dtype:
 
 
 class CompressedTensor:
-    """One parameter's residue on this rank, and the moves of one step (DESIGN: the algorithm's (1) and (2)).
+    """One parameter's residue on this rank, and the moves of one step (the algorithm's (1) and (2), see reference.py).
 
     residue: (N,) float32 or float64, zero at the start. Offsets and values (k,) lie in buffers of whoever calls.
-    The gradient of the step in progress is kept until `finish`, since a step may have to be taken back.
+    scale: 1 / loss scale of the step in progress. Its gradient is kept until `finish`, since a step may have to be taken back.
     """
 
     def __init__(self, name: str, parameter: torch.Tensor, rate: float, config: ScaleComConfig) -> None:
@@ -46,28 +46,28 @@ class CompressedTensor:
         self.beta = config.beta
         self._kernel = kernels.kernel_for(parameter.device, parameter.dtype, residue_dtype)
         self._grad: torch.Tensor | None = None
-        self._scale = 1.0
+        self.scale = 1.0
         self._filtered = False
         self._sent: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def begin(self, grad: torch.Tensor, scale: float) -> None:
         """Take this step's gradient, (N,) contiguous; `scale` is 1 / loss scale."""
-        self._grad, self._scale, self._filtered, self._sent = grad, scale, False, None
+        self._grad, self.scale, self._filtered, self._sent = grad, scale, False, None
 
     def filter(self, choose: int = kernels.CHOOSE_NOTHING, offsets: torch.Tensor | None = None) -> kernels.Count:
         """Move (1); gives the number of non-finite gradient elements."""
         self._filtered = True
-        return self._kernel.filter(self._grad, self.residue, self.geometry, self.beta, self._scale, choose, offsets)
+        return self._kernel.filter(self._grad, self.residue, self.geometry, self.beta, self.scale, choose, offsets)
 
     def choose_without_filter(self, offsets: torch.Tensor) -> None:
         """Select on |m + g| and leave the residue alone: a look-ahead leader's choice in a step that is sent whole."""
-        self._kernel.filter(self._grad, self.residue, self.geometry, 0.0, self._scale, kernels.CHOOSE_ACCUMULATOR, offsets)
+        self._kernel.filter(self._grad, self.residue, self.geometry, 0.0, self.scale, kernels.CHOOSE_ACCUMULATOR, offsets)
 
     def gather(self, offsets: torch.Tensor, values: torch.Tensor, sent: torch.Tensor, n_workers: int) -> kernels.Count:
         """Move (2), before or after `filter`: `values` and the copy `sent` become the accumulator at I. Gives the number not finite."""
         share = 1 - self.beta if self._filtered else 1.0
         bad = self._kernel.gather(
-            self._grad, self.residue, self.geometry, self.beta, self._scale, share, offsets, float16_limit(n_workers), values
+            self._grad, self.residue, self.geometry, self.beta, self.scale, share, offsets, float16_limit(n_workers), values
         )
         sent.copy_(values)
         self._sent = (offsets, sent)
@@ -75,19 +75,19 @@ class CompressedTensor:
 
     def scatter(self, output: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
         """`output` (N,) <- the averaged values at I in the gradient's units, zero elsewhere."""
-        self._kernel.scatter(output, self.geometry, self._scale, offsets, values)
+        self._kernel.scatter(output, self.geometry, self.scale, offsets, values)
 
     def undo(self) -> None:
         """Take this step's moves back, as far as they were made; the offsets and the gradient must still be at hand."""
         beta = self.beta
         if self._filtered and self._sent:
-            self._kernel.undo(self._grad, self.residue, self.geometry, beta, self._scale, *self._sent)
+            self._kernel.undo(self._grad, self.residue, self.geometry, beta, self.scale, *self._sent)
         elif self._filtered:
             nothing = self.residue.new_zeros(self.geometry.k)
             zeros = torch.zeros(self.geometry.k, dtype=self.offset_dtype, device=self.residue.device)
-            self._kernel.undo(self._grad, self.residue, self.geometry, beta, self._scale, zeros, nothing)
+            self._kernel.undo(self._grad, self.residue, self.geometry, beta, self.scale, zeros, nothing)
         elif self._sent:
-            self._kernel.undo(torch.zeros_like(self._grad), self.residue, self.geometry, beta, self._scale, *self._sent)
+            self._kernel.undo(torch.zeros_like(self._grad), self.residue, self.geometry, beta, self.scale, *self._sent)
         self.finish()
 
     def finish(self) -> None:

@@ -103,10 +103,11 @@ class StockExchange:
 
     def decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
         """The averaged gradient, in the gradient's shape and dtype; NaN everywhere if a worker's was not finite."""
-        bad = ~result.isfinite().all()
+        in_its_dtype = (result if sent.tensor is None else result / self._scale).to(sent.dtype)
+        bad = ~in_its_dtype.isfinite().all()
         self._bad = self._bad | bad
         if sent.tensor is None:
-            output = result.to(sent.dtype).view(sent.shape)
+            output = in_its_dtype.view(sent.shape)
         else:
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
             sent.tensor.scatter(flat, self._residues.chosen_ahead[sent.name], result)

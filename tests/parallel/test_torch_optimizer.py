@@ -348,3 +348,41 @@ def test_stats_count_what_is_sent():
     assert stats["leader"] == 2 % n
     assert stats["collectives"] == 2
     assert stats["residue_norm"] > 0
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_averages_that_overflow_are_no_step(mode):
+    """Each gradient is finite, but their sum is not, in float32 or in the gradient's float16."""
+    for dtype, huge in ((np.float32, 3e38), (np.float16, 60_000)):
+        kind = torch.from_numpy(np.zeros(1, dtype)).dtype
+        model = parameters(SHAPES, kind)
+        optimizer = make(model, op=hvd.Sum, compression=hvd.ScaleCom(rate=20, min_numel=100, **mode))
+        for step in range(4):
+            grads = gradients(SHAPES, hvd.rank(), step, dtype)
+            if step in (1, 2):
+                grads["bias"][3] = huge
+            optimizer.zero_grad()
+            feed(model, grads)
+            optimizer.synchronize()
+            assert all(p.grad.isnan().all() for p in model.values()) == (step in (1, 2))
+        assert optimizer.compression.stats()["skipped_steps"] == 2
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_no_step():
+    torch.manual_seed(3)
+    net = torch.nn.ModuleDict({"table": torch.nn.Embedding(300, 20, sparse=True), "head": torch.nn.Linear(20, 150)})
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), compression=hvd.ScaleCom(rate=10)
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        rows = net["table"](torch.arange(30) + step)
+        if step == 2 and hvd.rank() == hvd.size() - 1:
+            rows.register_hook(lambda grad: grad * float("inf"))
+        before = optimizer.compression.residues.tensors["head.weight"].residue.clone()
+        net["head"](rows).square().mean().backward()
+        optimizer.synchronize()
+        assert net["head"].weight.grad.isnan().all() == (step == 2)
+        if step == 2:
+            torch.testing.assert_close(optimizer.compression.residues.tensors["head.weight"].residue, before, rtol=1e-5, atol=1e-6)
+    assert optimizer.compression.stats()["skipped_steps"] == 1
