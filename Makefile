@@ -1,5 +1,5 @@
 # make demo: train for real, dense and with ScaleCom.   make test: everything CI runs.   make setup: only the environment.
-PYTHON ?= python3.11
+PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python3.11)
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 

@@ -85,9 +85,9 @@ def digest(*parts: str | bytes) -> str:
     return total.hexdigest()[:16]
 
 
-def system_mpicxx(venv: Path) -> str | None:
-    """The machine's own mpicxx, if it has one outside the virtual environment."""
-    path = os.pathsep.join(p for p in os.environ.get("PATH", "").split(os.pathsep) if Path(p) != venv / "bin")
+def system_mpicxx() -> str | None:
+    """The machine's own mpicxx, if it has one: not that of a virtual environment, this or another, which may be gone tomorrow."""
+    path = os.pathsep.join(p for p in os.environ.get("PATH", "").split(os.pathsep) if not (Path(p).parent / "pyvenv.cfg").exists())
     return shutil.which("mpicxx", path=path)
 
 
@@ -234,7 +234,7 @@ def main() -> int:
     flavour = "gpu" if arguments.gpu else "cpu"
     try:
         check_python()
-        mpicxx = system_mpicxx(venv)
+        mpicxx = system_mpicxx()
         wanted = {
             "venv": str(venv),
             "packages": digest(
