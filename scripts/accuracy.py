@@ -1,0 +1,266 @@
+"""The accuracy table of the README: ScaleCom against dense training and against its controls, on 4 ranks.
+
+    python scripts/accuracy.py                      everything: three seeds; about a quarter of an hour on two cores
+    python scripts/accuracy.py --quick              one seed and shorter runs, a few minutes
+    python scripts/accuracy.py --only group --seeds 1,2
+
+Every finished run leaves a JSON file in --output, and a second call does only what is missing. This script starts itself under mpirun;
+the ranks then do all runs, one after the other, by the `train` functions of train_image.py and train_char_lm.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RATE = "100"
+# What every run of an experiment has in common.
+DIGITS = ("--lr", "0.0025", "--batch-size", "32", "--steps", "600")
+# Where beta = 1 breaks: a large learning rate, small batches, and no batch normalisation, which would hide it. Dense warm-up for a tenth
+# of the steps would mostly prevent it too, so here it is short.
+GROUP = (
+    *("--norm", "group", "--lr", "0.06", "--no-scale-lr", "--lr-schedule", "constant"),
+    *("--batch-size", "16", "--weight-decay", "0", "--dense-warmup", "4", "--steps", "300"),
+)
+TEXT = ("--lr", "0.3", "--lr-schedule", "constant", "--batch-size", "16", "--steps", "500")
+# Not much shorter: with few sends per coordinate (steps / rate) nothing is comparable.
+QUICK_STEPS = {"digits": 400, "group": 300, "lstm": 300}
+SCALECOM = ("--compression", "scalecom", "--rate", RATE)
+DENSE = ("--compression", "none")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs to be compared. methods: {what the table says: (options, whether residues are zeroed after each step)}; dense comes first."""
+
+    title: str
+    script: str
+    options: tuple[str, ...]
+    metric: str
+    methods: dict[str, tuple[tuple[str, ...], bool]]
+
+
+EXPERIMENTS = {
+    "digits": Experiment(
+        "digits, ResNet, batch norm",
+        "train_image",
+        DIGITS,
+        "acc9",
+        {"dense": (DENSE, False), f"ScaleCom {RATE}x": (SCALECOM, False), "residues thrown away": (SCALECOM, True)},
+    ),
+    "group": Experiment(
+        "digits, ResNet, group norm, large learning rate",
+        "train_image",
+        GROUP,
+        "acc9",
+        {
+            "dense": (DENSE, False),
+            f"ScaleCom {RATE}x, beta 1": ((*SCALECOM, "--beta", "1"), False),
+            f"ScaleCom {RATE}x, beta 0.1": ((*SCALECOM, "--beta", "0.1"), False),
+        },
+    ),
+    "lstm": Experiment(
+        "source code, LSTM",
+        "train_char_lm",
+        TEXT,
+        "bits_per_character",
+        {"dense": (DENSE, False), f"ScaleCom {RATE}x": (SCALECOM, False)},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. name: that of its JSON file."""
+
+    name: str
+    experiment: str
+    method: str
+    seed: int
+    script: str
+    options: tuple[str, ...]
+    forget: bool
+
+
+def main() -> None:
+    args = argument_parser().parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    runs = planned_runs(args)
+    if args.as_rank:
+        train_all(runs, args.output)
+        return
+    missing = [run for run in runs if finished(run, args.output) is None]
+    if missing:
+        print(f"{len(missing)} of {len(runs)} runs to do; results in {args.output}", flush=True)
+        start_ranks(args)
+    print(table(runs, args.output))
+    (args.output / "summary.json").write_text(json.dumps(summary(runs, args.output), indent=1) + "\n")
+
+
+def planned_runs(args: argparse.Namespace) -> list[Run]:
+    runs = []
+    for key in args.only or EXPERIMENTS:
+        experiment = EXPERIMENTS[key]
+        options = experiment.options
+        if args.quick:
+            options = (*options, "--steps", str(QUICK_STEPS[key]))
+        # The language model varies little with the seed, and takes longest.
+        for seed in args.seeds[:1] if args.quick or key == "lstm" else args.seeds:
+            for method, (chosen, forget) in experiment.methods.items():
+                label = "".join(c if c.isalnum() or c == "." else "-" for c in method)
+                name = f"{key}-{'quick-' if args.quick else ''}{label}-ranks{args.ranks}-seed{seed}"
+                all_options = (*options, *chosen, "--seed", str(seed), "--evaluate-every", "1000000")
+                runs.append(Run(name, key, method, seed, experiment.script, all_options, forget))
+    return runs
+
+
+def finished(run: Run, folder: Path) -> dict[str, Any] | None:
+    """The stored result, if there is one and it was made with the same options."""
+    path = folder / f"{run.name}.json"
+    if not path.exists():
+        return None
+    stored = json.loads(path.read_text())
+    return stored if stored["options"] == list(run.options) else None
+
+
+def start_ranks(args: argparse.Namespace) -> None:
+    """Run this script again as MPI ranks; mpirun's progress bar and errors go straight to the terminal."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    # More ranks than cores are usual here.
+    command = [
+        "mpirun",
+        "--oversubscribe",
+        "-np",
+        str(args.ranks),
+        sys.executable,
+        str(Path(__file__).resolve()),
+        *sys.argv[1:],
+        "--as-rank",
+    ]
+    returncode = subprocess.run(command, env=environment).returncode
+    if returncode != 0:
+        sys.exit(f"a run failed with exit status {returncode}; finished runs are kept, and a second call goes on from there")
+
+
+# ------------------------------------------------------------------------------------------------------- what ranks do
+
+
+def train_all(runs: list[Run], folder: Path) -> None:
+    """Do the runs that are missing, in the same order on all ranks."""
+    import train_char_lm
+    import train_image
+    import training
+    from training import hvd
+
+    modules = {"train_image": train_image, "train_char_lm": train_char_lm}
+    training.start()
+    # Rank 0 decides what is missing: it is the one that writes, and others may look a moment later.
+    missing = hvd.broadcast_object([run for run in runs if finished(run, folder) is None], root_rank=0, name="missing")
+    for number, run in enumerate(missing, start=1):
+        if hvd.rank() == 0:
+            print(f"[{number}/{len(missing)}] {run.experiment}: {run.method}, seed {run.seed}", file=sys.stderr, flush=True)
+        module = modules[run.script]
+        args = module.argument_parser().parse_args(run.options)
+        with residues_thrown_away() if run.forget else contextlib.nullcontext():
+            result = module.train(args)
+        if hvd.rank() == 0:
+            part = folder / f"{run.name}.json.part"
+            part.write_text(json.dumps(asdict(run) | {"result": result}, indent=1) + "\n")
+            os.replace(part, folder / f"{run.name}.json")
+    hvd.shutdown()
+
+
+@contextlib.contextmanager
+def residues_thrown_away() -> Iterator[None]:
+    """The control: what is not sent in a step is lost, as it is in a compressor without residues."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def forget(optimizer: Any, *_: Any) -> None:
+        if hasattr(optimizer, "compression"):
+            for tensor in optimizer.compression.residues.tensors.values():
+                tensor.residue.zero_()
+
+    hook = register_optimizer_step_post_hook(forget)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+# ----------------------------------------------------------------------------------------------------------- reporting
+
+
+def summary(runs: list[Run], folder: Path) -> list[dict[str, Any]]:
+    """One entry per experiment and method: mean and standard deviation over seeds, in per cent or bits."""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        stored = finished(run, folder)
+        if stored is None:
+            raise RuntimeError(f"{run.name} left no result in {folder}")
+        rows.setdefault((run.experiment, run.method), []).append(stored["result"])
+    entries = []
+    for (key, method), results in rows.items():
+        metric = EXPERIMENTS[key].metric
+        values = [result[metric] * (100 if metric == "acc9" else 1) for result in results]
+        entries.append(
+            {
+                "experiment": key,
+                "method": method,
+                "steps": results[0]["step"],
+                "metric": metric,
+                "mean": statistics.mean(values),
+                "deviation": statistics.stdev(values) if len(values) > 1 else None,
+                "values": values,
+                "mb_per_step": results[0]["bytes_per_step"] / 1e6,
+            }
+        )
+    return entries
+
+
+def table(runs: list[Run], folder: Path) -> str:
+    """The summary in Markdown."""
+    lines = [
+        "| experiment | steps | seeds | method | result | against dense | MB per worker and step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    dense: dict[str, float] = {}
+    for entry in summary(runs, folder):
+        baseline = dense.setdefault(entry["experiment"], entry["mean"])
+        percent = entry["metric"] == "acc9"
+        digits, unit = (1, "% acc9") if percent else (3, "bits per character")
+        spread = f" ± {entry['deviation']:.{digits}f}" if entry["deviation"] is not None else ""
+        difference = "" if entry["method"] == "dense" else f"{entry['mean'] - baseline:+.{digits}f}"
+        title = EXPERIMENTS[entry["experiment"]].title
+        result = f"{entry['mean']:.{digits}f}{spread} {unit}"
+        cells = (title, entry["steps"], len(entry["values"]), entry["method"], result, difference, f"{entry['mb_per_step']:.3f}")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "acc9: accuracy over the nine one-pixel shifts of the 360 test images; ±: standard deviation over seeds."]
+    return "\n".join(lines)
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("build/accuracy"), help="folder for results (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one seed and shorter runs")
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3], help="default: 1,2,3")
+    parser.add_argument("--only", action="append", choices=sorted(EXPERIMENTS), help="repeatable; default: all")
+    parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Train an LSTM or a Transformer to predict the next character of text with Horovod, dense or with ScaleCom.
+
+    horovodrun -np 2 python scripts/train_char_lm.py --compression scalecom --rate 100
+    mpirun -np 4 python scripts/train_char_lm.py --model transformer --text-dir ~/books --steps 5000
+    python scripts/train_char_lm.py --steps 200                                    (one process, to try things out)
+
+Without --text-dir the text is the source of Python's own standard library, which is on every machine. An example to copy:
+`train` is the whole of it. The metric is bits per character on files that were held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import training
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
+from training import hvd
+
+WINDOW = 64
+TEST_WINDOWS = 1000
+# One file in so many is held out.
+HELD_OUT = 20
+# Printable ASCII, tab and newline; every other byte is the one symbol 0.
+ALPHABET = bytes([9, 10, *range(32, 127)])
+SYMBOLS = len(ALPHABET) + 1
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train as the options say; gives the run's summary."""
+    text = load_text(args.text_dir)
+    steps = training.total_steps(args, len(text.train) // WINDOW)
+
+    torch.manual_seed(args.seed)
+    model = LSTM() if args.model == "lstm" else Transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=training.compression_from(args, steps)
+    )
+
+    first_step = training.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
+    training.broadcast_state(model, optimizer)
+
+    log = training.RunLog(args, f"text {args.model} {args.compression}", first_step, steps)
+    last_step = min(steps, args.stop_at or steps)
+    scores: dict[str, float] = {}
+    for step in log.timed_steps(first_step, last_step):
+        training.set_learning_rate(optimizer, training.learning_rate(args, step, steps))
+        # Windows start anywhere in the text: the random choice already deals different ones to the ranks.
+        random = training.generator(args.seed, step, hvd.rank())
+        windows = windows_at(text.train, torch.randint(len(text.train) - WINDOW, (args.batch_size,), generator=random))
+
+        model.train()
+        optimizer.zero_grad()
+        loss = cross_entropy(model, windows)
+        loss.backward()
+        training.apply_gradients(optimizer, args.clip_norm)
+        log.step_done(step, loss, lr=optimizer.param_groups[0]["lr"])
+
+        done = step + 1
+        if done % args.evaluate_every == 0 or done == steps:
+            scores = evaluate(model, text.held_out)
+            log.test(done, **scores)
+        if args.checkpoint_dir and (done % args.checkpoint_every == 0 or done == last_step):
+            training.save_checkpoint(args.checkpoint_dir, done, model, optimizer)
+
+    return log.end(
+        step=last_step,
+        **scores,
+        parameters=sum(p.numel() for p in model.parameters()),
+        bytes_per_step=training.traffic_per_step(model, optimizer, args.compression),
+    )
+
+
+def cross_entropy(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    """Mean over all characters but each window's first, in nats. windows: (batch, WINDOW + 1)."""
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, held_out: torch.Tensor) -> dict[str, float]:
+    """{"bits_per_character"} over windows spread evenly over the held-out text, each rank doing its share."""
+    training.share_buffers(model)
+    model.eval()
+    starts = torch.linspace(0, len(held_out) - WINDOW - 1, TEST_WINDOWS).long()[list(training.my_share(TEST_WINDOWS))]
+    total = sum(float(cross_entropy(model, windows_at(held_out, part))) * len(part) for part in starts.split(100))
+    return {"bits_per_character": training.ratio_over_ranks(total / math.log(2), len(starts), "bits_per_character")}
+
+
+# ------------------------------------------------------------------------------------------------------------------- text
+
+
+class Text(NamedTuple):
+    """Symbols, one byte each."""
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+
+
+def load_text(folder: Path | None) -> Text:
+    """All files of a folder, or the standard library's modules; one file in twenty, in the order of names, is held out."""
+    files = standard_library() if folder is None else sorted(path for path in folder.rglob("*") if path.is_file())
+    contents = [symbols for path in files if len(symbols := _symbols(path.read_bytes())) > WINDOW]
+    if len(contents) < 2:
+        raise training.WrongInput(f"{folder} holds fewer than two files of more than {WINDOW} characters: one to train on, one held out")
+    # The last file of each twenty; of a small folder, its last file.
+    last = min(HELD_OUT, len(contents)) - 1
+    held_out = [symbols for i, symbols in enumerate(contents) if i % HELD_OUT == last]
+    learned = [symbols for i, symbols in enumerate(contents) if i % HELD_OUT != last]
+    return Text(_tensor(learned), _tensor(held_out))
+
+
+def standard_library() -> list[Path]:
+    """Python's own modules, without tests and installed packages, in the same order on every machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    return sorted(path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+
+
+_SYMBOL_OF_BYTE = bytes(ALPHABET.find(byte) + 1 for byte in range(256))
+
+
+def _symbols(text: bytes) -> bytes:
+    return text.translate(_SYMBOL_OF_BYTE)
+
+
+def _tensor(contents: list[bytes]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8)
+
+
+def windows_at(text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """(batch, WINDOW + 1) symbols as int64: one character more than the model reads, the last to be predicted."""
+    return text[starts[:, None] + torch.arange(WINDOW + 1)].long()
+
+
+# ----------------------------------------------------------------------------------------------------------------- models
+
+
+class LSTM(nn.Module):
+    """Embedding, one LSTM layer, output layer: 209 000 parameters."""
+
+    def __init__(self, embedding: int = 48, hidden: int = 192) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(SYMBOLS, embedding)
+        self.lstm = nn.LSTM(embedding, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, SYMBOLS)
+
+    def forward(self, symbols: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.embedding(symbols))[0])
+
+
+class Transformer(nn.Module):
+    """Two pre-norm layers that see only what came before: 196 000 parameters."""
+
+    def __init__(self, width: int = 96, heads: int = 4, inner: int = 256, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(SYMBOLS, width)
+        self.position = nn.Parameter(0.02 * torch.randn(WINDOW, width))
+        layer = nn.TransformerEncoderLayer(width, heads, inner, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, SYMBOLS)
+
+    def forward(self, symbols: torch.Tensor) -> torch.Tensor:
+        length = symbols.shape[1]
+        future = nn.Transformer.generate_square_subsequent_mask(length)
+        return self.head(self.layers(self.embedding(symbols) + self.position[:length], mask=future, is_causal=True))
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train a character language model with Horovod, dense or with ScaleCom.")
+    parser.add_argument("--text-dir", type=Path, help="a folder of text files (default: Python's standard library)")
+    parser.add_argument("--model", choices=("lstm", "transformer"), default="lstm", help="default: %(default)s")
+    training.add_training_options(parser, lr=0.25, steps=500, batch_size=16, weight_decay=0.0, clip_norm=1.0)
+    return parser
+
+
+if __name__ == "__main__":
+    training.main(argument_parser(), train)

@@ -1,0 +1,269 @@
+"""Train a ResNet or a MobileNetV2 on images with Horovod, dense or with ScaleCom.
+
+    horovodrun -np 2 python scripts/train_image.py --compression scalecom --rate 100
+    mpirun -np 4 python scripts/train_image.py --dataset cifar10 --data-dir ~/cifar-10-batches-py --epochs 30 --lr 0.05
+    python scripts/train_image.py --steps 200                                      (one process, to try things out)
+
+An example to copy: `train` is the whole of it. The lines that differ from a script without Horovod call `hvd`, and the one
+that differs from a script with Horovod is `compression=`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import training
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
+from training import hvd
+
+DIGITS_TEST_IMAGES = 360
+DIGITS_SPLIT_SEED = 0
+CIFAR10_TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
+CIFAR10_TEST_FILE = "test_batch"
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train as the options say; gives the run's summary."""
+    data = load_data(args.dataset, args.data_dir)
+    steps = training.total_steps(args, len(data.train_images))
+
+    torch.manual_seed(args.seed)
+    model = build_model(args.model, args.norm, data.train_images.shape[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=training.compression_from(args, steps)
+    )
+
+    first_step = training.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
+    training.broadcast_state(model, optimizer)
+
+    log = training.RunLog(args, f"{args.dataset} {args.model} {args.compression}", first_step, steps)
+    last_step = min(steps, args.stop_at or steps)
+    scores: dict[str, float] = {}
+    for step in log.timed_steps(first_step, last_step):
+        training.set_learning_rate(optimizer, training.learning_rate(args, step, steps))
+        chosen = training.batch_indices(args, len(data.train_images), step)
+        images = augment(data.train_images[chosen], data, training.generator(args.seed, step, hvd.rank()))
+
+        model.train()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), data.train_labels[chosen])
+        loss.backward()
+        training.apply_gradients(optimizer, args.clip_norm)
+        log.step_done(step, loss, lr=optimizer.param_groups[0]["lr"])
+
+        done = step + 1
+        if done % args.evaluate_every == 0 or done == steps:
+            scores = evaluate(model, data)
+            log.test(done, **scores)
+        if args.checkpoint_dir and (done % args.checkpoint_every == 0 or done == last_step):
+            training.save_checkpoint(args.checkpoint_dir, done, model, optimizer)
+
+    return log.end(
+        step=last_step,
+        **scores,
+        parameters=sum(p.numel() for p in model.parameters()),
+        bytes_per_step=training.traffic_per_step(model, optimizer, args.compression),
+    )
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
+    """{"accuracy"} on the test images, each rank doing its share; with shifts also {"acc9"}: over their nine one-pixel shifts."""
+    training.share_buffers(model)
+    model.eval()
+    mine = list(training.my_share(len(data.test_images)))
+    images, labels = data.test_images[mine], data.test_labels[mine]
+
+    def correct(images: torch.Tensor) -> int:
+        return sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(500), labels.split(500), strict=True))
+
+    scores = {"accuracy": training.ratio_over_ranks(correct(images), len(mine), "accuracy")}
+    if data.shifts:
+        shifted = sum(correct(shift(images, dx, dy)) for dx in (-1, 0, 1) for dy in (-1, 0, 1))
+        scores["acc9"] = training.ratio_over_ranks(shifted, 9 * len(mine), "acc9")
+    return scores
+
+
+# ------------------------------------------------------------------------------------------------------------------- data
+
+
+class Data(NamedTuple):
+    """Images are (count, channels, height, width), float32, centred. shifts: augment and test with one-pixel shifts; else crop and flip."""
+
+    train_images: torch.Tensor
+    train_labels: torch.Tensor
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+    shifts: bool
+
+
+def load_data(dataset: str, folder: Path | None) -> Data:
+    """The data set by name. Raises WrongInput that says which files belong where."""
+    return load_digits() if dataset == "digits" else load_cifar10(folder)
+
+
+def load_digits() -> Data:
+    """scikit-learn's 1797 handwritten digits, 8 x 8, split the same way for everyone: 1437 to train, 360 to test."""
+    from sklearn import datasets
+
+    digits = datasets.load_digits()
+    # Background is zero and stays zero, so that a shift can be filled with it.
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8
+    labels = torch.tensor(digits.target, dtype=torch.long)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(DIGITS_SPLIT_SEED))
+    test, train_ = order[:DIGITS_TEST_IMAGES], order[DIGITS_TEST_IMAGES:]
+    return Data(images[train_], labels[train_], images[test], labels[test], shifts=True)
+
+
+def load_cifar10(folder: Path | None) -> Data:
+    """CIFAR-10 from its python pickle files, https://www.cs.toronto.edu/~kriz/cifar.html."""
+    names = [*CIFAR10_TRAIN_FILES, CIFAR10_TEST_FILE]
+    if folder is None:
+        raise training.WrongInput(f"--dataset cifar10 needs --data-dir: the folder 'cifar-10-batches-py' with the files {', '.join(names)}")
+    if (folder / "cifar-10-batches-py").is_dir():
+        folder = folder / "cifar-10-batches-py"
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise training.WrongInput(
+            f"CIFAR-10 is not complete in {folder}: missing {', '.join(missing)}. Unpack cifar-10-python.tar.gz "
+            "(https://www.cs.toronto.edu/~kriz/cifar.html) and give its folder 'cifar-10-batches-py' as --data-dir"
+        )
+    train_images, train_labels = zip(*(_cifar10_file(folder / name) for name in CIFAR10_TRAIN_FILES), strict=True)
+    test_images, test_labels = _cifar10_file(folder / CIFAR10_TEST_FILE)
+    images, labels = torch.cat(train_images), torch.cat(train_labels)
+    mean, deviation = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
+    return Data((images - mean) / deviation, labels, (test_images - mean) / deviation, test_labels, shifts=False)
+
+
+def _cifar10_file(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    with path.open("rb") as file:
+        batch = pickle.load(file, encoding="bytes")
+    return torch.from_numpy(batch[b"data"]).reshape(-1, 3, 32, 32).float() / 255, torch.tensor(batch[b"labels"], dtype=torch.long)
+
+
+def shift(images: torch.Tensor, dx: int, dy: int) -> torch.Tensor:
+    """Move images by one pixel at most, right by dx and down by dy; what comes in is zero."""
+    height, width = images.shape[-2:]
+    return F.pad(images, (1, 1, 1, 1))[..., 1 - dy : 1 - dy + height, 1 - dx : 1 - dx + width]
+
+
+def augment(images: torch.Tensor, data: Data, generator: torch.Generator) -> torch.Tensor:
+    """Random one-pixel shifts for digits; shifts by up to four pixels and mirror images for photographs."""
+    reach = 1 if data.shifts else 4
+    height, width = images.shape[-2:]
+    padded = F.pad(images, (reach, reach, reach, reach))
+    down, right = torch.randint(0, 2 * reach + 1, (2, len(images), 1), generator=generator)
+    rows, columns = down + torch.arange(height), right + torch.arange(width)
+    moved = padded[torch.arange(len(images))[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    if data.shifts:
+        return moved.contiguous()
+    mirrored = torch.rand(len(images), generator=generator) < 0.5
+    return torch.where(mirrored[:, None, None, None], moved.flip(-1), moved).contiguous()
+
+
+# ----------------------------------------------------------------------------------------------------------------- models
+
+
+def build_model(name: str, norm: str, channels: int, classes: int = 10) -> nn.Module:
+    """A ResNet or a MobileNetV2 of about 200 000 parameters, for images from 8 x 8 up; norm: "batch" or "group"."""
+    return ResNet(norm, channels, classes) if name == "resnet" else MobileNetV2(norm, channels, classes)
+
+
+def normalisation(norm: str, width: int) -> nn.Module:
+    return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(8, width)
+
+
+def convolution(inputs: int, outputs: int, norm: str, size: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
+    """A convolution without bias, and its normalisation."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, groups=groups, bias=False), normalisation(norm, outputs)
+    )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions beside a shortcut (He et al., 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.first = convolution(inputs, outputs, norm, stride=stride)
+        self.second = convolution(outputs, outputs, norm)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else convolution(inputs, outputs, norm, size=1, stride=stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A stem and three residual blocks, each but the first halving height and width."""
+
+    def __init__(self, norm: str, channels: int, classes: int, width: int = 24) -> None:
+        super().__init__()
+        self.stem = convolution(channels, width, norm)
+        self.blocks = nn.Sequential(
+            ResidualBlock(width, width, 1, norm),
+            ResidualBlock(width, 2 * width, 2, norm),
+            ResidualBlock(2 * width, 4 * width, 2, norm),
+        )
+        self.head = nn.Linear(4 * width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(F.relu(self.stem(x))).mean((2, 3)))
+
+
+class InvertedBlock(nn.Module):
+    """Expand, convolve each channel by itself, project (Sandler et al., 2018)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str, expansion: int = 6) -> None:
+        super().__init__()
+        inner = expansion * inputs
+        self.expand = convolution(inputs, inner, norm, size=1)
+        self.depthwise = convolution(inner, inner, norm, stride=stride, groups=inner)
+        self.project = convolution(inner, outputs, norm, size=1)
+        self.same = stride == 1 and inputs == outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.project(F.relu6(self.depthwise(F.relu6(self.expand(x)))))
+        return x + y if self.same else y
+
+
+class MobileNetV2(nn.Module):
+    """A stem, six inverted blocks and a wide 1 x 1 convolution before the output layer."""
+
+    def __init__(self, norm: str, channels: int, classes: int) -> None:
+        super().__init__()
+        self.stem = convolution(channels, 16, norm)
+        self.blocks = nn.Sequential(
+            InvertedBlock(16, 24, 1, norm),
+            InvertedBlock(24, 32, 2, norm),
+            InvertedBlock(32, 32, 1, norm),
+            InvertedBlock(32, 64, 2, norm),
+            InvertedBlock(64, 64, 1, norm),
+            InvertedBlock(64, 64, 1, norm),
+        )
+        self.last = convolution(64, 256, norm, size=1)
+        self.head = nn.Linear(256, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(F.relu6(self.stem(x)))
+        return self.head(F.relu6(self.last(x)).mean((2, 3)))
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train an image classifier with Horovod, dense or with ScaleCom.")
+    parser.add_argument("--dataset", choices=("digits", "cifar10"), default="digits", help="default: %(default)s")
+    parser.add_argument("--data-dir", type=Path, help="cifar10: the folder cifar-10-batches-py; digits come with scikit-learn")
+    parser.add_argument("--model", choices=("resnet", "mobilenetv2"), default="resnet", help="default: %(default)s")
+    parser.add_argument("--norm", choices=("batch", "group"), default="batch", help="default: %(default)s")
+    training.add_training_options(parser, lr=0.025, steps=600, batch_size=32, weight_decay=1e-4)
+    return parser
+
+
+if __name__ == "__main__":
+    training.main(argument_parser(), train)

@@ -1,0 +1,383 @@
+"""What train_image.py and train_char_lm.py share: options, Horovod's set-up, learning rate, batches, checkpoints, progress and metrics.
+
+Everything random is a function of (seed, step, rank) and nothing else, so a resumed run sees what an uninterrupted one would have.
+Imported by the training scripts, and by accuracy.py through them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+# Every one of these is set by a launcher; with none of them a script was started as plain `python script.py`.
+_LAUNCHED = ("HOROVOD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
+if not any(variable in os.environ for variable in _LAUNCHED):
+    # One process needs no launcher under Gloo; MPI would look for its daemon.
+    os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
+    os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
+
+import scalecom_hvd.torch as hvd  # noqa: E402 (Horovod reads the two variables when it starts)
+
+# ---------------------------------------------------------------------------------------------------------------- options
+
+
+class WrongInput(Exception):
+    """The user asked for something that cannot be done; the message says what to do instead. Raised alike on all ranks."""
+
+
+def add_training_options(
+    parser: argparse.ArgumentParser,
+    *,
+    lr: float,
+    steps: int,
+    batch_size: int,
+    weight_decay: float,
+    clip_norm: float | None = None,
+) -> None:
+    """The options of any training script; the keywords are this script's defaults."""
+    group = parser.add_argument_group("training")
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=steps, help="optimizer steps (default: %(default)s)")
+    length.add_argument("--epochs", type=float, help="instead of --steps: passes over the training data")
+    group.add_argument("--batch-size", type=int, default=batch_size, help="per rank (default: %(default)s)")
+    group.add_argument(
+        "--lr", type=float, default=lr, help="learning rate of one rank; multiplied by the number of ranks (default: %(default)s)"
+    )
+    group.add_argument("--no-scale-lr", action="store_true", help="take --lr as it is, whatever the number of ranks")
+    group.add_argument(
+        "--lr-warmup-steps", type=int, default=0, help="grow linearly from 1 / ranks of the learning rate (default: %(default)s)"
+    )
+    group.add_argument("--lr-schedule", choices=("constant", "cosine"), default="cosine", help="after the warm-up (default: %(default)s)")
+    group.add_argument("--momentum", type=float, default=0.9)
+    group.add_argument("--weight-decay", type=float, default=weight_decay, help="default: %(default)s")
+    group.add_argument("--clip-norm", type=float, default=clip_norm, help="clip the averaged gradient to this norm (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=1)
+
+    group = parser.add_argument_group("compression")
+    group.add_argument("--compression", choices=("none", "fp16", "scalecom"), default="scalecom", help="default: %(default)s")
+    group.add_argument("--rate", type=float, help="ScaleCom: one gradient element in RATE is sent")
+    group.add_argument("--beta", type=float, help="ScaleCom: low-pass filter on the residue; 1 is classic error feedback")
+    group.add_argument(
+        "--dense",
+        action="append",
+        metavar="GLOBS",
+        help="ScaleCom: parameters sent whole, globs separated by commas, repeatable; 'none' for no tensor (default: auto:output)",
+    )
+    group.add_argument("--dense-warmup", type=int, metavar="STEPS", help="ScaleCom: first steps sent whole (default: a tenth of all)")
+    group.add_argument("--leader", choices=("cyclic", "staggered"), help="ScaleCom: one leader for all buckets, or one for each")
+    group.add_argument("--lookahead", action="store_true", default=None, help="ScaleCom: the leader chooses one step ahead")
+    group.add_argument("--selection", choices=("lanes", "exact"), help="ScaleCom: the largest of each lane, or the true top-k")
+    group.add_argument("--wire-dtype", choices=("float16",), help="ScaleCom: send values in half the bytes")
+    group.add_argument("--min-numel", type=int, help="ScaleCom: smaller tensors are sent whole")
+
+    group = parser.add_argument_group("output")
+    group.add_argument("--checkpoint-dir", type=Path, help="a folder that every rank can reach")
+    group.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="default: %(default)s")
+    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir, if there is one")
+    group.add_argument("--stop-at", type=int, metavar="STEP", help="write a checkpoint after this step and leave, for time-limited queues")
+    group.add_argument("--metrics", type=Path, metavar="FILE", help="write JSON lines: losses, evaluations, and a summary last")
+    group.add_argument("--evaluate-every", type=int, default=100, metavar="STEPS", help="default: %(default)s")
+    group.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse, with the parser's usage and a non-zero exit, combinations that argparse itself cannot see."""
+    for name in ("steps", "batch_size", "checkpoint_every", "evaluate_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if (args.resume or args.stop_at) and not args.checkpoint_dir:
+        parser.error("--resume and --stop-at need --checkpoint-dir")
+
+
+def main(parser: argparse.ArgumentParser, train: Any, argv: list[str] | None = None) -> None:
+    """Parse, start Horovod, train, print the summary on rank 0. Wrong input ends in a message and a non-zero exit."""
+    args = parser.parse_args(argv)
+    check_options(parser, args)
+    start()
+    try:
+        summary = train(args)
+    except WrongInput as error:
+        if hvd.rank() == 0:
+            sys.exit(f"{parser.prog}: {error}")
+        # The launcher ends all ranks as soon as one fails: rank 0 speaks first.
+        time.sleep(1)
+        sys.exit(1)
+    if hvd.rank() == 0:
+        print(json.dumps(summary))
+    hvd.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------------ Horovod and torch
+
+
+def start() -> None:
+    """Start Horovod, and share this machine's cores fairly between its ranks."""
+    hvd.init()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
+
+
+def compression_from(args: argparse.Namespace, steps: int) -> Any:
+    """What the options ask for, to be given to hvd.DistributedOptimizer.
+
+    Options not given keep the library's defaults and SCALECOM_* variables, except for the two that matter most for accuracy: the
+    output layer is sent whole, and so is the first tenth of all steps.
+    """
+    if args.compression != "scalecom":
+        return getattr(hvd.Compression, args.compression)
+    fields = {
+        "dense": _globs(args.dense) if args.dense is not None else ["auto:output"],
+        "warmup_steps": args.dense_warmup if args.dense_warmup is not None else steps // 10,
+    }
+    for name in ("rate", "beta", "leader", "lookahead", "selection", "wire_dtype", "min_numel"):
+        if getattr(args, name) is not None:
+            fields[name] = getattr(args, name)
+    try:
+        return hvd.ScaleCom(**fields)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+
+
+def _globs(options: list[str]) -> list[str]:
+    return [glob.strip() for option in options for glob in option.split(",") if glob.strip() not in ("", "none")]
+
+
+def total_steps(args: argparse.Namespace, examples: int) -> int:
+    """--steps, or as many as --epochs passes over `examples` take on all ranks together."""
+    if args.epochs is None:
+        return args.steps
+    return max(1, round(args.epochs * examples / (args.batch_size * hvd.size())))
+
+
+def learning_rate(args: argparse.Namespace, step: int, steps: int) -> float:
+    """The learning rate of `step`: scaled by the number of ranks, warmed up, then constant or a half cosine down to zero."""
+    peak = args.lr if args.no_scale_lr else args.lr * hvd.size()
+    if step < args.lr_warmup_steps:
+        return peak / hvd.size() * (1 + (hvd.size() - 1) * step / args.lr_warmup_steps)
+    if args.lr_schedule == "constant":
+        return peak
+    done = (step - args.lr_warmup_steps) / max(1, steps - args.lr_warmup_steps)
+    return peak * (1 + math.cos(math.pi * done)) / 2
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def apply_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
+    """optimizer.step(), with the averaged gradient clipped before if `clip_norm` says so."""
+    if clip_norm is None:
+        optimizer.step()
+        return
+    optimizer.synchronize()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------------------------- data
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """A random generator that depends on these numbers alone, such as (seed, step, rank)."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % 2**63
+    return torch.Generator().manual_seed(seed)
+
+
+def batch_indices(args: argparse.Namespace, examples: int, step: int) -> torch.Tensor:
+    """The examples (batch_size,) that this rank trains on in `step`.
+
+    Each epoch is one permutation of all examples, dealt out to the ranks as torch's DistributedSampler does; being a function of the step,
+    it needs no state in a checkpoint. A remainder too small for a batch on every rank is left for the next epoch's permutation.
+    """
+    together = args.batch_size * hvd.size()
+    per_epoch = examples // together
+    if per_epoch == 0:
+        raise WrongInput(f"{hvd.size()} ranks times --batch-size {args.batch_size} is more than the {examples} training examples")
+    epoch, position = divmod(step, per_epoch)
+    order = torch.randperm(examples, generator=generator(args.seed, epoch))
+    return order[position * together + hvd.rank() : (position + 1) * together : hvd.size()]
+
+
+def my_share(count: int) -> range:
+    """Which of `count` test examples this rank evaluates."""
+    return range(hvd.rank(), count, hvd.size())
+
+
+def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
+    """Sum both over all ranks and divide: the mean of a metric of which each rank knows a part."""
+    sums = hvd.allreduce(torch.tensor([numerator, denominator], dtype=torch.float64), op=hvd.Sum, name=name)
+    return float(sums[0] / sums[1])
+
+
+def share_buffers(model: torch.nn.Module) -> None:
+    """Give every rank rank 0's running statistics, which each rank gathers on its own, so that all evaluate the same model."""
+    buffers = dict(model.named_buffers())
+    if buffers:
+        hvd.broadcast_parameters(buffers, root_rank=0)
+
+
+# ------------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let all ranks begin with rank 0's model and optimizer.
+
+    The optimizer goes first: where its state is empty Horovod makes it with a step of zero gradients, and with weight decay that
+    step moves the parameters.
+    """
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+
+def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Save the state after `step` steps: rank 0 the model and the optimizer, every rank its own residues.
+
+    `latest.json` is replaced only when all ranks have written, so a run that dies in between resumes from the checkpoint before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    compression = getattr(optimizer, "compression", None)
+    if compression is not None:
+        _write(folder / _residues_name(step, hvd.rank()), compression.state_dict())
+    if hvd.rank() == 0:
+        _write(folder / f"step-{step:06d}.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    hvd.barrier()
+    if hvd.rank() == 0:
+        latest = folder / "latest.json.part"
+        latest.write_text(json.dumps({"step": step, "ranks": hvd.size()}))
+        os.replace(latest, folder / "latest.json")
+        for old in folder.glob("step-*.pt"):
+            if not old.name.startswith(f"step-{step:06d}."):
+                old.unlink()
+
+
+def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the newest checkpoint and give its step; 0 where there is none. Call `broadcast_state` after it.
+
+    On more ranks than before, the new ones start with residues of zero.
+    """
+    latest = folder / "latest.json"
+    found = hvd.broadcast_object(
+        json.loads(latest.read_text()) if hvd.rank() == 0 and latest.exists() else None, root_rank=0, name="checkpoint"
+    )
+    if found is None:
+        return 0
+    step, ranks = found["step"], found["ranks"]
+    if hvd.rank() == 0:
+        state = torch.load(folder / f"step-{step:06d}.pt", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        if ranks != hvd.size():
+            print(
+                f"the checkpoint is of {ranks} ranks, this run has {hvd.size()}: batches differ, new ranks' residues are zero",
+                file=sys.stderr,
+            )
+    compression = getattr(optimizer, "compression", None)
+    if compression is not None:
+        # A new rank takes rank 0's file for the step and the settings, which must be the same everywhere, and empties its residues.
+        source = hvd.rank() if hvd.rank() < ranks else 0
+        state = torch.load(folder / _residues_name(step, source), weights_only=True)
+        if source != hvd.rank():
+            state["residues"] = {name: torch.zeros_like(residue) for name, residue in state["residues"].items()}
+        compression.load_state_dict(state)
+    return step
+
+
+def _residues_name(step: int, rank: int) -> str:
+    return f"step-{step:06d}.residues-{rank}.pt"
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    part = path.with_name(path.name + ".part")
+    torch.save(state, part)
+    os.replace(part, path)
+
+
+# ------------------------------------------------------------------------------------------------------ progress, metrics
+
+
+def traffic_per_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compression: str) -> int:
+    """Bytes that one rank sends per step on a ring: what ScaleCom counted in its last step, or what an all-reduce of everything takes."""
+    if compression == "scalecom":
+        return optimizer.compression.stats()["bytes_traffic"]
+    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return round(2 * (hvd.size() - 1) / hvd.size() * elements * (2 if compression == "fp16" else 4))
+
+
+class RunLog:
+    """Progress bar and metrics of one run; on ranks other than 0 it only takes part in averaging.
+
+    The file holds one JSON object per line, each with an "event": start, train, test or end.
+    """
+
+    def __init__(self, args: argparse.Namespace, title: str, first_step: int, steps: int, loss_every: int = 10) -> None:
+        self._mine = hvd.rank() == 0
+        self._loss_every = loss_every
+        self._steps = steps
+        self._bar = tqdm(
+            total=steps, initial=first_step, desc=title, unit="step", mininterval=0.5, disable=not self._mine or args.no_progress
+        )
+        self._file = None
+        if self._mine and args.metrics:
+            args.metrics.parent.mkdir(parents=True, exist_ok=True)
+            self._file = args.metrics.open("a" if first_step else "w")
+        self._durations: list[float] = []
+        self._shown: dict[str, str] = {}
+        options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        self.write("start", step=first_step, steps=steps, ranks=hvd.size(), options=options)
+
+    def timed_steps(self, first: int, last: int) -> Iterator[int]:
+        """The step numbers first, ..., last - 1; the time that the loop's body takes until `step_done` is the step's."""
+        for step in range(first, last):
+            self._began = time.perf_counter()
+            yield step
+
+    def step_done(self, step: int, loss: torch.Tensor, **numbers: float) -> None:
+        """End a step's time, show progress, and every few steps write the loss averaged over ranks."""
+        self._durations.append(time.perf_counter() - self._began)
+        self._bar.update()
+        if (step + 1) % self._loss_every == 0 or step + 1 == self._steps:
+            mean = float(hvd.allreduce(loss.detach(), name="loss"))
+            self._show(loss=f"{mean:.3f}")
+            self.write("train", step=step + 1, loss=mean, **numbers)
+
+    def test(self, step: int, **numbers: float) -> None:
+        """Record an evaluation after `step` steps."""
+        self._show(**{name: f"{value:.3f}" for name, value in numbers.items()})
+        self.write("test", step=step, **numbers)
+
+    def end(self, **numbers: Any) -> dict[str, Any]:
+        """Close the bar and the file; gives the summary, which is also the file's last line.
+
+        ms_per_step: the median over the last half of the steps, which excludes dense warm-up.
+        """
+        recent = self._durations[len(self._durations) // 2 :]
+        summary = {"ms_per_step": round(1000 * statistics.median(recent), 3) if recent else None, **numbers}
+        self.write("end", **summary)
+        self._bar.close()
+        if self._file:
+            self._file.close()
+        return summary
+
+    def write(self, event: str, **numbers: Any) -> None:
+        if self._file:
+            self._file.write(json.dumps({"event": event, **numbers}) + "\n")
+            self._file.flush()
+
+    def _show(self, **numbers: str) -> None:
+        self._shown |= numbers
+        self._bar.set_postfix(self._shown, refresh=False)
