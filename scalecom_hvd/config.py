@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import json
 import math
+import numbers
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ ENVIRONMENT_PREFIX = "SCALECOM_"
 OTHER_VARIABLES = ("SCALECOM_KERNEL",)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScaleComConfig:
     """The hyper-parameters of ScaleCom (Chen et al., NeurIPS 2020). Raises ValueError or TypeError for what cannot work."""
 
@@ -36,7 +36,8 @@ class ScaleComConfig:
     beta: float = 1.0
     # Tensors with fewer elements are sent whole: biases and norms cost nothing and matter much.
     min_numel: int = 2048
-    # Globs on parameter names sent whole; "auto:first" and "auto:output" stand for the first and the last layer.
+    # Globs on parameter names sent whole; "auto:first" and "auto:output" stand for the first and the last layer. A model with tied
+    # weights does not list its output layer last, so there name it: dense=["embedding.*"].
     dense: tuple[str, ...] = ()
     # {glob on the parameter's name: rate}, first match wins; others get `rate`.
     rates: Mapping[str, float] | None = None
@@ -73,9 +74,9 @@ class ScaleComConfig:
             raise TypeError(f"dense must be a list of globs on parameter names, such as ['head.*'], not {self.dense!r}")
         fix("dense", tuple(self.dense))
         if self.rates is not None:
-            if not isinstance(self.rates, Mapping):
+            if not isinstance(self.rates, Mapping) and not _are_pairs(self.rates):
                 raise TypeError(f"rates must map globs on parameter names to rates, such as {{'conv*': 50}}, not {self.rates!r}")
-            fix("rates", {str(glob): _number(f"rates[{glob!r}]", rate) for glob, rate in self.rates.items()})
+            fix("rates", {str(glob): _number(f"rates[{glob!r}]", rate) for glob, rate in dict(self.rates).items()})
 
     def _check_ranges(self) -> None:
         for name, rate in {"rate": self.rate, **{f"rates[{g!r}]": r for g, r in (self.rates or {}).items()}}.items():
@@ -98,8 +99,11 @@ class ScaleComConfig:
         if unknown:
             raise ValueError(f"dense knows 'auto:first' and 'auto:output', not {unknown[0]!r}")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ScaleComConfig) and self.to_dict() == other.to_dict()
+
     def __hash__(self) -> int:
-        return hash(self.digest())
+        return hash(json.dumps(self.to_dict()))
 
     def replace(self, **fields: Any) -> ScaleComConfig:
         """A copy with other values; a misspelt field is named together with the nearest right one."""
@@ -107,14 +111,12 @@ class ScaleComConfig:
         return dataclasses.replace(self, **fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts, as stored in checkpoints."""
+        """Plain numbers, strings, lists and dicts, as stored in checkpoints and compared between ranks; `ScaleComConfig(**d)` reads it."""
         fields = dataclasses.asdict(self)
         fields["dense"] = list(self.dense)
+        # As pairs: the first match wins, so their order matters, and dicts are equal in any order.
+        fields["rates"] = None if self.rates is None else [list(pair) for pair in self.rates.items()]
         return fields
-
-    def digest(self) -> str:
-        """Equal for equal settings; compared between ranks, which would hang if they differed."""
-        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()[:16]
 
     @classmethod
     def from_env(cls, base: ScaleComConfig | None = None) -> ScaleComConfig:
@@ -129,13 +131,13 @@ class ScaleComConfig:
         _check_names(dict.fromkeys(found), "the environment sets", lambda name: f"{ENVIRONMENT_PREFIX}{name.upper()}")
         fields = {}
         for name, (variable, text) in found.items():
+            if name == "dense" and not text.lstrip().startswith("["):
+                fields[name] = [part.strip() for part in text.split(",") if part.strip()]
+                continue
             try:
-                value = yaml.safe_load(text)
+                fields[name] = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 raise ValueError(f"{variable}={text!r} is not a value in YAML: {error}") from error
-            fields[name] = (
-                [part.strip() for part in text.split(",") if part.strip()] if name == "dense" and not isinstance(value, list) else value
-            )
         return (base or cls()).replace(**fields)
 
     @classmethod
@@ -180,15 +182,19 @@ def float16_limit(n_workers: int) -> float:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
     return float(value)
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value != int(value):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     return int(value)
+
+
+def _are_pairs(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in value)
 
 
 def _check_names(fields: Mapping[str, Any], complaint: str, spell=lambda name: name) -> None:

@@ -108,7 +108,7 @@ class ScaleComReference:
         """What travels for the values `v`: rounded to the wire dtype. The rest stays in the residue `m`."""
         if self.config.wire_dtype == "float16":
             limit = float16_limit(self.n_workers)
-            v = np.clip(v, -limit, limit).astype(np.float16).astype(m.dtype)
+            v = np.clip(v, -limit, limit).astype(np.float32).astype(np.float16).astype(m.dtype)
         m[I] -= beta * v
         return v
 

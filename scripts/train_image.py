@@ -171,8 +171,8 @@ def augment(images: torch.Tensor, data: Data, generator: torch.Generator) -> tor
 
 
 def build_model(name: str, norm: str, channels: int, classes: int = 10) -> nn.Module:
-    """A ResNet or a MobileNetV2 of about 200 000 parameters, for images from 8 x 8 up; norm: "batch" or "group"."""
-    return ResNet(norm, channels, classes) if name == "resnet" else MobileNetV2(norm, channels, classes)
+    """A network of about 200 000 parameters by its name in MODELS, for images from 8 x 8 up; norm: "batch" or "group"."""
+    return MODELS[name](norm, channels, classes)
 
 
 def normalisation(norm: str, width: int) -> nn.Module:
@@ -255,11 +255,29 @@ class MobileNetV2(nn.Module):
         return self.head(F.relu6(self.last(x)).mean((2, 3)))
 
 
+class PlainNetwork(nn.Module):
+    """Three convolutions and a hidden layer, without shortcuts: more easily upset by a large learning rate than the others."""
+
+    def __init__(self, norm: str, channels: int, classes: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList([convolution(channels, 32, norm), convolution(32, 64, norm, stride=2), convolution(64, 64, norm)])
+        self.hidden = nn.Linear(64 * 4 * 4, 128)
+        self.head = nn.Linear(128, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.convolutions:
+            x = F.relu(layer(x))
+        return self.head(F.relu(self.hidden(F.adaptive_avg_pool2d(x, 4).flatten(1))))
+
+
+MODELS = {"resnet": ResNet, "mobilenetv2": MobileNetV2, "plain": PlainNetwork}
+
+
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train an image classifier with Horovod, dense or with ScaleCom.")
     parser.add_argument("--dataset", choices=("digits", "cifar10"), default="digits", help="default: %(default)s")
     parser.add_argument("--data-dir", type=Path, help="cifar10: the folder cifar-10-batches-py; digits come with scikit-learn")
-    parser.add_argument("--model", choices=("resnet", "mobilenetv2"), default="resnet", help="default: %(default)s")
+    parser.add_argument("--model", choices=tuple(MODELS), default="resnet", help="default: %(default)s")
     parser.add_argument("--norm", choices=("batch", "group"), default="batch", help="default: %(default)s")
     training.add_training_options(parser, lr=0.025, steps=600, batch_size=32, weight_decay=1e-4)
     return parser

@@ -30,13 +30,16 @@ _SIGNATURES = {
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None, with one warning, if it was not built."""
     path = Path(__file__).with_name("_lanes.so")
-    if not path.exists():
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        reason = f"cannot be loaded ({error})" if path.exists() else "was not built (no C compiler at installation?)"
         log.warning(
-            "the native kernel was not built (no C compiler at installation?), so the plain-torch kernel is used, which is several "
-            "times slower; to have it, install a C compiler and run pip install --force-reinstall --no-deps scalecom_hvd again"
+            "the native kernel %s, so the plain-torch kernel is used, which is several times slower; to have it, install a C compiler "
+            "and run pip install --force-reinstall --no-deps scalecom_hvd again",
+            reason,
         )
         return None
-    loaded = ctypes.CDLL(str(path))
     for name, signature in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = signature, _LONG

@@ -25,12 +25,14 @@ enum { FLOAT32 = 0, FLOAT64 = 1, FLOAT16 = 2, BFLOAT16 = 3 };
 static inline float float_of(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
-/* float16 -> float32, exact: the exponent is re-biased by a multiplication with 2^112, which also renormalises subnormals. */
+/* float16 -> float32, exact. A subnormal's mantissa is put below 0.5, which is then taken off: no step meets a float32 denormal, so
+ * the result does not depend on the processor's flush-to-zero mode (torch.set_flush_denormal). */
 static inline float load_float16(uint16_t h) {
-    uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13;
-    uint32_t special = (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
-    uint32_t bits = bits_of(float_of(magnitude) * 0x1p112f) | special;
-    return float_of(bits | (uint32_t)(h & 0x8000) << 16);
+    uint32_t magnitude = h & 0x7fff, sign = (uint32_t)(h & 0x8000) << 16;
+    uint32_t normal = (magnitude << 13) + (112u << 23);
+    uint32_t special = magnitude >= 0x7c00 ? 0x7f800000u | magnitude << 13 : normal;
+    uint32_t subnormal = bits_of(float_of(0x3f000000u | magnitude) - 0.5f);
+    return float_of((magnitude < 0x0400 ? subnormal : special) | sign);
 }
 static inline float load_bfloat16(uint16_t h) { return float_of((uint32_t)h << 16); }
 

@@ -117,14 +117,15 @@ static int64_t NAME(scatter)(GRAD_TYPE *grad, geometry g, REAL scale, const void
     return 0;
 }
 
-/* Take a step back: m[I] <- m[I] + beta * values, then m <- m - beta * g. Equal to what was there before, to rounding. */
+/* Take a step back: m[I] <- m[I] + beta * values, then m <- m - beta * g. Equal to what was there before, to rounding.
+ * Without offsets or without grad, that part is left out: it was not done. */
 CLONES static int64_t NAME(undo)(const GRAD_TYPE *grad, REAL *residue, geometry g, REAL beta, REAL scale, const void *offsets, int offset_width,
                                  int wire_float16, const void *values) {
-    for (int64_t lane = 0; lane < g.k; lane++) {
+    for (int64_t lane = 0; offsets && lane < g.k; lane++) {
         int64_t i = index_of(g, lane, load_offset(offsets, offset_width, lane));
         residue[i] += beta * (wire_float16 ? (REAL)load_float16(((const uint16_t *)values)[lane]) : ((const REAL *)values)[lane]);
     }
-    for (int64_t i = 0; i < g.numel; i++) {
+    for (int64_t i = 0; grad && i < g.numel; i++) {
         INTEGER ignored = 0;
         residue[i] -= beta * NAME(usable)(grad[i], scale, &ignored);
     }

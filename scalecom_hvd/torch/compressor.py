@@ -83,6 +83,10 @@ class ScaleCom(Compressor):
                 raise TypeError(_STOCK_NEEDS_PARAMETERS)
             parameters = {name: p for name, p in self._named_parameters if p.requires_grad}
             self.attach(parameters, StockExchange(parameters, self.residues, Transport(self._process_set), self.loss_scale))
+        if not isinstance(self._exchange, StockExchange):
+            raise TypeError(
+                "this ScaleCom serves the optimizer it was given to, and compresses nothing else: use hvd.Compression.none for this tensor"
+            )
         return self._exchange.compress(tensor)
 
     def decompress(self, tensor: Any, ctx: Any = None) -> torch.Tensor:

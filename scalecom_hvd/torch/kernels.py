@@ -68,10 +68,11 @@ class Kernel(Protocol):
         geometry: Lanes,
         beta: float,
         scale: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
+        filtered: bool,
+        offsets: torch.Tensor | None,
+        values: torch.Tensor | None,
     ) -> None:
-        """m[I] <- m[I] + beta*values; m <- m - beta*g: a step taken back, to rounding."""
+        """m[I] <- m[I] + beta*values, if there are offsets; m <- m - beta*g, if filtered: a step taken back, to rounding."""
 
 
 class TorchKernel:
@@ -116,9 +117,11 @@ class TorchKernel:
         grad.zero_()
         grad[_positions(geometry, offsets)] = (values.to(kind) * (1 / scale)).to(grad.dtype)
 
-    def undo(self, grad, residue, geometry, beta, scale, offsets, values):
-        residue[_positions(geometry, offsets)] += values.to(residue.dtype) * beta
-        residue.sub_(_usable(grad, residue, scale)[0].mul_(beta))
+    def undo(self, grad, residue, geometry, beta, scale, filtered, offsets, values):
+        if offsets is not None:
+            residue[_positions(geometry, offsets)] += values.to(residue.dtype) * beta
+        if filtered:
+            residue.sub_(_usable(grad, residue, scale)[0].mul_(beta))
 
 
 class NativeKernel:
@@ -164,16 +167,18 @@ class NativeKernel:
             *_gradient(grad), *_numbers(geometry), 1 / scale, *_array(offsets), values.dtype == torch.float16, values.data_ptr()
         )
 
-    def undo(self, grad, residue, geometry, beta, scale, offsets, values):
+    def undo(self, grad, residue, geometry, beta, scale, filtered, offsets, values):
+        dtype, address = _gradient(grad)
         self._library.scalecom_undo(
-            *_gradient(grad),
+            dtype,
+            address if filtered else None,
             residue.data_ptr(),
             *_numbers(geometry),
             beta,
             scale,
             *_array(offsets),
-            values.dtype == torch.float16,
-            values.data_ptr(),
+            values is not None and values.dtype == torch.float16,
+            None if values is None else values.data_ptr(),
         )
 
 

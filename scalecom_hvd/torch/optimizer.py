@@ -144,8 +144,10 @@ def _trained_parameters(optimizer: torch.optim.Optimizer, named_parameters: list
     }
     if named_parameters is None:
         return dict(trained.values())
-    # Horovod refuses what is no (name, parameter), and names that come twice; its words are clear.
-    return {item[0]: item[1] for item in named_parameters if isinstance(item, tuple) and id(item[1]) in trained}
+    # A tied parameter has several names and one gradient. Horovod refuses what is no (name, parameter), and names that come twice;
+    # its words are clear.
+    first_names = {id(item[1]): item for item in reversed(named_parameters) if isinstance(item, tuple) and id(item[1]) in trained}
+    return dict(item for item in named_parameters if isinstance(item, tuple) and first_names.get(id(item[1])) is item)
 
 
 def _group_names(groups: int | list | None, parameters: dict[str, torch.Tensor]) -> list[list[str]] | None:

@@ -10,8 +10,8 @@ One step, per bucket (DESIGN 5):
     finish      all values are here    -> every rank sees whether any gradient was not finite; scatter, or take the step back
 
 Why this cannot deadlock: a rank waits only in `finish`, and there first submits everything that needs no waiting (all buckets'
-broadcasts, or all-reduces), then what needs the offsets. Nothing is waited for in a hook, so ranks may see their gradients in
-any order, or not at all (those take part with zeros).
+broadcasts, or all-reduces), then what needs the offsets; `settle` waits only for what every rank submitted in its last step.
+Nothing is waited for in a hook, so ranks may see their gradients in any order, or not at all (those take part with zeros).
 
 The optimizer calls `ready` from its hooks and `result` from synchronize(). Imports residues, transport and the rooms below.
 """
@@ -29,7 +29,7 @@ import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
-from scalecom_hvd.torch.residues import CompressedTensor, OffsetLayout, Residues
+from scalecom_hvd.torch.residues import CompressedTensor, OffsetLayout, Residues, describe
 from scalecom_hvd.torch.transport import Transport
 
 log = logging.getLogger("scalecom_hvd")
@@ -52,7 +52,7 @@ class Bucket:
         self.dense = {name: parameters[name] for name in names if name not in residues.tensors}
         self.waiting: set[str] = set(names)
         self.grads: dict[str, torch.Tensor] = {}
-        self.launched = self.whole = False
+        self.launched = self.whole = self.scattered = False
         self.bad: Any = 0
         self.offsets_handle: int | None = None
         self.values_handle: int | None = None
@@ -87,7 +87,7 @@ class Bucket:
         for name, parameter in self.parameters.items():
             self.grads[name] = flat_gradient(parameter)
         for name, tensor in self.compressed.items():
-            tensor.begin(self.grads[name], scale)
+            tensor.begin(self.grads[name], scale, frozen=not self.parameters[name].requires_grad)
 
     def filter(self, choose: int, into: torch.Tensor | None) -> None:
         for tensor in self.compressed.values():
@@ -145,7 +145,8 @@ class Bucket:
         return sound
 
     def scatter(self) -> None:
-        """Turn every gradient into the average over the ranks."""
+        """Turn every gradient into the average over the ranks. From here on the step cannot be taken back."""
+        self.scattered = True
         for name, grad in self.grads.items():
             if name in self.compressed and not self.whole:
                 tensor = self.compressed[name]
@@ -159,6 +160,9 @@ class Bucket:
             grad.fill_(float("nan"))
 
     def undo(self) -> None:
+        """Take the residues' moves of this step back, unless its averages are out already."""
+        if self.scattered:
+            return
         for tensor in self.compressed.values():
             tensor.undo()
 
@@ -169,20 +173,16 @@ class Bucket:
             tensor.finish()
         self.grads.clear()
         self.waiting = set(self.names)
-        self.launched, self.values_handle = False, None
+        self.launched = self.scattered = False
+        self.values_handle = None
         return outputs
 
     def drop_whole_buffer(self) -> None:
         self._whole_buffer = None
 
-    def bytes_per_step(self) -> dict[str, int]:
-        """Bytes handed to Horovod in the last kind of step taken."""
-        if self.whole:
-            elements = sum(p.numel() for p in self.parameters.values()) + 1
-            return {"offsets": 0, "values": 0, "dense": elements * self._dense_dtype.itemsize}
-        size = self.values.element_size()
-        values = sum(t.geometry.k for t in self.compressed.values())
-        return {"offsets": self.offsets.numel(), "values": values * size, "dense": (self.values.numel() - values) * size}
+    def values_bytes(self) -> int:
+        """How many bytes of the values buffer are values; the rest is dense."""
+        return sum(t.geometry.k for t in self.compressed.values()) * self.values.element_size()
 
 
 class Reducer:
@@ -222,6 +222,7 @@ class Reducer:
         self._sparse: dict[str, Callable[[], torch.Tensor] | None] = {}
         self._outputs: dict[str, torch.Tensor] = {}
         self._whole = False
+        self._submitted = {"offsets": 0, "values": 0, "dense": 0, "collectives": 0}
 
     # What the optimizer calls.
 
@@ -243,7 +244,7 @@ class Reducer:
                 elif self._agreed:
                     bucket = self._bucket_of[name]
                     bucket.waiting.discard(name)
-                    if not bucket.waiting and self._offsets_known(bucket):
+                    if not bucket.waiting and self._take_offsets_if_here(bucket):
                         self._launch(bucket)
                 self._poll()
             except BaseException:
@@ -284,17 +285,22 @@ class Reducer:
 
     def leader(self, bucket: int, step: int) -> int:
         """The position of the rank that chooses for a bucket at a step."""
-        return (step + (bucket if self.config.leader == "staggered" else 0)) % self._transport.size
+        return (step + (bucket if self.config.leader == "staggered" else 0)) % (self._transport.size or 1)
 
     # One step.
 
     def _begin_step(self) -> None:
         self._outputs.clear()
         self._scale = 1 / float(self._loss_scale())
-        self._whole = self.residues.step < self.config.warmup_steps or (self.config.lookahead and not self.residues.chosen_ahead)
+        self._whole = self._must_send_whole()
+        self._submitted = dict.fromkeys(self._submitted, 0)
 
-    def _offsets_known(self, bucket: Bucket) -> bool:
-        """Look-ahead: whether the offsets of this step have come, without waiting. They are taken over then."""
+    def _must_send_whole(self) -> bool:
+        no_offsets = self.config.lookahead and self.residues.tensors and not self.residues.chosen_ahead
+        return bool(self.residues.step < self.config.warmup_steps or no_offsets)
+
+    def _take_offsets_if_here(self, bucket: Bucket) -> bool:
+        """Look-ahead: take over the offsets of this step if they have come, without waiting; gives whether the bucket can be launched."""
         if self._whole or not self.config.lookahead:
             return True
         if bucket.offsets_handle is not None and not self._transport.done(bucket.offsets_handle):
@@ -345,16 +351,23 @@ class Reducer:
 
     def _broadcast(self, bucket: Bucket, buffer: torch.Tensor, leader: int) -> None:
         bucket.offsets_handle = self._transport.broadcast(buffer, leader, f"offsets.{bucket.number}")
+        self._submitted["offsets"] += buffer.numel()
+        self._submitted["collectives"] += 1
 
     def _send_values(self, bucket: Bucket) -> None:
         kind = "whole" if self._whole else "values"
-        bucket.values_handle = self._transport.average(bucket.fill(), f"{kind}.{bucket.number}")
+        buffer = bucket.fill()
+        bucket.values_handle = self._transport.average(buffer, f"{kind}.{bucket.number}")
+        values = 0 if self._whole else bucket.values_bytes()
+        self._submitted["values"] += values
+        self._submitted["dense"] += buffer.numel() * buffer.element_size() - values
+        self._submitted["collectives"] += 1
 
     def _poll(self) -> None:
         """Go on with buckets whose offsets have arrived meanwhile."""
         for bucket in self.buckets:
             if self.config.lookahead:
-                if not bucket.launched and not bucket.waiting and self._offsets_known(bucket):
+                if not bucket.launched and not bucket.waiting and self._take_offsets_if_here(bucket):
                     self._launch(bucket)
             elif bucket.offsets_handle is not None and self._transport.done(bucket.offsets_handle):
                 self._gather_and_send(bucket)
@@ -406,7 +419,7 @@ class Reducer:
                 bucket.drop_whole_buffer()
 
     def _skip_step(self) -> None:
-        """A gradient was not finite on some rank: for ScaleCom this step never happened, and every gradient is NaN on every rank."""
+        """A gradient was not finite on some rank: for ScaleCom this step never happened, and gradients are NaN on every rank."""
         self.residues.skipped_steps += 1
         log.info(
             "step %d is skipped: a gradient was not finite on some rank (%d skipped so far)",
@@ -427,7 +440,8 @@ class Reducer:
             if bucket.launched and not bucket.whole:
                 bucket.undo()
             bucket.grads.clear()
-            bucket.waiting, bucket.launched = set(bucket.names), False
+            bucket.waiting = set(bucket.names)
+            bucket.launched = bucket.scattered = False
             bucket.offsets_handle = bucket.values_handle = None
         self.residues.chosen_ahead.clear()
         self._arrived.clear()
@@ -441,7 +455,7 @@ class Reducer:
         mine = {
             "version": scalecom_hvd.__version__,
             "settings": self.config.to_dict() | {"sparse_as_dense": self._sparse_as_dense},
-            "tensors": {name: [list(p.shape), str(p.dtype), p.device.type] for name, p in self._parameters.items()},
+            "tensors": describe(self._parameters, self.residues),
             "groups": [list(group) for group in self._groups] if self._groups is not None else None,
             "sparse": list(self._sparse),
             "arrived": list(self._arrived),
@@ -463,26 +477,34 @@ class Reducer:
         if not all(other["chosen_ahead"] for other in everyone):
             self.residues.chosen_ahead.clear()
         # What was asked at the step's begin was asked before all this was known.
-        self._whole = self.residues.step < self.config.warmup_steps or (self.config.lookahead and not self.residues.chosen_ahead)
+        self._whole = self._must_send_whole()
 
         for name in sorted({name for other in everyone for name in other["sparse"]}):
             if self._sparse.get(name) is None:  # the gradient did not arrive here, so it takes part as an empty one
                 parameter = self._parameters[name]
-                parameter.grad = empty_sparse_gradient(parameter)
+                parameter.grad = parameter.grad.to_sparse(1)
                 self._sparse[name] = self._send_sparse(parameter)
-        plan = everyone[0]["buckets"]
-        if plan is None or sorted(name for names in plan for name in names) != sorted(self._parameters.keys() - self._sparse.keys()):
-            plan = self._plan(everyone[0]["arrived"])
+        plan = self._plan(everyone[0]["arrived"], everyone[0]["buckets"])
+        # Which of its devices a rank uses is its own affair, but not which tensors share one.
+        compare_ranks(self._transport.exchange_objects({"buckets": plan}, "buckets"), ("buckets",))
         self._make_buckets(plan)
+        self.residues.ranks = self._transport.size
         self._agreed = True
 
-    def _plan(self, arrived: list[str]) -> list[list[str]]:
-        """Names per bucket: tensors in the order given (late ones last), cut where a bucket is full, one device and wire dtype in each."""
-        late = [name for name in reversed(self._parameters) if name not in set(arrived)]
-        order = [name for name in arrived + late if name not in self._sparse]
+    def _plan(self, arrived: list[str], loaded: Groups | None) -> list[list[str]]:
+        """Names per bucket, one device and wire dtype in each: the groups asked for, else the buckets of the loaded state if they still
+        fit, else tensors in the order given (late ones last), cut where a bucket is full."""
+        wanted = self._parameters.keys() - self._sparse.keys()
         if self._groups is not None:
-            return [part for group in self._groups for part in self._split([name for name in group if name in order], None)]
-        return self._split(order, self.config.bucket_bytes)
+            return [part for group in self._groups for part in self._split([name for name in group if name in wanted], None)]
+        if (
+            loaded
+            and wanted == {name for names in loaded for name in names}
+            and all(len(self._split(names, None)) == 1 for names in loaded)
+        ):
+            return [list(names) for names in loaded]
+        late = [name for name in reversed(self._parameters) if name not in arrived]
+        return self._split([name for name in [*arrived, *late] if name in wanted], self.config.bucket_bytes)
 
     def _split(self, names: list[str], limit: int | None) -> list[list[str]]:
         done, open_buckets, sizes = [], {}, {}
@@ -510,42 +532,32 @@ class Reducer:
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step taken; see ScaleCom.stats."""
-        n = self._transport.size
-        total = {"offsets": 0, "values": 0, "dense": 0}
-        for bucket in self.buckets:
-            for kind, count in bucket.bytes_per_step().items():
-                total[kind] += count
-        elements = sum(p.numel() for name, p in self._parameters.items() if name not in self._sparse)
-        sent = (
-            elements
-            if self._whole
-            else sum(
-                t.geometry.k if (t := self.residues.tensors.get(name)) else p.numel()
-                for name, p in self._parameters.items()
-                if name not in self._sparse
-            )
-        )
+        n = self._transport.size or 1
+        dense = {name: p.numel() for name, p in self._parameters.items() if name not in self._sparse}
+        sent = dense if self._whole else dense | {name: t.geometry.k for name, t in self.residues.tensors.items() if name in dense}
+        submitted = self._submitted
         return {
             "leader": self.leader(0, max(self.residues.step - 1, 0)),
-            "bytes_offsets": total["offsets"],
-            "bytes_values": total["values"],
-            "bytes_dense": total["dense"],
-            "bytes_traffic": round((n - 1) / n * (total["offsets"] + 2 * (total["values"] + total["dense"]))),
-            "rate": elements / max(sent, 1),
-            "collectives": len(self.buckets) + sum(bool(b.compressed) and (not self._whole or self.config.lookahead) for b in self.buckets),
+            "bytes_offsets": submitted["offsets"],
+            "bytes_values": submitted["values"],
+            "bytes_dense": submitted["dense"],
+            "bytes_traffic": round((n - 1) / n * (submitted["offsets"] + 2 * (submitted["values"] + submitted["dense"]))),
+            "rate": sum(dense.values()) / max(sum(sent.values()), 1),
+            "collectives": submitted["collectives"],
         }
 
 
 def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """The gradient as a contiguous (N,) tensor: p.grad itself where its layout allows, else a copy."""
     grad = parameter.grad.detach()
-    return (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+    return (grad.to_dense() if grad.is_sparse else grad).contiguous().view(-1)
 
 
 def unflat_gradient(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """What p.grad must become when `flat` holds the average: p.grad itself, filled, unless it is sparse."""
+    """What p.grad must become when `flat` holds the average: p.grad itself, filled, where that can be."""
     grad = parameter.grad.detach()
-    if grad.is_sparse:
+    expanded = not grad.is_sparse and any(stride == 0 and size > 1 for stride, size in zip(grad.stride(), grad.shape, strict=True))
+    if grad.is_sparse or expanded:
         return flat.view(parameter.shape)
     if flat.data_ptr() != grad.data_ptr() or not grad.is_contiguous():
         grad.copy_(flat.view(grad.shape))

@@ -7,6 +7,7 @@ count. Used by reducer.py and compressor.py; imports kernels and the framework-f
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,20 +45,27 @@ class CompressedTensor:
         self.wire_dtype = torch_dtype(config.wire_dtype) if config.wire_dtype else residue_dtype
         self.offset_dtype = torch_dtype(self.geometry.offset_dtype)
         self.beta = config.beta
+        self._kernel_dtype = parameter.dtype
         self._kernel = kernels.kernel_for(parameter.device, parameter.dtype, residue_dtype)
-        self._grad: torch.Tensor | None = None
-        self.scale = 1.0
-        self._filtered = False
-        self._sent: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.finish()
 
-    def begin(self, grad: torch.Tensor, scale: float) -> None:
-        """Take this step's gradient, (N,) contiguous; `scale` is 1 / loss scale."""
-        self._grad, self.scale, self._filtered, self._sent = grad, scale, False, None
+    def begin(self, grad: torch.Tensor, scale: float, frozen: bool = False) -> None:
+        """Take this step's gradient, (N,) contiguous; `scale` is 1 / loss scale.
+
+        frozen: the parameter is no longer trained, so the residue stays as it is and zeros are sent, as Horovod does.
+        """
+        # Kernels walk over memory, not over strides.
+        assert grad.is_contiguous(), "gradients must be flat and contiguous here"
+        if grad.dtype != self._kernel_dtype:  # torch lets a parameter have gradients of another dtype than its own
+            self._kernel_dtype = grad.dtype
+            self._kernel = kernels.kernel_for(grad.device, grad.dtype, self.residue.dtype)
+        self._grad, self.scale, self._frozen = grad, scale, frozen
 
     def filter(self, choose: int = kernels.CHOOSE_NOTHING, offsets: torch.Tensor | None = None) -> kernels.Count:
         """Move (1); gives the number of non-finite gradient elements."""
         self._filtered = True
-        return self._kernel.filter(self._grad, self.residue, self.geometry, self.beta, self.scale, choose, offsets)
+        beta = 0.0 if self._frozen else self.beta
+        return self._kernel.filter(self._grad, self.residue, self.geometry, beta, self.scale, choose, offsets)
 
     def choose_without_filter(self, offsets: torch.Tensor) -> None:
         """Select on |m + g| and leave the residue alone: a look-ahead leader's choice in a step that is sent whole."""
@@ -65,10 +73,12 @@ class CompressedTensor:
 
     def gather(self, offsets: torch.Tensor, values: torch.Tensor, sent: torch.Tensor, n_workers: int) -> kernels.Count:
         """Move (2), before or after `filter`: `values` and the copy `sent` become the accumulator at I. Gives the number not finite."""
+        if self._frozen:
+            values.zero_()
+            return 0
         share = 1 - self.beta if self._filtered else 1.0
-        bad = self._kernel.gather(
-            self._grad, self.residue, self.geometry, self.beta, self.scale, share, offsets, float16_limit(n_workers), values
-        )
+        limit = float16_limit(n_workers)
+        bad = self._kernel.gather(self._grad, self.residue, self.geometry, self.beta, self.scale, share, offsets, limit, values)
         sent.copy_(values)
         self._sent = (offsets, sent)
         return bad
@@ -79,20 +89,16 @@ class CompressedTensor:
 
     def undo(self) -> None:
         """Take this step's moves back, as far as they were made; the offsets and the gradient must still be at hand."""
-        beta = self.beta
-        if self._filtered and self._sent:
-            self._kernel.undo(self._grad, self.residue, self.geometry, beta, self.scale, *self._sent)
-        elif self._filtered:
-            nothing = self.residue.new_zeros(self.geometry.k)
-            zeros = torch.zeros(self.geometry.k, dtype=self.offset_dtype, device=self.residue.device)
-            self._kernel.undo(self._grad, self.residue, self.geometry, beta, self.scale, zeros, nothing)
-        elif self._sent:
-            self._kernel.undo(torch.zeros_like(self._grad), self.residue, self.geometry, beta, self.scale, *self._sent)
+        if self._grad is not None and not self._frozen:
+            self._kernel.undo(self._grad, self.residue, self.geometry, self.beta, self.scale, self._filtered, *self._sent)
         self.finish()
 
     def finish(self) -> None:
         """Let go of the gradient."""
-        self._grad, self._filtered, self._sent = None, False, None
+        self._grad: torch.Tensor | None = None
+        self.scale = 1.0
+        self._frozen = self._filtered = False
+        self._sent: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
 
 class OffsetLayout:
@@ -118,7 +124,8 @@ class Residues:
     """All residues of one optimizer on this rank, by parameter name, with the number of steps taken.
 
     step: steps that happened.  skipped_steps: those that did not, because a gradient was not finite somewhere.
-    chosen_ahead: in look-ahead, {name: offsets of the next step}.  buckets: names per bucket, once the ranks agreed on them.
+    chosen_ahead: in look-ahead, {name: offsets of the next step}.  buckets: names per bucket, and ranks: how many there are, once they
+    agreed.
     """
 
     def __init__(self, config: ScaleComConfig) -> None:
@@ -128,6 +135,7 @@ class Residues:
         self.tensors: dict[str, CompressedTensor] = {}
         self.chosen_ahead: dict[str, torch.Tensor] = {}
         self.buckets: list[list[str]] | None = None
+        self.ranks: int | None = None
         self.rates: dict[str, float] | None = None
         self._loaded: dict[str, torch.Tensor] | None = None
 
@@ -166,6 +174,8 @@ class Residues:
             state["offsets"] = {name: offsets.clone() for name, offsets in self.chosen_ahead.items()}
         if self.buckets is not None:
             state["buckets"] = self.buckets
+        if self.ranks is not None:
+            state["ranks"] = self.ranks
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -189,9 +199,15 @@ class Residues:
             self._copy_in(state["residues"])
         self.step = int(state["step"])
         self.chosen_ahead = dict(state.get("offsets", {}))
-        self.buckets = state.get("buckets")
+        self.ranks = state.get("ranks")
+        # Who asks for buckets of another size gets them.
+        self.buckets = state.get("buckets") if theirs["bucket_bytes"] == mine["bucket_bytes"] else None
 
     def _copy_in(self, residues: dict[str, torch.Tensor]) -> None:
+        if not residues:  # saved before the first step, or by a single process: all of them were zero
+            for tensor in self.tensors.values():
+                tensor.residue.zero_()
+            return
         complaints = [f"{name} is not in this model (or is sent whole)" for name in residues.keys() - self.tensors.keys()]
         complaints += [f"{name} is not in the state" for name in self.tensors.keys() - residues.keys()]
         complaints += [
@@ -206,4 +222,10 @@ class Residues:
 
     def norm(self) -> float:
         """The Euclidean norm of all residues together; reads them all."""
-        return float(sum(t.residue.double().square().sum() for t in self.tensors.values())) ** 0.5 if self.tensors else 0.0
+        norms = [float(torch.linalg.vector_norm(t.residue, dtype=torch.float64)) for t in self.tensors.values()]
+        return math.hypot(*norms)
+
+
+def describe(parameters: dict[str, torch.Tensor], residues: Residues) -> dict[str, Any]:
+    """What ranks must have in common, tensor by tensor: shape, dtype, kind of device and rate."""
+    return {name: [list(p.shape), str(p.dtype), p.device.type, f"rate {residues.rates[name]:g}"] for name, p in sorted(parameters.items())}

@@ -11,6 +11,7 @@ Used by compressor.py alone; imports residues, transport and the rooms below.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks
 from scalecom_hvd.torch.kernels import CHOOSE_NOTHING, CHOOSE_RESIDUE
-from scalecom_hvd.torch.residues import CompressedTensor, OffsetLayout, Residues
+from scalecom_hvd.torch.residues import CompressedTensor, OffsetLayout, Residues, describe
 from scalecom_hvd.torch.transport import Transport
 
 log = logging.getLogger("scalecom_hvd")
@@ -49,6 +50,9 @@ class StockExchange:
         self._loss_scale = loss_scale
         self._usual_order = list(reversed(parameters))
         self._seen: list[str] = []
+        self._members: set[str] = set()
+        self._bad: list[torch.Tensor] = []
+        self._lock = threading.RLock()  # hooks run on autograd's threads, one per device
         self._pending: set[str] = set()
         self._agreed = False
         # Per device: where offsets lie, those of this step and those of the next, and the broadcast that brings the latter.
@@ -66,8 +70,8 @@ class StockExchange:
             self._transport.wait(handle)
             layout, buffer = self._layouts[device], self._next[device]
             self._residues.chosen_ahead.update({t.name: layout.view(t, buffer) for t in layout.tensors})
-            # The views keep this buffer; the next offsets arrive in a new one.
-            self._next[device] = layout.new_buffer(device)
+            # The views keep this buffer; the next offsets arrive in a new one. Tensors that do not come in a step keep theirs.
+            self._next[device] = buffer.clone()
         self._handles.clear()
 
     def agree_anew(self) -> None:
@@ -76,6 +80,10 @@ class StockExchange:
 
     def compress(self, grad: torch.Tensor) -> tuple[torch.Tensor, Sent]:
         """What travels for a gradient: (k,) values, or all of it flat, in the wire dtype."""
+        with self._lock:
+            return self._compress(grad)
+
+    def _compress(self, grad: torch.Tensor) -> tuple[torch.Tensor, Sent]:
         name = self._name_of(grad)
         if not self._pending:
             self._begin_step()
@@ -83,9 +91,9 @@ class StockExchange:
         self._pending.add(name)
         tensor = self._residues.tensors.get(name)
         # Horovod moves the gradient's tensor onto the result's memory; this alias keeps the gradient until the step's end.
-        flat = grad.detach().reshape(-1)
+        flat = grad.detach().contiguous().view(-1)
         if tensor is not None:
-            tensor.begin(flat, self._scale)
+            tensor.begin(flat, self._scale, frozen=not self._parameters[name].requires_grad)
         if tensor is None or self._whole:
             wire = torch.float64 if flat.dtype == torch.float64 else torch.float32
             # A copy where the gradient is needed at the step's end, since Horovod reduces in place.
@@ -103,9 +111,13 @@ class StockExchange:
 
     def decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
         """The averaged gradient, in the gradient's shape and dtype; NaN everywhere if a worker's was not finite."""
+        with self._lock:
+            return self._decompress(result, sent)
+
+    def _decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
         in_its_dtype = (result if sent.tensor is None else result / self._scale).to(sent.dtype)
         bad = ~in_its_dtype.isfinite().all()
-        self._bad = self._bad | bad
+        self._bad.append(bad)
         if sent.tensor is None:
             output = in_its_dtype.view(sent.shape)
         else:
@@ -120,7 +132,14 @@ class StockExchange:
     def _begin_step(self) -> None:
         self.settle()
         residues = self._residues
-        self._seen, self._bad = [], torch.tensor(False)
+        if residues.ranks not in (None, self._transport.size):
+            # Resumed on another number of ranks: newcomers have no offsets, and this is no place to wait for any, so nobody uses them.
+            log.warning("resuming on %d ranks what ran on %d: newcomers start with empty residues", self._transport.size, residues.ranks)
+            residues.chosen_ahead.clear()
+        residues.ranks = self._transport.size
+        if not self._next:
+            self._make_buffers()
+        self._seen, self._bad = [], []
         self._bytes = {"offsets": 0, "values": 0, "dense": 0}
         self._scale = 1 / float(self._loss_scale())
         self._whole = residues.step < residues.config.warmup_steps or not residues.chosen_ahead
@@ -131,8 +150,10 @@ class StockExchange:
         residues = self._residues
         if not self._agreed:
             self._agree()
+        if not self._members.intersection(self._seen):
+            raise ValueError("this ScaleCom serves another optimizer; make one for each: ScaleCom(named_parameters=...)")
         tensors = [residues.tensors[name] for name in self._seen if name in residues.tensors]
-        if bool(self._bad):
+        if any(map(bool, self._bad)):
             residues.skipped_steps += 1
             log.info(
                 "step %d is skipped: a gradient was not finite on some rank (%d skipped so far)", residues.step, residues.skipped_steps
@@ -161,13 +182,12 @@ class StockExchange:
 
     def _next_offsets(self, tensor: CompressedTensor) -> torch.Tensor:
         device = tensor.residue.device
-        if not self._next:
-            self._make_buffers(self._residues.tensors.values())
         return self._layouts[device].view(tensor, self._next[device])
 
-    def _make_buffers(self, tensors: Any) -> None:
+    def _make_buffers(self) -> None:
+        """For all tensors, also those that never come here (sparse ones, which Horovod does not compress): the same on every rank."""
         by_device: dict[torch.device, list[CompressedTensor]] = {}
-        for tensor in tensors:
+        for tensor in self._residues.tensors.values():
             by_device.setdefault(tensor.residue.device, []).append(tensor)
         self._layouts = {device: OffsetLayout(members) for device, members in by_device.items()}
         self._next = {device: layout.new_buffer(device) for device, layout in self._layouts.items()}
@@ -177,16 +197,15 @@ class StockExchange:
         mine = {
             "version": scalecom_hvd.__version__,
             "settings": self._residues.config.to_dict(),
-            "tensors": {name: [list(p.shape), str(p.dtype), p.device.type] for name, p in self._parameters.items() if name in self._seen},
+            "tensors": describe(self._parameters, self._residues),
             "name": self._transport.claim_name(),
             "step": self._residues.step,
         }
         everyone = self._transport.exchange_objects(mine, "agreement")
-        compare_ranks(everyone, ("version", "settings", "tensors", "step"))
+        compare_ranks(everyone, ("version", "settings", "tensors"))
         self._transport.use_name(max(other["name"] for other in everyone))
-        if not self._next:
-            # Parameters that never came here (sparse ones, which Horovod does not compress) need no offsets.
-            self._make_buffers(t for name, t in self._residues.tensors.items() if name in self._seen)
+        self._residues.step = max(other["step"] for other in everyone)
+        self._members = set(self._seen)
         self._agreed = True
 
     def _name_of(self, grad: torch.Tensor) -> str:

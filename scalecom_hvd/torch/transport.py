@@ -6,6 +6,7 @@ which tensors meet, so all ranks must use the same; see `Transport.names`. Impor
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import weakref
@@ -21,7 +22,8 @@ _alive: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 def exchanges_alive() -> bool:
     """Whether an optimizer of this process uses ScaleCom on more than one rank."""
-    return any((transport.size or 1) > 1 for transport in _alive)
+    gc.collect()  # an optimizer that was deleted hangs in a cycle with its own class
+    return any(transport.included and transport.size > 1 for transport in _alive)
 
 
 class Transport:
@@ -42,8 +44,13 @@ class Transport:
         _alive.add(self)
 
     @property
+    def included(self) -> bool:
+        """Whether this rank is in the process set; size and position mean nothing where it is not."""
+        return bool(self._process_set.included())
+
+    @property
     def size(self) -> int:
-        return self._process_set.size()
+        return self._process_set.size() if self.included else 0
 
     @property
     def position(self) -> int:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from scalecom_hvd import ScaleComConfig
@@ -17,7 +18,9 @@ from scalecom_hvd import ScaleComConfig
         ({"rate": "100"}, TypeError, "rate must be a number"),
         ({"rate": True}, TypeError, "rate must be a number"),
         ({"rates": {"conv*": 0}}, ValueError, r"rates\['conv\*'\] is N/k"),
-        ({"rates": [("conv*", 3)]}, TypeError, "rates must map"),
+        ({"rates": ["conv*"]}, TypeError, "rates must map"),
+        ({"min_numel": float("inf")}, TypeError, "min_numel must be a whole number"),
+        ({"warmup_steps": float("nan")}, TypeError, "warmup_steps must be a whole number"),
         ({"beta": 0}, ValueError, r"beta must be in \(0, 1\]"),
         ({"beta": 1.5}, ValueError, r"beta must be in \(0, 1\]"),
         ({"min_numel": -1}, ValueError, "min_numel must be at least 0"),
@@ -51,11 +54,16 @@ def test_environment_overrides_file_overrides_defaults(tmp_path, monkeypatch):
     monkeypatch.setenv("SCALECOM_BETA", "0.3")
     monkeypatch.setenv("SCALECOM_DENSE", "auto:output, embed.*")
     monkeypatch.setenv("SCALECOM_LOOKAHEAD", "true")
+    monkeypatch.setenv("SCALECOM_MIN_NUMEL", "512")
     config = ScaleComConfig.from_file(path)
     assert (config.rate, config.beta, config.dense, config.lookahead) == (50, 0.3, ("auto:output", "embed.*"), True)
     assert config.rates == {"conv*": 20}
     assert config.leader == "cyclic"
     assert ScaleComConfig.from_env().rate == 100
+    monkeypatch.setenv("SCALECOM_DENSE", "*.bias,head.*")  # to YAML, a star begins an alias
+    assert ScaleComConfig.from_env().dense == ("*.bias", "head.*")
+    monkeypatch.setenv("SCALECOM_DENSE", "['a,b', 'c']")
+    assert ScaleComConfig.from_env().dense == ("a,b", "c")
 
 
 def test_wrong_environment_and_files(tmp_path, monkeypatch):
@@ -81,7 +89,9 @@ def test_equal_settings_are_equal():
     a, b = ScaleComConfig(rates={"a": 2}, dense=["b"]), ScaleComConfig(rates={"a": 2.0}, dense=("b",))
     assert a == b
     assert hash(a) == hash(b)
-    assert a.digest() == b.digest() != ScaleComConfig().digest()
+    assert a != ScaleComConfig()
+    assert ScaleComConfig(rates={"a": 2, "b": 3}) != ScaleComConfig(rates={"b": 3, "a": 2})  # the first match wins
+    assert ScaleComConfig(rate=np.int64(50), min_numel=np.int32(7)) == ScaleComConfig(rate=50, min_numel=7)
     assert ScaleComConfig(**a.to_dict()) == a
 
 

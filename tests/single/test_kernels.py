@@ -43,7 +43,7 @@ def all_moves(kernel, grad, residue, shape, beta, scale, choose, wire):
     output = grad.clone()
     kernel.scatter(output, shape, scale, offsets, values)
     states.append(output)
-    kernel.undo(grad, residue, shape, beta, scale, offsets, values)
+    kernel.undo(grad, residue, shape, beta, scale, True, offsets, values)
     states.append(residue)
     return int(bad), states
 
