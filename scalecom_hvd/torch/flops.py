@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,50 +16,81 @@ GUIDE_BATCH = 32
 
 
 def rates_from_flops(model: torch.nn.Module, example_inputs: Any, batch_size: int) -> dict[str, float]:
-    """A rate for every parameter of the model, to be passed as ScaleCom(rates=...): 25, 50 or 400, and 1 for the first layer.
+    """A rate for every trained parameter of the model, to be passed as ScaleCom(rates=...): 25, 50 or 400, and 1 for the first layer.
 
     example_inputs: one batch as the model takes it: a tensor, a tuple of positional or a dict of keyword arguments. It is run
     once, forward only, without gradients.  batch_size: how many samples it holds; FLOPs are scaled from it to the guide's 32.
-    A layer is a module with parameters of its own; its FLOPs are those of its forward pass, counted by torch.utils.flop_counter.
+    A layer is a module with parameters of its own; its FLOPs are those of its forward pass, counted by torch.utils.flop_counter on
+    the CPU or wherever the model is. A module that is never called itself (the output projection of nn.MultiheadAttention) counts
+    as part of the one around it.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is the number of samples in example_inputs, at least 1, not {batch_size}")
-    layers = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
+    layers = {name: module for name, module in model.named_modules() if any(p.requires_grad for p in module.parameters(recurse=False))}
     if not layers:
-        raise ValueError("the model has no parameters")
-    flops = dict.fromkeys(layers, 0)
-    order: list[str] = []
-    with FlopCounterMode(display=False) as counter:
-        handles = []
+        raise ValueError("the model has no parameters that are trained")
+    flops = _count(model, layers, example_inputs)
+
+    # Tied parameters belong to the layer that comes first, as in model.named_parameters().
+    owned: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layer = name.rpartition(".")[0]
+            while layer not in flops and layer:
+                layer = layer.rpartition(".")[0]
+            owned.setdefault(layer, []).append(name)
+            sizes[layer] = sizes.get(layer, 0) + parameter.numel()
+
+    first = next((layer for layer, count in flops.items() if count > 0), None)
+    rates = {}
+    for layer, names in owned.items():
+        per_gradient = flops.get(layer, 0) * GUIDE_BATCH / batch_size / sizes[layer]
+        rates.update(dict.fromkeys(names, 1.0 if layer == first else next(rate for least, rate in GUIDE if per_gradient >= least)))
+    return {name: rates[name] for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _count(model: torch.nn.Module, layers: dict[str, torch.nn.Module], example_inputs: Any) -> dict[str, int]:
+    """{layer: FLOPs of its forward passes}, in the order of their first call; layers that were never called are missing."""
+    flops: dict[str, int] = {}
+    handles = []
+    training = {module: module.training for module in model.modules()}
+    with FlopCounterMode(display=False) as counter, _countable():
         for name, module in layers.items():
             started: list[int] = []
 
-            def before(_module, _args, started=started):
+            def before(_module, _args, name=name, started=started):
+                flops.setdefault(name, 0)
                 started.append(counter.get_total_flops())
 
             def after(_module, _args, _output, name=name, started=started):
                 flops[name] += counter.get_total_flops() - started.pop()
-                order.append(name)
 
             handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-        training = model.training
         model.eval()
         try:
             with torch.no_grad():
                 _call(model, example_inputs)
         finally:
-            model.train(training)
+            for module, was_training in training.items():
+                module.training = was_training
             for handle in handles:
                 handle.remove()
+    return flops
 
-    first = next((name for name in order if flops[name] > 0), None)
-    rates = {}
-    for name, module in layers.items():
-        parameters = dict(module.named_parameters(recurse=False, prefix=name))
-        per_gradient = flops[name] * GUIDE_BATCH / batch_size / sum(p.numel() for p in parameters.values())
-        rate = 1.0 if name == first else next(rate for least, rate in GUIDE if per_gradient >= least)
-        rates.update(dict.fromkeys(parameters, rate))
-    return rates
+
+@contextlib.contextmanager
+def _countable() -> Iterator[None]:
+    """Without the fused LSTM and attention of the CPU, whose FLOPs the counter does not know (it counts them as none)."""
+    fast_attention = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns about settings that it only restores
+            with torch.backends.mkldnn.flags(enabled=False):
+                yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_attention)
 
 
 def _call(model: torch.nn.Module, example_inputs: Any) -> Any:

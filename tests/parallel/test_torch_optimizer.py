@@ -1,5 +1,7 @@
 """The drop-in DistributedOptimizer: Horovod's options, and what holds whatever the options are."""
 
+import time
+
 import horovod.torch as stock
 import numpy as np
 import pytest
@@ -386,3 +388,104 @@ def test_a_sparse_gradient_that_is_not_finite_is_no_step():
         if step == 2:
             torch.testing.assert_close(optimizer.compression.residues.tensors["head.weight"].residue, before, rtol=1e-5, atol=1e-6)
     assert optimizer.compression.stats()["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_nameless_collectives_between_backward_and_step(mode):
+    """How many collectives the exchange has submitted by then differs between ranks; Horovod would name this one by their number."""
+    model = parameters({f"layer{i}": (40, 50) for i in range(10)})
+    shapes = {name: p.shape for name, p in model.items()}
+    optimizer = make(model, lr=0.1, compression=hvd.ScaleCom(**({"rate": 16, "min_numel": 100, "bucket_bytes": 10_000} | mode)))
+    for step in range(20):
+        time.sleep(0.002 * hvd.rank() * (step % 3))
+        optimizer.zero_grad()
+        feed(model, gradients(shapes, hvd.rank(), step))
+        assert hvd.allreduce(torch.tensor(float(hvd.rank()))) == (hvd.size() - 1) / 2
+        assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
+        optimizer.step()
+
+
+def test_gradients_with_gaps_or_repeats_in_memory():
+    for strides in ("every other", "all the same"):
+        model = parameters({"w": (64, 64)})
+        optimizer = make(model, compression=hvd.ScaleCom(rate=4, min_numel=1))
+        for step in range(3):
+            if strides == "every other":
+                memory = torch.full((64, 128), -7.0)
+                memory[:, ::2] = torch.from_numpy(gradients({"w": (64, 64)}, hvd.rank(), step)["w"])
+                model["w"].grad = memory[:, ::2]
+            else:
+                model["w"].grad = torch.autograd.grad(model["w"].sum(), model["w"])[0]
+                assert model["w"].grad.stride() == (0, 0)
+            optimizer.step()
+        tensor = optimizer.compression.residues.tensors["w"]
+        left = hvd.allreduce(tensor.residue.view(64, 64), name="left.gaps")
+        if strides == "every other":
+            came = sum(gradients({"w": (64, 64)}, r, s)["w"] for r in range(hvd.size()) for s in range(3)) / hvd.size()
+        else:
+            came = np.full((64, 64), 3.0)
+        np.testing.assert_allclose((left - model["w"].detach()).numpy(), came, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_gradients_of_another_dtype_than_the_parameter(dtype, grad_dtype):
+    parameter = torch.nn.Parameter(torch.zeros(40_000, dtype=dtype))
+    parameter.grad_dtype = grad_dtype
+    optimizer = make({"w": parameter}, compression=hvd.ScaleCom(rate=4, min_numel=100))
+    for _ in range(3):
+        parameter.grad = torch.ones(40_000, dtype=grad_dtype)
+        optimizer.synchronize()
+        assert parameter.grad.dtype == grad_dtype
+        assert set(parameter.grad.tolist()) <= {0, 1, 2, 3}
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def test_a_parameter_frozen_later_stays_where_it_is():
+    model = parameters(SHAPES)
+    optimizer = make(model, lr=0.1)
+    run(optimizer, model, 3)
+    before, residue = model["third"].detach().clone(), optimizer.compression.residues.tensors["third"].residue.clone()
+    model["third"].requires_grad_(False)
+    model["third"].grad = None
+    run(optimizer, model, 3)
+    assert torch.equal(model["third"], before)
+    assert torch.equal(optimizer.compression.residues.tensors["third"].residue, residue)
+    model["third"].requires_grad_(True)
+    run(optimizer, model, 3)
+    assert not torch.equal(model["third"], before)
+
+
+def test_the_first_gradient_is_sparse_on_one_rank_and_dense_on_another():
+    shapes = {"table": (50, 8), "w": (5000,)}
+    model = parameters(shapes)
+    optimizer = make(model, compression=hvd.ScaleCom(rate=10))
+    for step in range(3):
+        optimizer.zero_grad()
+        rows = torch.nn.functional.embedding(torch.tensor([1, 3 + hvd.rank()]), model["table"], sparse=(hvd.rank() + step) % 2 == 0)
+        (rows.sum() + model["w"].sum()).backward()
+        optimizer.step()
+        expected = torch.zeros(50)
+        expected[1] = step + 1
+        expected[3 : 3 + hvd.size()] = (step + 1) / hvd.size()
+        torch.testing.assert_close(-model["table"].detach(), expected.unsqueeze(1).expand(50, 8))
+
+
+def test_tied_parameters_are_sent_once():
+    net = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64, bias=False), "b": torch.nn.Linear(64, 64, bias=False)})
+    net["b"].weight = net["a"].weight
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(remove_duplicate=False), compression=hvd.ScaleCom(rate=4)
+    )
+    net["b"](net["a"](torch.ones(2, 64))).sum().backward()
+    optimizer.step()
+    assert list(optimizer.compression.residues.tensors) == ["a.weight"]
+    assert optimizer.compression.stats()["bytes_values"] == 4 * 1024
+
+
+def test_look_ahead_with_nothing_to_compress():
+    model = parameters({"small": (10,)})
+    optimizer = make(model, compression=hvd.ScaleCom(lookahead=True))
+    run(optimizer, model, 3, shapes={"small": (10,)})
+    assert same_on_all_ranks(model.values())
+    assert optimizer.compression.stats()["collectives"] == 1

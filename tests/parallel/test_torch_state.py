@@ -150,3 +150,91 @@ def test_between_backward_and_step_there_is_no_state():
     with pytest.raises(RuntimeError, match=r"between backward\(\) and step\(\)"):
         compressor.load_state_dict({})
     optimizer.step()
+
+
+def test_buckets_of_a_state_that_no_longer_fit_are_made_anew():
+    """A parameter became float64 meanwhile, so it cannot share a bucket with the others."""
+
+    def build(dtype):
+        model = {"a": torch.nn.Parameter(torch.zeros(4096)), "b": torch.nn.Parameter(torch.zeros(40_000, dtype=dtype))}
+        return model, *make(hvd, model, beta=1.0)
+
+    def train(model, optimizer, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            sum((p * torch.ones_like(p)).sum() for p in model.values()).backward()
+            optimizer.step()
+
+    model, optimizer, compressor = build(torch.float32)
+    train(model, optimizer, 2)
+    state = through_a_file(compressor.state_dict())
+    assert len(state["buckets"]) == 1
+    model, optimizer, compressor = build(torch.float64)
+    compressor.load_state_dict(state)
+    train(model, optimizer, 3)
+    assert len(compressor.residues.buckets) == 2
+    for tensor in compressor.residues.tensors.values():
+        assert set(tensor.residue.tolist()) <= {0, 1, 2, 3, 4, 5}
+
+
+def test_other_bucket_bytes_make_other_buckets():
+    model = parameters(SHAPES)
+    optimizer, compressor = make(hvd, model)
+    run(optimizer, model, range(3))
+    state = compressor.state_dict()
+    again = parameters(SHAPES)
+    optimizer, other = make(hvd, again, bucket_bytes=5_000)
+    other.load_state_dict(state)
+    run(optimizer, again, range(3, 6))
+    assert len(compressor.residues.buckets) == 1 < len(other.residues.buckets)
+
+
+def test_a_state_saved_before_the_first_step():
+    for library in (hvd, stock):
+        state = make(library, parameters(SHAPES))[1].state_dict()
+        model = parameters(SHAPES)
+        optimizer, compressor = make(library, model)
+        compressor.load_state_dict(state)
+        run(optimizer, model, range(3))
+        assert same_on_all_ranks(model.values())
+
+
+def test_stock_resumes_what_ran_on_another_number_of_ranks(caplog):
+    model = parameters(SHAPES)
+    optimizer, compressor = make(stock, model)
+    run(optimizer, model, range(3))
+    state = through_a_file(compressor.state_dict()) | {"ranks": 99}
+    model = parameters(SHAPES)
+    optimizer, compressor = make(stock, model)
+    if hvd.rank() == 0:  # the others are newcomers
+        compressor.load_state_dict(state)
+        assert compressor.residues.tensors == {}
+    run(optimizer, model, range(3, 6))
+    assert compressor.stats()["step"] == 6
+    assert same_on_all_ranks(model.values())
+    assert hvd.rank() > 0 or "resuming on" in caplog.text
+
+
+def test_stock_resumes_with_a_parameter_that_another_optimizer_trains():
+    def build():
+        model = parameters({"mine": (4096,), "other": (4096,)})
+        compressor = hvd.ScaleCom(named_parameters=model.items(), rate=4, min_numel=100)
+        return (
+            model,
+            compressor,
+            stock.DistributedOptimizer(torch.optim.SGD([model["mine"]], lr=1.0), [("mine", model["mine"])], compressor),
+        )
+
+    def train(model, optimizer):
+        for step in range(3):
+            optimizer.zero_grad()
+            feed(model, gradients({"mine": (4096,)}, hvd.rank(), step), skip=["other"])
+            optimizer.step()
+
+    model, compressor, optimizer = build()
+    train(model, optimizer)
+    state = through_a_file(compressor.state_dict())
+    model, compressor, optimizer = build()
+    compressor.load_state_dict(state)
+    train(model, optimizer)
+    assert same_on_all_ranks(model.values())

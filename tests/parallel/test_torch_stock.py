@@ -130,3 +130,41 @@ def test_integers_are_refused():
 def test_tensors_that_are_no_gradient_are_refused():
     with pytest.raises(TypeError, match="cannot tell whose gradient"):
         hvd.allreduce(torch.zeros(5), compression=ScaleCom(named_parameters=parameters(SHAPES).items()))
+
+
+def test_a_sparse_embedding_that_a_later_step_does_not_use():
+    torch.manual_seed(2)
+    table, weight = torch.nn.Embedding(100, 64, sparse=True), torch.nn.Parameter(torch.zeros(4096))
+    hvd.broadcast_parameters(table.state_dict(), 0)
+    named = [("table", table.weight), ("weight", weight)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([table.weight, weight], lr=0.1), named, compression=ScaleCom(named, rate=4, min_numel=100)
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = (weight * torch.from_numpy(gradients({"w": (4096,)}, hvd.rank(), step)["w"])).sum()
+        if step != 2:
+            loss = loss + table(torch.tensor([step])).sum()
+        loss.backward()
+        optimizer.step()
+    assert same_on_all_ranks([table.weight, weight])
+
+
+def test_one_object_for_two_optimizers():
+    model = parameters({"a": (4096,), "b": (4096,)})
+    shared = ScaleCom(model.items(), rate=4)
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [(name, p)], shared) for name, p in model.items()]
+    feed(model, gradients({"a": (4096,), "b": (4096,)}, hvd.rank(), 0), skip=["b"])
+    optimizers[0].step()
+    feed(model, gradients({"a": (4096,), "b": (4096,)}, hvd.rank(), 1), skip=["a"])
+    with pytest.raises(ValueError, match="make one for each"):
+        optimizers[1].step()
+
+
+def test_a_dropin_optimizers_object_compresses_nothing_else():
+    import scalecom_hvd.torch as dropin
+
+    model = parameters(SHAPES)
+    optimizer = dropin.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=dropin.ScaleCom)
+    with pytest.raises(TypeError, match="compresses nothing else"):
+        hvd.allreduce(torch.zeros(5), compression=optimizer.compression)

@@ -40,5 +40,40 @@ def test_inputs_of_all_kinds():
     assert hvd.rates_from_flops(Named(), {"x": torch.zeros(2, 4), "scale": 2.0}, 2) == expected
     with pytest.raises(ValueError, match="batch_size is the number of samples"):
         hvd.rates_from_flops(Named(), (), 0)
-    with pytest.raises(ValueError, match="no parameters"):
+    with pytest.raises(ValueError, match="no parameters that are trained"):
         hvd.rates_from_flops(nn.Identity(), torch.zeros(1), 1)
+
+
+def test_recurrent_and_attention_layers_are_counted():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.lstm, self.head = nn.Embedding(50, 32), nn.LSTM(32, 64, batch_first=True), nn.Linear(64, 50)
+
+        def forward(self, x):
+            return self.head(self.lstm(self.embedding(x))[0])
+
+    rates = hvd.rates_from_flops(Recurrent(), torch.zeros(32, 64, dtype=torch.long), 32)
+    # 2 * 32 * 64 positions per weight; an embedding computes nothing, so the LSTM is the first layer that does.
+    assert rates["lstm.weight_ih_l0"] == rates["lstm.weight_hh_l0"] == 1
+    assert rates["head.weight"] == 25
+    assert rates["embedding.weight"] == 400
+
+    encoder = nn.Sequential(nn.Linear(16, 32), nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
+    rates = hvd.rates_from_flops(encoder, torch.zeros(32, 10, 16), 32)
+    assert rates["1.self_attn.in_proj_weight"] == rates["1.self_attn.out_proj.weight"] == rates["1.linear1.weight"] == 25
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_frozen_and_tied_parameters_and_modes():
+    model = nn.ModuleDict({"body": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8), "head": nn.Linear(8, 8, bias=False)})
+    model["head"].weight = model["body"].weight
+    model["norm"].eval()
+    model["body"].bias.requires_grad_(False)
+    model.forward = lambda x: model["head"](model["norm"](model["body"](x)))
+    rates = hvd.rates_from_flops(model, torch.zeros(4, 8), 4)
+    assert rates == {"body.weight": 1, "norm.weight": 400, "norm.bias": 400}
+    assert model.training
+    assert not model["norm"].training
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    assert set(hvd.ScaleComConfig(rates=rates).rates_for(trained)) == set(rates)

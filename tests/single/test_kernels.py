@@ -183,3 +183,17 @@ def test_without_a_library_there_is_one_warning(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "{'TorchKernel'}"
     assert done.stderr.count("the native kernel was not built") == 1
+
+
+def test_float16_subnormals_survive_flush_to_zero():
+    """float16's smallest numbers are float32 normals; decoding must not pass through float32 denormals, which this mode drops."""
+    assert torch.set_flush_denormal(True)
+    try:
+        shape = geometry(2**10, 1, "lanes")
+        halves = torch.arange(2**10, dtype=torch.int16).view(torch.float16)
+        for kernel in KERNELS:
+            residue = torch.zeros(2**10)
+            kernel.filter(halves, residue, shape, 1.0, 1.0, CHOOSE_NOTHING, None)
+            assert torch.equal(residue, torch.arange(2**10) * 2.0**-24)
+    finally:
+        torch.set_flush_denormal(False)
