@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import launch
+
 RATE = "100"
 # What every run of an experiment has in common.
 DIGITS = ("--lr", "0.0025", "--batch-size", "32", "--steps", "600")
@@ -132,23 +134,8 @@ def finished(run: Run, folder: Path) -> dict[str, Any] | None:
 
 def start_ranks(args: argparse.Namespace) -> None:
     """Run this script again as MPI ranks; mpirun's progress bar and errors go straight to the terminal."""
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }
-    # More ranks than cores are usual here.
-    command = [
-        "mpirun",
-        "--oversubscribe",
-        "-np",
-        str(args.ranks),
-        sys.executable,
-        str(Path(__file__).resolve()),
-        *sys.argv[1:],
-        "--as-rank",
-    ]
-    returncode = subprocess.run(command, env=environment).returncode
+    command = launch.command("mpirun", args.ranks, [str(Path(__file__).resolve()), *sys.argv[1:], "--as-rank"])
+    returncode = subprocess.run(command, env=launch.environment()).returncode
     if returncode != 0:
         sys.exit(f"a run failed with exit status {returncode}; finished runs are kept, and a second call goes on from there")
 

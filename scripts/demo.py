@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import launch
 from tqdm import tqdm
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -83,16 +83,16 @@ def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
     metrics = args.output / f"{task.key}-{method}.jsonl"
     metrics.unlink(missing_ok=True)
     steps = max(10, round(task.steps * args.length))
-    command = [
-        *(sys.executable, str(Path(sys.executable).parent / "horovodrun"), "--mpi", "-np", str(args.ranks)),
-        *(sys.executable, str(SCRIPTS / task.script), *task.options, "--compression", method),
-        *("--steps", str(steps), "--evaluate-every", str(max(1, steps // 15)), "--metrics", str(metrics), "--no-progress"),
+    program = [
+        *(str(SCRIPTS / task.script), *task.options, "--compression", method),
+        *("--steps", str(steps), "--evaluate-every", str(max(1, steps // 15)), "--metrics", str(metrics.resolve()), "--no-progress"),
     ]
     if method == "scalecom":
-        command += ["--rate", str(args.rate)]
+        program += ["--rate", str(args.rate)]
+    command = launch.command("horovodrun", args.ranks, program)
 
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=launch.environment())
         try:
             follow(process, metrics, f"{task.title}, {METHODS[method]}", steps)
         finally:
@@ -104,16 +104,6 @@ def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
             sys.stderr.write(output.read().decode(errors="replace"))
             sys.exit(f"\nthis run failed with exit status {process.returncode}: {' '.join(command)}")
     return result(task, method, steps, args.ranks, read_events(metrics))
-
-
-def environment() -> dict[str, str]:
-    """Ours, with this Python's programs (mpirun) found first, leave for root to use MPI in containers, and TensorFlow's banners off."""
-    return os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
 
 
 def follow(process: subprocess.Popen, metrics: Path, title: str, steps: int) -> None:

@@ -9,14 +9,15 @@ from pathlib import Path
 BIN = Path(sys.executable).parent
 
 
-def command(launcher: str, ranks: int, program: list[str]) -> list[str]:
+def command(launcher: str, ranks: int, program: list[str], tagged: bool = False) -> list[str]:
     """The command line that runs `python program...` on `ranks` ranks of this machine.
 
     launcher: "mpirun", "horovodrun" (over MPI) or "horovodrun --gloo". More ranks than cores are allowed.
+    tagged: mpirun puts the rank before every line of output, as horovodrun always does.
     """
     python = [sys.executable, *program]
     if launcher == "mpirun":
-        return [find("mpirun"), "--oversubscribe", "--bind-to", "none", "--tag-output", "-np", str(ranks), *python]
+        return [find("mpirun"), "--oversubscribe", "--bind-to", "none", *["--tag-output"] * tagged, "-np", str(ranks), *python]
     if launcher == "horovodrun":
         return [find("horovodrun"), "--mpi", "--mpi-args=--oversubscribe", "-np", str(ranks), "-H", f"localhost:{ranks}", *python]
     if launcher == "horovodrun --gloo":

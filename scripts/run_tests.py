@@ -27,8 +27,8 @@ PARTS = {
     "ruff check": ([sys.executable, "-m", "ruff", "check", "."], 60),
     "ruff format": ([sys.executable, "-m", "ruff", "format", "--check", "."], 60),
     "single": ([sys.executable, *PYTEST, "--timeout=120", "tests/single"], 300),
-    "parallel, mpirun -np 2": (launch.command("mpirun", 2, PARALLEL), 300),
-    "parallel, mpirun -np 4": (launch.command("mpirun", 4, PARALLEL), 420),
+    "parallel, mpirun -np 2": (launch.command("mpirun", 2, PARALLEL, tagged=True), 300),
+    "parallel, mpirun -np 4": (launch.command("mpirun", 4, PARALLEL, tagged=True), 420),
     "parallel, horovodrun --gloo -np 2": (launch.command("horovodrun --gloo", 2, PARALLEL), 300),
     "integration": ([sys.executable, *PYTEST, "--timeout=300", "tests/integration"], 600),
 }

@@ -20,14 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-# Every one of these is set by a launcher; with none of them a script was started as plain `python script.py`.
-_LAUNCHED = ("HOROVOD_RANK", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE")
-if not any(variable in os.environ for variable in _LAUNCHED):
-    # One process needs no launcher under Gloo; MPI would look for its daemon.
-    os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
-    os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
-
-import scalecom_hvd.torch as hvd  # noqa: E402 (Horovod reads the two variables when it starts)
+import scalecom_hvd.torch as hvd
 
 # ---------------------------------------------------------------------------------------------------------------- options
 
