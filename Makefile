@@ -11,7 +11,7 @@ help:
 	@echo "make setup-gpu     the same with NCCL (HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME)"
 	@echo "make demo          trains a ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
 	@echo "make test          ruff and all tests, on 1, 2 and 4 ranks"
-	@echo "make accuracy      the accuracy table of the README (about an hour)"
+	@echo "make accuracy      the accuracy table of the README (minutes)"
 	@echo "make bench-kernels the kernel's speed against the memory's"
 
 # The script itself finds out what is missing; a second call takes well under a second.

@@ -1,6 +1,6 @@
 """The accuracy table of the README: ScaleCom against dense training and against its controls, on 4 ranks.
 
-    python scripts/accuracy.py                      everything: three seeds; about a quarter of an hour on two cores
+    python scripts/accuracy.py                      everything: three seeds; minutes on two cores
     python scripts/accuracy.py --quick              one seed and shorter runs, a few minutes
     python scripts/accuracy.py --only group --seeds 1,2
 

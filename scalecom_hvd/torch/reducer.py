@@ -486,7 +486,7 @@ class Reducer:
                 self._sparse[name] = self._send_sparse(parameter)
         plan = self._plan(everyone[0]["arrived"], everyone[0]["buckets"])
         # Which of its devices a rank uses is its own affair, but not which tensors share one.
-        compare_ranks(self._transport.exchange_objects({"buckets": plan}, "buckets"), ("buckets",))
+        compare_ranks(self._transport.exchange_objects({"buckets": plan}, "agreement.buckets"), ("buckets",))
         self._make_buckets(plan)
         self.residues.ranks = self._transport.size
         self._agreed = True
