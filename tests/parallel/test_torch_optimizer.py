@@ -343,7 +343,7 @@ def test_stats_count_what_is_sent():
     k = 3000 // 20 + 3000 // 20 + 5000 // 20
     assert stats["bytes_offsets"] == k
     assert stats["bytes_values"] == 4 * k
-    assert stats["bytes_dense"] == 4 * (60 + 1)
+    assert stats["bytes_dense"] == 4 * (60 + 1)  # the small tensor, and the count of workers with non-finite gradients
     n = hvd.size()
     assert stats["bytes_traffic"] == round((n - 1) / n * (k + 2 * (4 * k + 4 * 61)))
     assert stats["rate"] == pytest.approx(11060 / (k + 60))
