@@ -273,12 +273,7 @@ class Reducer:
 
     def _skip_step(self) -> None:
         """A gradient was not finite on some rank: for ScaleCom this step never happened, and gradients are NaN on every rank."""
-        self.residues.skipped_steps += 1
-        log.info(
-            "step %d is skipped: a gradient was not finite on some rank (%d skipped so far)",
-            self.residues.step,
-            self.residues.skipped_steps,
-        )
+        self.residues.note_skipped_step()
         for bucket in self.buckets:
             bucket.undo()
             bucket.spoil()
@@ -385,7 +380,6 @@ class Reducer:
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step taken; see ScaleCom.stats."""
-        n = self._transport.size or 1
         dense = {name: p.numel() for name, p in self._parameters.items() if name not in self._sparse}
         sent = dense if self._whole else dense | {name: t.geometry.k for name, t in self.residues.tensors.items() if name in dense}
         submitted = self._submitted
@@ -394,7 +388,7 @@ class Reducer:
             "bytes_offsets": submitted["offsets"],
             "bytes_values": submitted["values"],
             "bytes_dense": submitted["dense"],
-            "bytes_traffic": round((n - 1) / n * (submitted["offsets"] + 2 * (submitted["values"] + submitted["dense"]))),
+            "bytes_traffic": self._transport.traffic(submitted["offsets"], submitted["values"] + submitted["dense"]),
             "rate": sum(dense.values()) / max(sum(sent.values()), 1),
             "collectives": submitted["collectives"],
         }

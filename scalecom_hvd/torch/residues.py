@@ -220,6 +220,11 @@ class Residues:
         for name, tensor in self.tensors.items():
             tensor.residue.copy_(residues[name].reshape(-1))
 
+    def note_skipped_step(self) -> None:
+        """A gradient was not finite on some rank: this step is counted, but did not happen."""
+        self.skipped_steps += 1
+        log.info("step %d is skipped: a gradient was not finite on some rank (%d skipped so far)", self.step, self.skipped_steps)
+
     def norm(self) -> float:
         """The Euclidean norm of all residues together; reads them all."""
         norms = [float(torch.linalg.vector_norm(t.residue, dtype=torch.float64)) for t in self.tensors.values()]

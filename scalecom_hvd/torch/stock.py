@@ -154,10 +154,7 @@ class StockExchange:
             raise ValueError("this ScaleCom serves another optimizer; make one for each: ScaleCom(named_parameters=...)")
         tensors = [residues.tensors[name] for name in self._seen if name in residues.tensors]
         if any(map(bool, self._bad)):
-            residues.skipped_steps += 1
-            log.info(
-                "step %d is skipped: a gradient was not finite on some rank (%d skipped so far)", residues.step, residues.skipped_steps
-            )
+            residues.note_skipped_step()
             for tensor in tensors:
                 tensor.undo()
             return
@@ -231,23 +228,15 @@ class StockExchange:
         )
 
     def stats(self) -> dict[str, Any]:
-        n = self._transport.size
-        values = self._bytes["values"] + self._bytes["dense"]
-        names = self._seen or list(self._parameters)
-        sent = (
-            sum(
-                t.geometry.k if (t := self._residues.tensors.get(name)) and not self._whole else self._parameters[name].numel()
-                for name in names
-            )
-            if self._seen
-            else 0
-        )
+        """Numbers of the last step; see ScaleCom.stats. The first `compress` made this object, so there was one."""
+        whole = {name: self._parameters[name].numel() for name in self._seen}
+        compressed = {name: t.geometry.k for name, t in self._residues.tensors.items() if name in whole and not self._whole}
         return {
-            "leader": self._residues.step % max(n, 1),
+            "leader": self._residues.step % max(self._transport.size, 1),
             "bytes_offsets": self._bytes["offsets"],
             "bytes_values": self._bytes["values"],
             "bytes_dense": self._bytes["dense"],
-            "bytes_traffic": round((n - 1) / n * (self._bytes["offsets"] + 2 * values)),
-            "rate": sum(self._parameters[name].numel() for name in names) / max(sent, 1),
-            "collectives": len(names) + len(self._handles),
+            "bytes_traffic": self._transport.traffic(self._bytes["offsets"], self._bytes["values"] + self._bytes["dense"]),
+            "rate": sum(whole.values()) / max(sum((whole | compressed).values()), 1),
+            "collectives": len(self._seen) + len(self._handles),
         }

@@ -85,6 +85,11 @@ class Transport:
         joined = horovod.allgather(payload, name=f"scalecom.{name}", process_set=self._process_set)
         return [json.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
 
+    def traffic(self, broadcast: int, averaged: int) -> int:
+        """Bytes that a rank sends on a ring, on average over ranks, for so many bytes broadcast and all-reduced."""
+        n = max(self.size, 1)
+        return round((n - 1) / n * (broadcast + 2 * averaged))
+
     def claim_name(self) -> int:
         """A number for this exchange that this process has not used; ranks then settle on the largest claimed (`use_name`)."""
         return next(_instances)
