@@ -10,19 +10,27 @@ import functools
 import logging
 from pathlib import Path
 
+import numpy as np
+
 log = logging.getLogger("scalecom_hvd")
 
 # The codes of lanes.c.
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE = 0, 1, 2
 
+# One compressed tensor as lanes.c reads it (`tensor` there says what the fields are); an array of these goes into every call.
+TENSOR = np.dtype(
+    [(name, np.int64) for name in ("grad", "residue", "numel", "k", "width", "rows", "offsets_at", "values_at")]
+    + [(name, np.int32) for name in ("dtype", "offset_width", "frozen", "padding")]
+)
+
 _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
-_GEOMETRY = [_LONG, _LONG, _LONG, _LONG]
 _SIGNATURES = {
-    "scalecom_pass": [_INT, _POINTER, _POINTER, *_GEOMETRY, _REAL, _REAL, _INT, _POINTER, _INT],
-    "scalecom_gather": [_INT, _POINTER, _POINTER, *_GEOMETRY, _REAL, _REAL, _REAL, _POINTER, _INT, _INT, _REAL, _POINTER],
-    "scalecom_scatter": [_INT, _POINTER, *_GEOMETRY, _REAL, _POINTER, _INT, _INT, _POINTER],
-    "scalecom_undo": [_INT, _POINTER, _POINTER, *_GEOMETRY, _REAL, _REAL, _POINTER, _INT, _INT, _POINTER],
+    "scalecom_filter": [_POINTER, _LONG, _REAL, _REAL, _INT, _POINTER],
+    "scalecom_gather": [_POINTER, _LONG, _REAL, _REAL, _REAL, _POINTER, _POINTER, _POINTER, _INT, _REAL],
+    "scalecom_gather_and_filter": [_POINTER, _LONG, _REAL, _REAL, _POINTER, _POINTER, _POINTER, _INT, _REAL, _INT, _POINTER],
+    "scalecom_scatter": [_POINTER, _LONG, _REAL, _POINTER, _POINTER, _INT],
+    "scalecom_undo": [_POINTER, _LONG, _REAL, _REAL, _INT, _POINTER, _POINTER, _INT],
 }
 
 

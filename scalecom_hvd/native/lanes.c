@@ -9,6 +9,9 @@
  */
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -65,18 +68,57 @@ static inline void store_offset(void *offsets, int width, int64_t lane, int64_t 
     else ((int32_t *)offsets)[lane] = (int32_t)row;
 }
 
-/* One tensor's lanes (lanes.py): groups of `width` lanes; a full group owns width * rows elements.
- * A width of 0 stands for exact selection: offsets are flat positions. */
-typedef struct { int64_t numel, k, width, rows; } geometry;
+/* One compressed tensor, kept in step with native.TENSOR: its lanes (lanes.py), and where its numbers lie.
+ * Groups of `width` lanes; a full group owns width * rows elements. A width of 0 stands for exact selection: offsets are flat positions. */
+typedef struct {
+    void *grad, *residue;
+    int64_t numel, k, width, rows;
+    int64_t offsets_at; /* in bytes, in the buffer of offsets that its bucket shares */
+    int64_t values_at;  /* in elements, in the buffers of values */
+    int32_t dtype;      /* the gradient's; float64 gradients have float64 residues, all others float32 */
+    int32_t offset_width;
+    int32_t frozen;     /* no longer trained: the residue stays, and zeros are sent */
+    int32_t padding;
+} tensor;
 
-static inline int64_t full_lanes(geometry g) { return g.k && g.width ? (g.k - 1) / g.width * g.width : 0; }
-/* The flat index of lane `lane`'s winner. */
-static inline int64_t index_of(geometry g, int64_t lane, int64_t row) {
-    if (!g.width) return row;
-    int64_t full = full_lanes(g);
-    if (lane < full) return lane / g.width * g.width * g.rows + lane % g.width + row * g.width;
-    return full * g.rows + (lane - full) + row * (g.k - full);
+/* What a gather needs beside the tensor. `sent` is a copy of the values, which are averaged in place. */
+typedef struct {
+    const void *offsets;
+    void *values, *sent;
+    int wire_float16;
+    double limit; /* the largest magnitude that travels as float16 */
+} wire;
+
+/* At most 64 lanes side by side: lane l's element in row r is at start + l * step + r * stride, below end. */
+typedef struct { int64_t start, end, stride, step, lane; int n; } tile;
+
+static inline tile tile_at(const tensor *t, int64_t lane) {
+    if (!t->width) {
+        int64_t left = t->k - lane;
+        return (tile){0, t->numel, 1, 0, lane, left < LANES ? (int)left : LANES};
+    }
+    int64_t full = (t->k - 1) / t->width * t->width;               /* lanes in full groups */
+    int64_t first = lane < full ? lane / t->width * t->width : full; /* the group's first lane */
+    int64_t lanes = lane < full ? t->width : t->k - full;
+    int64_t start = first * t->rows, left = first + lanes - lane;
+    return (tile){start + (lane - first), lane < full ? start + lanes * t->rows : t->numel, lanes, 1, lane, left < LANES ? (int)left : LANES};
 }
+static inline int64_t index_of(const tensor *t, tile at, const void *offsets, int l) {
+    return at.start + l * at.step + load_offset(offsets, t->offset_width, at.lane + l) * at.stride;
+}
+
+/* 64 elements to memory that nobody reads soon: past the caches where the processor can, so that the line is not read first. */
+static inline void store_row(void *to, const void *from, int bytes, int past_caches) {
+#ifdef __SSE2__
+    if (past_caches && !((uintptr_t)to & 15)) {
+        for (int i = 0; i < bytes; i += 16) _mm_stream_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
+        return;
+    }
+#endif
+    memcpy(to, from, bytes);
+}
+/* Smaller tensors are likely still in a cache when the optimizer reads them. */
+#define STREAMED_BYTES (1 << 20)
 
 #define CONCAT_(a, b) a##_##b
 #define CONCAT(a, b) CONCAT_(a, b)
@@ -132,34 +174,51 @@ static inline uint16_t store_float16_any(float x) {
 #define STORE(x) (x)
 #include "lanes_template.h"
 
-/* The exported functions pick the instance by the gradient's dtype; float64 gradients have float64 residues, all others float32. */
-#define DISPATCH(call, ...)                                    \
-    switch (dtype) {                                           \
-    case FLOAT32: return call##_float32(__VA_ARGS__);          \
-    case FLOAT64: return call##_float64(__VA_ARGS__);          \
-    case FLOAT16: return call##_float16(__VA_ARGS__);          \
-    case BFLOAT16: return call##_bfloat16(__VA_ARGS__);        \
-    }                                                          \
-    return -1;
+/* The exported functions make one move for all compressed tensors of a bucket; they pick the instance by the gradient's dtype. */
+#define EACH(call, ...)                                                           \
+    int64_t total = 0;                                                            \
+    for (const tensor *t = tensors; t < tensors + count; t++) {                   \
+        switch (t->dtype) {                                                       \
+        case FLOAT32: total += call##_float32(t, __VA_ARGS__); break;             \
+        case FLOAT64: total += call##_float64(t, __VA_ARGS__); break;             \
+        case FLOAT16: total += call##_float16(t, __VA_ARGS__); break;             \
+        case BFLOAT16: total += call##_bfloat16(t, __VA_ARGS__); break;           \
+        }                                                                         \
+    }
 
-int64_t scalecom_pass(int dtype, const void *grad, void *residue, int64_t numel, int64_t k, int64_t width, int64_t rows,
-                      double beta, double scale, int choose, void *offsets, int offset_width) {
-    geometry g = {numel, k, width, rows};
-    DISPATCH(pass, grad, residue, g, beta, scale, choose, offsets, offset_width)
+/* m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g| or |m_new|.
+ * Returns the number of non-finite gradient elements. */
+int64_t scalecom_filter(const tensor *tensors, int64_t count, double beta, double scale, int choose, void *chosen) {
+    EACH(filter, beta, scale, choose, chosen)
+    return total;
 }
-int64_t scalecom_gather(int dtype, const void *grad, void *residue, int64_t numel, int64_t k, int64_t width, int64_t rows,
-                        double beta, double scale, double share, const void *offsets, int offset_width, int wire_float16, double limit,
-                        void *values) {
-    geometry g = {numel, k, width, rows};
-    DISPATCH(gather, grad, residue, g, beta, scale, share, offsets, offset_width, wire_float16, limit, values)
+/* values, sent <- m[I] + share * g[I], clamped and rounded to the wire dtype; m[I] <- m[I] - beta * values.
+ * Returns how many values were not finite: those are sent as zero. */
+int64_t scalecom_gather(const tensor *tensors, int64_t count, double beta, double scale, double share, const void *offsets, void *values,
+                        void *sent, int wire_float16, double limit) {
+    wire to = {offsets, values, sent, wire_float16, limit};
+    EACH(gather, beta, scale, share, to)
+    return total;
 }
-int64_t scalecom_scatter(int dtype, void *grad, int64_t numel, int64_t k, int64_t width, int64_t rows, double scale, const void *offsets,
-                         int offset_width, int wire_float16, const void *values) {
-    geometry g = {numel, k, width, rows};
-    DISPATCH(scatter, grad, g, scale, offsets, offset_width, wire_float16, values)
+/* Look-ahead's gather (share 1), then its filter, in one pass over memory. Returns the sum of what both return. */
+int64_t scalecom_gather_and_filter(const tensor *tensors, int64_t count, double beta, double scale, const void *offsets, void *values,
+                                   void *sent, int wire_float16, double limit, int choose, void *chosen) {
+    wire to = {offsets, values, sent, wire_float16, limit};
+    EACH(gather_and_filter, beta, scale, to, choose, chosen)
+    return total;
 }
-int64_t scalecom_undo(int dtype, const void *grad, void *residue, int64_t numel, int64_t k, int64_t width, int64_t rows, double beta,
-                      double scale, const void *offsets, int offset_width, int wire_float16, const void *values) {
-    geometry g = {numel, k, width, rows};
-    DISPATCH(undo, grad, residue, g, beta, scale, offsets, offset_width, wire_float16, values)
+/* grad <- scale * values at I, zero elsewhere. */
+int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets, const void *values, int wire_float16) {
+    EACH(scatter, scale, offsets, values, wire_float16)
+#ifdef __SSE2__
+    _mm_sfence(); /* other threads read the gradients next */
+#endif
+    return total;
+}
+/* Take a step back: m[I] <- m[I] + beta * sent, then, if it was filtered, m <- m - beta * g. What was there before, to rounding.
+ * Without offsets, the first part is left out: it was not done. */
+int64_t scalecom_undo(const tensor *tensors, int64_t count, double beta, double scale, int filtered, const void *offsets, const void *sent,
+                      int wire_float16) {
+    EACH(undo, beta, scale, filtered, offsets, sent, wire_float16)
+    return total;
 }

@@ -1,6 +1,6 @@
 """A bucket: tensors that share one broadcast and one all-reduce, the buffers both use, and the moves of one step in them.
 
-The reducer says when each move is made; nothing here communicates. Imports residues and the rooms below.
+The reducer says when each move is made; nothing here communicates. Imports moves, residues and the rooms below.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from scalecom_hvd.torch.residues import CompressedTensor, OffsetLayout, Residues
+from scalecom_hvd.torch.moves import Moves
+from scalecom_hvd.torch.residues import CompressedTensor, Residues
 
 
 class Bucket:
@@ -33,101 +34,76 @@ class Bucket:
         self.values_handle: int | None = None
         first = parameters[names[0]]
         self._device = first.device
-        some = next(iter(self.compressed.values()), None)
         self._dense_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-        self._dtype = some.wire_dtype if some else self._dense_dtype
-        self._whole_buffer: torch.Tensor | None = None
-        self._layout()
-
-    def _layout(self) -> None:
-        self._offset_layout = OffsetLayout(self.compressed.values())
-        self.offsets = self._offset_layout.new_buffer(self._device)
+        self._moves = Moves(list(self.compressed.values()))
+        self.offsets = self._moves.new_offsets(self._device)
         # Look-ahead keeps this step's offsets until it is known that the step counts, while the next ones arrive here.
         self.next_offsets = torch.zeros_like(self.offsets)
-        self._value_slices, at = {}, 0
-        for name in self.names:
-            length = self.compressed[name].geometry.k if name in self.compressed else self.dense[name].numel()
-            self._value_slices[name] = slice(at, at := at + length)
-        self.values = torch.zeros(at + 1, dtype=self._dtype, device=self._device)
-        self._sent = torch.zeros_like(self.values)
+        wire_dtype = next((tensor.wire_dtype for tensor in self.compressed.values()), self._dense_dtype)
+        self._values = Values(self._moves.n_values, self.dense, wire_dtype, self._device)
+        self._whole_values: Values | None = None
 
     def offsets_of(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
-        return self._offset_layout.view(tensor, buffer)
+        return self._moves.offsets_of(tensor, buffer)
 
     # The moves of one step, in the order in which the reducer makes them.
 
     def begin(self, whole: bool, scale: float) -> None:
         """All gradients are at hand."""
         self.launched, self.whole, self.bad = True, whole, 0
-        for name, parameter in self.parameters.items():
-            self.grads[name] = flat_gradient(parameter)
-        for name, tensor in self.compressed.items():
-            tensor.begin(self.grads[name], scale, frozen=not self.parameters[name].requires_grad)
+        self.grads = {name: flat_gradient(parameter) for name, parameter in self.parameters.items()}
+        frozen = [not self.parameters[name].requires_grad for name in self.compressed]
+        self._scale = scale
+        self._moves.begin([self.grads[name] for name in self.compressed], scale, frozen)
 
-    def filter(self, choose: int, into: torch.Tensor | None) -> None:
-        for tensor in self.compressed.values():
-            self.bad = self.bad + tensor.filter(choose, None if into is None else self.offsets_of(tensor, into))
+    def filter(self, chosen: torch.Tensor | None = None) -> None:
+        self.bad = self.bad + self._moves.filter(chosen)
 
-    def choose_without_filter(self, into: torch.Tensor) -> None:
-        for tensor in self.compressed.values():
-            tensor.choose_without_filter(self.offsets_of(tensor, into))
+    def choose_without_filter(self, chosen: torch.Tensor) -> None:
+        self._moves.choose_without_filter(chosen)
 
     def gather(self, n_workers: int) -> None:
         """Put the accumulators at the offsets into the values buffer."""
-        for name, tensor in self.compressed.items():
-            where = self._value_slices[name]
-            self.bad = self.bad + tensor.gather(self.offsets_of(tensor, self.offsets), self.values[where], self._sent[where], n_workers)
+        self.bad = self.bad + self._moves.gather(self.offsets, self._values.compressed, n_workers)
+
+    def gather_and_filter(self, n_workers: int, chosen: torch.Tensor | None) -> None:
+        """Both, in look-ahead's order."""
+        self.bad = self.bad + self._moves.gather_and_filter(self.offsets, self._values.compressed, n_workers, chosen)
 
     def fill(self) -> torch.Tensor:
         """Complete the values buffer with dense tensors and the count, and give it: this is what is all-reduced."""
-        if self.whole:
-            buffer, slices, names = self._buffer_for_whole(), self._whole_slices, self.names
-        else:
-            buffer, slices, names = self.values, self._value_slices, list(self.dense)
-        for name in names:
-            buffer[slices[name]].copy_(self.grads[name])
-            # Copied to the wire dtype first: what overflows there is not finite either.
-            self.bad = self.bad + ~buffer[slices[name]].isfinite().all()
-        buffer[-1] = self.bad != 0
-        return buffer
-
-    def _buffer_for_whole(self) -> torch.Tensor:
-        if self._whole_buffer is None:
-            self._whole_slices, at = {}, 0
-            for name, parameter in self.parameters.items():
-                self._whole_slices[name] = slice(at, at := at + parameter.numel())
-            self._whole_buffer = torch.zeros(at + 1, dtype=self._dense_dtype, device=self._device)
-        return self._whole_buffer
+        if self.whole and self._whole_values is None:
+            self._whole_values = Values(0, self.parameters, self._dense_dtype, self._device)
+        reduced = self._reduced
+        bad = reduced.fill(self.grads)
+        reduced.buffer[-1] = (self.bad + bad) != 0
+        return reduced.buffer
 
     @property
-    def reduced(self) -> torch.Tensor:
-        """The buffer that the last all-reduce of this bucket was made in."""
-        return self._whole_buffer if self.whole else self.values
-
-    @property
-    def _reduced_slices(self) -> dict[str, slice]:
-        return self._whole_slices if self.whole else self._value_slices
+    def _reduced(self) -> Values:
+        """The values that the last all-reduce of this bucket was made in."""
+        return self._whole_values if self.whole else self._values
 
     def is_sound(self) -> torch.Tensor:
         """Whether no worker had a non-finite gradient, and all averages are finite in the gradients' dtype, as a 0-dimensional tensor."""
-        sound = (self.reduced[-1] == 0) & self.reduced.isfinite().all()
+        # The smallest and the largest tell of all: one pass, and nothing as large as the buffer is made.
+        smallest, largest = torch.aminmax(self._reduced.buffer)
+        sound = (self._reduced.buffer[-1] == 0) & smallest.isfinite() & largest.isfinite()
+        averages = self._reduced.whole if self.whole else self._reduced.whole | self._moves.values_of(self._values.compressed)
         for name, grad in self.grads.items():
             if grad.dtype == torch.float16:
-                average = self.reduced[self._reduced_slices[name]].float()
+                average = averages[name].float()
                 if name in self.compressed and not self.whole:
-                    average = average / self.compressed[name].scale
+                    average = average / self._scale
                 sound = sound & average.to(grad.dtype).isfinite().all()
         return sound
 
     def scatter(self) -> None:
         """Turn every gradient into the average over the ranks. From here on the step cannot be taken back."""
         self.scattered = True
-        for name, grad in self.grads.items():
-            if name in self.compressed and not self.whole:
-                tensor = self.compressed[name]
-                tensor.scatter(grad, self.offsets_of(tensor, self.offsets), self.values[self._value_slices[name]])
-            else:
-                grad.copy_(self.reduced[self._reduced_slices[name]])
+        if not self.whole:
+            self._moves.scatter([self.grads[name] for name in self.compressed], self.offsets, self._values.compressed)
+        self._reduced.copy_to(self.grads)
 
     def spoil(self) -> None:
         """Make every gradient NaN, which is how a step that must not be taken shows on all ranks."""
@@ -136,28 +112,53 @@ class Bucket:
 
     def undo(self) -> None:
         """Take the residues' moves of this step back, unless its averages are out already."""
-        if self.scattered:
-            return
-        for tensor in self.compressed.values():
-            tensor.undo()
+        if not self.scattered:
+            self._moves.undo()
 
     def end(self) -> dict[str, torch.Tensor]:
         """Close the step; gives what p.grad must become, by name."""
         outputs = {name: unflat_gradient(self.parameters[name], grad) for name, grad in self.grads.items()}
-        for tensor in self.compressed.values():
-            tensor.finish()
-        self.grads.clear()
+        self.forget()
+        return outputs
+
+    def forget(self) -> None:
+        """Be ready for another step."""
+        self._moves.finish()
+        self.grads = {}
         self.waiting = set(self.names)
         self.launched = self.scattered = False
         self.values_handle = None
-        return outputs
 
     def drop_whole_buffer(self) -> None:
-        self._whole_buffer = None
+        self._whole_values = None
 
     def values_bytes(self) -> int:
         """How many bytes of the values buffer are values; the rest is dense."""
-        return sum(t.geometry.k for t in self.compressed.values()) * self.values.element_size()
+        return self._moves.n_values * self._values.buffer.element_size()
+
+
+class Values:
+    """A buffer that is all-reduced: [`n_values` values | tensors sent whole | one count], with views of its parts."""
+
+    def __init__(self, n_values: int, whole: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        sizes = [parameter.numel() for parameter in whole.values()]
+        self.buffer = torch.zeros(n_values + sum(sizes) + 1, dtype=dtype, device=device)
+        self.compressed = self.buffer[:n_values]
+        self._all_whole = self.buffer[n_values:-1]
+        self.whole = dict(zip(whole, self._all_whole.split(sizes), strict=True))
+
+    def fill(self, grads: dict[str, torch.Tensor]) -> Any:
+        """Copy in what is sent whole; gives whether it is not finite."""
+        if not self.whole:
+            return 0
+        torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
+        # Looked at in the wire dtype: what overflows there is not finite either.
+        return ~self._all_whole.isfinite().all()
+
+    def copy_to(self, grads: dict[str, torch.Tensor]) -> None:
+        """The tensors sent whole <- their averages."""
+        if self.whole:
+            torch._foreach_copy_([grads[name] for name in self.whole], list(self.whole.values()))
 
 
 def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:

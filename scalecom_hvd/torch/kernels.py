@@ -1,13 +1,16 @@
-"""What is done to one tensor's residue in one step, and the kernels that do it.
+"""What one step does to the residues of a bucket's tensors, and the kernels that do it.
 
-Four operations, all in place on flat contiguous tensors; `kernel_for` picks who does them. Every kernel gives bit-identical results,
-and those of reference.py. Called by residues.py; imports nothing of this package above lanes and native.
+A kernel is made once for tensors that share their buffers of offsets and values (a `Place` each) and makes every move for all of them
+at once; `kernel_for` picks who does so. Every kernel gives bit-identical results, and those of reference.py. Called by moves.py;
+imports nothing of this package above lanes and native.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,78 +20,103 @@ from scalecom_hvd import native
 from scalecom_hvd.lanes import Lanes, Positions
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
-__all__ = ["CHOOSE_ACCUMULATOR", "CHOOSE_NOTHING", "CHOOSE_RESIDUE", "Kernel", "NativeKernel", "TorchKernel", "kernel_for"]
+__all__ = ["CHOOSE_ACCUMULATOR", "CHOOSE_NOTHING", "CHOOSE_RESIDUE", "Kernel", "NativeKernel", "Place", "TorchKernel", "kernel_for"]
 
 Count = int | torch.Tensor  # a 0-dimensional tensor on devices where reading a number would wait
 
 
-class Kernel(Protocol):
-    """grad (N,), any floating dtype; residue (N,), float32 or float64; offsets (k,), geometry.offset_dtype; values (k,), the wire dtype.
+@dataclass(frozen=True)
+class Place:
+    """A compressed tensor's residue (N,), float32 or float64, its lanes, and where its k offsets (in bytes) and k values (in elements)
+    begin in the buffers it shares."""
 
-    scale: 1 / loss scale, which takes gradients to the residue's units. Non-finite gradient elements count as zero.
+    residue: torch.Tensor
+    geometry: Lanes
+    offsets_at: int
+    values_at: int
+
+    def offsets(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This tensor's offsets (k,), geometry.offset_dtype, in a buffer of bytes."""
+        dtype = getattr(torch, str(self.geometry.offset_dtype))
+        return buffer[self.offsets_at : self.offsets_at + self.geometry.k * dtype.itemsize].view(dtype)
+
+    def values(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This tensor's values (k,) in a buffer of the wire dtype."""
+        return buffer[self.values_at : self.values_at + self.geometry.k]
+
+
+class Kernel(Protocol):
+    """The moves of one step. m: residue, g: gradient times `scale` (1 / loss scale), with zero for what is not finite, I: the indices.
+
+    Buffers: offsets, chosen (bytes); values, sent (the wire dtype). Nothing is allocated by a step that is as large as they are.
+    A frozen tensor is no longer trained: its residue stays as it is, and zeros are sent.
     """
 
-    def filter(
-        self,
-        grad: torch.Tensor,
-        residue: torch.Tensor,
-        geometry: Lanes,
-        beta: float,
-        scale: float,
-        choose: int,
-        offsets: torch.Tensor | None,
-    ) -> Count:
-        """m <- m + beta*g; unless CHOOSE_NOTHING, `offsets` <- the winners of |m_old + g| or of |m_new|.
+    def __init__(self, places: Sequence[Place], grad_dtypes: Sequence[torch.dtype]) -> None: ...
+
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
+        """Take up a step's gradients: (N,) contiguous each, of the dtypes announced. They must stay alive until the step's last move."""
+
+    def filter(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
+        """m <- m + beta*g; unless CHOOSE_NOTHING, `chosen` <- the winners of |m_old + g| or of |m_new|.
 
         Gives how many elements of g are not finite."""
 
-    def gather(
-        self,
-        grad: torch.Tensor,
-        residue: torch.Tensor,
-        geometry: Lanes,
-        beta: float,
-        scale: float,
-        share: float,
-        offsets: torch.Tensor,
-        limit: float,
-        values: torch.Tensor,
-    ) -> Count:
-        """values <- m[I] + share*g[I], in the wire dtype (float16 is clamped to +-limit); m[I] <- m[I] - beta*values.
+    def gather(self, beta: float, share: float, offsets: torch.Tensor, values: torch.Tensor, sent: torch.Tensor, limit: float) -> Count:
+        """values, sent <- m[I] + share*g[I], in the wire dtype (float16 is clamped to +-limit); m[I] <- m[I] - beta*sent.
 
         Gives how many values are not finite; those are sent as zero."""
 
-    def scatter(self, grad: torch.Tensor, geometry: Lanes, scale: float, offsets: torch.Tensor, values: torch.Tensor) -> None:
-        """grad <- values / scale at I, zero elsewhere."""
-
-    def undo(
+    def gather_and_filter(
         self,
-        grad: torch.Tensor,
-        residue: torch.Tensor,
-        geometry: Lanes,
         beta: float,
-        scale: float,
-        filtered: bool,
-        offsets: torch.Tensor | None,
-        values: torch.Tensor | None,
-    ) -> None:
-        """m[I] <- m[I] + beta*values, if there are offsets; m <- m - beta*g, if filtered: a step taken back, to rounding."""
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+        choose: int,
+        chosen: torch.Tensor | None,
+    ) -> Count:
+        """`gather` with share 1, then `filter`, as look-ahead does it; choose: CHOOSE_RESIDUE or CHOOSE_NOTHING. Gives the sum of both."""
+
+    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
+        """Every output (N,), of the gradient's dtype, <- values / scale at I, zero elsewhere. Outputs may be the gradients."""
+
+    def undo(self, beta: float, filtered: bool, offsets: torch.Tensor | None, sent: torch.Tensor | None) -> None:
+        """m[I] <- m[I] + beta*sent, if there are offsets; m <- m - beta*g, if filtered: a step taken back, to rounding."""
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
 
 
 class TorchKernel:
-    """Plain torch, for any device and dtype: the fall-back without a compiler, and for tensors the native kernel does not know."""
+    """Plain torch, for any device and dtype: the fall-back without a compiler, and for tensors the other kernels do not know."""
 
-    def filter(self, grad, residue, geometry, beta, scale, choose, offsets):
-        g, finite = _usable(grad, residue, scale)
-        if choose == CHOOSE_ACCUMULATOR:
-            self._choose(residue + g, geometry, offsets)
-        residue.add_(g.mul_(beta))
-        if choose == CHOOSE_RESIDUE:
-            self._choose(residue, geometry, offsets)
-        return finite.numel() - finite.count_nonzero()
+    def __init__(self, places, grad_dtypes):
+        self._places = places
+
+    def begin(self, grads, frozen, scale):
+        self._grads, self._frozen, self._scale = grads, frozen, scale
+
+    def _each(self):
+        return zip(self._places, self._grads, self._frozen, strict=True)
+
+    def filter(self, beta, choose, chosen):
+        bad = 0
+        for place, grad, frozen in self._each():
+            residue = place.residue
+            g, finite = _usable(grad, residue, self._scale)
+            if choose == CHOOSE_ACCUMULATOR:
+                self._choose(residue + g, place, chosen)
+            residue.add_(g.mul_(0.0 if frozen else beta))
+            if choose == CHOOSE_RESIDUE:
+                self._choose(residue, place, chosen)
+            bad = bad + (finite.numel() - finite.count_nonzero())
+        return bad
 
     @staticmethod
-    def _choose(accumulator, geometry, offsets):
+    def _choose(accumulator, place, chosen):
+        geometry, offsets = place.geometry, place.offsets(chosen)
         if isinstance(geometry, Positions):
             _choose_exact(accumulator, geometry, offsets)
             return
@@ -102,98 +130,137 @@ class TorchKernel:
             offsets[lane : lane + groups * width] = block.view(groups, rows, width).argmax(1).view(-1)
             lane += groups * width
 
-    def gather(self, grad, residue, geometry, beta, scale, share, offsets, limit, values):
-        positions = _positions(geometry, offsets)
-        g, _ = _usable(grad[positions], residue, scale)
-        value = residue[positions].add_(g.mul_(share))
-        finite = value.isfinite()
-        value.masked_fill_(~finite, 0)
-        values.copy_(value.clamp_(-limit, limit) if values.dtype == torch.float16 else value)
-        residue[positions] -= values.to(residue.dtype) * beta
-        return finite.numel() - finite.count_nonzero()
+    def gather(self, beta, share, offsets, values, sent, limit):
+        bad = 0
+        for place, grad, frozen in self._each():
+            part, copy, residue = place.values(values), place.values(sent), place.residue
+            if frozen:
+                part.zero_()
+                copy.zero_()
+                continue
+            positions = _positions(place.geometry, place.offsets(offsets))
+            value = residue[positions]
+            if share != 0:
+                value.add_(_usable(grad[positions], residue, self._scale)[0].mul_(share))
+            finite = value.isfinite()
+            value.masked_fill_(~finite, 0)
+            part.copy_(value.clamp_(-limit, limit) if part.dtype == torch.float16 else value)
+            copy.copy_(part)
+            residue[positions] -= part.to(residue.dtype) * beta
+            bad = bad + (finite.numel() - finite.count_nonzero())
+        return bad
 
-    def scatter(self, grad, geometry, scale, offsets, values):
-        kind = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        grad.zero_()
-        grad[_positions(geometry, offsets)] = (values.to(kind) * (1 / scale)).to(grad.dtype)
+    def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
+        bad = self.gather(beta, 1.0, offsets, values, sent, limit)
+        return bad + self.filter(beta, choose, chosen)
 
-    def undo(self, grad, residue, geometry, beta, scale, filtered, offsets, values):
-        if offsets is not None:
-            residue[_positions(geometry, offsets)] += values.to(residue.dtype) * beta
-        if filtered:
-            residue.sub_(_usable(grad, residue, scale)[0].mul_(beta))
+    def scatter(self, outputs, offsets, values):
+        for place, output in zip(self._places, outputs, strict=True):
+            kind = torch.float64 if output.dtype == torch.float64 else torch.float32
+            output.zero_()
+            scaled = place.values(values).to(kind) * (1 / self._scale)
+            output[_positions(place.geometry, place.offsets(offsets))] = scaled.to(output.dtype)
+
+    def undo(self, beta, filtered, offsets, sent):
+        for place, grad, frozen in self._each():
+            if frozen:
+                continue
+            residue = place.residue
+            if offsets is not None:
+                residue[_positions(place.geometry, place.offsets(offsets))] += place.values(sent).to(residue.dtype) * beta
+            if filtered:
+                residue.sub_(_usable(grad, residue, self._scale)[0].mul_(beta))
+
+    def finish(self):
+        self._grads = None
 
 
 class NativeKernel:
-    """The C kernel, for CPU tensors."""
+    """The C kernel (native/lanes.c), for CPU tensors: one call per move."""
 
-    def __init__(self, library) -> None:
-        self._library = library
+    def __init__(self, places, grad_dtypes):
+        self._library = native.library()
+        self._places = places
+        self._exact = any(isinstance(place.geometry, Positions) for place in places)  # a run has one kind of selection
+        self._table = np.zeros(len(places), native.TENSOR)
+        for row, place, dtype in zip(self._table, places, grad_dtypes, strict=True):
+            geometry = place.geometry
+            row["residue"], row["dtype"] = place.residue.data_ptr(), native.DTYPES[_name(dtype)]
+            row["numel"], row["k"], row["width"], row["rows"] = geometry.numel, geometry.k, geometry.width, geometry.rows
+            row["offset_width"] = geometry.offset_dtype.itemsize
+            row["offsets_at"], row["values_at"] = place.offsets_at, place.values_at
+        self._tensors = self._table.ctypes.data, len(places)
 
-    def filter(self, grad, residue, geometry, beta, scale, choose, offsets):
-        exact = isinstance(geometry, Positions) and choose != CHOOSE_NOTHING
-        if exact and choose == CHOOSE_ACCUMULATOR:
-            _choose_exact(residue + _usable(grad, residue, scale)[0], geometry, offsets)
-        bad = self._library.scalecom_pass(
-            *_gradient(grad),
-            residue.data_ptr(),
-            *_numbers(geometry),
-            beta,
-            scale,
-            CHOOSE_NOTHING if exact else choose,
-            *_array(offsets if choose != CHOOSE_NOTHING else None),
-        )
-        if exact and choose == CHOOSE_RESIDUE:
-            _choose_exact(residue, geometry, offsets)
+    def begin(self, grads, frozen, scale):
+        self._table["grad"] = [grad.data_ptr() for grad in grads]
+        self._table["frozen"] = frozen
+        self._grads, self._scale = grads, scale
+
+    def finish(self):
+        self._grads = None
+
+    def filter(self, beta, choose, chosen):
+        if self._exact and choose != CHOOSE_NOTHING:
+            return self._filter_exactly(beta, choose, chosen)
+        return self._library.scalecom_filter(*self._tensors, beta, self._scale, choose, _address(chosen))
+
+    def _filter_exactly(self, beta, choose, chosen):
+        if choose == CHOOSE_ACCUMULATOR:
+            for place, grad in zip(self._places, self._grads, strict=True):
+                accumulator = place.residue + _usable(grad, place.residue, self._scale)[0]
+                _choose_exact(accumulator, place.geometry, place.offsets(chosen))
+        bad = self._library.scalecom_filter(*self._tensors, beta, self._scale, CHOOSE_NOTHING, None)
+        if choose == CHOOSE_RESIDUE:
+            for place in self._places:
+                _choose_exact(place.residue, place.geometry, place.offsets(chosen))
         return bad
 
-    def gather(self, grad, residue, geometry, beta, scale, share, offsets, limit, values):
+    def gather(self, beta, share, offsets, values, sent, limit):
         return self._library.scalecom_gather(
-            *_gradient(grad),
-            residue.data_ptr(),
-            *_numbers(geometry),
+            *self._tensors, beta, self._scale, share, _address(offsets), _address(values), _address(sent), _is_half(values), limit
+        )
+
+    def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
+        if self._exact:
+            bad = self.gather(beta, 1.0, offsets, values, sent, limit)
+            return bad + self.filter(beta, choose, chosen)
+        return self._library.scalecom_gather_and_filter(
+            *self._tensors,
             beta,
-            scale,
-            share,
-            *_array(offsets),
-            values.dtype == torch.float16,
+            self._scale,
+            _address(offsets),
+            _address(values),
+            _address(sent),
+            _is_half(values),
             limit,
-            values.data_ptr(),
+            choose,
+            _address(chosen),
         )
 
-    def scatter(self, grad, geometry, scale, offsets, values):
-        grad.zero_()
-        self._library.scalecom_scatter(
-            *_gradient(grad), *_numbers(geometry), 1 / scale, *_array(offsets), values.dtype == torch.float16, values.data_ptr()
-        )
+    def scatter(self, outputs, offsets, values):
+        grads = self._table["grad"].copy()
+        self._table["grad"] = [output.data_ptr() for output in outputs]
+        self._library.scalecom_scatter(*self._tensors, 1 / self._scale, _address(offsets), _address(values), _is_half(values))
+        self._table["grad"] = grads
 
-    def undo(self, grad, residue, geometry, beta, scale, filtered, offsets, values):
-        dtype, address = _gradient(grad)
+    def undo(self, beta, filtered, offsets, sent):
         self._library.scalecom_undo(
-            dtype,
-            address if filtered else None,
-            residue.data_ptr(),
-            *_numbers(geometry),
-            beta,
-            scale,
-            *_array(offsets),
-            values is not None and values.dtype == torch.float16,
-            None if values is None else values.data_ptr(),
+            *self._tensors, beta, self._scale, filtered, _address(offsets), _address(sent), sent is not None and _is_half(sent)
         )
 
 
-def kernel_for(device: torch.device, grad_dtype: torch.dtype, residue_dtype: torch.dtype) -> Kernel:
+def kernel_for(device: torch.device, grad_dtype: torch.dtype, residue_dtype: torch.dtype) -> type[Kernel]:
     """The fastest kernel for such tensors. SCALECOM_KERNEL=torch asks for plain torch; =native makes a missing library an error."""
     asked = os.environ.get("SCALECOM_KERNEL", "")
     if asked not in ("", "native", "torch"):
         raise ValueError(f"SCALECOM_KERNEL must be 'native' or 'torch', not {asked!r}")
     same_width = (residue_dtype == torch.float64) == (grad_dtype == torch.float64)
     if asked == "torch" or device.type != "cpu" or not same_width or _name(grad_dtype) not in native.DTYPES:
-        return TorchKernel()
+        return TorchKernel
     library = native.library()
     if library is None and asked == "native":
         raise RuntimeError("SCALECOM_KERNEL=native, but the native kernel was not built: install a C compiler, then scalecom_hvd again")
-    return NativeKernel(library) if library is not None else TorchKernel()
+    return NativeKernel if library is not None else TorchKernel
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -229,13 +296,9 @@ def _positions(geometry: Lanes, offsets: torch.Tensor) -> torch.Tensor:
     return starts + offsets.long() * strides
 
 
-def _gradient(grad: torch.Tensor) -> tuple[int, int]:
-    return native.DTYPES[_name(grad.dtype)], grad.data_ptr()
+def _address(buffer: torch.Tensor | None) -> int | None:
+    return None if buffer is None else buffer.data_ptr()
 
 
-def _numbers(geometry: Lanes) -> tuple[int, int, int, int]:
-    return geometry.numel, geometry.k, geometry.width, geometry.rows
-
-
-def _array(offsets: torch.Tensor | None) -> tuple[int | None, int]:
-    return (None, 0) if offsets is None else (offsets.data_ptr(), offsets.element_size())
+def _is_half(values: torch.Tensor) -> bool:
+    return values.dtype == torch.float16

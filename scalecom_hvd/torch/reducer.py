@@ -29,7 +29,6 @@ import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.bucket import Bucket, empty_sparse_gradient
-from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 from scalecom_hvd.torch.residues import Residues, describe
 from scalecom_hvd.torch.transport import Transport
 
@@ -182,19 +181,18 @@ class Reducer:
         elif self.config.lookahead:
             # Gather first: the next leader chooses on residues from which this step's values are gone. The filter comes before the
             # all-reduce because it counts non-finite gradients; it costs one pass, in a hook, and counting alone would cost another.
-            bucket.gather(self._transport.size)
             chooses = self.leader(bucket.number, self.residues.step + 1) == self._transport.position
-            bucket.filter(*((CHOOSE_RESIDUE, bucket.next_offsets) if chooses else (CHOOSE_NOTHING, None)))
+            bucket.gather_and_filter(self._transport.size, bucket.next_offsets if chooses else None)
             self._send_values(bucket)
             self._broadcast_ahead(bucket)
         elif bucket.compressed:
             leader = self.leader(bucket.number, self.residues.step)
             if leader == self._transport.position:
-                bucket.filter(CHOOSE_ACCUMULATOR, bucket.offsets)
+                bucket.filter(bucket.offsets)
                 self._broadcast(bucket, bucket.offsets, leader)
             else:
                 self._broadcast(bucket, bucket.offsets, leader)
-                bucket.filter(CHOOSE_NOTHING, None)
+                bucket.filter()
         else:
             self._send_values(bucket)
 
@@ -287,10 +285,8 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.launched and not bucket.whole:
                 bucket.undo()
-            bucket.grads.clear()
-            bucket.waiting = set(bucket.names)
-            bucket.launched = bucket.scattered = False
-            bucket.offsets_handle = bucket.values_handle = None
+            bucket.forget()
+            bucket.offsets_handle = None
         self.residues.chosen_ahead.clear()
         self._arrived.clear()
         self._sparse = dict.fromkeys(self._sparse)

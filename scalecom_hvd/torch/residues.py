@@ -1,21 +1,20 @@
-"""Residues: one per compressed tensor, what a step does to it, and how all of a rank's residues are saved and loaded.
+"""Residues: one per compressed tensor, and how all of a rank's residues are saved and loaded.
 
-`CompressedTensor` is a tensor's residue with its geometry and kernel; `Residues` holds all those of one optimizer, with the step
-count. Used by reducer.py and compressor.py; imports kernels and the framework-free rooms.
+`CompressedTensor` is a tensor's residue with its geometry; `Residues` holds all those of one optimizer, with the step count. What a step
+does to them is in moves.py. Used by everything above; imports kernels and the framework-free rooms.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from scalecom_hvd.config import ScaleComConfig, float16_limit
+from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.torch import kernels
+from scalecom_hvd.torch.kernels import kernel_for
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -30,11 +29,7 @@ def torch_dtype(name: Any) -> torch.dtype:
 
 
 class CompressedTensor:
-    """One parameter's residue on this rank, and the moves of one step (the algorithm's (1) and (2), see reference.py).
-
-    residue: (N,) float32 or float64, zero at the start. Offsets and values (k,) lie in buffers of whoever calls.
-    scale: 1 / loss scale of the step in progress. Its gradient is kept until `finish`, since a step may have to be taken back.
-    """
+    """One compressed parameter on this rank: its lanes and its residue, (N,) float32 or float64, zero at the start."""
 
     def __init__(self, name: str, parameter: torch.Tensor, rate: float, config: ScaleComConfig) -> None:
         self.name = name
@@ -45,79 +40,7 @@ class CompressedTensor:
         self.wire_dtype = torch_dtype(config.wire_dtype) if config.wire_dtype else residue_dtype
         self.offset_dtype = torch_dtype(self.geometry.offset_dtype)
         self.beta = config.beta
-        self._kernel_dtype = parameter.dtype
-        self._kernel = kernels.kernel_for(parameter.device, parameter.dtype, residue_dtype)
-        self.finish()
-
-    def begin(self, grad: torch.Tensor, scale: float, frozen: bool = False) -> None:
-        """Take this step's gradient, (N,) contiguous; `scale` is 1 / loss scale.
-
-        frozen: the parameter is no longer trained, so the residue stays as it is and zeros are sent, as Horovod does.
-        """
-        # Kernels walk over memory, not over strides.
-        assert grad.is_contiguous(), "gradients must be flat and contiguous here"
-        if grad.dtype != self._kernel_dtype:  # torch lets a parameter have gradients of another dtype than its own
-            self._kernel_dtype = grad.dtype
-            self._kernel = kernels.kernel_for(grad.device, grad.dtype, self.residue.dtype)
-        self._grad, self.scale, self._frozen = grad, scale, frozen
-
-    def filter(self, choose: int = kernels.CHOOSE_NOTHING, offsets: torch.Tensor | None = None) -> kernels.Count:
-        """Move (1); gives the number of non-finite gradient elements."""
-        self._filtered = True
-        beta = 0.0 if self._frozen else self.beta
-        return self._kernel.filter(self._grad, self.residue, self.geometry, beta, self.scale, choose, offsets)
-
-    def choose_without_filter(self, offsets: torch.Tensor) -> None:
-        """Select on |m + g| and leave the residue alone: a look-ahead leader's choice in a step that is sent whole."""
-        self._kernel.filter(self._grad, self.residue, self.geometry, 0.0, self.scale, kernels.CHOOSE_ACCUMULATOR, offsets)
-
-    def gather(self, offsets: torch.Tensor, values: torch.Tensor, sent: torch.Tensor, n_workers: int) -> kernels.Count:
-        """Move (2), before or after `filter`: `values` and the copy `sent` become the accumulator at I. Gives the number not finite."""
-        if self._frozen:
-            values.zero_()
-            return 0
-        share = 1 - self.beta if self._filtered else 1.0
-        limit = float16_limit(n_workers)
-        bad = self._kernel.gather(self._grad, self.residue, self.geometry, self.beta, self.scale, share, offsets, limit, values)
-        sent.copy_(values)
-        self._sent = (offsets, sent)
-        return bad
-
-    def scatter(self, output: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
-        """`output` (N,) <- the averaged values at I in the gradient's units, zero elsewhere."""
-        self._kernel.scatter(output, self.geometry, self.scale, offsets, values)
-
-    def undo(self) -> None:
-        """Take this step's moves back, as far as they were made; the offsets and the gradient must still be at hand."""
-        if self._grad is not None and not self._frozen:
-            self._kernel.undo(self._grad, self.residue, self.geometry, self.beta, self.scale, self._filtered, *self._sent)
-        self.finish()
-
-    def finish(self) -> None:
-        """Let go of the gradient."""
-        self._grad: torch.Tensor | None = None
-        self.scale = 1.0
-        self._frozen = self._filtered = False
-        self._sent: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-
-
-class OffsetLayout:
-    """Where the offsets of several tensors lie in one byte buffer, so that one broadcast carries them."""
-
-    def __init__(self, tensors: Iterable[CompressedTensor]) -> None:
-        # Wider offsets first: every tensor's slice is then aligned.
-        self.tensors = sorted(tensors, key=lambda t: -t.offset_dtype.itemsize)
-        self._slices, at = {}, 0
-        for tensor in self.tensors:
-            self._slices[tensor.name] = slice(at, at := at + tensor.geometry.k * tensor.offset_dtype.itemsize)
-        self._bytes = at
-
-    def new_buffer(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(self._bytes, dtype=torch.uint8, device=device)
-
-    def view(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
-        """A tensor's offsets (k,) in a buffer of this layout."""
-        return buffer[self._slices[tensor.name]].view(tensor.offset_dtype)
+        kernel_for(parameter.device, parameter.dtype, residue_dtype)  # a wrong SCALECOM_KERNEL is refused here, not in a hook
 
 
 class Residues:

@@ -19,8 +19,8 @@ import torch
 
 import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks
-from scalecom_hvd.torch.kernels import CHOOSE_NOTHING, CHOOSE_RESIDUE
-from scalecom_hvd.torch.residues import CompressedTensor, OffsetLayout, Residues, describe
+from scalecom_hvd.torch.moves import Moves, OffsetLayout
+from scalecom_hvd.torch.residues import CompressedTensor, Residues, describe
 from scalecom_hvd.torch.transport import Transport
 
 log = logging.getLogger("scalecom_hvd")
@@ -32,7 +32,7 @@ class Sent(NamedTuple):
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    tensor: CompressedTensor | None  # None: sent whole
+    moves: Moves | None  # None: sent whole
 
 
 class StockExchange:
@@ -46,6 +46,7 @@ class StockExchange:
     ) -> None:
         self._parameters = parameters
         self._residues = residues
+        self._moves: dict[str, Moves] = {}
         self._transport = transport
         self._loss_scale = loss_scale
         self._usual_order = list(reversed(parameters))
@@ -89,25 +90,26 @@ class StockExchange:
             self._begin_step()
         self._seen.append(name)
         self._pending.add(name)
-        tensor = self._residues.tensors.get(name)
+        moves = self._moves.get(name)
         # Horovod moves the gradient's tensor onto the result's memory; this alias keeps the gradient until the step's end.
         flat = grad.detach().contiguous().view(-1)
-        if tensor is not None:
-            tensor.begin(flat, self._scale, frozen=not self._parameters[name].requires_grad)
-        if tensor is None or self._whole:
+        if moves is not None:
+            moves.begin([flat], self._scale, [not self._parameters[name].requires_grad])
+        if moves is None or self._whole:
             wire = torch.float64 if flat.dtype == torch.float64 else torch.float32
             # A copy where the gradient is needed at the step's end, since Horovod reduces in place.
-            whole = flat.to(wire, copy=tensor is not None)
+            whole = flat.to(wire, copy=moves is not None)
             self._bytes["dense"] += whole.numel() * whole.element_size()
             return whole, Sent(name, grad.shape, grad.dtype, None)
 
+        tensor = self._residues.tensors[name]
         values = torch.empty(tensor.geometry.k, dtype=tensor.wire_dtype, device=flat.device)
-        bad = tensor.gather(self._residues.chosen_ahead[name], values, torch.empty_like(values), self._transport.size)
-        bad = bad + tensor.filter(*((CHOOSE_RESIDUE, self._next_offsets(tensor)) if self._i_choose() else (CHOOSE_NOTHING, None)))
+        chosen = self._next_offsets(tensor) if self._i_choose() else None
+        bad = moves.gather_and_filter(self._offsets(tensor), values, self._transport.size, chosen)
         # One NaN tells every rank, through the average, that this gradient was not finite somewhere.
         values[:1].masked_fill_(torch.as_tensor(bad != 0, device=values.device), float("nan"))
         self._bytes["values"] += values.numel() * values.element_size()
-        return values, Sent(name, grad.shape, grad.dtype, tensor)
+        return values, Sent(name, grad.shape, grad.dtype, moves)
 
     def decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
         """The averaged gradient, in the gradient's shape and dtype; NaN everywhere if a worker's was not finite."""
@@ -115,14 +117,14 @@ class StockExchange:
             return self._decompress(result, sent)
 
     def _decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
-        in_its_dtype = (result if sent.tensor is None else result / self._scale).to(sent.dtype)
+        in_its_dtype = (result if sent.moves is None else result / self._scale).to(sent.dtype)
         bad = ~in_its_dtype.isfinite().all()
         self._bad.append(bad)
-        if sent.tensor is None:
+        if sent.moves is None:
             output = in_its_dtype.view(sent.shape)
         else:
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
-            sent.tensor.scatter(flat, self._residues.chosen_ahead[sent.name], result)
+            sent.moves.scatter([flat], self._offsets(self._residues.tensors[sent.name]), result)
             output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
         self._pending.discard(sent.name)
         if not self._pending:
@@ -138,6 +140,7 @@ class StockExchange:
             residues.chosen_ahead.clear()
         residues.ranks = self._transport.size
         if not self._next:
+            self._moves = {name: Moves([tensor]) for name, tensor in residues.tensors.items()}
             self._make_buffers()
         self._seen, self._bad = [], []
         self._bytes = {"offsets": 0, "values": 0, "dense": 0}
@@ -152,17 +155,17 @@ class StockExchange:
             self._agree()
         if not self._members.intersection(self._seen):
             raise ValueError("this ScaleCom serves another optimizer; make one for each: ScaleCom(named_parameters=...)")
-        tensors = [residues.tensors[name] for name in self._seen if name in residues.tensors]
+        seen = [name for name in self._seen if name in residues.tensors]
         if any(map(bool, self._bad)):
             residues.note_skipped_step()
-            for tensor in tensors:
-                tensor.undo()
+            for name in seen:
+                self._moves[name].undo()
             return
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
-        for tensor in tensors:
+        for name in seen:
             if last_whole and self._i_choose():
-                tensor.choose_without_filter(self._next_offsets(tensor))
-            tensor.finish()
+                self._moves[name].choose_without_filter(self._next_offsets(residues.tensors[name]))
+            self._moves[name].finish()
         if last_whole or not self._whole:
             leader = self._next_leader()
             for number, (device, buffer) in enumerate(self._next.items()):
@@ -177,9 +180,13 @@ class StockExchange:
         """Whether this rank chooses for the next step."""
         return self._next_leader() == self._transport.position
 
+    def _offsets(self, tensor: CompressedTensor) -> torch.Tensor:
+        """This step's offsets, as bytes."""
+        return self._residues.chosen_ahead[tensor.name].view(torch.uint8)
+
     def _next_offsets(self, tensor: CompressedTensor) -> torch.Tensor:
         device = tensor.residue.device
-        return self._layouts[device].view(tensor, self._next[device])
+        return self._layouts[device].view(tensor, self._next[device]).view(torch.uint8)
 
     def _make_buffers(self) -> None:
         """For all tensors, also those that never come here (sparse ones, which Horovod does not compress): the same on every rank."""

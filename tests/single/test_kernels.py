@@ -17,34 +17,67 @@ from scalecom_hvd.torch.kernels import (
     CHOOSE_NOTHING,
     CHOOSE_RESIDUE,
     NativeKernel,
+    Place,
     TorchKernel,
     kernel_for,
 )
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SIZES = [1, 2, 63, 64, 65, 6399, 6400, 6401, 20_000]
-KERNELS = [NativeKernel(native.library()), TorchKernel()]
+KERNELS = [NativeKernel, TorchKernel]
 
 
 def residue_dtype(grad_dtype):
     return torch.float64 if grad_dtype == torch.float64 else torch.float32
 
 
-def all_moves(kernel, grad, residue, shape, beta, scale, choose, wire):
-    """Everything a step does with a tensor; gives every intermediate tensor."""
-    residue, states = residue.clone(), []
-    dtype = getattr(torch, str(shape.offset_dtype))
-    offsets = torch.arange(shape.k).to(dtype) if choose == CHOOSE_NOTHING and shape.width == 0 else torch.zeros(shape.k, dtype=dtype)
-    bad = kernel.filter(grad, residue, shape, beta, scale, choose, offsets)
-    states += [residue.clone(), offsets.clone()]
-    values = torch.empty(shape.k, dtype=wire)
-    kernel.gather(grad, residue, shape, beta, scale, 1 - beta, offsets, 65504 / 4, values)
-    states += [values.clone(), residue.clone()]
-    output = grad.clone()
-    kernel.scatter(output, shape, scale, offsets, values)
-    states.append(output)
-    kernel.undo(grad, residue, shape, beta, scale, True, offsets, values)
-    states.append(residue)
+def offsets_dtype(shape):
+    return getattr(torch, str(shape.offset_dtype))
+
+
+def new_offsets(*shapes):
+    """Bytes for the offsets of tensors side by side, all zero."""
+    return torch.zeros(sum(shape.k * shape.offset_dtype.itemsize for shape in shapes), dtype=torch.uint8)
+
+
+def kernel_on(kernel, grad, residue, shape, scale=1.0, frozen=False):
+    """A kernel for one tensor, with its gradient taken up."""
+    made = kernel([Place(residue, shape, 0, 0)], [grad.dtype])
+    made.begin([grad], [frozen], scale)
+    return made
+
+
+def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire):
+    """Everything a step does with tensors that share their buffers; gives every intermediate tensor."""
+    residues, states = [residue.clone() for residue in residues], []
+    places, offsets_at, values_at = [], 0, 0
+    for residue, shape in zip(residues, shapes, strict=True):
+        places.append(Place(residue, shape, offsets_at, values_at))
+        offsets_at, values_at = offsets_at + shape.k * shape.offset_dtype.itemsize, values_at + shape.k
+    made = kernel(places, [grad.dtype for grad in grads])
+    made.begin(grads, [False] * len(grads), scale)
+
+    def note(*tensors):
+        states.extend(t.clone() for t in (*residues, *tensors))
+
+    offsets, chosen = new_offsets(*shapes), new_offsets(*shapes)
+    for place in places:
+        if choose == CHOOSE_NOTHING and place.geometry.width == 0:
+            place.offsets(offsets).copy_(torch.arange(place.geometry.k))
+    values, sent = torch.zeros(2, values_at, dtype=wire)
+    if choose == CHOOSE_RESIDUE:  # look-ahead, after a first selection
+        made.filter(0.0, CHOOSE_ACCUMULATOR, offsets)
+        bad = made.gather_and_filter(beta, offsets, values, sent, 65504 / 4, choose, chosen)
+    else:
+        bad = made.filter(beta, choose, offsets)
+        note(offsets)
+        made.gather(beta, 1 - beta, offsets, values, sent, 65504 / 4)
+    note(offsets, chosen, values, sent)
+    outputs = [grad.clone() for grad in grads]
+    made.scatter(outputs, offsets, values)
+    states.extend(outputs)
+    made.undo(beta, True, offsets, sent)
+    note()
     return int(bad), states
 
 
@@ -60,8 +93,12 @@ def test_kernels_agree_to_the_bit(dtype, numel, choose):
                 grad, residue = torch.randn(numel, dtype=torch.float64).to(dtype), torch.randn(numel, dtype=kind)
                 if numel > 100:
                     grad[5], grad[17], grad[30] = float("nan"), float("inf"), -float("inf")
-                results = [all_moves(k, grad, residue, geometry(numel, rate, selection), 0.3, 0.5, choose, wire) for k in KERNELS]
-                assert results[0][0] == results[1][0] == (3 if numel > 100 else 0)
+                shape = geometry(numel, rate, selection)
+                other = geometry(333, rate, selection)
+                grads, residues = [grad, torch.randn(333).to(dtype)], [residue, torch.randn(333).to(kind)]
+                results = [all_moves(k, grads, residues, [shape, other], 0.3, 0.5, choose, wire) for k in KERNELS]
+                # Look-ahead's sent coordinates take part in its filter, so one that is not finite may count twice.
+                assert results[0][0] == results[1][0] >= (3 if numel > 100 else 0)
                 for ours, plain in zip(results[0][1], results[1][1], strict=True):
                     assert torch.equal(ours, plain)
 
@@ -76,12 +113,14 @@ def test_kernels_agree_with_numpy(dtype, numel, selection):
             grad, residue, shape = torch.randn(numel, dtype=dtype), torch.randn(numel, dtype=dtype), geometry(numel, rate, selection)
             g, m = grad.numpy().copy(), residue.numpy().copy()
             beta = m.dtype.type(0.3)
-            offsets = torch.zeros(shape.k, dtype=getattr(torch, str(shape.offset_dtype)))
-            kernel.filter(grad, residue, shape, 0.3, 1.0, CHOOSE_ACCUMULATOR, offsets)
-            np.testing.assert_array_equal(shape.indices(offsets.numpy()), select(m + g, shape, selection))
+            offsets = new_offsets(shape)
+            made = kernel_on(kernel, grad, residue, shape)
+            made.filter(0.3, CHOOSE_ACCUMULATOR, offsets)
+            np.testing.assert_array_equal(shape.indices(offsets.view(offsets_dtype(shape)).numpy()), select(m + g, shape, selection))
             np.testing.assert_array_equal(residue.numpy(), m + beta * g)
-            kernel.filter(grad, residue, shape, 0.3, 1.0, CHOOSE_RESIDUE, offsets)
-            np.testing.assert_array_equal(shape.indices(offsets.numpy()), select(m + beta * g + beta * g, shape, selection))
+            made.filter(0.3, CHOOSE_RESIDUE, offsets)
+            chosen = shape.indices(offsets.view(offsets_dtype(shape)).numpy())
+            np.testing.assert_array_equal(chosen, select(m + beta * g + beta * g, shape, selection))
 
 
 @given(st.integers(1, 3000), st.integers(1, 400), st.sampled_from(DTYPES), st.integers(0, 2**31), st.floats(0.01, 1))
@@ -92,12 +131,14 @@ def test_sent_plus_residue_is_what_came_in(numel, rate, dtype, seed, beta):
     before = torch.randn(numel, generator=generator, dtype=residue_dtype(dtype))
     shape = geometry(numel, rate, "lanes")
     for kernel in KERNELS:
-        residue, offsets = before.clone(), torch.zeros(shape.k, dtype=getattr(torch, str(shape.offset_dtype)))
-        kernel.filter(grad, residue, shape, beta, 1.0, CHOOSE_ACCUMULATOR, offsets)
-        values = torch.empty(shape.k, dtype=torch.float16)
-        kernel.gather(grad, residue, shape, beta, 1.0, 1 - beta, offsets, 65504, values)
+        residue, offsets = before.clone(), new_offsets(shape)
+        values, copy = torch.empty(2, shape.k, dtype=torch.float16)
+        made = kernel_on(kernel, grad, residue, shape)
+        made.filter(beta, CHOOSE_ACCUMULATOR, offsets)
+        made.gather(beta, 1 - beta, offsets, values, copy, 65504)
+        assert torch.equal(values, copy)
         sent = torch.zeros(numel, dtype=torch.float64)
-        sent[torch.from_numpy(shape.indices(offsets.numpy()))] = values.double()
+        sent[torch.from_numpy(shape.indices(offsets.view(offsets_dtype(shape)).numpy()))] = values.double()
         # eq. 5: what stays is the filtered rest of the accumulator
         expected = (1 - beta) * before.double() + beta * (before.double() + grad.double() - sent)
         torch.testing.assert_close(residue.double(), expected, rtol=1e-5, atol=1e-5)
@@ -112,7 +153,7 @@ def test_one_value_that_is_not_finite_is_found_and_counts_as_zero(kernel, dtype,
     grad[position] = value
     for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
         residue, shape = torch.zeros(6500, dtype=residue_dtype(dtype)), geometry(6500, 100, "lanes")
-        assert int(kernel.filter(grad, residue, shape, 1.0, 1.0, choose, torch.zeros(shape.k, dtype=torch.uint8))) == 1
+        assert int(kernel_on(kernel, grad, residue, shape).filter(1.0, choose, new_offsets(shape))) == 1
         assert residue[position] == 0
         assert residue.sum() == 6499
 
@@ -120,9 +161,10 @@ def test_one_value_that_is_not_finite_is_found_and_counts_as_zero(kernel, dtype,
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
 def test_float16_wire_saturates_and_keeps_the_rest(kernel):
     grad, residue, shape = torch.tensor([1e6, -1e9, 3.0]), torch.zeros(3), geometry(3, 1, "lanes")
-    offsets, values = torch.zeros(3, dtype=torch.uint8), torch.empty(3, dtype=torch.float16)
-    kernel.filter(grad, residue, shape, 1.0, 1.0, CHOOSE_NOTHING, None)
-    assert int(kernel.gather(grad, residue, shape, 1.0, 1.0, 0.0, offsets, 65504 / 2, values)) == 0
+    values, sent = torch.empty(2, 3, dtype=torch.float16)
+    made = kernel_on(kernel, grad, residue, shape)
+    made.filter(1.0, CHOOSE_NOTHING, None)
+    assert int(made.gather(1.0, 0.0, new_offsets(shape), values, sent, 65504 / 2)) == 0
     assert values.tolist() == [32752, -32752, 3]
     torch.testing.assert_close(residue + values.float(), grad)
 
@@ -130,9 +172,10 @@ def test_float16_wire_saturates_and_keeps_the_rest(kernel):
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
 def test_an_accumulator_that_overflows_is_reported(kernel):
     grad, residue, shape = torch.tensor([3e38, 1.0]), torch.tensor([3e38, 0.0]), geometry(2, 1, "lanes")
-    kernel.filter(grad, residue, shape, 1.0, 1.0, CHOOSE_NOTHING, None)
-    values = torch.empty(2)
-    assert int(kernel.gather(grad, residue, shape, 1.0, 1.0, 0.0, torch.zeros(2, dtype=torch.uint8), 1.0, values)) == 1
+    made = kernel_on(kernel, grad, residue, shape)
+    made.filter(1.0, CHOOSE_NOTHING, None)
+    values, sent = torch.empty(2, 2)
+    assert int(made.gather(1.0, 0.0, new_offsets(shape), values, sent, 1.0)) == 1
     assert values.isfinite().all()
 
 
@@ -141,16 +184,14 @@ def test_every_float16_survives_the_wire():
     halves = halves[halves.isfinite()]
     for source in (halves.float(), halves.float() * (1 + 2**-12), halves.float() * (1 - 2**-12)):
         source = source.clamp(-65504, 65504)
-        values = torch.empty(source.numel(), dtype=torch.float16)
+        values, sent = torch.empty(2, source.numel(), dtype=torch.float16)
         shape = geometry(source.numel(), 1, "lanes")
-        KERNELS[0].gather(
-            torch.zeros_like(source), source.clone(), shape, 1.0, 1.0, 1.0, torch.zeros(source.numel(), dtype=torch.uint8), 65504, values
-        )
+        kernel_on(KERNELS[0], torch.zeros_like(source), source.clone(), shape).gather(1.0, 1.0, new_offsets(shape), values, sent, 65504)
         assert torch.equal(values, source.half())
         for dtype in (torch.float16, torch.bfloat16):
             outputs = [torch.empty(source.numel(), dtype=dtype) for _ in KERNELS]
             for kernel, output in zip(KERNELS, outputs, strict=True):
-                kernel.scatter(output, shape, 1 / 3, torch.zeros(source.numel(), dtype=torch.uint8), source)
+                kernel_on(kernel, output, source, shape, 3.0).scatter([output], new_offsets(shape), source)
             assert torch.equal(*outputs)
 
 
@@ -164,10 +205,10 @@ def test_the_library_leaves_the_processors_modes_alone():
 def test_which_kernel(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.delenv("SCALECOM_KERNEL", raising=False)
-    assert isinstance(kernel_for(cpu, torch.bfloat16, torch.float32), NativeKernel)
-    assert isinstance(kernel_for(cpu, torch.float64, torch.float32), TorchKernel)
+    assert kernel_for(cpu, torch.bfloat16, torch.float32) is NativeKernel
+    assert kernel_for(cpu, torch.float64, torch.float32) is TorchKernel
     monkeypatch.setenv("SCALECOM_KERNEL", "torch")
-    assert isinstance(kernel_for(cpu, torch.float32, torch.float32), TorchKernel)
+    assert kernel_for(cpu, torch.float32, torch.float32) is TorchKernel
     monkeypatch.setenv("SCALECOM_KERNEL", "fast")
     with pytest.raises(ValueError, match="must be 'native' or 'torch'"):
         kernel_for(cpu, torch.float32, torch.float32)
@@ -178,7 +219,7 @@ def test_without_a_library_there_is_one_warning(tmp_path):
         "import logging, pathlib; logging.basicConfig(format='%(levelname)s %(message)s')\n"
         "import torch; from scalecom_hvd import native; from scalecom_hvd.torch.kernels import kernel_for\n"
         f"native.__file__ = {str(tmp_path / '__init__.py')!r}\n"
-        "kinds = {type(kernel_for(torch.device('cpu'), torch.float32, torch.float32)).__name__ for _ in range(5)}; print(kinds)"
+        "kinds = {kernel_for(torch.device('cpu'), torch.float32, torch.float32).__name__ for _ in range(5)}; print(kinds)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "{'TorchKernel'}"
@@ -193,7 +234,36 @@ def test_float16_subnormals_survive_flush_to_zero():
         halves = torch.arange(2**10, dtype=torch.int16).view(torch.float16)
         for kernel in KERNELS:
             residue = torch.zeros(2**10)
-            kernel.filter(halves, residue, shape, 1.0, 1.0, CHOOSE_NOTHING, None)
+            kernel_on(kernel, halves, residue, shape).filter(1.0, CHOOSE_NOTHING, None)
             assert torch.equal(residue, torch.arange(2**10) * 2.0**-24)
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
+def test_a_frozen_tensor_keeps_its_residue_and_sends_zeros(kernel):
+    grad, residue, shape = torch.zeros(200), torch.randn(200), geometry(200, 10, "lanes")
+    before = residue.clone()
+    made = kernel_on(kernel, grad, residue, shape, frozen=True)
+    offsets, chosen, values, sent = new_offsets(shape), new_offsets(shape), torch.ones(20), torch.ones(20)
+    made.gather_and_filter(0.5, offsets, values, sent, 1.0, CHOOSE_RESIDUE, chosen)
+    assert torch.equal(residue, before)
+    assert not values.any()
+    np.testing.assert_array_equal(shape.indices(chosen.numpy()), select(before.numpy(), shape, "lanes"))
+    made.undo(0.5, True, offsets, sent)
+    assert torch.equal(residue, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_scatter_streams_large_tensors_at_any_alignment(dtype, shift):
+    """Large outputs are written past the caches where they are aligned, and plainly elsewhere, with the same result."""
+    numel = 2**20 + 37
+    memory = torch.randn(numel + shift, dtype=torch.float64).to(dtype)
+    output, shape = memory[shift:], geometry(numel, 100, "lanes")
+    offsets = (torch.arange(shape.k) % (shape.rows // 2)).to(torch.uint8)
+    values = torch.randn(shape.k, dtype=residue_dtype(dtype))
+    kernel_on(NativeKernel, output, torch.zeros(numel, dtype=residue_dtype(dtype)), shape).scatter([output], offsets, values)
+    expected = torch.zeros(numel, dtype=dtype)
+    expected[torch.from_numpy(shape.indices(offsets.numpy()))] = values.to(dtype)
+    assert torch.equal(output, expected)

@@ -1,0 +1,157 @@
+"""The moves of one step for compressed tensors that share their buffers, with what it takes to undo them.
+
+`Moves` knows where each tensor's offsets and values lie, which kernel serves it, and how far the step in progress has come; it is
+what a bucket of the drop-in optimizer, and a single tensor in Horovod's own, do to their residues. Used by bucket.py and stock.py;
+imports residues and kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from scalecom_hvd.config import float16_limit
+from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Count, Kernel, Place, kernel_for
+from scalecom_hvd.torch.residues import CompressedTensor
+
+
+class OffsetLayout:
+    """Where the offsets of several tensors lie in one byte buffer, so that one broadcast carries them."""
+
+    def __init__(self, tensors: Iterable[CompressedTensor]) -> None:
+        # Wider offsets first: every tensor's slice is then aligned.
+        self.tensors = sorted(tensors, key=lambda t: -t.offset_dtype.itemsize)
+        self._slices, at = {}, 0
+        for tensor in self.tensors:
+            self._slices[tensor.name] = slice(at, at := at + tensor.geometry.k * tensor.offset_dtype.itemsize)
+        self._bytes = at
+
+    def start(self, tensor: CompressedTensor) -> int:
+        """The byte at which a tensor's offsets begin."""
+        return self._slices[tensor.name].start
+
+    def new_buffer(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self._bytes, dtype=torch.uint8, device=device)
+
+    def view(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
+        """A tensor's offsets (k,) in a buffer of this layout."""
+        return buffer[self._slices[tensor.name]].view(tensor.offset_dtype)
+
+
+class Moves:
+    """One step's moves (the algorithm's (1) and (2), see reference.py) on some compressed tensors of one device and wire dtype.
+
+    Offsets lie in buffers of bytes made by `new_offsets`; values in buffers (n_values,) of the wire dtype, tensor after tensor.
+    """
+
+    def __init__(self, tensors: Sequence[CompressedTensor]) -> None:
+        self.tensors = list(tensors)
+        self._layout = OffsetLayout(self.tensors)
+        self._places, at = [], 0
+        for tensor in self.tensors:
+            self._places.append(Place(tensor.residue, tensor.geometry, self._layout.start(tensor), at))
+            at += tensor.geometry.k
+        self.n_values = at
+        self._beta = self.tensors[0].beta if self.tensors else 1.0
+        self._sent: torch.Tensor | None = None
+        self._grad_dtypes: list[torch.dtype] | None = None
+        self._kernels: list[tuple[Kernel, list[int]]] = []
+        self.finish()
+
+    def new_offsets(self, device: torch.device) -> torch.Tensor:
+        return self._layout.new_buffer(device)
+
+    def offsets_of(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
+        """A tensor's offsets (k,) in a buffer of `new_offsets`."""
+        return self._layout.view(tensor, buffer)
+
+    def values_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """{name: values (k,)} in a buffer of values."""
+        return {tensor.name: place.values(buffer) for tensor, place in zip(self.tensors, self._places, strict=True)}
+
+    def begin(self, grads: Sequence[torch.Tensor], scale: float, frozen: Sequence[bool]) -> None:
+        """Take this step's gradients, (N,) contiguous each; `scale` is 1 / loss scale. They are kept until `finish`, since a step may have
+        to be taken back.
+
+        frozen: the parameter is no longer trained, so the residue stays as it is and zeros are sent, as Horovod does.
+        """
+        # Kernels walk over memory, not over strides.
+        assert all(grad.is_contiguous() for grad in grads), "gradients must be flat and contiguous here"
+        dtypes = [grad.dtype for grad in grads]
+        if dtypes != self._grad_dtypes:  # torch lets a parameter have gradients of another dtype than its own
+            self._choose_kernels(dtypes, grads)
+        for kernel, members in self._kernels:
+            kernel.begin([grads[i] for i in members], [frozen[i] for i in members], scale)
+        self._begun = True
+
+    def _choose_kernels(self, dtypes: list[torch.dtype], grads: Sequence[torch.Tensor]) -> None:
+        members: dict[type[Kernel], list[int]] = {}
+        for i, (tensor, grad) in enumerate(zip(self.tensors, grads, strict=True)):
+            members.setdefault(kernel_for(grad.device, grad.dtype, tensor.residue.dtype), []).append(i)
+        self._kernels = [
+            (kernel([self._places[i] for i in chosen], [dtypes[i] for i in chosen]), chosen) for kernel, chosen in members.items()
+        ]
+        self._grad_dtypes = dtypes
+
+    def filter(self, chosen: torch.Tensor | None = None) -> Count:
+        """Move (1), and where `chosen` is given, its lanes' winners by |m + g|; gives the number of non-finite gradient elements."""
+        self._filtered = True
+        choose = CHOOSE_NOTHING if chosen is None else CHOOSE_ACCUMULATOR
+        return self._sum(kernel.filter(self._beta, choose, chosen) for kernel, _ in self._kernels)
+
+    def choose_without_filter(self, chosen: torch.Tensor) -> None:
+        """Select on |m + g| and leave the residue alone: a look-ahead leader's choice in a step that is sent whole."""
+        for kernel, _ in self._kernels:
+            kernel.filter(0.0, CHOOSE_ACCUMULATOR, chosen)
+
+    def gather(self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int) -> Count:
+        """Move (2), after `filter`: `values` become the accumulators at I. Gives the number not finite, which are sent as zero."""
+        self._keep(offsets, values)
+        limit = float16_limit(n_workers)
+        share = 1 - self._beta
+        return self._sum(kernel.gather(self._beta, share, offsets, values, self._sent, limit) for kernel, _ in self._kernels)
+
+    def gather_and_filter(self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int, chosen: torch.Tensor | None) -> Count:
+        """Moves (2) and (1) in look-ahead's order, and where `chosen` is given, the winners by |m| afterwards. Gives the number of elements
+        that are not finite."""
+        self._keep(offsets, values)
+        self._filtered = True
+        limit = float16_limit(n_workers)
+        choose = CHOOSE_NOTHING if chosen is None else CHOOSE_RESIDUE
+        return self._sum(
+            kernel.gather_and_filter(self._beta, offsets, values, self._sent, limit, choose, chosen) for kernel, _ in self._kernels
+        )
+
+    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
+        """Every output (N,) <- the averaged values at I in the gradient's units, zero elsewhere. It may be the gradient itself; then the
+        step cannot be undone."""
+        for kernel, members in self._kernels:
+            kernel.scatter([outputs[i] for i in members], offsets, values)
+
+    def undo(self) -> None:
+        """Take this step's moves back, as far as they were made; the offsets and the gradients must still be at hand."""
+        if self._begun:
+            for kernel, _ in self._kernels:
+                kernel.undo(self._beta, self._filtered, self._offsets, self._sent)
+        self.finish()
+
+    def finish(self) -> None:
+        """Close the step, and let go of the gradients."""
+        for kernel, _ in self._kernels:
+            kernel.finish()
+        self._begun = self._filtered = False
+        self._offsets: torch.Tensor | None = None
+
+    def _keep(self, offsets: torch.Tensor, values: torch.Tensor) -> None:
+        """What was sent is kept for `undo`: the buffer of values is averaged in place."""
+        if self._sent is None:
+            self._sent = torch.zeros_like(values)
+        self._offsets = offsets
+
+    @staticmethod
+    def _sum(counts) -> Count:
+        total = 0
+        for count in counts:
+            total = total + count
+        return total
