@@ -9,12 +9,11 @@
  */
 #include <stdint.h>
 #include <string.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__)
+#include <immintrin.h>
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#define STREAMS __attribute__((target("avx2"))) /* half as wide, such stores take half as long again */
 #else
 #define CLONES
 #endif
@@ -107,18 +106,14 @@ static inline int64_t index_of(const tensor *t, tile at, const void *offsets, in
     return at.start + l * at.step + load_offset(offsets, t->offset_width, at.lane + l) * at.stride;
 }
 
-/* 64 elements to memory that nobody reads soon: past the caches where the processor can, so that the line is not read first. */
-static inline void store_row(void *to, const void *from, int bytes, int past_caches) {
-#ifdef __SSE2__
-    if (past_caches && !((uintptr_t)to & 15)) {
-        for (int i = 0; i < bytes; i += 16) _mm_stream_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
-        return;
-    }
+/* Whether an output is written past the caches: smaller ones are likely still in a cache when the optimizer reads them. */
+static inline int may_stream(const void *to, int64_t bytes) {
+#ifdef STREAMS
+    return bytes >= 1 << 20 && !((uintptr_t)to & 31) && __builtin_cpu_supports("avx2");
+#else
+    return (void)to, (void)bytes, 0;
 #endif
-    memcpy(to, from, bytes);
 }
-/* Smaller tensors are likely still in a cache when the optimizer reads them. */
-#define STREAMED_BYTES (1 << 20)
 
 #define CONCAT_(a, b) a##_##b
 #define CONCAT(a, b) CONCAT_(a, b)
@@ -131,14 +126,17 @@ static inline void store_row(void *to, const void *from, int bytes, int past_cac
 
 #define GRAD float32
 #define GRAD_TYPE float
+#define GRAD_BITS int32_t
 #define STORE(x) (x)
 #include "lanes_template.h"
 #undef GRAD
 #undef GRAD_TYPE
+#undef GRAD_BITS
 #undef STORE
 
 #define GRAD float16
 #define GRAD_TYPE uint16_t
+#define GRAD_BITS int16_t
 #define STORE(x) store_float16_any(x)
 /* An averaged value may be beyond float16's range: infinity then, as a cast gives. */
 static inline uint16_t store_float16_any(float x) {
@@ -150,14 +148,17 @@ static inline uint16_t store_float16_any(float x) {
 #include "lanes_template.h"
 #undef GRAD
 #undef GRAD_TYPE
+#undef GRAD_BITS
 #undef STORE
 
 #define GRAD bfloat16
 #define GRAD_TYPE uint16_t
+#define GRAD_BITS int16_t
 #define STORE(x) store_bfloat16(x)
 #include "lanes_template.h"
 #undef GRAD
 #undef GRAD_TYPE
+#undef GRAD_BITS
 #undef STORE
 
 #undef REAL
@@ -171,6 +172,7 @@ static inline uint16_t store_float16_any(float x) {
 #define EXPONENT 0x7ff0000000000000
 #define GRAD float64
 #define GRAD_TYPE double
+#define GRAD_BITS int64_t
 #define STORE(x) (x)
 #include "lanes_template.h"
 
@@ -210,8 +212,8 @@ int64_t scalecom_gather_and_filter(const tensor *tensors, int64_t count, double 
 /* grad <- scale * values at I, zero elsewhere. */
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets, const void *values, int wire_float16) {
     EACH(scatter, scale, offsets, values, wire_float16)
-#ifdef __SSE2__
-    _mm_sfence(); /* other threads read the gradients next */
+#ifdef STREAMS
+    _mm_sfence(); /* before other threads read the gradients */
 #endif
     return total;
 }

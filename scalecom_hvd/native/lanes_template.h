@@ -1,6 +1,6 @@
 /* The kernel's body, included by lanes.c once per gradient dtype. Not for other use.
  *
- * GRAD, GRAD_TYPE, STORE: the gradient's dtype.  REAL, INTEGER, MAGNITUDE, EXPONENT: the residue's. Lengths are in elements.
+ * GRAD, GRAD_TYPE, GRAD_BITS, STORE: the gradient's dtype.  REAL, INTEGER, MAGNITUDE, EXPONENT: the residue's. Lengths are in elements.
  * `scale` turns gradients into the residue's units (1 / loss scale). A non-finite gradient element counts as zero everywhere.
  */
 
@@ -17,13 +17,29 @@ static inline REAL NAME(usable)(GRAD_TYPE g, REAL scale, INTEGER *bad) {
     return NAME(real)(bits & -finite);
 }
 
-/* One row of a tile: `n` lanes side by side. */
+/* The offsets of a tile; one loop per width, so that each is a vector's load. */
+static inline __attribute__((always_inline)) void NAME(rows_of)(INTEGER *restrict rows, tile at, const void *offsets, int width) {
+    if (width == 1) for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 1, at.lane + l);
+    else if (width == 2) for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 2, at.lane + l);
+    else for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 4, at.lane + l);
+}
+
+/* The row of each lane of a tile that is sent, and its value before it is rounded for the wire. */
+typedef struct { INTEGER row[LANES]; REAL value[LANES]; } NAME(picks);
+
+/* One row of a tile: `n` lanes side by side. With picks, the values to be sent are taken out first. */
 static inline __attribute__((always_inline)) void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, int n, REAL beta, REAL scale,
-                                                           int choose, INTEGER row, INTEGER *restrict best, INTEGER *restrict winner,
-                                                           INTEGER *restrict bad) {
+                                                           NAME(picks) *restrict picks, int choose, INTEGER row,
+                                                           INTEGER *restrict best, INTEGER *restrict winner, INTEGER *restrict bad) {
     for (int l = 0; l < n; l++) {
         REAL m = residue[l];
         REAL g = NAME(usable)(grad[l], scale, &bad[l]);
+        if (picks) {
+            REAL value = m + g;
+            INTEGER here = -(picks->row[l] == row), finite = -((BITS(value) & EXPONENT) != EXPONENT);
+            picks->value[l] = here ? value : picks->value[l];
+            m -= beta * NAME(real)(BITS(value) & here & finite);
+        }
         REAL updated = m + beta * g;
         residue[l] = updated;
         if (choose != CHOOSE_NOTHING) {
@@ -35,7 +51,8 @@ static inline __attribute__((always_inline)) void NAME(row)(const GRAD_TYPE *res
 }
 
 /* A tile over all its rows; in the same pass, each lane's winner where asked. */
-static inline __attribute__((always_inline)) int64_t NAME(filter_tile)(const tensor *t, tile at, REAL beta, REAL scale, int choose, void *chosen) {
+static inline __attribute__((always_inline)) int64_t NAME(filter_tile)(const tensor *t, tile at, REAL beta, REAL scale,
+                                                                      NAME(picks) *picks, int choose, void *chosen) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     INTEGER best[LANES], winner[LANES], bad[LANES];
@@ -44,9 +61,9 @@ static inline __attribute__((always_inline)) int64_t NAME(filter_tile)(const ten
     int64_t i = at.start;
     if (at.n == LANES)
         for (; i + LANES <= at.end; i += at.stride, row++)
-            NAME(row)(grad + i, residue + i, LANES, beta, scale, choose, row, best, winner, bad);
+            NAME(row)(grad + i, residue + i, LANES, beta, scale, picks, choose, row, best, winner, bad);
     for (; i < at.end; i += at.stride, row++)
-        NAME(row)(grad + i, residue + i, i + at.n <= at.end ? at.n : (int)(at.end - i), beta, scale, choose, row, best, winner, bad);
+        NAME(row)(grad + i, residue + i, i + at.n <= at.end ? at.n : (int)(at.end - i), beta, scale, picks, choose, row, best, winner, bad);
     int64_t total = 0;
     for (int l = 0; l < at.n; l++) {
         total += bad[l];
@@ -59,7 +76,7 @@ static inline __attribute__((always_inline)) int64_t NAME(filter_tiles)(const te
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
-        bad += NAME(filter_tile)(t, at, beta, scale, choose, chosen);
+        bad += NAME(filter_tile)(t, at, beta, scale, 0, choose, chosen);
         lane += at.n;
     }
     return bad;
@@ -75,44 +92,22 @@ CLONES static int64_t NAME(filter)(const tensor *t, REAL beta, REAL scale, int c
     INTEGER bad[LANES] = {0};
     int64_t i = 0, total = 0;
     for (; i + LANES <= t->numel; i += LANES)
-        NAME(row)(grad + i, residue + i, LANES, beta, scale, CHOOSE_NOTHING, 0, 0, 0, bad);
-    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, CHOOSE_NOTHING, 0, 0, 0, bad);
+        NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0, bad);
+    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0, bad);
     for (int l = 0; l < LANES; l++) total += bad[l];
     return total;
 }
 
-/* Asks for the elements that the next tile's gather will touch: scattered reads one at a time would each wait for memory. */
-static inline void NAME(prefetch)(const tensor *t, int64_t lane, const void *offsets, int with_grad) {
-    if (lane >= t->k) return;
-    tile at = tile_at(t, lane);
-    for (int l = 0; l < at.n; l++) {
-        int64_t i = index_of(t, at, offsets, l);
-        __builtin_prefetch((const REAL *)t->residue + i, 1);
-        if (with_grad) __builtin_prefetch((const GRAD_TYPE *)t->grad + i, 0);
+/* A value as it travels: finite, or zero and *bad is raised; clamped and rounded to the wire dtype. Gives what was sent. */
+static inline REAL NAME(send)(REAL value, wire to, int64_t lane, int64_t *bad) {
+    if ((BITS(value) & EXPONENT) == EXPONENT) { value = 0; ++*bad; }
+    if (to.wire_float16) {
+        value = value > to.limit ? to.limit : value < -to.limit ? -to.limit : value;
+        uint16_t half = store_float16((float)value);
+        ((uint16_t *)to.values)[lane] = ((uint16_t *)to.sent)[lane] = half;
+        return load_float16(half);
     }
-}
-
-static inline int64_t NAME(gather_tile)(const tensor *t, tile at, REAL beta, REAL scale, REAL share, wire to) {
-    const GRAD_TYPE *grad = t->grad;
-    REAL *residue = t->residue;
-    int64_t total = 0;
-    for (int l = 0; l < at.n; l++) {
-        int64_t i = index_of(t, at, to.offsets, l), lane = at.lane + l;
-        INTEGER ignored = 0;
-        REAL value = residue[i];
-        if (share != 0) value += share * NAME(usable)(grad[i], scale, &ignored);
-        if ((BITS(value) & EXPONENT) == EXPONENT) { value = 0; total++; }
-        if (to.wire_float16) {
-            value = value > to.limit ? to.limit : value < -to.limit ? -to.limit : value;
-            uint16_t half = store_float16((float)value);
-            ((uint16_t *)to.values)[lane] = ((uint16_t *)to.sent)[lane] = half;
-            value = load_float16(half);
-        } else {
-            ((REAL *)to.values)[lane] = ((REAL *)to.sent)[lane] = value;
-        }
-        residue[i] -= beta * value;
-    }
-    return total;
+    return ((REAL *)to.values)[lane] = ((REAL *)to.sent)[lane] = value;
 }
 
 /* `to` with its pointers at this tensor's part of the buffers; a frozen tensor's values are zeroed. */
@@ -129,37 +124,44 @@ static inline wire NAME(part)(const tensor *t, wire to) {
 }
 
 static int64_t NAME(gather)(const tensor *t, REAL beta, REAL scale, REAL share, wire to) {
+    const GRAD_TYPE *grad = t->grad;
+    REAL *residue = t->residue;
     to = NAME(part)(t, to);
     if (t->frozen) return 0;
-    int64_t total = 0;
-    NAME(prefetch)(t, 0, to.offsets, share != 0);
+    int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
+        for (int l = 0; l < at.n; l++) {
+            int64_t i = index_of(t, at, to.offsets, l);
+            INTEGER ignored = 0;
+            REAL value = residue[i];
+            if (share != 0) value += share * NAME(usable)(grad[i], scale, &ignored);
+            residue[i] -= beta * NAME(send)(value, to, lane + l, &bad);
+        }
         lane += at.n;
-        NAME(prefetch)(t, lane, to.offsets, share != 0);
-        total += NAME(gather_tile)(t, at, beta, scale, share, to);
     }
-    return total;
+    return bad;
 }
 
 static inline __attribute__((always_inline)) int64_t NAME(gather_and_filter_tiles)(const tensor *t, REAL beta, REAL scale, wire to, int choose,
                                                                                   void *chosen) {
-    int64_t total = 0;
-    NAME(prefetch)(t, 0, to.offsets, 1);
+    int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
+        NAME(picks) picks = {{0}, {0}};
+        NAME(rows_of)(picks.row, at, to.offsets, t->offset_width);
+        bad += NAME(filter_tile)(t, at, beta, scale, &picks, choose, chosen);
+        for (int l = 0; l < at.n; l++) NAME(send)(picks.value[l], to, lane + l, &bad);
         lane += at.n;
-        NAME(prefetch)(t, lane, to.offsets, 1);
-        total += NAME(gather_tile)(t, at, beta, scale, 1, to);
-        total += NAME(filter_tile)(t, at, beta, scale, choose, chosen);
     }
-    return total;
+    return bad;
 }
 
 CLONES static int64_t NAME(gather_and_filter)(const tensor *t, REAL beta, REAL scale, wire to, int choose, void *chosen) {
-    if (t->frozen || !t->width) { /* exact selection's positions do not go tile by tile */
-        int64_t total = NAME(gather)(t, beta, scale, 1, to);
-        return total + NAME(filter)(t, beta, scale, choose, chosen);
+    /* Positions do not go tile by tile, and a value rounded for the wire is not yet known when its row passes. */
+    if (t->frozen || !t->width || to.wire_float16) {
+        int64_t bad = NAME(gather)(t, beta, scale, 1, to);
+        return bad + NAME(filter)(t, beta, scale, choose, chosen);
     }
     to = NAME(part)(t, to);
     if (choose == CHOOSE_NOTHING) return NAME(gather_and_filter_tiles)(t, beta, scale, to, CHOOSE_NOTHING, 0);
@@ -171,34 +173,51 @@ static inline REAL NAME(value_of)(const void *values, int wire_float16, int64_t 
     return wire_float16 ? (REAL)load_float16(((const uint16_t *)values)[at]) : ((const REAL *)values)[at];
 }
 
-/* Zeros and values in one streaming write: zeroing first would read every line a second time. */
+/* Writes a tile's full rows past the caches: nobody reads them soon, and lines need not be read before they are written.
+ * Returns how many rows. The caller asks for it only where row numbers fit into GRAD_BITS. */
+#ifdef STREAMS
+typedef GRAD_BITS NAME(wide) __attribute__((vector_size(32)));
+STREAMS static int64_t NAME(stream_rows)(GRAD_TYPE *grad, tile at, const INTEGER *picked, const GRAD_TYPE *value) {
+    enum { WIDE = 32 / sizeof(GRAD_BITS), PARTS = LANES / WIDE };
+    GRAD_BITS rows[LANES];
+    NAME(wide) row_of[PARTS], value_of[PARTS], row = {0};
+    for (int l = 0; l < LANES; l++) rows[l] = (GRAD_BITS)picked[l];
+    memcpy(row_of, rows, sizeof rows);
+    memcpy(value_of, value, sizeof rows);
+    int64_t count = 0;
+    for (int64_t i = at.start; i + LANES <= at.end; i += LANES, count++, row += 1)
+        for (int part = 0; part < PARTS; part++)
+            _mm256_stream_si256((__m256i *)(grad + i) + part, (__m256i)((row_of[part] == row) & value_of[part]));
+    return count;
+}
+#endif
+
+/* Zeros and values in one write: zeroing first would go through memory twice. */
 CLONES static int64_t NAME(scatter)(const tensor *t, REAL scale, const void *offsets, const void *values, int wire_float16) {
     GRAD_TYPE *grad = t->grad;
     offsets = (const char *)offsets + t->offsets_at;
-    int past_caches = t->numel * sizeof(GRAD_TYPE) >= STREAMED_BYTES;
+    int streamed = t->width == LANES && t->rows <= 1 << 15 && may_stream(grad, t->numel * sizeof(GRAD_TYPE));
     if (!t->width) memset(grad, 0, t->numel * sizeof(GRAD_TYPE));
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
         INTEGER picked[LANES];
         GRAD_TYPE value[LANES];
-        for (int l = 0; l < at.n; l++) {
-            picked[l] = (INTEGER)load_offset(offsets, t->offset_width, lane + l);
-            value[l] = STORE(scale * NAME(value_of)(values, wire_float16, t->values_at + lane + l));
+        NAME(rows_of)(picked, at, offsets, t->offset_width);
+        for (int l = 0; l < at.n; l++) value[l] = STORE(scale * NAME(value_of)(values, wire_float16, t->values_at + lane + l));
+        lane += at.n;
+        if (!t->width) {
+            for (int l = 0; l < at.n; l++) grad[picked[l]] = value[l];
+            continue;
         }
         INTEGER row = 0;
-        int64_t i = at.start;
-        if (at.n == LANES && t->width)
-            for (; i + LANES <= at.end; i += at.stride, row++) {
-                GRAD_TYPE line[LANES];
-                for (int l = 0; l < LANES; l++) line[l] = picked[l] == row ? value[l] : 0;
-                store_row(grad + i, line, sizeof line, past_caches);
-            }
-        if (t->width)
-            for (; i < at.end; i += at.stride, row++)
+#ifdef STREAMS
+        if (streamed && at.stride == LANES) row = NAME(stream_rows)(grad, at, picked, value);
+#endif
+        for (int64_t i = at.start + row * at.stride; i < at.end; i += at.stride, row++)
+            if (at.n == LANES && i + LANES <= at.end)
+                for (int l = 0; l < LANES; l++) grad[i + l] = picked[l] == row ? value[l] : 0;
+            else
                 for (int l = 0; l < at.n && i + l < at.end; l++) grad[i + l] = picked[l] == row ? value[l] : 0;
-        else
-            for (int l = 0; l < at.n; l++) grad[picked[l]] = value[l];
-        lane += at.n;
     }
     return 0;
 }
