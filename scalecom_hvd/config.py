@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import numbers
@@ -175,6 +176,7 @@ class ScaleComConfig:
         }
 
 
+@functools.cache
 def float16_limit(n_workers: int) -> float:
     """The largest magnitude sent as float16: n such values still have a finite sum. What is cut off stays in the residue."""
     limit = np.float16(65504 / n_workers)

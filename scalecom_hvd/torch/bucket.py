@@ -5,12 +5,27 @@ The reducer says when each move is made; nothing here communicates. Imports move
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import torch
+from torch.profiler import record_function
 
 from scalecom_hvd.torch.moves import Moves
 from scalecom_hvd.torch.residues import CompressedTensor, Residues
+
+# Elements whose pass takes longer (about 0.1 ms) than to hand it to a thread.
+WORTH_A_THREAD = 2**19
+
+
+class Wait(NamedTuple):
+    """What a bucket's step waits for. needs_others: it ends only when other ranks have done something in this step."""
+
+    what: str
+    done: Callable[[], bool]
+    wait: Callable[[], object]
+    needs_others: bool
 
 
 class Bucket:
@@ -32,10 +47,14 @@ class Bucket:
         self.bad: Any = 0
         self.offsets_handle: int | None = None
         self.values_handle: int | None = None
+        self.job: Future | None = None
+        self._exchange: Iterator[Wait] | None = None
+        self._waits_for: Wait | None = None
         first = parameters[names[0]]
         self._device = first.device
         self._dense_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._moves = Moves(list(self.compressed.values()))
+        self._n_compressed = sum(tensor.residue.numel() for tensor in self.compressed.values())
         self.offsets = self._moves.new_offsets(self._device)
         # Look-ahead keeps this step's offsets until it is known that the step counts, while the next ones arrive here.
         self.next_offsets = torch.zeros_like(self.offsets)
@@ -43,8 +62,36 @@ class Bucket:
         self._values = Values(self._moves.n_values, self.dense, wire_dtype, self._device)
         self._whole_values: Values | None = None
 
+    @property
+    def runs_beside_python(self) -> bool:
+        """Whether moves are made on another thread while Python goes on: those of a kernel without Python that take long enough."""
+        return self._moves.native and self._n_compressed >= WORTH_A_THREAD
+
     def offsets_of(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
         return self._moves.offsets_of(tensor, buffer)
+
+    # How far this step has come: the reducer's generator, which makes the moves below.
+
+    def start(self, exchange: Iterator[Wait]) -> None:
+        """Begin this step, unless it has begun."""
+        if self._exchange is None:
+            self._exchange = exchange
+            self._waits_for = next(exchange, None)
+
+    def advance(self, patient: bool = False, needs_others: bool = False) -> None:
+        """Go on as far as no waiting is needed; patient: wait, and for other ranks too only if they are `needs_others`."""
+        while self._waits_for is not None:
+            if not self._waits_for.done():
+                if not patient or (self._waits_for.needs_others and not needs_others):
+                    return
+                with record_function(f"scalecom.wait for {self._waits_for.what}"):
+                    self._waits_for.wait()
+            self._waits_for = next(self._exchange, None)
+
+    def stop(self) -> None:
+        """Give this step up; a move that is being made beside backward is waited for."""
+        if self.job is not None:
+            self.job.exception()
 
     # The moves of one step, in the order in which the reducer makes them.
 
@@ -125,6 +172,7 @@ class Bucket:
         """Be ready for another step."""
         self._moves.finish()
         self.grads = {}
+        self.job = self._exchange = self._waits_for = None
         self.waiting = set(self.names)
         self.launched = self.scattered = False
         self.values_handle = None

@@ -8,6 +8,7 @@ imports nothing of this package above lanes and native.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from scalecom_hvd.lanes import Lanes, Positions
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
 __all__ = ["CHOOSE_ACCUMULATOR", "CHOOSE_NOTHING", "CHOOSE_RESIDUE", "Kernel", "NativeKernel", "Place", "TorchKernel", "kernel_for"]
+
+log = logging.getLogger("scalecom_hvd")
 
 Count = int | torch.Tensor  # a 0-dimensional tensor on devices where reading a number would wait
 
@@ -250,17 +253,49 @@ class NativeKernel:
 
 
 def kernel_for(device: torch.device, grad_dtype: torch.dtype, residue_dtype: torch.dtype) -> type[Kernel]:
-    """The fastest kernel for such tensors. SCALECOM_KERNEL=torch asks for plain torch; =native makes a missing library an error."""
+    """The fastest kernel for such tensors. SCALECOM_KERNEL=torch asks for plain torch; =native makes a missing library an error, and
+    =triton a Triton that cannot be used."""
     asked = os.environ.get("SCALECOM_KERNEL", "")
-    if asked not in ("", "native", "torch"):
-        raise ValueError(f"SCALECOM_KERNEL must be 'native' or 'torch', not {asked!r}")
+    if asked not in ("", "native", "triton", "torch"):
+        raise ValueError(f"SCALECOM_KERNEL must be 'native', 'triton' or 'torch', not {asked!r}")
     same_width = (residue_dtype == torch.float64) == (grad_dtype == torch.float64)
-    if asked == "torch" or device.type != "cpu" or not same_width or _name(grad_dtype) not in native.DTYPES:
+    if asked == "torch" or not same_width or _name(grad_dtype) not in native.DTYPES:
+        return TorchKernel
+    if asked == "triton" or (device.type == "cuda" and not asked):
+        return _triton_kernel(device.type, required=bool(asked))
+    if device.type != "cpu":
         return TorchKernel
     library = native.library()
     if library is None and asked == "native":
         raise RuntimeError("SCALECOM_KERNEL=native, but the native kernel was not built: install a C compiler, then scalecom_hvd again")
     return NativeKernel if library is not None else TorchKernel
+
+
+def _triton_kernel(device_type: str, required: bool) -> type[Kernel]:
+    why_not = _why_not_triton(device_type)
+    if why_not is None:
+        from scalecom_hvd.torch.triton_kernel import TritonKernel
+
+        return TritonKernel
+    if required:
+        raise RuntimeError(f"SCALECOM_KERNEL=triton, but {why_not}")
+    _warn(f"the Triton kernel is not used: {why_not}; the plain-torch kernel is used instead, which is several times slower")
+    return TorchKernel
+
+
+@functools.cache
+def _why_not_triton(device_type: str) -> str | None:
+    """Why the Triton kernel cannot serve tensors of such devices; None if it can. Triton is imported only where someone may use it."""
+    try:
+        from scalecom_hvd.torch import triton_kernel
+    except ImportError as error:
+        return f"triton cannot be imported ({error}): install the version that torch asks for (pip show torch)"
+    return triton_kernel.why_not(device_type)
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    log.warning(text)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.profiler import record_function
 
 from scalecom_hvd.config import float16_limit
-from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Count, Kernel, Place, kernel_for
+from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Count, Kernel, NativeKernel, Place, kernel_for
 from scalecom_hvd.torch.residues import CompressedTensor
 
 
@@ -94,6 +95,12 @@ class Moves:
         ]
         self._grad_dtypes = dtypes
 
+    @property
+    def native(self) -> bool:
+        """Whether the gradients of this step are served by the native kernel alone, which needs no Python."""
+        return all(isinstance(kernel, NativeKernel) for kernel, _ in self._kernels)
+
+    @record_function("scalecom.filter")
     def filter(self, chosen: torch.Tensor | None = None) -> Count:
         """Move (1), and where `chosen` is given, its lanes' winners by |m + g|; gives the number of non-finite gradient elements."""
         self._filtered = True
@@ -105,6 +112,7 @@ class Moves:
         for kernel, _ in self._kernels:
             kernel.filter(0.0, CHOOSE_ACCUMULATOR, chosen)
 
+    @record_function("scalecom.gather")
     def gather(self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int) -> Count:
         """Move (2), after `filter`: `values` become the accumulators at I. Gives the number not finite, which are sent as zero."""
         self._keep(offsets, values)
@@ -112,6 +120,7 @@ class Moves:
         share = 1 - self._beta
         return self._sum(kernel.gather(self._beta, share, offsets, values, self._sent, limit) for kernel, _ in self._kernels)
 
+    @record_function("scalecom.gather_and_filter")
     def gather_and_filter(self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int, chosen: torch.Tensor | None) -> Count:
         """Moves (2) and (1) in look-ahead's order, and where `chosen` is given, the winners by |m| afterwards. Gives the number of elements
         that are not finite."""
@@ -123,6 +132,7 @@ class Moves:
             kernel.gather_and_filter(self._beta, offsets, values, self._sent, limit, choose, chosen) for kernel, _ in self._kernels
         )
 
+    @record_function("scalecom.scatter")
     def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
         """Every output (N,) <- the averaged values at I in the gradient's units, zero elsewhere. It may be the gradient itself; then the
         step cannot be undone."""

@@ -9,26 +9,32 @@ One step, per bucket (DESIGN 5):
     sent whole  all gradients are here -> all-reduce (the dense warm-up, and the first step of look-ahead)
     finish      all values are here    -> every rank sees whether any gradient was not finite; scatter, or take the step back
 
-Why this cannot deadlock: a rank waits only in `finish`, and there first submits everything that needs no waiting (all buckets'
-broadcasts, or all-reduces), then what needs the offsets; `settle` waits only for what every rank submitted in its last step.
-Nothing is waited for in a hook, so ranks may see their gradients in any order, or not at all (those take part with zeros).
+A bucket's step is a generator (`_exchange`) that yields what it has to wait for: its own kernel, which runs on a thread beside backward
+where it can, or other ranks. Hooks let every bucket go on as far as it can without waiting.
+
+Why this cannot deadlock: a rank waits for others only in `finish`, and there first submits everything that needs nothing of this step's
+from them (all buckets' broadcasts, or all-reduces), then what needs the offsets; `settle` waits only for what every rank submitted in
+its last step. Nothing is waited for in a hook, so ranks may see their gradients in any order, or not at all (those take part with zeros).
 
 The optimizer calls `ready` from its hooks and `result` from synchronize(). Imports residues, transport and the rooms below.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.torch.bucket import Bucket, empty_sparse_gradient
+from scalecom_hvd.torch.bucket import Bucket, Wait, empty_sparse_gradient
 from scalecom_hvd.torch.residues import Residues, describe
 from scalecom_hvd.torch.transport import Transport
 
@@ -68,6 +74,8 @@ class Reducer:
         self._send_sparse = send_sparse
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
+        # One thread: memory is the limit, and a second would not be faster.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="scalecom")
         self._agreed = False
         self._bucket_of: dict[str, Bucket] = {}
         self._arrived: dict[str, None] = {}
@@ -96,9 +104,10 @@ class Reducer:
                 elif self._agreed:
                     bucket = self._bucket_of[name]
                     bucket.waiting.discard(name)
-                    if not bucket.waiting and self._take_offsets_if_here(bucket):
-                        self._launch(bucket)
-                self._poll()
+                    if not bucket.waiting:
+                        bucket.start(self._exchange(bucket))
+                for bucket in self.buckets:
+                    bucket.advance()
             except BaseException:
                 self._abort()
                 raise
@@ -151,14 +160,66 @@ class Reducer:
         no_offsets = self.config.lookahead and self.residues.tensors and not self.residues.chosen_ahead
         return bool(self.residues.step < self.config.warmup_steps or no_offsets)
 
-    def _take_offsets_if_here(self, bucket: Bucket) -> bool:
-        """Look-ahead: take over the offsets of this step if they have come, without waiting; gives whether the bucket can be launched."""
-        if self._whole or not self.config.lookahead:
-            return True
-        if bucket.offsets_handle is not None and not self._transport.done(bucket.offsets_handle):
-            return False
+    def _exchange(self, bucket: Bucket) -> Iterator[Wait]:
+        """One bucket's step from its gradients to its all-reduce; yields what it waits for. All gradients are here."""
+        if self._whole:
+            self._exchange_whole(bucket)
+        elif self.config.lookahead:
+            yield from self._exchange_with_lookahead(bucket)
+        elif bucket.compressed:
+            yield from self._exchange_with_offsets_of_now(bucket)
+        else:
+            bucket.begin(False, self._scale)
+            self._send_values(bucket)
+
+    def _exchange_whole(self, bucket: Bucket) -> None:
+        bucket.begin(True, self._scale)
+        self._send_values(bucket)
+        if self.config.lookahead and self.residues.step + 1 >= self.config.warmup_steps:
+            if self.leader(bucket.number, self.residues.step + 1) == self._transport.position:
+                bucket.choose_without_filter(bucket.next_offsets)
+            self._broadcast_ahead(bucket)
+
+    def _exchange_with_lookahead(self, bucket: Bucket) -> Iterator[Wait]:
+        if bucket.offsets_handle is not None:
+            # Every rank submitted this at the end of its last step.
+            yield self._offsets_of(bucket, needs_others=False)
         self._take_offsets(bucket)
-        return True
+        bucket.begin(False, self._scale)
+        # Gather first: the next leader chooses on residues from which this step's values are gone. The filter comes before the
+        # all-reduce because it counts non-finite gradients; both are one pass, and counting alone would cost another.
+        chooses = self.leader(bucket.number, self.residues.step + 1) == self._transport.position
+        yield from self._run(bucket, bucket.gather_and_filter, self._transport.size, bucket.next_offsets if chooses else None)
+        self._send_values(bucket)
+        self._broadcast_ahead(bucket)
+
+    def _exchange_with_offsets_of_now(self, bucket: Bucket) -> Iterator[Wait]:
+        bucket.begin(False, self._scale)
+        leader = self.leader(bucket.number, self.residues.step)
+        if leader == self._transport.position:
+            yield from self._run(bucket, bucket.filter, bucket.offsets)
+            self._broadcast(bucket, bucket.offsets, leader)
+        else:
+            self._broadcast(bucket, bucket.offsets, leader)
+            yield from self._run(bucket, bucket.filter)
+        yield self._offsets_of(bucket, needs_others=True)
+        self._transport.wait(bucket.offsets_handle)
+        bucket.offsets_handle = None
+        yield from self._run(bucket, bucket.gather, self._transport.size)
+        self._send_values(bucket)
+
+    def _run(self, bucket: Bucket, move: Callable[..., None], *arguments: Any) -> Iterator[Wait]:
+        """Make a move of a bucket, beside backward where its kernel needs no Python."""
+        if not bucket.runs_beside_python:
+            move(*arguments)
+            return
+        bucket.job = self._worker.submit(move, *arguments)
+        yield Wait("kernel", bucket.job.done, bucket.job.result, needs_others=False)
+        bucket.job.result()
+
+    def _offsets_of(self, bucket: Bucket, needs_others: bool) -> Wait:
+        done, wait = (functools.partial(f, bucket.offsets_handle) for f in (self._transport.done, self._transport.until_done))
+        return Wait("offsets", done, wait, needs_others)
 
     def _take_offsets(self, bucket: Bucket) -> None:
         """Look-ahead: the offsets that the last step's end broadcast become this step's."""
@@ -168,33 +229,6 @@ class Reducer:
             bucket.offsets, bucket.next_offsets = bucket.next_offsets, bucket.offsets
             for tensor in bucket.compressed.values():
                 self.residues.chosen_ahead[tensor.name] = bucket.offsets_of(tensor, bucket.offsets)
-
-    def _launch(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are here."""
-        bucket.begin(self._whole, self._scale)
-        if self._whole:
-            self._send_values(bucket)
-            if self.config.lookahead and self.residues.step + 1 >= self.config.warmup_steps:
-                if self.leader(bucket.number, self.residues.step + 1) == self._transport.position:
-                    bucket.choose_without_filter(bucket.next_offsets)
-                self._broadcast_ahead(bucket)
-        elif self.config.lookahead:
-            # Gather first: the next leader chooses on residues from which this step's values are gone. The filter comes before the
-            # all-reduce because it counts non-finite gradients; it costs one pass, in a hook, and counting alone would cost another.
-            chooses = self.leader(bucket.number, self.residues.step + 1) == self._transport.position
-            bucket.gather_and_filter(self._transport.size, bucket.next_offsets if chooses else None)
-            self._send_values(bucket)
-            self._broadcast_ahead(bucket)
-        elif bucket.compressed:
-            leader = self.leader(bucket.number, self.residues.step)
-            if leader == self._transport.position:
-                bucket.filter(bucket.offsets)
-                self._broadcast(bucket, bucket.offsets, leader)
-            else:
-                self._broadcast(bucket, bucket.offsets, leader)
-                bucket.filter()
-        else:
-            self._send_values(bucket)
 
     def _broadcast_ahead(self, bucket: Bucket) -> None:
         if bucket.compressed:
@@ -214,21 +248,6 @@ class Reducer:
         self._submitted["dense"] += buffer.numel() * buffer.element_size() - values
         self._submitted["collectives"] += 1
 
-    def _poll(self) -> None:
-        """Go on with buckets whose offsets have arrived meanwhile."""
-        for bucket in self.buckets:
-            if self.config.lookahead:
-                if not bucket.launched and not bucket.waiting and self._take_offsets_if_here(bucket):
-                    self._launch(bucket)
-            elif bucket.offsets_handle is not None and self._transport.done(bucket.offsets_handle):
-                self._gather_and_send(bucket)
-
-    def _gather_and_send(self, bucket: Bucket) -> None:
-        self._transport.wait(bucket.offsets_handle)
-        bucket.offsets_handle = None
-        bucket.gather(self._transport.size)
-        self._send_values(bucket)
-
     def _finish(self) -> None:
         """Submit what is left, wait for everything, and write the averages into the gradients, or take the step back."""
         if not self._arrived:
@@ -236,16 +255,13 @@ class Reducer:
         if not self._agreed:
             self._agree()
         for bucket in self.buckets:
-            if not bucket.launched:
-                # Look-ahead offsets were submitted by every rank at the end of its last step, so this wait ends.
-                self._take_offsets(bucket)
-                self._launch(bucket)
-        if not self.config.lookahead:
+            bucket.start(self._exchange(bucket))
+        for needs_others in (False, True):
             for bucket in self.buckets:
-                if bucket.offsets_handle is not None:
-                    self._gather_and_send(bucket)
-        for bucket in self.buckets:
-            self._transport.wait(bucket.values_handle)
+                bucket.advance(patient=True, needs_others=needs_others)
+        with record_function("scalecom.wait for values"):
+            for bucket in self.buckets:
+                self._transport.wait(bucket.values_handle)
         sparse = {name: handle() for name, handle in self._sparse.items()}
         # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
         sound = [bucket.is_sound().cpu() for bucket in self.buckets] + [g._values().isfinite().all().cpu() for g in sparse.values()]
@@ -283,6 +299,7 @@ class Reducer:
     def _abort(self) -> None:
         """A collective failed in mid-step: take this step's moves back, so that nothing is lost from the residues, and forget it."""
         for bucket in self.buckets:
+            bucket.stop()
             if bucket.launched and not bucket.whole:
                 bucket.undo()
             bucket.forget()

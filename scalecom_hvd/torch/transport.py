@@ -9,11 +9,14 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import time
 import weakref
 from typing import Any
 
 import horovod.torch as horovod
 import torch
+
+POLL_SECONDS = 1e-4
 
 # How many exchanges this process has named; ranks agree on the next number when an exchange starts.
 _instances = itertools.count()
@@ -69,8 +72,14 @@ class Transport:
         """Whether waiting would return at once."""
         return bool(horovod.poll(handle))
 
+    def until_done(self, handle: int) -> None:
+        """Return when waiting would return at once. Horovod's own waiting spins, and takes the core from its background thread."""
+        while not self.done(handle):
+            time.sleep(POLL_SECONDS)
+
     def wait(self, handle: int) -> None:
         """Wait for a collective. Safe only for those that every rank surely submits without waiting for this rank's next one."""
+        self.until_done(handle)
         try:
             horovod.synchronize(handle)
         except horovod.HorovodInternalError as error:
