@@ -46,7 +46,7 @@ class Bucket:
         self.launched = self.whole = self.scattered = False
         self.bad: Any = 0
         self.offsets_handle: int | None = None
-        self.values_handle: int | None = None
+        self.values_handles: list[int] = []
         self.job: Future | None = None
         self._exchange: Iterator[Wait] | None = None
         self._waits_for: Wait | None = None
@@ -61,6 +61,8 @@ class Bucket:
         wire_dtype = next((tensor.wire_dtype for tensor in self.compressed.values()), self._dense_dtype)
         self._values = Values(self._moves.n_values, self.dense, wire_dtype, self._device)
         self._whole_values: Values | None = None
+        self._reduced: Values | None = None  # what this step's all-reduce is made in; None: the gradients themselves
+        self._averaged: dict[str, torch.Tensor] = {}
 
     @property
     def runs_beside_python(self) -> bool:
@@ -117,25 +119,30 @@ class Bucket:
         """Both, in look-ahead's order."""
         self.bad = self.bad + self._moves.gather_and_filter(self.offsets, self._values.compressed, n_workers, chosen)
 
-    def fill(self) -> torch.Tensor:
-        """Complete the values buffer with dense tensors and the count, and give it: this is what is all-reduced."""
+    def fill(self) -> dict[str, torch.Tensor]:
+        """What is all-reduced, by what its name ends in: the values buffer, completed with dense tensors and the count; or, in a step that
+        is sent whole, the gradients themselves, unless they must travel in a wider dtype."""
+        self._reduced = None
+        if self.whole and all(grad.dtype == self._dense_dtype for grad in self.grads.values()):
+            # No count is needed: where a worker's gradient is not finite, the average is not either.
+            self._averaged = {f".{name}": grad for name, grad in self.grads.items()}
+            return self._averaged
         if self.whole and self._whole_values is None:
             self._whole_values = Values(0, self.parameters, self._dense_dtype, self._device)
-        reduced = self._reduced
-        bad = reduced.fill(self.grads)
-        reduced.buffer[-1] = (self.bad + bad) != 0
-        return reduced.buffer
-
-    @property
-    def _reduced(self) -> Values:
-        """The values that the last all-reduce of this bucket was made in."""
-        return self._whole_values if self.whole else self._values
+        self._reduced = self._whole_values if self.whole else self._values
+        bad = self._reduced.fill(self.grads)
+        self._reduced.buffer[-1] = (self.bad + bad) != 0
+        self._averaged = {"": self._reduced.buffer}
+        return self._averaged
 
     def is_sound(self) -> torch.Tensor:
         """Whether no worker had a non-finite gradient, and all averages are finite in the gradients' dtype, as a 0-dimensional tensor."""
-        # The smallest and the largest tell of all: one pass, and nothing as large as the buffer is made.
-        smallest, largest = torch.aminmax(self._reduced.buffer)
-        sound = (self._reduced.buffer[-1] == 0) & smallest.isfinite() & largest.isfinite()
+        # The smallest and the largest tell of all: one pass, and nothing as large as the gradients is made.
+        ends = [end for average in self._averaged.values() if average.numel() for end in torch.aminmax(average)]
+        sound = torch.stack(ends).isfinite().all() if ends else torch.tensor(True)
+        if self._reduced is None:
+            return sound
+        sound = sound & (self._reduced.buffer[-1] == 0)
         averages = self._reduced.whole if self.whole else self._reduced.whole | self._moves.values_of(self._values.compressed)
         for name, grad in self.grads.items():
             if grad.dtype == torch.float16:
@@ -150,7 +157,8 @@ class Bucket:
         self.scattered = True
         if not self.whole:
             self._moves.scatter([self.grads[name] for name in self.compressed], self.offsets, self._values.compressed)
-        self._reduced.copy_to(self.grads)
+        if self._reduced is not None:
+            self._reduced.copy_to(self.grads)
 
     def spoil(self) -> None:
         """Make every gradient NaN, which is how a step that must not be taken shows on all ranks."""
@@ -171,11 +179,11 @@ class Bucket:
     def forget(self) -> None:
         """Be ready for another step."""
         self._moves.finish()
-        self.grads = {}
+        self.grads, self._averaged = {}, {}
         self.job = self._exchange = self._waits_for = None
         self.waiting = set(self.names)
         self.launched = self.scattered = False
-        self.values_handle = None
+        self.values_handles = []
 
     def drop_whole_buffer(self) -> None:
         self._whole_values = None

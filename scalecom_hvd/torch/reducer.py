@@ -174,10 +174,11 @@ class Reducer:
 
     def _exchange_whole(self, bucket: Bucket) -> None:
         bucket.begin(True, self._scale)
+        offsets_follow = self.config.lookahead and self.residues.step + 1 >= self.config.warmup_steps
+        if offsets_follow and self.leader(bucket.number, self.residues.step + 1) == self._transport.position:
+            bucket.choose_without_filter(bucket.next_offsets)  # before the gradients are averaged in place
         self._send_values(bucket)
-        if self.config.lookahead and self.residues.step + 1 >= self.config.warmup_steps:
-            if self.leader(bucket.number, self.residues.step + 1) == self._transport.position:
-                bucket.choose_without_filter(bucket.next_offsets)
+        if offsets_follow:
             self._broadcast_ahead(bucket)
 
     def _exchange_with_lookahead(self, bucket: Bucket) -> Iterator[Wait]:
@@ -241,12 +242,12 @@ class Reducer:
 
     def _send_values(self, bucket: Bucket) -> None:
         kind = "whole" if self._whole else "values"
-        buffer = bucket.fill()
-        bucket.values_handle = self._transport.average(buffer, f"{kind}.{bucket.number}")
+        averaged = bucket.fill()
+        bucket.values_handles = [self._transport.average(buffer, f"{kind}.{bucket.number}{ending}") for ending, buffer in averaged.items()]
         values = 0 if self._whole else bucket.values_bytes()
         self._submitted["values"] += values
-        self._submitted["dense"] += buffer.numel() * buffer.element_size() - values
-        self._submitted["collectives"] += 1
+        self._submitted["dense"] += sum(buffer.numel() * buffer.element_size() for buffer in averaged.values()) - values
+        self._submitted["collectives"] += len(averaged)
 
     def _finish(self) -> None:
         """Submit what is left, wait for everything, and write the averages into the gradients, or take the step back."""
@@ -261,7 +262,8 @@ class Reducer:
                 bucket.advance(patient=True, needs_others=needs_others)
         with record_function("scalecom.wait for values"):
             for bucket in self.buckets:
-                self._transport.wait(bucket.values_handle)
+                for handle in bucket.values_handles:
+                    self._transport.wait(handle)
         sparse = {name: handle() for name, handle in self._sparse.items()}
         # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
         sound = [bucket.is_sound().cpu() for bucket in self.buckets] + [g._values().isfinite().all().cpu() for g in sparse.values()]

@@ -42,7 +42,7 @@ def test_stats_count_what_the_timeline_counts(launched, tmp_path, launcher, sett
     output = launched(launcher, 2, [WORKER, json.dumps(settings), STEPS], HOROVOD_TIMELINE=str(timeline))
     stats = json.loads(re.search(r"STATS (\{.*\})", output).group(1))
     counted = bytes_in_timeline(timeline)
-    assert all(re.fullmatch(r"scalecom\.(offsets|values|whole)\.\d+|scalecom\.agreement.*", name) for name in counted), counted.keys()
+    assert all(re.fullmatch(r"scalecom\.((offsets|values)\.\d+|whole\.\d+\..+|agreement.*)", name) for name in counted), counted.keys()
 
     def per_step(kind):
         runs = [runs for name, runs in counted.items() if name.startswith(f"scalecom.{kind}.")]
