@@ -90,6 +90,10 @@ class Bucket:
                     self._waits_for.wait()
             self._waits_for = next(self._exchange, None)
 
+    @property
+    def waits_for_others(self) -> bool:
+        return self._waits_for is not None and self._waits_for.needs_others
+
     def stop(self) -> None:
         """Give this step up; a move that is being made beside backward is waited for."""
         if self.job is not None:

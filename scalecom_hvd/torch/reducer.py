@@ -25,7 +25,6 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from torch.profiler import record_function
 import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.torch.beside import Beside
 from scalecom_hvd.torch.bucket import Bucket, Wait, empty_sparse_gradient
 from scalecom_hvd.torch.residues import Residues, describe
 from scalecom_hvd.torch.transport import Transport
@@ -41,6 +41,21 @@ from scalecom_hvd.torch.transport import Transport
 log = logging.getLogger("scalecom_hvd")
 
 Groups = Sequence[Sequence[str]]
+
+
+def cut(sizes: Sequence[int], names: Sequence[str], limit: int) -> list[list[str]]:
+    """Names in order, cut where the next does not fit into `limit`, nor into half of what is left; none is much smaller than an eighth."""
+    buckets: list[list[str]] = []
+    left, filled = sum(sizes), 0
+    for name, size in zip(names, sizes, strict=True):
+        full = filled + size > max(min(limit, left / 2), limit / 8) and left - filled >= limit / 8
+        if not buckets or (filled and full):
+            left -= filled
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += size
+    return buckets
 
 
 class Reducer:
@@ -74,8 +89,9 @@ class Reducer:
         self._send_sparse = send_sparse
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
-        # One thread: memory is the limit, and a second would not be faster.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="scalecom")
+        self._beside = Beside(self._go_on)
+        self._failure: BaseException | None = None
+        self._finishing = False
         self._agreed = False
         self._bucket_of: dict[str, Bucket] = {}
         self._arrived: dict[str, None] = {}
@@ -106,8 +122,7 @@ class Reducer:
                     bucket.waiting.discard(name)
                     if not bucket.waiting:
                         bucket.start(self._exchange(bucket))
-                for bucket in self.buckets:
-                    bucket.advance()
+                self._advance()
             except BaseException:
                 self._abort()
                 raise
@@ -117,11 +132,14 @@ class Reducer:
         name = self._names[parameter]
         with self._lock:
             if name not in self._outputs:
+                self._finishing = True
                 try:
                     self._finish()
                 except BaseException:
                     self._abort()
                     raise
+                finally:
+                    self._finishing = False
             return self._outputs.pop(name)
 
     def in_step(self) -> bool:
@@ -149,6 +167,26 @@ class Reducer:
         return (step + (bucket if self.config.leader == "staggered" else 0)) % (self._transport.size or 1)
 
     # One step.
+
+    def _advance(self) -> None:
+        """Let every bucket go on as far as it can without waiting."""
+        if self._failure is not None:
+            raise self._failure
+        for bucket in self.buckets:
+            bucket.advance()
+
+    def _go_on(self) -> bool:
+        """The same on the thread beside backward; gives whether some bucket waits for others, so that it is worth to look again soon."""
+        if not self._lock.acquire(blocking=False):
+            return not self._finishing  # a hook has it for a moment, or `_finish` till the step's end
+        try:
+            self._advance()
+            return any(bucket.waits_for_others for bucket in self.buckets)
+        except BaseException as error:
+            self._failure = error  # raised where the user's thread comes by
+            return False
+        finally:
+            self._lock.release()
 
     def _begin_step(self) -> None:
         self._outputs.clear()
@@ -214,7 +252,7 @@ class Reducer:
         if not bucket.runs_beside_python:
             move(*arguments)
             return
-        bucket.job = self._worker.submit(move, *arguments)
+        bucket.job = self._beside.submit(move, *arguments)
         yield Wait("kernel", bucket.job.done, bucket.job.result, needs_others=False)
         bucket.job.result()
 
@@ -255,6 +293,7 @@ class Reducer:
             raise RuntimeError("the optimizer asked for averaged gradients before it reported any: this is a bug in scalecom_hvd")
         if not self._agreed:
             self._agree()
+        self._advance()
         for bucket in self.buckets:
             bucket.start(self._exchange(bucket))
         for needs_others in (False, True):
@@ -306,6 +345,7 @@ class Reducer:
                 bucket.undo()
             bucket.forget()
             bucket.offsets_handle = None
+        self._failure = None
         self.residues.chosen_ahead.clear()
         self._arrived.clear()
         self._sparse = dict.fromkeys(self._sparse)
@@ -370,18 +410,20 @@ class Reducer:
         return self._split([name for name in [*arrived, *late] if name in wanted], self.config.bucket_bytes)
 
     def _split(self, names: list[str], limit: int | None) -> list[list[str]]:
-        done, open_buckets, sizes = [], {}, {}
+        """Buckets of at most `limit` bytes of gradients, where tensors are not larger themselves; one of each kind, without a limit.
+
+        The last ones are smaller: what arrives last has nothing to hide behind.
+        """
+        kinds: dict[Any, list[str]] = {}
         for name in names:
             parameter = self._parameters[name]
             tensor = self.residues.tensors.get(name)
             dense_dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            key = (parameter.device, tensor.wire_dtype if tensor else dense_dtype, dense_dtype)
-            open_buckets.setdefault(key, []).append(name)
-            sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
-            if limit is not None and sizes[key] >= limit:
-                done.append(open_buckets.pop(key))
-                sizes.pop(key)
-        return done + list(open_buckets.values())
+            kinds.setdefault((parameter.device, tensor.wire_dtype if tensor else dense_dtype, dense_dtype), []).append(name)
+        if limit is None:
+            return list(kinds.values())
+        sizes = {name: self._parameters[name].numel() * self._parameters[name].element_size() for name in names}
+        return [bucket for kind in kinds.values() for bucket in cut([sizes[name] for name in kind], kind, limit)]
 
     def _make_buckets(self, plan: list[list[str]]) -> None:
         self.residues.buckets = plan

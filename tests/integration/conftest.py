@@ -1,5 +1,6 @@
 """Tests that start launchers, scripts and installations, as a user does. Every command has a time limit and shows its output on failure."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -29,6 +30,9 @@ def run(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
             pytest.fail(f"not done after {limit} s: {command}\n{output}")
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # pytest-timeout may come first
+                os.killpg(process.pid, signal.SIGKILL)
         if (process.returncode != 0) != fails:
             pytest.fail(f"exit code {process.returncode}: {command}\n{output}")
         return output

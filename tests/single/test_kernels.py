@@ -210,7 +210,7 @@ def test_which_kernel(monkeypatch):
     monkeypatch.setenv("SCALECOM_KERNEL", "torch")
     assert kernel_for(cpu, torch.float32, torch.float32) is TorchKernel
     monkeypatch.setenv("SCALECOM_KERNEL", "fast")
-    with pytest.raises(ValueError, match="must be 'native' or 'torch'"):
+    with pytest.raises(ValueError, match="must be 'native', 'triton' or 'torch'"):
         kernel_for(cpu, torch.float32, torch.float32)
 
 

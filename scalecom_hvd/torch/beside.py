@@ -1,0 +1,63 @@
+"""A thread beside backward, on which kernels run that need no Python, and which lets the exchange go on between them.
+
+Gradients arrive in bursts, and between two of them backward may compute for long without a hook; what became possible meanwhile (a
+kernel is done, offsets have come) is not to wait for the next one. Used by reducer.py; imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+POLL_SECONDS = 3e-4
+
+
+class Beside:
+    """One thread, started when it is first needed; it ends with its owner. A second would not be faster: memory is the limit.
+
+    go_on: a method of the owner, called after every job, and then again every POLL_SECONDS as long as it gives True.
+    """
+
+    def __init__(self, go_on: Callable[[], bool]) -> None:
+        self._go_on = weakref.WeakMethod(go_on)  # the thread must not keep its owner alive
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(go_on.__self__, self._jobs.put, None)
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
+        """Have a function called on the thread, after those submitted before."""
+        if self._thread is None:
+            # A daemon: a script that ends in mid-step is not held up.
+            self._thread = threading.Thread(target=_serve, args=(self._jobs, self._go_on), name="scalecom", daemon=True)
+            self._thread.start()
+        future: Future = Future()
+        self._jobs.put((future, function, arguments))
+        return future
+
+
+def _serve(jobs: queue.SimpleQueue, go_on: weakref.WeakMethod) -> None:
+    again = False
+    while True:
+        try:
+            job = jobs.get(timeout=POLL_SECONDS if again else None)
+        except queue.Empty:
+            pass
+        else:
+            if job is None:
+                return
+            _do(*job)
+            del job  # it holds gradients
+        owners = go_on()
+        again = owners is not None and owners()
+        del owners
+
+
+def _do(future: Future, function: Callable[..., Any], arguments: tuple) -> None:
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:
+        future.set_exception(error)

@@ -1,0 +1,182 @@
+"""The Triton kernel (scalecom_hvd/triton) as a `Kernel` of kernels.py: for CUDA tensors, and under TRITON_INTERPRET=1 for the CPU's.
+
+Nothing here waits for the device: a step's addresses go there by one small asynchronous copy, and counts stay there. Only the choice of
+exact selection, which is plain torch's, does wait. Imported by kernels.py when a tensor asks for it, since it imports triton.
+
+All launches go to the stream that is current on the tensors' device, so callers need nothing more where one stream is used, as in
+autograd's hooks. Who uses several must let each move's stream wait for the one before, and the next step's first for this step's last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from scalecom_hvd import triton as tiles
+from scalecom_hvd.lanes import LANES, Positions
+from scalecom_hvd.torch.kernels import CHOOSE_NOTHING, Count, Kernel, Place, TorchKernel
+
+__all__ = ["TritonKernel", "why_not"]
+
+# What gradients are stored in; scalecom_hvd/triton reads int16 as bfloat16.
+_STORED = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.int16}
+
+
+def why_not(device_type: str) -> str | None:
+    """Why the kernel cannot serve tensors of such devices, and what can be done about it; None if it can."""
+    if device_type == "cpu":
+        return None if tiles.INTERPRETED else "it is for CUDA devices: tensors of the CPU need TRITON_INTERPRET=1 (slow, for tests)"
+    if device_type != "cuda":
+        return f"it is for CUDA devices, not for {device_type!r}"
+    if tiles.INTERPRETED:
+        return "TRITON_INTERPRET is set, and the interpreter cannot follow addresses on a device: unset it"
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # such as a missing C compiler, which Triton needs to talk to the driver
+        return f"Triton does not work on this machine ({error})"
+    return None
+
+
+class TritonKernel:
+    """One launch per move and gradient dtype. Tensors of exact selection are left to plain torch: it is for studies."""
+
+    def __init__(self, places: Sequence[Place], grad_dtypes: Sequence[torch.dtype]) -> None:
+        members: dict[torch.dtype | None, list[int]] = {}
+        for i, (place, dtype) in enumerate(zip(places, grad_dtypes, strict=True)):
+            members.setdefault(None if isinstance(place.geometry, Positions) else dtype, []).append(i)
+        self._parts: list[tuple[Kernel, list[int]]] = []
+        for dtype, chosen in members.items():
+            kind = TorchKernel if dtype is None else _OneDtype
+            self._parts.append((kind([places[i] for i in chosen], [grad_dtypes[i] for i in chosen]), chosen))
+
+    def begin(self, grads, frozen, scale):
+        for part, members in self._parts:
+            part.begin([grads[i] for i in members], [frozen[i] for i in members], scale)
+
+    def filter(self, beta, choose, chosen):
+        return _sum(part.filter(beta, choose, chosen) for part, _ in self._parts)
+
+    def gather(self, beta, share, offsets, values, sent, limit):
+        return _sum(part.gather(beta, share, offsets, values, sent, limit) for part, _ in self._parts)
+
+    def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
+        return _sum(part.gather_and_filter(beta, offsets, values, sent, limit, choose, chosen) for part, _ in self._parts)
+
+    def scatter(self, outputs, offsets, values):
+        for part, members in self._parts:
+            part.scatter([outputs[i] for i in members], offsets, values)
+
+    def undo(self, beta, filtered, offsets, sent):
+        for part, _ in self._parts:
+            part.undo(beta, filtered, offsets, sent)
+
+    def finish(self):
+        for part, _ in self._parts:
+            part.finish()
+
+
+class _OneDtype:
+    """The same for tensors of lanes whose gradients have one dtype."""
+
+    def __init__(self, places, grad_dtypes):
+        self._places = places
+        self._device = places[0].residue.device
+        real = tl.float64 if grad_dtypes[0] == torch.float64 else tl.float32
+        self._dtypes = {"GRAD": _STORED[grad_dtypes[0]], "REAL": real}
+        self._block = 32 if real == tl.float32 else 16  # rows at a time: a thread has 4 x 16 bytes of residue under way
+        table = _tiles(places)
+        self._n_tiles = len(table)
+        self._tiles = self._to_device(table)
+        self._tensors = self._to_device(np.array([_fields(place) for place in places], np.int64))
+        self.finish()
+
+    def begin(self, grads, frozen, scale):
+        self._grads, self._frozen, self._scale = grads, frozen, scale
+        self._step = self._step_table(grads)
+
+    def finish(self):
+        self._grads = self._step = None
+
+    def filter(self, beta, choose, chosen):
+        count = self._new_count()
+        self._launch_pass(tiles.filter_tiles, chosen, count, beta, self._scale, CHOOSE=choose)
+        return count
+
+    def gather(self, beta, share, offsets, values, sent, limit):
+        count = self._new_count()
+        arguments = offsets, values, sent, count, beta, self._scale, share, limit
+        self._launch(tiles.gather_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
+        return count
+
+    def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
+        count = self._new_count()
+        arguments = offsets, values, sent, chosen, count, beta, self._scale, limit
+        self._launch_pass(tiles.gather_and_filter_tiles, *arguments, CHOOSE=choose)
+        return count
+
+    def scatter(self, outputs, offsets, values):
+        in_place = all(output.data_ptr() == grad.data_ptr() for output, grad in zip(outputs, self._grads, strict=True))
+        step = self._step if in_place else self._step_table(outputs)
+        self._launch(tiles.scatter_tiles, step, offsets, values, 1 / self._scale, BLOCK=self._block, num_warps=4)
+
+    def undo(self, beta, filtered, offsets, sent):
+        if offsets is not None:
+            self._launch_pass(tiles.undo_tiles, offsets, sent, beta, beta if filtered else 0.0, self._scale)
+        elif filtered:
+            self.filter(-beta, CHOOSE_NOTHING, None)
+
+    def _launch_pass(self, kernel, *arguments, **constants):
+        self._launch(kernel, self._step, *arguments, **constants, BLOCK=self._block, num_warps=4)
+
+    def _launch(self, kernel, step, *arguments, **constants):
+        if self._n_tiles == 0:
+            return
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+            # No fused multiply-adds: they round otherwise than all other kernels.
+            kernel[(self._n_tiles,)](self._tiles, self._tensors, step, *arguments, **constants, **self._dtypes, enable_fp_fusion=False)
+
+    def _step_table(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The fields of a step, in the order in which scalecom_hvd/triton names them, with the addresses of `tensors`."""
+        rows = []
+        for place, tensor, frozen in zip(self._places, tensors, self._frozen, strict=True):
+            address = tensor.data_ptr()
+            rows.append((address, frozen, (address | place.residue.data_ptr()) % 16 == 0))
+        return self._to_device(np.array(rows, np.int64))
+
+    def _to_device(self, table: np.ndarray) -> torch.Tensor:
+        """A copy that nobody waits for. Pinned memory is taken anew every time: torch hands it out again when the copy is over."""
+        if self._device.type != "cuda":
+            return torch.from_numpy(table)
+        return torch.from_numpy(table).pin_memory().to(self._device, non_blocking=True)
+
+    def _new_count(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.int64, device=self._device)
+
+
+def _tiles(places: Sequence[Place]) -> np.ndarray:
+    """Every tile's tensor and number in there. Those of last groups come first: they take longest, and would be waited for at the end."""
+    counts = [-(-place.geometry.k // LANES) for place in places]
+    tensor = np.repeat(np.arange(len(places)), counts)
+    number = np.arange(len(tensor)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+    full_lanes = np.array([place.geometry.full_lanes for place in places])
+    order = np.argsort(number * LANES < full_lanes[tensor], kind="stable")
+    return np.stack([tensor, number], axis=1).astype(np.int32)[order]
+
+
+def _fields(place: Place) -> tuple[int, ...]:
+    """The fields of a tensor, in the order in which scalecom_hvd/triton names them."""
+    lanes = place.geometry
+    left, last = lanes.numel - lanes.full_lanes * lanes.rows, max(lanes.k - lanes.full_lanes, 1)
+    address, width = place.residue.data_ptr(), lanes.offset_dtype.itemsize
+    return address, lanes.numel, lanes.k, lanes.full_lanes, lanes.rows, -(-left // last), width, place.offsets_at, place.values_at
+
+
+def _sum(counts: Iterable[Count]) -> Count:
+    return functools.reduce(operator.add, counts)

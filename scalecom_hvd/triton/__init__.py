@@ -1,0 +1,412 @@
+"""The fused lane kernel for CUDA, in Triton: what one step does to the residues of many tensors, one launch per move.
+
+Called by torch/triton_kernel.py with addresses, so it imports no other framework. The arithmetic is that of native/lanes.c, rounding by
+rounding, so results are bit-identical to every other kernel's; launch with enable_fp_fusion=False. With TRITON_INTERPRET=1 in the
+environment when this is imported, the kernels run on tensors of the CPU, slowly.
+
+One program does one tile: at most 64 lanes side by side (lanes.py), over all their rows. Tables on the device say where things lie:
+    tiles    int32 (tiles, 2)                  the tensor that a tile is of, and how many of the tensor's tiles come before it
+    tensors  int64 (tensors, N_FIELDS)         what is fixed about a tensor: the fields RESIDUE to VALUES_AT
+    step     int64 (tensors, N_STEP_FIELDS)    what is this step's: the fields ADDRESS to ALIGNED
+Floats arrive as float64 and are rounded to the residue's dtype once. GRAD is the dtype that gradients are stored in, where int16 stands
+for bfloat16, whose bits are converted here (the interpreter does not round them). REAL is the residue's dtype. BLOCK: rows at a time.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from scalecom_hvd import lanes, native
+
+# What a kernel reads must be a constexpr.
+CHOOSE_NOTHING, CHOOSE_RESIDUE = tl.constexpr(native.CHOOSE_NOTHING), tl.constexpr(native.CHOOSE_RESIDUE)
+LANES = tl.constexpr(lanes.LANES)
+LAST_ROW = tl.constexpr(2**31 - 1)
+# Rows that the threads of a program hold side by side when each has 16 bytes: of so many, one keeps the best.
+SLOTS = tl.constexpr(8)
+
+# RESIDUE: its address. NUMEL, K, FULL_LANES: as in lanes.py. ROWS, LAST_ROWS: of a full group, and of the last one. OFFSET_WIDTH: in bytes.
+# OFFSETS_AT, VALUES_AT: where its offsets and values begin in their buffers, in bytes and in elements.
+N_FIELDS = tl.constexpr(9)
+RESIDUE, NUMEL, K, FULL_LANES, ROWS, LAST_ROWS, OFFSET_WIDTH, OFFSETS_AT, VALUES_AT = (tl.constexpr(i) for i in range(9))
+# ADDRESS: of the gradient, or of what is written in its stead. ALIGNED: this address and the residue's are multiples of 16.
+N_STEP_FIELDS = tl.constexpr(3)
+ADDRESS, FROZEN, ALIGNED = (tl.constexpr(i) for i in range(3))
+
+# Whether the kernels below run in the interpreter.
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+class Tile(NamedTuple):
+    """At most 64 lanes of a tensor: lane l's element in row r is at start + l + r * stride, for l < lanes, r < rows, below end."""
+
+    residue: tl.tensor
+    grad: tl.tensor
+    start: tl.tensor
+    end: tl.tensor
+    stride: tl.tensor
+    rows: tl.tensor
+    lane: tl.tensor  # the first one's number
+    lanes: tl.tensor
+    wide: tl.tensor  # 64 lanes and a stride of 64 in aligned memory: one stretch, moved 16 bytes at a time
+    frozen: tl.tensor
+    offsets_at: tl.tensor
+    offset_width: tl.tensor
+    values_at: tl.tensor
+
+
+@triton.jit
+def filter_tiles(
+    tiles,
+    tensors,
+    step,
+    chosen,
+    count,
+    beta: tl.float64,
+    scale: tl.float64,
+    CHOOSE: tl.constexpr,
+    GRAD: tl.constexpr,
+    REAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g| or |m_new|.
+
+    Adds to `count` how many elements of g are not finite.
+    """
+    tile = _tile(tiles, tensors, step, GRAD, REAL)
+    unused = tl.zeros((LANES,), REAL)
+    winner, bad = _pass(tile, beta, scale, unused, unused, False, CHOOSE, BLOCK)
+    if CHOOSE != CHOOSE_NOTHING:
+        _store_offsets(chosen, tile, winner)
+    _add(count, bad)
+
+
+@triton.jit
+def gather_tiles(
+    tiles,
+    tensors,
+    step,
+    offsets,
+    values,
+    sent,
+    count,
+    beta: tl.float64,
+    scale: tl.float64,
+    share: tl.float64,
+    limit: tl.float64,
+    WITH_GRAD: tl.constexpr,
+    GRAD: tl.constexpr,
+    REAL: tl.constexpr,
+):
+    """values, sent <- m[I] + share * g[I], clamped and rounded to the wire dtype; m[I] <- m[I] - beta * sent. WITH_GRAD: share is not 0.
+
+    Adds to `count` how many values are not finite: those are sent as zero.
+    """
+    tile = _tile(tiles, tensors, step, GRAD, REAL)
+    row = _load_offsets(offsets, tile)
+    rest, bad = _send(tile, row, values, sent, beta, scale, share, limit, WITH_GRAD)
+    tl.store(tile.residue + _indices(tile, row), rest, mask=_is_lane(tile))
+    _add(count, bad)
+
+
+@triton.jit
+def gather_and_filter_tiles(
+    tiles,
+    tensors,
+    step,
+    offsets,
+    values,
+    sent,
+    chosen,
+    count,
+    beta: tl.float64,
+    scale: tl.float64,
+    limit: tl.float64,
+    CHOOSE: tl.constexpr,
+    GRAD: tl.constexpr,
+    REAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`gather_tiles` with share 1, then `filter_tiles`, in one pass over memory. Adds both counts."""
+    tile = _tile(tiles, tensors, step, GRAD, REAL)
+    row = _load_offsets(offsets, tile)
+    rest, not_sent = _send(tile, row, values, sent, beta, scale, 1.0, limit, True)
+    tl.debug_barrier()  # all threads have read m[I] before one writes there
+    winner, bad = _pass(tile, beta, scale, row, rest, True, CHOOSE, BLOCK)
+    if CHOOSE != CHOOSE_NOTHING:
+        _store_offsets(chosen, tile, winner)
+    _add(count, bad + not_sent)
+
+
+@triton.jit
+def scatter_tiles(
+    tiles,
+    tensors,
+    step,
+    offsets,
+    values,
+    scale: tl.float64,
+    GRAD: tl.constexpr,
+    REAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Outputs <- scale * values at I, zero elsewhere: one write of everything."""
+    tile = _tile(tiles, tensors, step, GRAD, REAL)
+    row = _load_offsets(offsets, tile)
+    value = _to_gradient(_real(scale, REAL) * _load_values(values, tile).to(REAL), GRAD)
+    if tile.wide:
+        _write(tile, row, value, True, BLOCK)
+    else:
+        _write(tile, row, value, False, SLOTS)
+
+
+@triton.jit
+def undo_tiles(
+    tiles,
+    tensors,
+    step,
+    offsets,
+    sent,
+    beta: tl.float64,
+    filtered: tl.float64,
+    scale: tl.float64,
+    GRAD: tl.constexpr,
+    REAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """m[I] <- m[I] + beta * sent, then m <- m - filtered * g."""
+    tile = _tile(tiles, tensors, step, GRAD, REAL)
+    row = _load_offsets(offsets, tile)
+    m = tl.load(tile.residue + _indices(tile, row), mask=_is_lane(tile), other=0)
+    m += _unless_frozen(tile, beta) * _load_values(sent, tile).to(REAL)
+    tl.debug_barrier()  # all threads have read m[I] before one writes there
+    # Subtracting is adding the negative, to the bit.
+    _pass(tile, -filtered, scale, row, m, True, CHOOSE_NOTHING, BLOCK)
+
+
+@triton.jit
+def _tile(tiles, tensors, step, GRAD: tl.constexpr, REAL: tl.constexpr):
+    """The tile of this program."""
+    number = tl.program_id(0)
+    tensor, lane = tl.load(tiles + 2 * number), tl.load(tiles + 2 * number + 1).to(tl.int64) * LANES
+    fixed, now = tensors + tensor * N_FIELDS, step + tensor * N_STEP_FIELDS
+    k, rows, full = tl.load(fixed + K), tl.load(fixed + ROWS), tl.load(fixed + FULL_LANES)
+    in_full_group = lane < full
+    return Tile(
+        residue=tl.load(fixed + RESIDUE).to(tl.pointer_type(REAL)),
+        grad=tl.load(now + ADDRESS).to(tl.pointer_type(GRAD)),
+        start=tl.where(in_full_group, lane * rows, full * rows + lane - full),
+        end=tl.load(fixed + NUMEL),
+        stride=tl.where(in_full_group, LANES, k - full),
+        rows=tl.where(in_full_group, rows, tl.load(fixed + LAST_ROWS)).to(tl.int32),
+        lane=lane,
+        lanes=k - lane,
+        wide=in_full_group & (tl.load(now + ALIGNED) != 0),
+        frozen=tl.load(now + FROZEN) != 0,
+        offset_width=tl.load(fixed + OFFSET_WIDTH),
+        offsets_at=tl.load(fixed + OFFSETS_AT),
+        values_at=tl.load(fixed + VALUES_AT),
+    )
+
+
+@triton.jit
+def _pass(tile, beta, scale, changed, instead, CHANGED: tl.constexpr, CHOOSE: tl.constexpr, BLOCK: tl.constexpr):
+    """m <- m + beta * g; CHANGED: in every lane, `instead` stands for m in row `changed`.
+
+    Gives every lane's winner, and the number of elements of g that are not finite.
+    """
+    beta, scale = _unless_frozen(tile, beta), _real(scale, tile.residue.dtype.element_ty)
+    if tile.wide:
+        winner, bad = _pass_rows(tile, beta, scale, changed, instead, True, CHANGED, CHOOSE, BLOCK)
+    else:
+        winner, bad = _pass_rows(tile, beta, scale, changed, instead, False, CHANGED, CHOOSE, SLOTS)
+    return winner, bad
+
+
+@triton.jit
+def _pass_rows(tile, beta, scale, changed, instead, WIDE: tl.constexpr, CHANGED: tl.constexpr, CHOOSE: tl.constexpr, BLOCK: tl.constexpr):
+    """`_pass` for one kind of tile."""
+    # Rows that lie SLOTS apart are compared within a thread, and share what is kept; threads ask one another only at the end.
+    best = tl.full((SLOTS, LANES), -1, _magnitude(beta).dtype)
+    winner = tl.zeros((SLOTS, LANES), tl.int32)
+    bad = tl.zeros((SLOTS, LANES), tl.int32)
+    for first in range(0, tile.rows, BLOCK):
+        row, begin, within, exists = _block(tile, first, WIDE, BLOCK)
+        residue = _elements(tile.residue, begin, within, WIDE)
+        m = tl.load(residue, mask=exists, other=0)
+        g, finite = _usable(tl.load(_elements(tile.grad, begin, within, WIDE), mask=exists, other=0), scale)
+        bad += tl.sum(tl.reshape(tl.where(finite, 0, 1), (BLOCK // SLOTS, SLOTS, LANES)), axis=0)
+        if CHANGED:
+            m = tl.where(row[:, None] == changed[None, :], instead[None, :], m)
+        updated = m + beta * g
+        tl.store(residue, updated, mask=exists)
+        if CHOOSE != CHOOSE_NOTHING:
+            size = tl.where(exists, _magnitude(updated if CHOOSE == CHOOSE_RESIDUE else m + g), -1)
+            size = tl.reshape(size, (BLOCK // SLOTS, SLOTS, LANES))
+            row = tl.reshape(row, (BLOCK // SLOTS, SLOTS))[:, :, None]
+            largest = tl.max(size, axis=0)
+            larger = tl.min(tl.where(size == largest[None, :, :], row, LAST_ROW), axis=0)
+            winner = tl.where(largest > best, larger, winner)
+            best = tl.maximum(largest, best)
+    lane_winner = tl.zeros((LANES,), tl.int32)
+    if CHOOSE != CHOOSE_NOTHING:
+        largest = tl.max(best, axis=0)
+        lane_winner = tl.min(tl.where(best == largest[None, :], winner, LAST_ROW), axis=0)  # the first of equals
+    return lane_winner, tl.sum(bad)
+
+
+@triton.jit
+def _send(tile, row, values, sent, beta, scale, share, limit, WITH_GRAD: tl.constexpr):
+    """Writes a tile's values; gives what stays of m there, and how many values are not finite."""
+    REAL: tl.constexpr = tile.residue.dtype.element_ty
+    index, is_lane = _indices(tile, row), _is_lane(tile)
+    m = tl.load(tile.residue + index, mask=is_lane, other=0)
+    value = m
+    if WITH_GRAD:
+        g, _ = _usable(tl.load(tile.grad + index, mask=is_lane, other=0), _real(scale, REAL))
+        value = m + _real(share, REAL) * g
+    value = tl.where(tile.frozen, 0, value)
+    finite = _is_finite(value)
+    value = _to_wire(tl.where(finite, value, 0), _real(limit, REAL), values.dtype.element_ty)
+    at = tile.values_at + tile.lane + tl.arange(0, LANES)
+    tl.store(values + at, value, mask=is_lane)
+    tl.store(sent + at, value, mask=is_lane)
+    return m - _real(beta, REAL) * value.to(REAL), tl.sum(tl.where(finite, 0, 1))
+
+
+@triton.jit
+def _write(tile, chosen, value, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """In every lane, `value` in row `chosen`, and zeros."""
+    for first in range(0, tile.rows, BLOCK):
+        row, begin, within, exists = _block(tile, first, WIDE, BLOCK)
+        output = _elements(tile.grad, begin, within, WIDE)
+        tl.store(output, tl.where(row[:, None] == chosen[None, :], value[None, :], 0), mask=exists)
+
+
+@triton.jit
+def _block(tile, first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile's rows from `first` on: their numbers, the index where they begin, where in there the elements are, and which exist."""
+    slot, column = tl.arange(0, BLOCK), tl.arange(0, LANES)
+    row = first + slot
+    begin = tile.start + first * tile.stride
+    exists = (row < tile.rows)[:, None]
+    if WIDE:
+        within = slot[:, None] * LANES + column[None, :]
+    else:
+        within = slot[:, None] * tile.stride + column[None, :]
+        exists = exists & (begin + within < tile.end) & (column < tile.lanes)[None, :]
+    return row, begin, within, exists
+
+
+@triton.jit
+def _elements(tensor, begin, within, WIDE: tl.constexpr):
+    """Pointers to a block's elements."""
+    block = tensor + begin
+    if WIDE:
+        # No more than four elements at a time, also of two bytes: so the same thread holds a gradient and its residue. The hint is for
+        # this very sum, since the compiler forgets those on a function's arguments.
+        block = tl.multiple_of(block, 16 if tensor.dtype.element_ty.primitive_bitwidth >= 32 else 8)
+    return block + within
+
+
+@triton.jit
+def _is_lane(tile):
+    """Which of the 64 columns of a tile are lanes."""
+    return tl.arange(0, LANES) < tile.lanes
+
+
+@triton.jit
+def _indices(tile, row):
+    """The index of the element in the given row of each lane."""
+    return tile.start + tl.arange(0, LANES) + row * tile.stride
+
+
+@triton.jit
+def _load_offsets(buffer, tile):
+    here, at = buffer + tile.offsets_at, tile.lane + tl.arange(0, LANES)
+    if tile.offset_width == 1:
+        row = tl.load(here + at, mask=_is_lane(tile), other=0).to(tl.int32)
+    elif tile.offset_width == 2:
+        row = tl.load(here.to(tl.pointer_type(tl.int16)) + at, mask=_is_lane(tile), other=0).to(tl.int32)
+    else:
+        row = tl.load(here.to(tl.pointer_type(tl.int32)) + at, mask=_is_lane(tile), other=0)
+    return row
+
+
+@triton.jit
+def _store_offsets(buffer, tile, row):
+    here, at = buffer + tile.offsets_at, tile.lane + tl.arange(0, LANES)
+    if tile.offset_width == 1:
+        tl.store(here + at, row.to(tl.uint8), mask=_is_lane(tile))
+    elif tile.offset_width == 2:
+        tl.store(here.to(tl.pointer_type(tl.int16)) + at, row.to(tl.int16), mask=_is_lane(tile))
+    else:
+        tl.store(here.to(tl.pointer_type(tl.int32)) + at, row, mask=_is_lane(tile))
+
+
+@triton.jit
+def _load_values(buffer, tile):
+    return tl.load(buffer + tile.values_at + tile.lane + tl.arange(0, LANES), mask=_is_lane(tile), other=0)
+
+
+@triton.jit
+def _real(x, REAL: tl.constexpr):
+    return tl.full((), x, REAL)
+
+
+@triton.jit
+def _unless_frozen(tile, beta):
+    """beta in the residue's dtype; zero for a frozen tensor, whose residue stays."""
+    return tl.where(tile.frozen, 0, _real(beta, tile.residue.dtype.element_ty))
+
+
+@triton.jit
+def _usable(g, scale):
+    """scale * g in scale's dtype, with zero for what is not finite; and where it is finite."""
+    if g.dtype == tl.int16:
+        g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    g = scale * g.to(scale.dtype)
+    finite = _is_finite(g)
+    return tl.where(finite, g, 0), finite
+
+
+@triton.jit
+def _is_finite(x):
+    """By the exponent's bits, whatever a compiler assumes about NaN."""
+    infinity: tl.constexpr = 0x7FF0000000000000 if x.dtype == tl.float64 else 0x7F800000
+    return _magnitude(x) < infinity
+
+
+@triton.jit
+def _magnitude(x):
+    """The bits without the sign, which are ordered as |x|."""
+    double: tl.constexpr = x.dtype == tl.float64
+    return x.to(tl.int64 if double else tl.int32, bitcast=True) & (0x7FFFFFFFFFFFFFFF if double else 0x7FFFFFFF)
+
+
+@triton.jit
+def _to_wire(value, limit, dtype: tl.constexpr):
+    """Finite values in the wire dtype."""
+    if dtype == tl.float16:
+        value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
+        value = value.to(tl.float32).to(tl.float16)  # from float64 in two roundings, as everywhere
+    return value
+
+
+@triton.jit
+def _to_gradient(value, dtype: tl.constexpr):
+    """Values in the dtype that gradients are stored in, rounded to nearest even."""
+    if dtype == tl.int16:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        value = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
+    else:
+        value = value.to(dtype)
+    return value
+
+
+@triton.jit
+def _add(count, n):
+    """Integers alone are added so: their sum is the same in any order."""
+    tl.atomic_add(count, n.to(tl.int64), mask=n > 0, sem="relaxed")

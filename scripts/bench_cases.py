@@ -1,0 +1,82 @@
+"""What `make bench` trains: a model whose compute is a pause, as if a GPU did it, and a real ResNet.
+
+Run by bench_worker.py on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import train_image
+
+
+def transformer_shapes(layers: int = 6, width: int = 512, tokens: int = 11_000, positions: int = 512) -> list[list[tuple[int, ...]]]:
+    """The parameters of a Transformer encoder with tied embedding, layer by layer: 24.8 M in 75 tensors."""
+    block = [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    norms = [(width,)] * 4
+    return [[(tokens, width), (positions, width)], *[block + norms for _ in range(layers)], [(tokens,)]]
+
+
+class _PausedLayer(torch.autograd.Function):
+    """A layer whose forward and backward take `pause` seconds each and whose gradients lie in memory already."""
+
+    @staticmethod
+    def forward(ctx, x, layer, *parameters):
+        ctx.layer = layer
+        layer.begin()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.layer.backward_pause)
+        # New tensors on the same memory: autograd takes them over as p.grad without a copy.
+        return grad, None, *[gradient.detach() for gradient in ctx.layer.gradients]
+
+
+class PausedLayer(torch.nn.Module):
+    """Parameters with random gradients, which are made anew in every forward: that takes part of its pause."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], forward_pause: float, backward_pause: float, noise: torch.Tensor) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes)
+        self.gradients = [torch.zeros(shape) for shape in shapes]
+        self.forward_pause, self.backward_pause = forward_pause, backward_pause
+        self._noise = noise
+
+    def begin(self) -> None:
+        end = time.perf_counter() + self.forward_pause
+        for gradient in self.gradients:
+            start = int(torch.randint(self._noise.numel() - gradient.numel(), ()))
+            gradient.view(-1).copy_(self._noise[start : start + gradient.numel()])
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _PausedLayer.apply(x, self, *self.weights)
+
+
+def paused_transformer(seed: int, pause: float = 0.15) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """The model and a function that computes its loss; `pause` seconds of compute a step, a third of them in forward, by parameters."""
+    torch.manual_seed(seed)
+    noise = torch.randn(8_000_000) * 1e-3
+    shapes = transformer_shapes()
+    sizes = [sum(torch.Size(shape).numel() for shape in layer) for layer in shapes]
+    layers = [
+        PausedLayer(layer, pause / 3 * size / sum(sizes), pause * 2 / 3 * size / sum(sizes), noise)
+        for layer, size in zip(shapes, sizes, strict=True)
+    ]
+    model = torch.nn.Sequential(*layers)
+    x = torch.ones((), requires_grad=True)
+    return model, lambda: model(x)
+
+
+def resnet(seed: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """A ResNet of 4.7 M parameters that really computes, on images of random numbers."""
+    torch.manual_seed(seed)
+    model = train_image.ResNet("batch", channels=3, classes=10, width=128)
+    images, labels = torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
+    return model, lambda: torch.nn.functional.cross_entropy(model(images), labels)
+
+
+CASES = {"transformer": paused_transformer, "resnet": resnet}

@@ -1,0 +1,146 @@
+"""One rank of `make bench`: trains a case with every method at every speed, and rank 0 writes what it measured, line by line, as JSON.
+
+Started by bench.py on hosts that hosts.py made. All ranks go through the same list in the same order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bench_cases
+import hosts
+import torch
+from local_topk import LocalTopK
+
+import scalecom_hvd.torch as hvd
+
+# {name: settings of ScaleCom}
+SCALECOM = {
+    "ScaleCom cyclic": {},
+    "ScaleCom staggered": {"leader": "staggered"},
+    "ScaleCom look-ahead": {"lookahead": True, "leader": "staggered"},
+    "ScaleCom look-ahead, float16 values": {"lookahead": True, "leader": "staggered", "wire_dtype": "float16"},
+}
+METHODS = ["no communication", "dense", "fp16", "local top-k", *SCALECOM]
+SETTLING_STEPS = 3
+
+
+class Training:
+    """A model, its optimizer and one step of them."""
+
+    def __init__(self, case: str, method: str, rate: int, options: dict[str, Any]) -> None:
+        self.model, self.loss = bench_cases.CASES[case](hvd.rank())
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        parameters = list(self.model.named_parameters())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.reduce: Callable[[], None] = lambda: None
+        self.local: LocalTopK | None = None
+        if method == "local top-k":
+            self.local = LocalTopK([p for _, p in parameters], rate)
+            self.reduce = self.local.reduce
+        elif method != "no communication":
+            kind = {"dense": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(method)
+            compression = kind or hvd.ScaleCom(rate=rate, **(SCALECOM[method] | options))
+            self.optimizer = hvd.DistributedOptimizer(self.optimizer, parameters, compression=compression)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.reduce()
+        self.optimizer.step()
+
+    def close(self) -> None:
+        if self.local is not None:
+            self.local.close()
+
+
+def bytes_sent() -> int:
+    return int(Path("/sys/class/net/e0/statistics/tx_bytes").read_text())
+
+
+def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[str, Any]:
+    """Times of single steps in ms, and per step what this host sent and how long its processor was busy."""
+    training.step()
+    begun = time.perf_counter()
+    training.step()
+    steps = torch.tensor(seconds / (time.perf_counter() - begun))
+    count = int(hvd.broadcast(steps, 0, name="bench.steps").clamp(fewest, most))
+    sent, busy, times = bytes_sent(), time.process_time(), []
+    for _ in range(count):
+        begun = time.perf_counter()
+        training.step()
+        times.append((time.perf_counter() - begun) * 1e3)
+    mine = torch.tensor([statistics.median(times), (bytes_sent() - sent) / count, (time.process_time() - busy) / count * 1e3])
+    everyone = hvd.allgather(mine[None], name="bench.measured")
+    return {
+        "steps": count,
+        "step_ms": float(everyone[:, 0].max()),
+        "bytes": float(everyone[:, 1].mean()),
+        "cpu_ms": float(everyone[:, 2].mean()),
+        "times_ms": times,
+    }
+
+
+def parts(training: Training, steps: int = 3) -> dict[str, float]:
+    """Milliseconds a step that the training thread spent in each part of the exchange, from torch.profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(steps):
+            training.step()
+    return {
+        event.key.partition(".")[2]: event.cpu_time_total / 1e3 / steps
+        for event in profile.key_averages()
+        if event.key.startswith(("scalecom.", "local_topk."))
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", choices=bench_cases.CASES, default="transformer")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--mbit", nargs="+", type=float, default=[1000.0], help="0: unshaped")
+    parser.add_argument("--rate", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=3.0, help="per method and speed")
+    parser.add_argument("--options", type=json.loads, default={}, help="more settings of ScaleCom, as JSON")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+    for method in arguments.methods:
+        # The first step of look-ahead is sent whole, which would take long on a slow network.
+        shape(None)
+        training = Training(arguments.case, method, arguments.rate, arguments.options)
+        for _ in range(SETTLING_STEPS):
+            training.step()
+        for mbit in arguments.mbit:
+            hvd.allreduce(torch.zeros(1), name="bench.barrier")
+            shape(mbit or None)
+            result = measure(training, arguments.seconds, 3, 40)
+            result |= {"case": arguments.case, "method": method, "hosts": hvd.size(), "mbit": mbit, "rate": arguments.rate}
+            result["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            if method in SCALECOM or method == "local top-k":
+                result["parts"] = parts(training)
+            if hvd.rank() == 0:
+                with arguments.output.open("a") as output:
+                    output.write(json.dumps(result) + "\n")
+        training.close()
+        del training
+        gc.collect()
+
+
+def shape(mbit: float | None) -> None:
+    """How fast this host sends; called on each."""
+    for change in hosts.shaping(mbit):
+        subprocess.run(change, check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Hosts on one machine: Horovod jobs run across them at the rate asked for, and nothing of them is left, however they end."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hosts
+import pytest
+from hosts import Hosts
+
+SCRIPT = hosts.__file__
+WORKER = str(Path(__file__).with_name("worker_hosts.py"))
+
+pytestmark = pytest.mark.timeout(60, func_only=True)
+
+
+@pytest.fixture(scope="module")
+def machine():
+    """A machine that hosts can be made on: root, and the programs, which are installed here if they can be."""
+    if os.geteuid() != 0:
+        pytest.skip("hosts need root")
+    if hosts.missing() and shutil.which("apt-get"):
+        with contextlib.suppress(subprocess.CalledProcessError):
+            hosts.install()
+    if hosts.missing():
+        pytest.skip(f"hosts need {', '.join(hosts.missing())}, and installing with apt-get failed")
+
+
+def outside() -> dict[str, object]:
+    """What a cluster could leave on the machine besides processes."""
+    return {
+        "namespaces": subprocess.check_output(["ip", "netns", "list"], text=True),
+        "interfaces": sorted(os.listdir("/sys/class/net")),
+        "mounts": Path("/proc/self/mounts").read_text(),
+        "places": [name for name in ("/run/netns", "/run/sshd", "/root/.ssh", "/root/.horovod") if os.path.exists(name)],
+    }
+
+
+def inside(space: str) -> set[str]:
+    """The processes of a cluster, by its PID namespace."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/ns/pid") == space:
+                found.add(f"{pid} {Path(f'/proc/{pid}/cmdline').read_text()}")
+    return found
+
+
+def space_of(cluster: Hosts) -> str:
+    return subprocess.check_output(cluster.enter("h1", ["readlink", "/proc/self/ns/pid"]), text=True).strip()
+
+
+@pytest.fixture
+def tidy(machine):
+    """tidy(space): that cluster has ended; by the end of the test, the machine is as it was."""
+    before, spaces = outside(), []
+    yield spaces.append
+    limit = time.time() + 5
+    while any(inside(space) for space in spaces) and time.time() < limit:
+        time.sleep(0.05)
+    assert [inside(space) for space in spaces] == [set() for _ in spaces]
+    assert outside() == before
+
+
+def results(output: str, word: str) -> list[dict]:
+    return [json.loads(found) for found in re.findall(rf"{word} (\{{.*\}})", output)]
+
+
+@pytest.mark.parametrize(("launcher", "n"), [("horovodrun --gloo", 2), ("mpirun", 4)])
+def test_all_reduce_across_hosts(tidy, tmp_path, monkeypatch, launcher, n):
+    mbit, numel, times, odd = 100, 1_000_000, 2, "a b;c='d' $e=\"f\""
+    monkeypatch.chdir(tmp_path)
+    with Hosts(n, mbit) as cluster:
+        tidy(space_of(cluster))
+        before = cluster.bytes_sent()
+        program = [WORKER, "all-reduce", str(numel), str(times)]
+        job = cluster.run(launcher, program, timeout=50, environment={"SCALECOM_TEST": odd}, stdout=subprocess.PIPE)
+        assert job.returncode == 0, job.stdout
+        grown = {name: sent - before[name] for name, sent in cluster.bytes_sent().items()}
+    ranks = sorted(results(job.stdout, "RESULT"), key=lambda rank: rank["rank"])
+    assert [rank["rank"] for rank in ranks] == list(range(n)), job.stdout
+    assert sorted(rank["host"] for rank in ranks) == [f"h{i + 1}" for i in range(n)] == cluster.names
+    share = 2 * (n - 1) / n * 4 * numel
+    for rank in ranks:
+        assert rank["size"] == n
+        assert rank["exact"]
+        assert rank["variable"] == odd
+        assert rank["directory"] == str(tmp_path)
+        assert rank["sent"] == pytest.approx(share, rel=0.15)
+        assert rank["seconds"] >= share * 8 / (mbit * 1e6)
+        # One all-reduce more than those that were counted; and the launchers have something to say too.
+        assert grown[rank["host"]] == pytest.approx(share * (times + 1), rel=0.15)
+
+
+def test_the_rate_can_be_changed(tidy):
+    with Hosts(2) as cluster:
+        tidy(space_of(cluster))
+
+        def seconds(mbit):
+            """How long 1 MB takes from h1 to h2, over ssh."""
+            cluster.shape(mbit)
+            begun = time.perf_counter()
+            subprocess.run(cluster.enter("h1", ["sh", "-c", "head -c 1000000 /dev/zero | ssh h2 cat '>' /dev/null"]), check=True)
+            return time.perf_counter() - begun
+
+        slow = seconds(2)
+        assert slow > 4
+        assert seconds(None) < slow / 2
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun --gloo", "mpirun"])
+def test_a_job_that_fails_or_hangs_is_ended_on_all_hosts(tidy, tmp_path, launcher):
+    with Hosts(2) as cluster:
+        space = space_of(cluster)
+        tidy(space)
+        idle = inside(space)
+        assert cluster.run(launcher, [WORKER, "fail"], timeout=50).returncode != 0
+        assert inside(space) == idle
+        with open(tmp_path / "output", "w+") as output:
+            with pytest.raises(subprocess.TimeoutExpired):
+                cluster.run(launcher, [WORKER, "hang"], timeout=7, stdout=output)
+            output.seek(0)
+            assert {rank["host"] for rank in results(output.read(), "WAITING")} == {"h1", "h2"}
+        assert inside(space) == idle
+    assert inside(space) == set()
+
+
+def test_the_command_line_gives_the_exit_code(tidy, run):
+    command = [sys.executable, SCRIPT, "--hosts", 2, "--launcher", "mpirun", "--", WORKER]
+    assert {rank["host"] for rank in results(run([*command, "succeed"], limit=50), "RESULT")} == {"h1", "h2"}
+    (waited,) = results(run([*command, "fail"], limit=50, fails=True), "WAITING")
+    tidy(waited["space"])
+
+
+@pytest.mark.parametrize(
+    ("number", "launcher"),
+    [(signal.SIGINT, "horovodrun --gloo"), (signal.SIGINT, "mpirun"), (signal.SIGTERM, "mpirun"), (signal.SIGKILL, "mpirun")],
+)
+def test_nothing_is_left_when_the_script_is_ended(tidy, number, launcher):
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "--hosts", "3", "--mbit", "1000", "--launcher", launcher, "--", WORKER, "hang"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Whoever starts the tests in the background has them, and what they start, ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    waiting = []
+    with process:
+        for line in process.stdout:
+            waiting += results(line, "WAITING")
+            if len(waiting) == 3:
+                break
+        (space,) = {rank["space"] for rank in waiting}
+        tidy(space)
+        assert inside(space)
+        process.send_signal(number)
+        assert process.wait(10) == {signal.SIGINT: 130}.get(number, -number)
+
+
+def test_nothing_is_left_after_an_exception(tidy):
+    with pytest.raises(KeyError), Hosts(2, 100) as cluster:
+        tidy(space_of(cluster))
+        subprocess.Popen(cluster.enter("h2", ["sleep", "1000"]))
+        raise KeyError
+    cluster.close()  # once more does no harm
+
+
+def test_clusters_stand_side_by_side(tidy):
+    def answers(cluster):
+        return subprocess.check_output(cluster.enter("h1", ["ssh", "h2", "hostname"]), text=True)
+
+    with Hosts(2) as one:
+        with Hosts(2) as other:
+            tidy(space_of(one))
+            tidy(space_of(other))
+            assert answers(one) == answers(other) == "h2\n"
+            assert space_of(one) != space_of(other)
+        assert answers(one) == "h2\n"
+
+
+@pytest.mark.parametrize("n", [0, 1, 9])
+def test_too_few_or_too_many_hosts_are_refused(n):
+    with pytest.raises(ValueError, match=f"2 to 8 hosts, not {n}"):
+        Hosts(n)
+
+
+def test_other_wrong_arguments_are_refused(tidy, run):
+    with Hosts(2) as cluster:
+        tidy(space_of(cluster))
+        with pytest.raises(ValueError, match="unknown launcher 'ssh'"):
+            cluster.run("ssh", [WORKER], timeout=10)
+        for mbit in (0, -1):
+            with pytest.raises(ValueError, match=f"positive number of Mbit/s.*not {mbit}"):
+                cluster.shape(mbit)
+    assert "2 to 8 hosts" in run([sys.executable, SCRIPT, "--hosts", 9, "--", WORKER], limit=50, fails=True)
+    assert "either --shell or a program" in run([sys.executable, SCRIPT], limit=50, fails=True)
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(hosts, "PROGRAMS", {"no-such-program": "no-such-package"})
+    with pytest.raises(FileNotFoundError, match="no-such-program: apt-get install no-such-package, or .*--install"):
+        Hosts(2)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(PermissionError, match="root"):
+        Hosts(2)
+
+
+def test_hosts_that_do_not_come_up_say_why(tidy, monkeypatch):
+    monkeypatch.setattr(hosts, "CLUSTER", "echo the bridge is out; exit 1")
+    with pytest.raises(RuntimeError, match="the hosts did not come up:\nthe bridge is out"):
+        Hosts(2)

@@ -1,0 +1,56 @@
+"""One rank on one host of test_hosts.py; the first argument says what it does: all-reduce, succeed, fail or hang."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def say(word, **what):
+    # In one piece: the launchers mix what ranks write at the same time.
+    sys.stdout.write(f"{word} {json.dumps(what)}\n")
+    sys.stdout.flush()
+
+
+def sent() -> int:
+    return int(Path("/sys/class/net/e0/statistics/tx_bytes").read_text())
+
+
+def all_reduce(numel: int, times: int) -> None:
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    tensor = torch.full((numel,), float(hvd.rank()))
+    result = hvd.allreduce(tensor, name="tensor")  # connects
+    hvd.barrier()
+    before, begun = sent(), time.perf_counter()
+    for _ in range(times):
+        result = hvd.allreduce(tensor, name="tensor")
+    seconds = (time.perf_counter() - begun) / times
+    hvd.barrier()
+    bytes_sent = (sent() - before) / times
+    exact = bool((result == (hvd.size() - 1) / 2).all())
+    of = {"rank": hvd.rank(), "size": hvd.size(), "exact": exact, "seconds": seconds, "sent": bytes_sent}
+    say("RESULT", host=socket.gethostname(), variable=os.environ.get("SCALECOM_TEST"), directory=os.getcwd(), **of)
+
+
+def wait() -> None:
+    say("WAITING", host=socket.gethostname(), space=os.readlink("/proc/self/ns/pid"))
+    time.sleep(1000)
+
+
+if sys.argv[1] == "all-reduce":
+    all_reduce(int(sys.argv[2]), int(sys.argv[3]))
+elif sys.argv[1] == "succeed":
+    say("RESULT", host=socket.gethostname())
+elif sys.argv[1] == "fail":
+    if socket.gethostname() == "h2":
+        sys.exit(3)
+    wait()
+elif sys.argv[1] == "hang":
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)  # which no launcher finds
+    wait()

@@ -1,0 +1,40 @@
+"""The benchmark's baseline: what every rank sends and keeps is what came in, and all ranks get the same sum."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from models import feed, gradients, parameters, same_on_all_ranks
+
+import scalecom_hvd.torch as hvd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from local_topk import LocalTopK  # noqa: E402 (the path comes first)
+
+SHAPES = {"matrix": (300, 50), "vector": (4000,), "small": (10,)}
+
+
+def test_sent_and_kept_is_what_came_in():
+    hvd.init()
+    n, steps = hvd.size(), 10
+    model = parameters(SHAPES)
+    local = LocalTopK(list(model.values()), rate=50)
+    received = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for step in range(steps):
+        for parameter in model.values():
+            parameter.grad = None
+        feed(model, gradients(SHAPES, hvd.rank(), step))
+        local.reduce()
+        assert same_on_all_ranks([p.grad for p in model.values()])
+        for name, parameter in model.items():
+            received[name] += parameter.grad.double()
+            if name != "small":
+                sent = int((parameter.grad != 0).sum())
+                assert 0.3 * parameter.numel() / 50 < sent < 3 * n * parameter.numel() / 50
+    for name, parameter in model.items():
+        kept = local._residues.get(parameter, torch.zeros(parameter.numel()))
+        kept = hvd.allreduce(kept.double(), op=hvd.Sum, name=f"kept.{name}").view(SHAPES[name])
+        came = sum(gradients(SHAPES, rank, step)[name].astype(np.float64) for rank in range(n) for step in range(steps))
+        torch.testing.assert_close(received[name] * n + kept, torch.from_numpy(came), rtol=1e-4, atol=1e-4)
+    local.close()

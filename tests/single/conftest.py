@@ -1,0 +1,6 @@
+"""Tests in one process, also of what lies in scripts/."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

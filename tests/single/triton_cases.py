@@ -1,0 +1,261 @@
+"""The Triton kernel: bit-identical to plain torch; compiled where there is a GPU, else in Triton's interpreter on the CPU.
+
+test_triton.py runs this file in a process of its own: the interpreter must be asked for before anything imports triton, and torch may.
+"""
+
+import sys
+
+import pytest
+import torch
+from test_kernels import all_moves, kernel_on, new_offsets, residue_dtype
+
+from scalecom_hvd import triton as tiles
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.lanes import geometry
+from scalecom_hvd.torch import kernels
+from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Place, TorchKernel, kernel_for
+from scalecom_hvd.torch.moves import Moves
+from scalecom_hvd.torch.residues import CompressedTensor
+from scalecom_hvd.torch.triton_kernel import TritonKernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+RATES = [1, 2, 2.5, 7, 100, 300, 70_000]
+CHOICES = [CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE]
+# The interpreter takes about 10 ms per tile, or per 8 rows of a last group: so not everything with everything.
+SMALL = [(numel, rate) for numel in (1, 2, 63, 64, 65) for rate in RATES]
+LARGE = [(1200, 1), (1601, 2), (2500, 2.5), (6401, 7), (6399, 100), (6400, 100), (6401, 100), (6399, 300), (700, 70_000)]
+LARGE += [(20_000, 100), (20_000, 300)]
+CASES = [(*shape, CHOICES[i % 3]) for i, shape in enumerate(SMALL)] + [(*shape, choose) for shape in LARGE for choose in CHOICES]
+
+
+def some(numel, dtype):
+    """Numbers of which many are equal in size."""
+    return torch.randn(numel, dtype=torch.float64).mul(4).round().div(4).to(dtype)
+
+
+def assert_alike(geometries, grad_dtypes, choose, wire, kernel=TritonKernel, plain=TorchKernel, shift=0):
+    """All moves give the same with both kernels, for tensors that share their buffers. shift: how many elements a gradient lies off."""
+    torch.manual_seed(choose)
+    order = sorted(range(len(geometries)), key=lambda i: -geometries[i].offset_dtype.itemsize)  # as moves.py lays them out
+    geometries, grad_dtypes = [geometries[i] for i in order], [grad_dtypes[i] for i in order]
+    grads = [some(shape.numel, dtype) for shape, dtype in zip(geometries, grad_dtypes, strict=True)]
+    residues = [some(shape.numel, residue_dtype(dtype)) for shape, dtype in zip(geometries, grad_dtypes, strict=True)]
+    for grad, residue in zip(grads, residues, strict=True):
+        if grad.numel() > 100:
+            grad[5], grad[17], grad[30] = float("nan"), float("inf"), -float("inf")
+            residue[40] = float("inf")
+    expected_bad, expected = all_moves(plain, grads, residues, geometries, 0.3, 0.5, choose, wire)
+    with torch.device(DEVICE):
+        there = [torch.cat([grad.new_zeros(shift), grad]).to(DEVICE)[shift:] for grad in grads]
+        bad, states = all_moves(kernel, there, [residue.to(DEVICE) for residue in residues], geometries, 0.3, 0.5, choose, wire)
+    assert bad == expected_bad
+    assert len(states) == len(expected)
+    for ours, theirs in zip(states, expected, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
+def test_agrees_with_plain_torch_to_the_bit(case):
+    numel, rate, choose = CASES[case]
+    dtype = DTYPES[case % len(DTYPES)]
+    wire = torch.float16 if case // 4 % 2 else residue_dtype(dtype)
+    other = torch.float64 if dtype == torch.float64 else torch.bfloat16
+    assert_alike([geometry(numel, rate, "lanes"), geometry(70, 2.5, "lanes")], [dtype, other], choose, wire)
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_tensors_of_different_kinds_share_a_kernel(choose):
+    shapes = [(333, 7, "lanes"), (333, 7, "exact"), (900, 300, "lanes"), (1000, 100, "lanes"), (129, 1, "lanes"), (500, 2.5, "exact")]
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float64, torch.float32]
+    assert_alike([geometry(*shape) for shape in shapes], dtypes, choose, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shift", [1, 2])
+def test_gradients_may_lie_anywhere(dtype, shift):
+    assert_alike([geometry(7000, 100, "lanes")], [dtype], CHOOSE_RESIDUE, torch.float16, shift=shift)
+
+
+def freezing_the_second(kernel):
+    class Freezing(kernel):
+        def begin(self, grads, frozen, scale):
+            super().begin(grads, [i == 1 for i in range(len(grads))], scale)
+
+    return Freezing
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_a_frozen_tensor_stays_and_sends_zeros(choose):
+    kernel, plain = freezing_the_second(TritonKernel), freezing_the_second(TorchKernel)
+    assert_alike([geometry(900, 7, "lanes")] * 3, [torch.float32] * 3, choose, torch.float32, kernel, plain)
+
+
+def on_both(move, residue, grad, shape, scale=1.0):
+    """What `move(kernel)` gives, and the residue afterwards, with the Triton kernel and with plain torch's, on the CPU."""
+    results = []
+    for kernel, device in ((TritonKernel, DEVICE), (TorchKernel, "cpu")):
+        m = residue.to(device, copy=True)
+        with torch.device(device):
+            made = move(kernel_on(kernel, grad.to(device, copy=True), m, shape, scale))
+        results.append([tensor.cpu() for tensor in (*made, m)])
+    return zip(*results, strict=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_values_are_rounded_to_float16_as_everywhere(dtype):
+    bits = torch.arange(0, 31 * 2**10 - 1, 101, dtype=torch.int16)
+    below, above = bits.view(torch.float16).double(), (bits + 1).view(torch.float16).double()
+    middle = (below + above) / 2
+    beyond = torch.tensor([65519.9, 65520, 1e30, -1e30, float("inf"), float("nan")], dtype=torch.float64)
+    # What is just above the middle in float64 is the middle in float32, and then goes to the even neighbour.
+    residue = torch.cat([below, middle, -middle, middle * (1 + 2**-40), middle * (1 - 2**-22), beyond]).to(dtype)
+    shape = geometry(residue.numel(), 1, "lanes")
+
+    def gather(kernel):
+        values, sent = torch.zeros(2, shape.k, dtype=torch.float16)
+        return kernel.gather(0.7, 1.0, new_offsets(shape).to(values.device), values, sent, 65504), values, sent
+
+    for ours, plain in on_both(gather, residue, torch.zeros_like(residue), shape):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True, check_dtype=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_averages_are_rounded_to_the_gradients_dtype(dtype):
+    special = [0.0, -0.0, 65519.0, 65520.0, 3e38, -3.4028e38, float("inf"), -float("inf"), float("nan"), 1e-40, 2**-25, 1.00390625]
+    values = torch.cat([torch.tensor(special), torch.randn(300) * 1e3]).to(residue_dtype(dtype))
+    shape = geometry(2 * values.numel(), 2, "lanes")
+
+    def scatter(kernel):
+        output = torch.ones(shape.numel, dtype=dtype)
+        kernel.scatter([output], new_offsets(shape).to(output.device), values.to(output.device))
+        return (output,)
+
+    for scale in (1.0, 3.0):
+        for ours, plain in on_both(
+            scatter, torch.zeros(shape.numel, dtype=values.dtype), torch.zeros(shape.numel, dtype=dtype), shape, scale
+        ):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("sent", [False, True])
+def test_what_was_done_is_undone(filtered, sent):
+    shape = geometry(900, 7, "lanes")
+    values = torch.randn(shape.k)
+
+    def undo(kernel):
+        there = (new_offsets(shape).to(DEVICE if isinstance(kernel, TritonKernel) else "cpu"),) if sent else (None,)
+        kernel.undo(0.3, filtered, *there, values.to(there[0].device) if sent else None)
+        return ()
+
+    for ours, plain in on_both(undo, torch.randn(900), torch.randn(900), shape, 0.5):
+        assert torch.equal(ours, plain)
+
+
+def test_the_average_may_replace_the_gradient():
+    grad, shape = torch.randn(900), geometry(900, 7, "lanes")
+    values = torch.randn(shape.k)
+    with torch.device(DEVICE):
+        kernel = TritonKernel([Place(torch.zeros(900), shape, 0, 0)], [grad.dtype])
+        grad, offsets = grad.to(DEVICE), new_offsets(shape).to(DEVICE)
+        kernel.begin([grad], [False], 1.0)
+        kernel.scatter([grad], offsets, values.to(DEVICE))
+    assert grad.count_nonzero() == shape.k
+    assert torch.equal(grad[torch.from_numpy(shape.indices(offsets.cpu().numpy())).to(DEVICE)].cpu(), values)
+
+
+def steps(device, lookahead, wire):
+    """Several steps of `Moves` with the kernel that SCALECOM_KERNEL names, one of them taken back: all that can be seen of them."""
+    torch.manual_seed(0)
+    config = ScaleComConfig(rate=7, beta=0.3, wire_dtype=wire)
+    parameters = [torch.zeros(shape, device=device) for shape in ((30, 40), (500,), (7, 9, 11))]
+    tensors = [CompressedTensor(str(i), p, rate, config) for i, (p, rate) in enumerate(zip(parameters, (7, 300, 2.5), strict=True))]
+    moves, seen = Moves(tensors), []
+    offsets, ahead = moves.new_offsets(device), moves.new_offsets(device)
+    values = torch.zeros(moves.n_values, dtype=tensors[0].wire_dtype, device=device)
+    for step in range(4):
+        grads = [torch.randn(tensor.residue.numel()).to(device) for tensor in tensors]
+        moves.begin(grads, 0.5, [False, step == 3, False])
+        if lookahead and step == 0:
+            moves.choose_without_filter(ahead)
+        if lookahead:
+            offsets.copy_(ahead)
+            bad = moves.gather_and_filter(offsets, values, 2, ahead)
+        else:
+            bad = moves.filter(offsets) + moves.gather(offsets, values, 2)
+        seen += [torch.as_tensor(bad), offsets, ahead, values]
+        if step == 2:
+            moves.undo()
+        else:
+            moves.scatter(grads, offsets, values)
+            moves.finish()
+        seen += [*grads, *(tensor.residue for tensor in tensors)]
+        seen = [tensor.cpu().clone() if i >= len(seen) - 10 else tensor for i, tensor in enumerate(seen)]
+    return seen
+
+
+@pytest.mark.parametrize(("lookahead", "wire"), [(False, None), (True, "float16")])
+def test_steps_agree_with_the_native_kernel(lookahead, wire, monkeypatch):
+    monkeypatch.setenv("SCALECOM_KERNEL", "triton")
+    ours = steps(DEVICE, lookahead, wire)
+    monkeypatch.setenv("SCALECOM_KERNEL", "native")
+    for mine, native in zip(ours, steps("cpu", lookahead, wire), strict=True):
+        assert torch.equal(mine, native)
+
+
+MOVES = ["begin", "filter", "gather", "gather_and_filter", "scatter", "undo", "finish"]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device: only there can a move wait for one")
+@pytest.mark.parametrize("choose", CHOICES)
+def test_no_move_waits_for_the_device(choose):
+    def forbidding(name):
+        def move(self, *arguments):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return getattr(TritonKernel, name)(self, *arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return move
+
+    impatient = type("Impatient", (TritonKernel,), {name: forbidding(name) for name in ("__init__", *MOVES)})
+    shapes = [geometry(6401, 7, "lanes"), geometry(333, 300, "lanes")]
+    assert_alike(shapes, [torch.float32, torch.bfloat16], choose, torch.float32, impatient)
+
+
+@pytest.fixture
+def asks(monkeypatch):
+    """Sets SCALECOM_KERNEL, with nothing remembered of earlier answers."""
+    kernels._why_not_triton.cache_clear()
+    kernels._warn.cache_clear()
+    yield lambda name: monkeypatch.setenv("SCALECOM_KERNEL", name)
+    kernels._why_not_triton.cache_clear()
+
+
+def test_which_tensors_it_serves(asks):
+    asks("triton")
+    device = torch.device(DEVICE)
+    assert kernel_for(device, torch.bfloat16, torch.float32) is TritonKernel
+    assert kernel_for(device, torch.float64, torch.float32) is TorchKernel
+    with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but it is for CUDA devices, not for 'meta'"):
+        kernel_for(torch.device("meta"), torch.float32, torch.float32)
+
+
+def test_the_cpus_tensors_need_the_interpreter(asks, monkeypatch):
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    asks("triton")
+    with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but .* need TRITON_INTERPRET=1"):
+        kernel_for(torch.device("cpu"), torch.float32, torch.float32)
+
+
+def test_without_triton_plain_torch_serves_cuda_and_says_so(asks, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "scalecom_hvd.torch.triton_kernel", None)
+    monkeypatch.delattr("scalecom_hvd.torch.triton_kernel")
+    asks("")
+    assert {kernel_for(torch.device("cuda"), torch.float32, torch.float32) for _ in range(3)} == {TorchKernel}
+    assert caplog.text.count("the Triton kernel is not used: triton cannot be imported") == 1
+    asks("triton")
+    with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but triton cannot be imported"):
+        kernel_for(torch.device("cuda"), torch.float32, torch.float32)
