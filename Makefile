@@ -3,7 +3,7 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu demo test lint accuracy bench-kernels clean
+.PHONY: setup setup-gpu demo test lint accuracy bench bench-kernels bench-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,7 +12,10 @@ help:
 	@echo "make demo          trains a ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
 	@echo "make test          ruff and all tests, on 1, 2 and 4 ranks"
 	@echo "make accuracy      the accuracy table of the README (minutes)"
+	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
+	@echo "make scaling       the scaling model, from what make bench measured"
 	@echo "make bench-kernels the kernel's speed against the memory's"
+	@echo "make bench-gpu     the same on a GPU"
 
 # The script itself finds out what is missing; a second call takes well under a second.
 setup:
@@ -36,8 +39,17 @@ lint: setup
 accuracy: setup
 	@$(RUN) scripts/accuracy.py
 
+bench: setup
+	@$(RUN) scripts/bench.py
+
+scaling: setup
+	@$(RUN) scripts/scaling_model.py
+
+bench-gpu: setup
+	@$(RUN) scripts/bench_gpu.py
+
 bench-kernels: setup
 	@$(RUN) scripts/bench_kernels.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info demo scalecom_hvd/native/_lanes.so
+	rm -rf $(VENV) build *.egg-info demo bench scalecom_hvd/native/_lanes.so

@@ -70,7 +70,7 @@ def jobs(quick: bool) -> Iterator[Job]:
         yield Job("transformer", 2, (1000,), ("no communication", "dense", "local top-k", "ScaleCom look-ahead"), 1.0)
         return
     for n in (2, 4):
-        yield Job("transformer", n, (100, 1000, 10_000, 0), tuple(METHODS), 2.0)
+        yield Job("transformer", n, (100, 1000, 10_000, 0), tuple(METHODS), 3.0)
     # Bytes and latency with more workers than this machine has cores for.
     yield Job("transformer", 8, (1000,), ("no communication", "dense", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"), 2.0)
     yield Job("resnet", 2, (100, 1000, 0), ("no communication", "dense", "fp16", "local top-k", "ScaleCom look-ahead"), 2.0)
@@ -79,7 +79,10 @@ def jobs(quick: bool) -> Iterator[Job]:
 def run_all(todo: list[Job], timeout: float) -> list[Result]:
     """The results of all jobs, in the order in which they were measured; shows a progress bar."""
     results: list[Result] = []
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=sum(len(j.mbit) * len(j.methods) for j in todo), unit="run") as bar:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tqdm(total=sum(len(j.mbit) * len(j.methods) for j in todo), unit="run", mininterval=1 if sys.stderr.isatty() else 20) as bar,
+    ):
         for i, job in enumerate(todo):
             output, ended = Path(folder) / f"{i}.jsonl", threading.Event()
             output.touch()

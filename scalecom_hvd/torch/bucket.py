@@ -54,7 +54,7 @@ class Bucket:
         self._device = first.device
         self._dense_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._moves = Moves(list(self.compressed.values()))
-        self._n_compressed = sum(tensor.residue.numel() for tensor in self.compressed.values())
+        self.large = sum(tensor.residue.numel() for tensor in self.compressed.values()) >= WORTH_A_THREAD
         self.offsets = self._moves.new_offsets(self._device)
         # Look-ahead keeps this step's offsets until it is known that the step counts, while the next ones arrive here.
         self.next_offsets = torch.zeros_like(self.offsets)
@@ -67,7 +67,7 @@ class Bucket:
     @property
     def runs_beside_python(self) -> bool:
         """Whether moves are made on another thread while Python goes on: those of a kernel without Python that take long enough."""
-        return self._moves.native and self._n_compressed >= WORTH_A_THREAD
+        return self.large and self._moves.native
 
     def offsets_of(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
         return self._moves.offsets_of(tensor, buffer)

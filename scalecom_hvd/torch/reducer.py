@@ -428,6 +428,8 @@ class Reducer:
     def _make_buckets(self, plan: list[list[str]]) -> None:
         self.residues.buckets = plan
         self.buckets = [Bucket(b, names, self._parameters, self.residues) for b, names in enumerate(plan)]
+        # Kernels beside Python, and Horovod's thread, need the cores that spinning would take.
+        self._transport.spins = not any(bucket.large for bucket in self.buckets)
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
         for bucket in self.buckets:
             for name, tensor in bucket.compressed.items():

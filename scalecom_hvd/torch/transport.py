@@ -17,7 +17,7 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-SPIN_SECONDS, LONGEST_SLEEP = 3e-3, 1e-3
+SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
 
 # How many exchanges this process has named; ranks agree on the next number when an exchange starts.
 _instances = itertools.count()
@@ -34,6 +34,7 @@ class Transport:
     """Horovod's collectives on a process set; `position` (0 .. size-1) is this rank's place in it.
 
     op, predivide: as in Horovod's DistributedOptimizer; what `average` does with the sum.
+    spins: whether it waits as Horovod does, or leaves the core to others meanwhile.
     """
 
     def __init__(self, process_set: Any = None, op: Any = horovod.Average, predivide: float = 1.0) -> None:
@@ -45,6 +46,7 @@ class Transport:
             "process_set": self._process_set,
         }
         self._prefix = "scalecom"
+        self.spins = True
         _alive.add(self)
 
     @property
@@ -76,16 +78,15 @@ class Transport:
     def until_done(self, handle: int) -> None:
         """Return when waiting would return at once.
 
-        Horovod's own waiting spins, which is quickest for what comes at once, and later takes the core from whoever is to send. So this
-        spins at first, and then sleeps for a tenth of what it has waited already.
+        Horovod's own waiting spins: the quickest for what comes at once, but it takes the core from whoever is to send. So for large models
+        this sleeps, each time for a tenth of what it has waited already.
         """
         begun = time.monotonic()
         while not self.done(handle):
-            waited = time.monotonic() - begun
-            if waited < SPIN_SECONDS:
+            if self.spins:
                 os.sched_yield()
             else:
-                time.sleep(min(waited / 10, LONGEST_SLEEP))
+                time.sleep(min(max((time.monotonic() - begun) / 10, SHORTEST_SLEEP), LONGEST_SLEEP))
 
     def wait(self, handle: int) -> None:
         """Wait for a collective. Safe only for those that every rank surely submits without waiting for this rank's next one."""
