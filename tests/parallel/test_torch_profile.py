@@ -1,0 +1,32 @@
+"""A step's parts carry their names in torch.profiler, whatever the mode."""
+
+import pytest
+import torch
+from models import feed, gradients, parameters
+
+import scalecom_hvd.torch as hvd
+
+SHAPES = {"weight": (200, 100), "bias": (100,)}
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_parts_of_a_step_have_names(lookahead):
+    hvd.init()
+    model = parameters(SHAPES)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), named_parameters=model.items(), compression=hvd.ScaleCom(lookahead=lookahead)
+    )
+
+    def step(number):
+        optimizer.zero_grad()
+        feed(model, gradients(SHAPES, hvd.rank(), number))
+        optimizer.step()
+
+    step(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for number in range(1, 4):
+            step(number)
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("scalecom.")}
+    moves = {"scalecom.gather_and_filter": 3} if lookahead else {"scalecom.filter": 3, "scalecom.gather": 3}
+    expected = moves | {"scalecom.wait for values": 3, "scalecom.scatter": 3}
+    assert counts.items() >= expected.items()
