@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.bucket import Bucket
+from scalecom_hvd.torch.moves import Moves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
 from train_image import augment, load_digits, shift  # noqa: E402
@@ -33,9 +33,8 @@ def train(name: str, settings: dict | None) -> float:
     )
     data = load_digits()
     generator = torch.Generator().manual_seed(100 + hvd.rank())
-    gather = Bucket.gather
     if name == "every rank its own indices":
-        Bucket.gather = gather_at_own_indices
+        Moves.gather = gather_at_own_indices
     for _ in range(STEPS):
         chosen = torch.randint(0, len(data.train_images), (BATCH,), generator=generator)
         optimizer.zero_grad()
@@ -44,21 +43,24 @@ def train(name: str, settings: dict | None) -> float:
         if name == "residues thrown away":
             for tensor in optimizer.compression.residues.tensors.values():
                 tensor.residue.zero_()
-    Bucket.gather = gather
+    Moves.gather = sound_gather
     with torch.no_grad():
         right = [(model(shift(data.test_images, x, y)).argmax(1) == data.test_labels) for x in (-1, 0, 1) for y in (-1, 0, 1)]
     return 100 * float(torch.stack(right).float().mean())
 
 
-def gather_at_own_indices(bucket: Bucket, n_workers: int) -> None:
+sound_gather = Moves.gather
+
+
+def gather_at_own_indices(moves: Moves, offsets: torch.Tensor, values: torch.Tensor, n_workers: int):
     """What a rank would send that took itself for the leader."""
-    for name, tensor in bucket.compressed.items():
-        where = bucket._value_slices[name]
-        size = tensor.residue.numel()
-        rows = torch.randint(
-            0, max(size // tensor.geometry.k - 1, 1), (tensor.geometry.k,), generator=torch.Generator().manual_seed(hvd.rank())
-        )
-        tensor.gather(rows.to(tensor.offset_dtype), bucket.values[where], bucket._sent[where], n_workers)
+    own = offsets.clone()
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for tensor in moves.tensors:
+        k = tensor.geometry.k
+        rows = torch.randint(0, max(tensor.residue.numel() // k - 1, 1), (k,), generator=generator)
+        moves.offsets_of(tensor, own).copy_(rows)
+    return sound_gather(moves, own, values, n_workers)
 
 
 def main() -> None:
