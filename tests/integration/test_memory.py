@@ -13,7 +13,7 @@ MODEL_BYTES = 32_000_000 * 4
 @pytest.mark.timeout(300)
 def test_peak_memory_is_that_of_stock_horovod_and_the_residue(launched):
     def peak(settings):
-        # Without fusion, whose buffer is as large as what is fused; and with what is freed given back at once, or peaks are a matter of luck.
+        # Without fusion, whose buffer is as large as what is fused; and with freed blocks given back, or peaks are a matter of luck.
         output = launched("mpirun", 2, [WORKER, settings], HOROVOD_FUSION_THRESHOLD="0", MALLOC_MMAP_THRESHOLD_="1000000")
         return int(re.search(r"PEAK (\d+)", output).group(1))
 
