@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import resource
 import statistics
 import subprocess
 import time
@@ -124,7 +123,6 @@ def main() -> None:
             shape(mbit or None)
             result = measure(training, arguments.seconds, 2, 40)
             result |= {"case": arguments.case, "method": method, "hosts": hvd.size(), "mbit": mbit, "rate": arguments.rate}
-            result["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             if method in SCALECOM or method == "local top-k":
                 result["parts"] = parts(training)
             if hvd.rank() == 0:

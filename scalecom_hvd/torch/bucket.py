@@ -43,7 +43,7 @@ class Bucket:
         self.dense = {name: parameters[name] for name in names if name not in residues.tensors}
         self.waiting: set[str] = set(names)
         self.grads: dict[str, torch.Tensor] = {}
-        self.launched = self.whole = self.scattered = False
+        self.whole = self.scattered = False
         self.bad: Any = 0
         self.offsets_handle: int | None = None
         self.values_handles: list[int] = []
@@ -103,7 +103,7 @@ class Bucket:
 
     def begin(self, whole: bool, scale: float) -> None:
         """All gradients are at hand."""
-        self.launched, self.whole, self.bad = True, whole, 0
+        self.whole, self.bad = whole, 0
         self.grads = {name: flat_gradient(parameter) for name, parameter in self.parameters.items()}
         frozen = [not self.parameters[name].requires_grad for name in self.compressed]
         self._scale = scale
@@ -147,13 +147,14 @@ class Bucket:
         if self._reduced is None:
             return sound
         sound = sound & (self._reduced.buffer[-1] == 0)
-        averages = self._reduced.whole if self.whole else self._reduced.whole | self._moves.values_of(self._values.compressed)
-        for name, grad in self.grads.items():
-            if grad.dtype == torch.float16:
-                average = averages[name].float()
-                if name in self.compressed and not self.whole:
-                    average = average / self._scale
-                sound = sound & average.to(grad.dtype).isfinite().all()
+        halves = [name for name, grad in self.grads.items() if grad.dtype == torch.float16]
+        if halves:
+            averages = self._reduced.whole if self.whole else self._reduced.whole | self._moves.values_of(self._values.compressed)
+        for name in halves:
+            average = averages[name].float()
+            if name in self.compressed and not self.whole:
+                average = average / self._scale
+            sound = sound & average.half().isfinite().all()
         return sound
 
     def scatter(self) -> None:
@@ -186,7 +187,7 @@ class Bucket:
         self.grads, self._averaged = {}, {}
         self.job = self._exchange = self._waits_for = None
         self.waiting = set(self.names)
-        self.launched = self.scattered = False
+        self.scattered = False
         self.values_handles = []
 
     def drop_whole_buffer(self) -> None:

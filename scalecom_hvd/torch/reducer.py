@@ -341,8 +341,7 @@ class Reducer:
         """A collective failed in mid-step: take this step's moves back, so that nothing is lost from the residues, and forget it."""
         for bucket in self.buckets:
             bucket.stop()
-            if bucket.launched and not bucket.whole:
-                bucket.undo()
+            bucket.undo()
             bucket.forget()
             bucket.offsets_handle = None
         self._failure = None
