@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+JOIN_REFUSED = (
+    "hvd.join() cannot be used with ScaleCom: a rank that joined cannot take part in the leader's broadcast. Give every rank the "
+    "same number of steps instead (drop_last=True with a DistributedSampler, or cut the longer ranks short), or train the uneven "
+    "part with compression=hvd.Compression.none"
+)
+
 
 def compare_ranks(per_rank: list[dict[str, Any]], topics: tuple[str, ...]) -> None:
     """Raise RuntimeError that names the first difference to rank 0 in any of the topics of the ranks' descriptions."""

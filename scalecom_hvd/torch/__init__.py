@@ -7,12 +7,12 @@ from typing import Any
 import horovod.torch as _horovod
 from horovod.torch import *  # noqa: F403
 
+from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.compressor import ScaleCom
 from scalecom_hvd.torch.flops import rates_from_flops
 from scalecom_hvd.torch.named import named_collectives as _named_collectives
 from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOptimizer  # exported, over Horovod's
-from scalecom_hvd.torch.transport import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.torch.transport import exchanges_alive as _exchanges_alive
 
 globals().update(_named_collectives(_horovod))

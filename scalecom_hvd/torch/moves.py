@@ -12,32 +12,24 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.profiler import record_function
 
+from scalecom_hvd.buckets import Layout
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Count, Kernel, NativeKernel, Place, kernel_for
 from scalecom_hvd.torch.residues import CompressedTensor
 
 
 class OffsetLayout:
-    """Where the offsets of several tensors lie in one byte buffer, so that one broadcast carries them."""
+    """The buffers of bytes in which the offsets of several tensors travel."""
 
     def __init__(self, tensors: Iterable[CompressedTensor]) -> None:
-        # Wider offsets first: every tensor's slice is then aligned.
-        self.tensors = sorted(tensors, key=lambda t: -t.offset_dtype.itemsize)
-        self._slices, at = {}, 0
-        for tensor in self.tensors:
-            self._slices[tensor.name] = slice(at, at := at + tensor.geometry.k * tensor.offset_dtype.itemsize)
-        self._bytes = at
-
-    def start(self, tensor: CompressedTensor) -> int:
-        """The byte at which a tensor's offsets begin."""
-        return self._slices[tensor.name].start
+        self.layout = Layout({tensor.name: tensor.geometry for tensor in tensors})
 
     def new_buffer(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(self._bytes, dtype=torch.uint8, device=device)
+        return torch.zeros(self.layout.offsets_bytes, dtype=torch.uint8, device=device)
 
     def view(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
         """A tensor's offsets (k,) in a buffer of this layout."""
-        return buffer[self._slices[tensor.name]].view(tensor.offset_dtype)
+        return buffer[self.layout.offsets[tensor.name]].view(tensor.offset_dtype)
 
 
 class Moves:
@@ -48,12 +40,13 @@ class Moves:
 
     def __init__(self, tensors: Sequence[CompressedTensor]) -> None:
         self.tensors = list(tensors)
-        self._layout = OffsetLayout(self.tensors)
-        self._places, at = [], 0
-        for tensor in self.tensors:
-            self._places.append(Place(tensor.residue, tensor.geometry, self._layout.start(tensor), at))
-            at += tensor.geometry.k
-        self.n_values = at
+        self._offsets_layout = OffsetLayout(self.tensors)
+        layout = self._offsets_layout.layout
+        self.n_values = layout.n_values
+        self._places = [
+            Place(tensor.residue, tensor.geometry, layout.offsets[tensor.name].start, layout.values[tensor.name].start)
+            for tensor in self.tensors
+        ]
         self._beta = self.tensors[0].beta if self.tensors else 1.0
         self._sent: torch.Tensor | None = None
         self._grad_dtypes: list[torch.dtype] | None = None
@@ -61,11 +54,11 @@ class Moves:
         self.finish()
 
     def new_offsets(self, device: torch.device) -> torch.Tensor:
-        return self._layout.new_buffer(device)
+        return self._offsets_layout.new_buffer(device)
 
     def offsets_of(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
         """A tensor's offsets (k,) in a buffer of `new_offsets`."""
-        return self._layout.view(tensor, buffer)
+        return self._offsets_layout.view(tensor, buffer)
 
     def values_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """{name: values (k,)} in a buffer of values."""

@@ -32,6 +32,7 @@ from torch.profiler import record_function
 
 import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.beside import Beside
 from scalecom_hvd.torch.bucket import Bucket, Wait, empty_sparse_gradient
@@ -41,21 +42,6 @@ from scalecom_hvd.torch.transport import Transport
 log = logging.getLogger("scalecom_hvd")
 
 Groups = Sequence[Sequence[str]]
-
-
-def cut(sizes: Sequence[int], names: Sequence[str], limit: int) -> list[list[str]]:
-    """Names in order, cut where the next does not fit into `limit`, nor into half of what is left; none is much smaller than an eighth."""
-    buckets: list[list[str]] = []
-    left, filled = sum(sizes), 0
-    for name, size in zip(names, sizes, strict=True):
-        full = filled + size > max(min(limit, left / 2), limit / 8) and left - filled >= limit / 8
-        if not buckets or (filled and full):
-            left -= filled
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(name)
-        filled += size
-    return buckets
 
 
 class Reducer:
@@ -409,10 +395,7 @@ class Reducer:
         return self._split([name for name in [*arrived, *late] if name in wanted], self.config.bucket_bytes)
 
     def _split(self, names: list[str], limit: int | None) -> list[list[str]]:
-        """Buckets of at most `limit` bytes of gradients, where tensors are not larger themselves; one of each kind, without a limit.
-
-        The last ones are smaller: what arrives last has nothing to hide behind.
-        """
+        """Buckets of at most `limit` bytes of gradients, where tensors are not larger themselves; one of each kind, without a limit."""
         kinds: dict[Any, list[str]] = {}
         for name in names:
             parameter = self._parameters[name]
@@ -446,7 +429,7 @@ class Reducer:
             "bytes_offsets": submitted["offsets"],
             "bytes_values": submitted["values"],
             "bytes_dense": submitted["dense"],
-            "bytes_traffic": self._transport.traffic(submitted["offsets"], submitted["values"] + submitted["dense"]),
+            "bytes_traffic": traffic(self._transport.size, submitted["offsets"], submitted["values"] + submitted["dense"]),
             "rate": sum(dense.values()) / max(sum(sent.values()), 1),
             "collectives": submitted["collectives"],
         }

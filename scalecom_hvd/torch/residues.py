@@ -14,13 +14,10 @@ import torch
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import geometry
+from scalecom_hvd.state import STATE_VERSION, check_residues, check_state
 from scalecom_hvd.torch.kernels import kernel_for
 
 log = logging.getLogger("scalecom_hvd")
-
-STATE_VERSION = 1
-# Settings that may differ between a checkpoint and the run that loads it: they change no result.
-_FREE_SETTINGS = ("bucket_bytes",)
 
 
 def torch_dtype(name: Any) -> torch.dtype:
@@ -103,19 +100,7 @@ class Residues:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state of `state_dict`; raises ValueError that names what does not fit, and then changes nothing."""
-        missing = {"version", "step", "config", "residues"} - set(state)
-        if missing:
-            raise ValueError(f"this is no ScaleCom state: it lacks {', '.join(sorted(missing))}; pass what ScaleCom.state_dict() gave")
-        if state["version"] != STATE_VERSION:
-            raise ValueError(f"this ScaleCom state has version {state['version']}, and this release reads version {STATE_VERSION}")
-        mine, theirs = self.config.to_dict(), dict(state["config"])
-        different = [key for key in mine.keys() | theirs.keys() if key not in _FREE_SETTINGS and mine.get(key) != theirs.get(key)]
-        if different:
-            listed = ", ".join(f"{key}={theirs.get(key)!r} in the state and {mine.get(key)!r} now" for key in sorted(different))
-            raise ValueError(
-                f"the residues were made with other settings: {listed}. Start ScaleCom with the settings of the state, or, to change them, "
-                "go on without loading it (the residues start at zero)"
-            )
+        check_state(state, self.config)
         if self.rates is None:
             self._loaded = dict(state["residues"])
         else:
@@ -124,22 +109,14 @@ class Residues:
         self.chosen_ahead = dict(state.get("offsets", {}))
         self.ranks = state.get("ranks")
         # Who asks for buckets of another size gets them.
-        self.buckets = state.get("buckets") if theirs["bucket_bytes"] == mine["bucket_bytes"] else None
+        self.buckets = state.get("buckets") if state["config"]["bucket_bytes"] == self.config.bucket_bytes else None
 
     def _copy_in(self, residues: dict[str, torch.Tensor]) -> None:
         if not residues:  # saved before the first step, or by a single process: all of them were zero
             for tensor in self.tensors.values():
                 tensor.residue.zero_()
             return
-        complaints = [f"{name} is not in this model (or is sent whole)" for name in residues.keys() - self.tensors.keys()]
-        complaints += [f"{name} is not in the state" for name in self.tensors.keys() - residues.keys()]
-        complaints += [
-            f"{name} has shape {tuple(residues[name].shape)} in the state and {tuple(tensor.shape)} in the model"
-            for name, tensor in self.tensors.items()
-            if name in residues and residues[name].shape != tensor.shape
-        ]
-        if complaints:
-            raise ValueError("these residues belong to another model: " + "; ".join(sorted(complaints)[:5]))
+        check_residues({name: tuple(r.shape) for name, r in residues.items()}, {name: tuple(t.shape) for name, t in self.tensors.items()})
         for name, tensor in self.tensors.items():
             tensor.residue.copy_(residues[name].reshape(-1))
 

@@ -19,6 +19,7 @@ import torch
 
 import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.buckets import traffic
 from scalecom_hvd.torch.moves import Moves, OffsetLayout
 from scalecom_hvd.torch.residues import CompressedTensor, Residues, describe
 from scalecom_hvd.torch.transport import Transport
@@ -243,7 +244,7 @@ class StockExchange:
             "bytes_offsets": self._bytes["offsets"],
             "bytes_values": self._bytes["values"],
             "bytes_dense": self._bytes["dense"],
-            "bytes_traffic": self._transport.traffic(self._bytes["offsets"], self._bytes["values"] + self._bytes["dense"]),
+            "bytes_traffic": traffic(self._transport.size, self._bytes["offsets"], self._bytes["values"] + self._bytes["dense"]),
             "rate": sum(whole.values()) / max(sum((whole | compressed).values()), 1),
             "collectives": len(self._seen) + len(self._handles),
         }

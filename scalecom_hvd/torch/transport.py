@@ -1,7 +1,7 @@
 """The collectives of one exchange: all that is said to Horovod while training is said here.
 
 The reducer and the compressor speak to this small interface, so that another transport can stand in its place. Names decide
-which tensors meet, so all ranks must use the same; see `Transport.names`. Imports nothing of this package.
+which tensors meet, so all ranks must use the same; see `Transport.names`. Imports agreement alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import horovod.torch as horovod
 import torch
+
+from scalecom_hvd.agreement import JOIN_REFUSED
 
 SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
 
@@ -105,11 +107,6 @@ class Transport:
         joined = horovod.allgather(payload, name=f"scalecom.{name}", process_set=self._process_set)
         return [json.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
 
-    def traffic(self, broadcast: int, averaged: int) -> int:
-        """Bytes that a rank sends on a ring, on average over ranks, for so many bytes broadcast and all-reduced."""
-        n = max(self.size, 1)
-        return round((n - 1) / n * (broadcast + 2 * averaged))
-
     def claim_name(self) -> int:
         """A number for this exchange that this process has not used; ranks then settle on the largest claimed (`use_name`)."""
         return next(_instances)
@@ -119,10 +116,3 @@ class Transport:
         global _instances
         _instances = itertools.count(max(number + 1, next(_instances)))
         self._prefix = "scalecom" if number == 0 else f"scalecom.{number}"
-
-
-JOIN_REFUSED = (
-    "hvd.join() cannot be used with ScaleCom: a rank that joined cannot take part in the leader's broadcast. Give every rank the "
-    "same number of steps instead (drop_last=True with a DistributedSampler, or cut the longer ranks short), or train the uneven "
-    "part with compression=hvd.Compression.none"
-)

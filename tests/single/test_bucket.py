@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from scalecom_hvd.buckets import cut
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.bucket import Bucket, Wait
-from scalecom_hvd.torch.reducer import cut
 from scalecom_hvd.torch.residues import Residues
 
 

@@ -1,0 +1,295 @@
+/* The lane kernel (lanes.c) as TensorFlow operations for the CPU, so that a step's moves stay inside the graph.
+ *
+ * Operations have no state: a residue comes in and the updated residue goes out, and the graph assigns it when the step is known to
+ * count. So a step that fails anywhere has changed nothing. Each serves all compressed tensors of a bucket in one call.
+ * tensorflow/kernels.py calls them and says what their arguments are.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "tensorflow_c_api.h"
+
+/* lanes.c, compiled into this library too. */
+typedef struct {
+    void *grad, *residue;
+    int64_t numel, k, width, rows, offsets_at, values_at;
+    int32_t dtype, offset_width, frozen, padding;
+} tensor;
+int64_t scalecom_filter(const tensor *, int64_t count, double beta, double scale, int choose, void *chosen);
+int64_t scalecom_gather(const tensor *, int64_t count, double beta, double scale, double share, const void *offsets, void *values, void *sent,
+                        int wire_float16, double limit);
+int64_t scalecom_gather_and_filter(const tensor *, int64_t count, double beta, double scale, const void *offsets, void *values, void *sent,
+                                   int wire_float16, double limit, int choose, void *chosen);
+int64_t scalecom_scatter(const tensor *, int64_t count, double scale, const void *offsets, const void *values, int wire_float16);
+enum { CHOOSE_NOTHING = 0, CHOOSE_ACCUMULATOR = 1, CHOOSE_RESIDUE = 2 };
+enum { LANES = 64, SLICE = 1 << 14 }; /* SLICE: elements that stay in a core's cache between being copied and being filtered */
+
+/* Attribute `lanes`: these seven numbers per tensor. */
+enum { FIELDS = 7 };
+typedef struct { int64_t count, offsets_bytes, n_values; tensor tensors[]; } bucket;
+
+static void *create(TF_OpKernelConstruction *construction) {
+    TF_Status *status = TF_NewStatus();
+    int32_t n = 0, total = 0;
+    TF_OpKernelConstruction_GetAttrSize(construction, "lanes", &n, &total, status);
+    int64_t *lanes = malloc(sizeof(int64_t) * (n > 0 ? n : 1));
+    bucket *made = calloc(1, sizeof(bucket) + sizeof(tensor) * (n > 0 ? n / FIELDS : 0));
+    if (TF_GetCode(status) == TF_OK) TF_OpKernelConstruction_GetAttrInt64List(construction, "lanes", lanes, n, status);
+    if (TF_GetCode(status) != TF_OK) TF_OpKernelConstruction_Failure(construction, status);
+    else
+        for (made->count = 0; made->count < n / FIELDS; made->count++) {
+            const int64_t *row = lanes + made->count * FIELDS;
+            tensor t = {.numel = row[0], .k = row[1], .width = row[2], .rows = row[3], .offset_width = (int32_t)row[4],
+                        .offsets_at = row[5], .values_at = row[6]};
+            made->tensors[made->count] = t;
+            made->offsets_bytes += t.k * t.offset_width;
+            made->n_values += t.k;
+        }
+    free(lanes);
+    TF_DeleteStatus(status);
+    return made;
+}
+static void destroy(void *made) { free(made); }
+
+/* One call of an operation: what it took is given back at its end, and the first error wins. */
+typedef struct {
+    TF_OpKernelContext *context;
+    TF_Status *status;
+    TF_Tensor **held;
+    int n_held;
+    double beta, scale, limit;
+} call;
+
+static call begin(TF_OpKernelContext *context, int64_t most) {
+    call now = {.context = context, .status = TF_NewStatus(), .held = calloc(most, sizeof(TF_Tensor *))};
+    return now;
+}
+static void end(call *now) {
+    if (TF_GetCode(now->status) != TF_OK) TF_OpKernelContext_Failure(now->context, now->status);
+    for (int i = 0; i < now->n_held; i++) TF_DeleteTensor(now->held[i]);
+    free(now->held);
+    TF_DeleteStatus(now->status);
+}
+static int failed(const call *now) { return TF_GetCode(now->status) != TF_OK; }
+static void refuse(call *now, const char *why) { if (!failed(now)) TF_SetStatus(now->status, TF_INVALID_ARGUMENT, why); }
+
+/* The input's memory, or NULL after an error; it must have so many elements, unless that is negative. */
+static TF_Tensor *input(call *now, int index, int64_t elements, const char *otherwise) {
+    TF_Tensor *found = NULL;
+    if (failed(now)) return NULL;
+    TF_GetInput(now->context, index, &found, now->status);
+    if (failed(now)) return NULL;
+    now->held[now->n_held++] = found;
+    if (elements >= 0 && TF_TensorElementCount(found) != elements) refuse(now, otherwise);
+    return failed(now) ? NULL : found;
+}
+static void *data(TF_Tensor *of) { return of ? TF_TensorData(of) : NULL; }
+static size_t size_of(TF_DataType dtype) {
+    return dtype == TF_DOUBLE || dtype == TF_INT64 ? 8 : dtype == TF_FLOAT ? 4 : dtype == TF_HALF || dtype == TF_BFLOAT16 ? 2 : 1;
+}
+static void *output(call *now, int index, int64_t elements) {
+    if (failed(now)) return NULL;
+    TF_DataType dtype = TF_ExpectedOutputDataType(now->context, index);
+    TF_Tensor *made = TF_AllocateOutput(now->context, index, dtype, &elements, 1, elements * size_of(dtype), now->status);
+    if (made) now->held[now->n_held++] = made;
+    return failed(now) ? NULL : data(made);
+}
+/* An output in an input's memory, if nobody else reads that; *took says whether. */
+static void *output_in(call *now, int index, int candidate, int64_t elements, int *took) {
+    if (failed(now)) return NULL;
+    int forwarded = -1;
+    TF_Tensor *made = TF_ForwardInputOrAllocateOutput(now->context, &candidate, 1, index, &elements, 1, &forwarded, now->status);
+    if (made) now->held[now->n_held++] = made;
+    *took = forwarded == candidate;
+    return failed(now) ? NULL : data(made);
+}
+static void scalar(call *now, int index, int64_t value) {
+    TF_Tensor *made = failed(now) ? NULL : TF_AllocateOutput(now->context, index, TF_INT64, NULL, 0, sizeof value, now->status);
+    if (!made) return;
+    now->held[now->n_held++] = made;
+    if (!failed(now)) *(int64_t *)data(made) = value;
+}
+static void settings(call *now, int index) {
+    double *found = data(input(now, index, 3, "settings are beta, 1 / loss scale and float16's limit"));
+    if (found) now->beta = found[0], now->scale = found[1], now->limit = found[2];
+}
+static int kind_of(TF_Tensor *grad) {
+    TF_DataType dtype = TF_TensorType(grad);
+    return dtype == TF_FLOAT ? 0 : dtype == TF_DOUBLE ? 1 : dtype == TF_HALF ? 2 : 3; /* native.DTYPES */
+}
+static const char *GRAD_SIZE = "a gradient has not the size of its variable", *RESIDUE_SIZE = "a residue has not the size of its variable";
+static const char *OFFSETS_SIZE =
+    "ScaleCom received not exactly one leader's offsets: ranks disagree about the step, so about who chooses. Restore a checkpoint of the "
+    "same step on every rank, and give every rank the same number of steps";
+
+/* The next piece of a tensor that stays in the cache: whole groups of lanes, which are lanes of a smaller tensor. */
+static tensor piece_at(const tensor *t, int64_t lane) {
+    tensor piece = *t;
+    int64_t group = LANES * t->rows, groups = SLICE / group > 0 ? SLICE / group : 1, start = lane * t->rows;
+    if (t->width != LANES) return piece; /* one group */
+    piece.grad = (char *)t->grad + start * (t->dtype == 1 ? 8 : t->dtype == 0 ? 4 : 2);
+    piece.residue = (char *)t->residue + start * (t->dtype == 1 ? 8 : 4);
+    piece.numel = t->numel - start;
+    piece.k = t->k - lane;
+    piece.offsets_at += lane * t->offset_width;
+    piece.values_at += lane;
+    if (piece.k > groups * LANES) piece.k = groups * LANES, piece.numel = groups * group;
+    return piece;
+}
+
+/* The tensors of this call: gradients are inputs from `grads`, residues inputs from `residues`; outputs from 0 receive the updated ones.
+ * Returns NULL after an error. */
+static tensor *pick_up(call *now, const bucket *of, int grads, int residues, const void **old) {
+    tensor *tensors = malloc(sizeof(tensor) * (of->count ? of->count : 1));
+    for (int64_t i = 0; i < of->count; i++) {
+        tensors[i] = of->tensors[i];
+        TF_Tensor *grad = input(now, grads + i, tensors[i].numel, GRAD_SIZE);
+        if (grad) tensors[i].grad = data(grad), tensors[i].dtype = kind_of(grad);
+        old[i] = data(input(now, residues + i, tensors[i].numel, RESIDUE_SIZE));
+        tensors[i].residue = output(now, i, tensors[i].numel);
+    }
+    return tensors;
+}
+
+/* grads, residues, settings, chooses -> updated residues, offsets (none unless it chooses), how many elements are not finite */
+static void filter(void *kernel, TF_OpKernelContext *context) {
+    const bucket *of = kernel;
+    int n = of->count;
+    call now = begin(context, 4 * n + 8);
+    const void **old = malloc(sizeof(void *) * (n + 1));
+    tensor *tensors = pick_up(&now, of, 0, n, old);
+    settings(&now, 2 * n);
+    uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses is one bool"));
+    void *chosen = output(&now, n, chooses && *chooses ? of->offsets_bytes : 0);
+    int64_t bad = 0;
+    for (int i = 0; i < n && !failed(&now); i++)
+        for (int64_t lane = 0; lane < tensors[i].k;) {
+            tensor piece = piece_at(&tensors[i], lane);
+            int64_t bytes = piece.dtype == 1 ? 8 : 4, start = (char *)piece.residue - (char *)tensors[i].residue;
+            memcpy(piece.residue, (const char *)old[i] + start, piece.numel * bytes);
+            bad += scalecom_filter(&piece, 1, now.beta, now.scale, *chooses ? CHOOSE_ACCUMULATOR : CHOOSE_NOTHING, chosen);
+            lane += piece.k;
+        }
+    scalar(&now, n + 1, bad);
+    free(tensors);
+    free(old);
+    end(&now);
+}
+
+/* updated residues, grads, settings, offsets -> the residues without what is sent, values, how many of them are not finite */
+static void gather(void *kernel, TF_OpKernelContext *context) {
+    const bucket *of = kernel;
+    int n = of->count;
+    call now = begin(context, 4 * n + 8);
+    tensor *tensors = malloc(sizeof(tensor) * (n + 1));
+    for (int i = 0; i < n; i++) {
+        int took = 0;
+        tensors[i] = of->tensors[i];
+        tensors[i].residue = output_in(&now, i, i, tensors[i].numel, &took);
+        TF_Tensor *grad = input(&now, n + i, tensors[i].numel, GRAD_SIZE);
+        if (grad) tensors[i].grad = data(grad), tensors[i].dtype = kind_of(grad);
+        if (!took && !failed(&now)) {
+            TF_Tensor *before = input(&now, i, tensors[i].numel, RESIDUE_SIZE);
+            if (before) memcpy(tensors[i].residue, data(before), TF_TensorByteSize(before));
+        }
+    }
+    settings(&now, 2 * n);
+    void *offsets = data(input(&now, 2 * n + 1, of->offsets_bytes, OFFSETS_SIZE));
+    void *values = output(&now, n, of->n_values);
+    int64_t bad = 0;
+    if (!failed(&now)) {
+        int half = TF_ExpectedOutputDataType(context, n) == TF_HALF;
+        bad = scalecom_gather(tensors, n, now.beta, now.scale, 1 - now.beta, offsets, values, values, half, now.limit);
+    }
+    scalar(&now, n + 1, bad);
+    free(tensors);
+    end(&now);
+}
+
+/* grads, residues, settings, chooses, offsets -> updated residues, values, the next step's offsets (none unless it chooses), how many
+ * elements are not finite */
+static void gather_and_filter(void *kernel, TF_OpKernelContext *context) {
+    const bucket *of = kernel;
+    int n = of->count;
+    call now = begin(context, 4 * n + 8);
+    const void **old = malloc(sizeof(void *) * (n + 1));
+    tensor *tensors = pick_up(&now, of, 0, n, old);
+    settings(&now, 2 * n);
+    uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses is one bool"));
+    void *offsets = data(input(&now, 2 * n + 2, of->offsets_bytes, OFFSETS_SIZE));
+    void *values = output(&now, n, of->n_values);
+    void *chosen = output(&now, n + 1, chooses && *chooses ? of->offsets_bytes : 0);
+    int64_t bad = 0;
+    for (int i = 0; i < n && !failed(&now); i++)
+        for (int64_t lane = 0; lane < tensors[i].k;) {
+            tensor piece = piece_at(&tensors[i], lane);
+            int64_t bytes = piece.dtype == 1 ? 8 : 4, start = (char *)piece.residue - (char *)tensors[i].residue;
+            int half = TF_ExpectedOutputDataType(context, n) == TF_HALF;
+            memcpy(piece.residue, (const char *)old[i] + start, piece.numel * bytes);
+            bad += scalecom_gather_and_filter(&piece, 1, now.beta, now.scale, offsets, values, values, half, now.limit,
+                                              *chooses ? CHOOSE_RESIDUE : CHOOSE_NOTHING, chosen);
+            lane += piece.k;
+        }
+    scalar(&now, n + 2, bad);
+    free(tensors);
+    free(old);
+    end(&now);
+}
+
+/* grads (for their memory), settings, offsets, averaged values, sound -> averaged gradients; all NaN unless sound */
+static void scatter(void *kernel, TF_OpKernelContext *context) {
+    const bucket *of = kernel;
+    int n = of->count;
+    call now = begin(context, 2 * n + 8);
+    tensor *tensors = malloc(sizeof(tensor) * (n + 1));
+    for (int i = 0; i < n; i++) {
+        int took = 0;
+        tensors[i] = of->tensors[i];
+        tensors[i].grad = output_in(&now, i, i, tensors[i].numel, &took);
+        if (!failed(&now)) tensors[i].dtype = kind_of(now.held[now.n_held - 1]);
+    }
+    settings(&now, n);
+    void *offsets = data(input(&now, n + 1, of->offsets_bytes, OFFSETS_SIZE));
+    TF_Tensor *values = input(&now, n + 2, of->n_values, "there is one value for each lane");
+    uint8_t *sound = data(input(&now, n + 3, 1, "sound is one bool"));
+    if (!failed(&now) && *sound) {
+        scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values), TF_TensorType(values) == TF_HALF);
+    } else if (!failed(&now)) {
+        for (int i = 0; i < n; i++) /* all bits set are a NaN in every floating-point format */
+            memset(tensors[i].grad, 0xff, tensors[i].numel * (tensors[i].dtype == 1 ? 8 : tensors[i].dtype == 0 ? 4 : 2));
+    }
+    free(tensors);
+    end(&now);
+}
+
+static void no_shapes(TF_ShapeInferenceContext *context, TF_Status *status) { TF_ShapeInferenceContextSetUnknownShape(context, status); }
+
+static const char *ATTRIBUTES[] = {"N: int >= 1", "T: {float, double, half, bfloat16}", "R: {float, double}", "lanes: list(int)", NULL};
+typedef struct { const char *name, *inputs[8], *outputs[8]; void (*compute)(void *, TF_OpKernelContext *); int wire; } operation;
+static const operation OPERATIONS[] = {
+    {"ScalecomFilter", {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool"},
+     {"updated: N * R", "offsets: uint8", "bad: int64"}, filter, 0},
+    {"ScalecomGather", {"residues: N * R", "grads: N * T", "settings: double", "offsets: uint8"},
+     {"updated: N * R", "values: W", "bad: int64"}, gather, 1},
+    {"ScalecomGatherAndFilter", {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool", "offsets: uint8"},
+     {"updated: N * R", "values: W", "chosen: uint8", "bad: int64"}, gather_and_filter, 1},
+    {"ScalecomScatter", {"grads: N * T", "settings: double", "offsets: uint8", "values: W", "sound: bool"}, {"averages: N * T"}, scatter, 1},
+};
+
+/* TensorFlow asks a library that it loads for nothing: what it offers is announced when it is loaded. */
+__attribute__((constructor)) static void announce(void) {
+    for (size_t i = 0; i < sizeof OPERATIONS / sizeof *OPERATIONS; i++) {
+        const operation *o = &OPERATIONS[i];
+        TF_Status *status = TF_NewStatus();
+        TF_OpDefinitionBuilder *definition = TF_NewOpDefinitionBuilder(o->name);
+        for (const char **a = ATTRIBUTES; *a; a++)
+            if (o->compute != scatter || strncmp(*a, "R:", 2)) TF_OpDefinitionBuilderAddAttr(definition, *a);
+        if (o->wire) TF_OpDefinitionBuilderAddAttr(definition, "W: {float, double, half}");
+        for (const char *const *spec = o->inputs; *spec; spec++) TF_OpDefinitionBuilderAddInput(definition, *spec);
+        for (const char *const *spec = o->outputs; *spec; spec++) TF_OpDefinitionBuilderAddOutput(definition, *spec);
+        TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, no_shapes);
+        TF_RegisterOpDefinition(definition, status);
+        TF_RegisterKernelBuilder(o->name, TF_NewKernelBuilder(o->name, "CPU", create, o->compute, destroy), status);
+        TF_DeleteStatus(status);
+    }
+}

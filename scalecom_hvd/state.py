@@ -1,0 +1,45 @@
+"""What a rank's saved state is, and whether it fits: the checks that every framework's load_state_dict makes before it changes anything.
+
+Framework-free. Imports config alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scalecom_hvd.config import ScaleComConfig
+
+STATE_VERSION = 1
+# Settings that may differ between a checkpoint and the run that loads it: they change no result.
+_FREE_SETTINGS = ("bucket_bytes",)
+
+
+def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
+    """Raise ValueError that names what is wrong, unless this is a state of this version and of these settings."""
+    missing = {"version", "step", "config", "residues"} - set(state)
+    if missing:
+        raise ValueError(f"this is no ScaleCom state: it lacks {', '.join(sorted(missing))}; pass what ScaleCom.state_dict() gave")
+    if state["version"] != STATE_VERSION:
+        raise ValueError(f"this ScaleCom state has version {state['version']}, and this release reads version {STATE_VERSION}")
+    mine, theirs = config.to_dict(), dict(state["config"])
+    different = [key for key in mine.keys() | theirs.keys() if key not in _FREE_SETTINGS and mine.get(key) != theirs.get(key)]
+    if different:
+        listed = ", ".join(f"{key}={theirs.get(key)!r} in the state and {mine.get(key)!r} now" for key in sorted(different))
+        raise ValueError(
+            f"the residues were made with other settings: {listed}. Start ScaleCom with the settings of the state, or, to change them, "
+            "go on without loading it (the residues start at zero)"
+        )
+
+
+def check_residues(saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError that names what differs between the shapes of saved residues and those of the model's compressed tensors."""
+    complaints = [f"{name} is not in this model (or is sent whole)" for name in saved.keys() - expected.keys()]
+    complaints += [f"{name} is not in the state" for name in expected.keys() - saved.keys()]
+    complaints += [
+        f"{name} has shape {tuple(saved[name])} in the state and {tuple(shape)} in the model"
+        for name, shape in expected.items()
+        if name in saved and tuple(saved[name]) != tuple(shape)
+    ]
+    if complaints:
+        raise ValueError("these residues belong to another model: " + "; ".join(sorted(complaints)[:5]))
