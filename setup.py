@@ -1,4 +1,5 @@
-"""Packaging: the Python packages, and the native lane kernel as a plain shared library (no Python headers, no framework needed)."""
+"""Packaging: the Python packages, and the native lane kernel as plain shared libraries (no Python headers, no framework needed): one for
+any caller, and one that offers it as operations of TensorFlow, whose symbols (and the kernel's) are looked up when it is loaded."""
 
 import sys
 import warnings
@@ -8,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 
 
 class BuildKernel(build_ext):
-    """Build native/lanes.c; an installation without a compiler goes on without it and says so."""
+    """Build native/*.c; an installation without a compiler goes on without it and says so."""
 
     def get_ext_filename(self, fullname):
         # Loaded through ctypes, so it carries no Python version in its name.
@@ -42,14 +43,15 @@ setup(
     package_data={"scalecom_hvd.native": ["*.c", "*.h"]},
     ext_modules=[
         Extension(
-            "scalecom_hvd.native._lanes",
-            ["scalecom_hvd/native/lanes.c"],
+            f"scalecom_hvd.native.{library}",
+            [f"scalecom_hvd/native/{source}"],
             # Never -ffast-math: it drops NaN tests, and at link time it sets flush-to-zero for the whole process.
-            # -ffp-contract=off: a fused multiply-add would round otherwise than NumPy and the plain-torch kernel.
+            # -ffp-contract=off: a fused multiply-add would round otherwise than NumPy and the plain kernels of the frameworks.
             extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
-            depends=["scalecom_hvd/native/lanes_template.h"],
+            depends=[f"scalecom_hvd/native/{header}.h" for header in ("lanes", "lanes_template", "tensorflow_c_api")],
             optional=True,
         )
+        for library, source in {"_lanes": "lanes.c", "_tensorflow_ops": "tensorflow_ops.c"}.items()
     ],
     cmdclass={"build_ext": BuildKernel},
 )

@@ -20,16 +20,27 @@ import launch
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = ["-m", "pytest", "-q", "--color=no"]
-# A rank that waits for ever is ended with a traceback of where it waits.
-PARALLEL = [*PYTEST, "-x", "--timeout=100", "--timeout-method=thread", "tests/parallel"]
+
+
+def parallel(tensorflow: bool) -> list[str]:
+    """One framework's files of tests/parallel. A rank that waits for ever is ended with a traceback of where it waits."""
+    files = sorted((ROOT / "tests" / "parallel").glob("test_*.py"))
+    chosen = [str(file.relative_to(ROOT)) for file in files if file.name.startswith("test_tensorflow") == tensorflow]
+    return [*PYTEST, "-x", "--timeout=100", "--timeout-method=thread", *chosen]
+
 
 PARTS = {
     "ruff check": ([sys.executable, "-m", "ruff", "check", "."], 60),
     "ruff format": ([sys.executable, "-m", "ruff", "format", "--check", "."], 60),
     "single": ([sys.executable, *PYTEST, "--timeout=120", "tests/single"], 300),
-    "parallel, mpirun -np 2": (launch.command("mpirun", 2, PARALLEL, tagged=True), 300),
-    "parallel, mpirun -np 4": (launch.command("mpirun", 4, PARALLEL, tagged=True), 420),
-    "parallel, horovodrun --gloo -np 2": (launch.command("horovodrun --gloo", 2, PARALLEL), 300),
+    **{
+        f"{framework}, {launcher} -np {ranks}": (
+            launch.command(launcher, ranks, parallel(framework == "tensorflow"), launcher == "mpirun"),
+            limit,
+        )
+        for framework in ("torch", "tensorflow")
+        for launcher, ranks, limit in (("mpirun", 2, 300), ("mpirun", 4, 420), ("horovodrun --gloo", 2, 300))
+    },
     "integration": ([sys.executable, *PYTEST, "--timeout=300", "tests/integration"], 600),
 }
 

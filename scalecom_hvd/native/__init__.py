@@ -1,6 +1,7 @@
 """The C lane kernel (lanes.c), loaded through ctypes: raw addresses in, so any framework can call it, and the GIL is released.
 
-`library()` gives the functions, or None where the package was installed without a compiler. Imports no framework.
+`library()` gives the functions, or None where the package was installed without a compiler. OPERATIONS is the file with the same kernel
+as operations of TensorFlow (tensorflow_ops.c), which tensorflow/kernels.py loads. Imports no framework.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ from pathlib import Path
 import numpy as np
 
 log = logging.getLogger("scalecom_hvd")
+
+LIBRARY, OPERATIONS = (Path(__file__).with_name(name) for name in ("_lanes.so", "_tensorflow_ops.so"))
+
+WRONG_OFFSETS = (
+    "ScaleCom received not exactly one leader's offsets: ranks disagree about the step, so about who chooses. Restore a checkpoint of the "
+    "same step on every rank, and give every rank the same number of steps"
+)
 
 # The codes of lanes.c.
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
@@ -37,18 +45,23 @@ _SIGNATURES = {
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None, with one warning, if it was not built."""
-    path = Path(__file__).with_name("_lanes.so")
     try:
-        loaded = ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
-        reason = f"cannot be loaded ({error})" if path.exists() else "was not built (no C compiler at installation?)"
-        log.warning(
-            "the native kernel %s, so the plain-torch kernel is used, which is several times slower; to have it, install a C compiler "
-            "and run pip install --force-reinstall --no-deps scalecom_hvd again",
-            reason,
-        )
+        warn_missing(LIBRARY, error, "the plain-torch kernel is")
         return None
     for name, signature in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = signature, _LONG
     return loaded
+
+
+def warn_missing(path: Path, error: Exception, instead: str) -> None:
+    """Log that a library of the kernel is not there, or cannot be used."""
+    reason = f"cannot be loaded ({error})" if path.exists() else "was not built (no C compiler at installation?)"
+    log.warning(
+        "the native kernel %s, so %s used, which is several times slower; to have it, install a C compiler "
+        "and run pip install --force-reinstall --no-deps scalecom_hvd again",
+        reason,
+        instead,
+    )

@@ -7,22 +7,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "lanes.h"
 #include "tensorflow_c_api.h"
 
-/* lanes.c, compiled into this library too. */
-typedef struct {
-    void *grad, *residue;
-    int64_t numel, k, width, rows, offsets_at, values_at;
-    int32_t dtype, offset_width, frozen, padding;
-} tensor;
-int64_t scalecom_filter(const tensor *, int64_t count, double beta, double scale, int choose, void *chosen);
-int64_t scalecom_gather(const tensor *, int64_t count, double beta, double scale, double share, const void *offsets, void *values, void *sent,
-                        int wire_float16, double limit);
-int64_t scalecom_gather_and_filter(const tensor *, int64_t count, double beta, double scale, const void *offsets, void *values, void *sent,
-                                   int wire_float16, double limit, int choose, void *chosen);
-int64_t scalecom_scatter(const tensor *, int64_t count, double scale, const void *offsets, const void *values, int wire_float16);
-enum { CHOOSE_NOTHING = 0, CHOOSE_ACCUMULATOR = 1, CHOOSE_RESIDUE = 2 };
-enum { LANES = 64, SLICE = 1 << 14 }; /* SLICE: elements that stay in a core's cache between being copied and being filtered */
+enum { SLICE = 1 << 14 }; /* elements that stay in a core's cache between being copied and being filtered */
 
 /* Attribute `lanes`: these seven numbers per tensor. */
 enum { FIELDS = 7 };
@@ -115,8 +103,10 @@ static void settings(call *now, int index) {
 }
 static int kind_of(TF_Tensor *grad) {
     TF_DataType dtype = TF_TensorType(grad);
-    return dtype == TF_FLOAT ? 0 : dtype == TF_DOUBLE ? 1 : dtype == TF_HALF ? 2 : 3; /* native.DTYPES */
+    return dtype == TF_FLOAT ? FLOAT32 : dtype == TF_DOUBLE ? FLOAT64 : dtype == TF_HALF ? FLOAT16 : BFLOAT16;
 }
+static int64_t grad_size(const tensor *t) { return t->dtype == FLOAT64 ? 8 : t->dtype == FLOAT32 ? 4 : 2; }
+static int64_t residue_size(const tensor *t) { return t->dtype == FLOAT64 ? 8 : 4; }
 static const char *GRAD_SIZE = "a gradient has not the size of its variable", *RESIDUE_SIZE = "a residue has not the size of its variable";
 static const char *OFFSETS_SIZE =
     "ScaleCom received not exactly one leader's offsets: ranks disagree about the step, so about who chooses. Restore a checkpoint of the "
@@ -127,8 +117,8 @@ static tensor piece_at(const tensor *t, int64_t lane) {
     tensor piece = *t;
     int64_t group = LANES * t->rows, groups = SLICE / group > 0 ? SLICE / group : 1, start = lane * t->rows;
     if (t->width != LANES) return piece; /* one group */
-    piece.grad = (char *)t->grad + start * (t->dtype == 1 ? 8 : t->dtype == 0 ? 4 : 2);
-    piece.residue = (char *)t->residue + start * (t->dtype == 1 ? 8 : 4);
+    piece.grad = (char *)t->grad + start * grad_size(t);
+    piece.residue = (char *)t->residue + start * residue_size(t);
     piece.numel = t->numel - start;
     piece.k = t->k - lane;
     piece.offsets_at += lane * t->offset_width;
@@ -165,7 +155,7 @@ static void filter(void *kernel, TF_OpKernelContext *context) {
     for (int i = 0; i < n && !failed(&now); i++)
         for (int64_t lane = 0; lane < tensors[i].k;) {
             tensor piece = piece_at(&tensors[i], lane);
-            int64_t bytes = piece.dtype == 1 ? 8 : 4, start = (char *)piece.residue - (char *)tensors[i].residue;
+            int64_t bytes = residue_size(&piece), start = (char *)piece.residue - (char *)tensors[i].residue;
             memcpy(piece.residue, (const char *)old[i] + start, piece.numel * bytes);
             bad += scalecom_filter(&piece, 1, now.beta, now.scale, *chooses ? CHOOSE_ACCUMULATOR : CHOOSE_NOTHING, chosen);
             lane += piece.k;
@@ -223,7 +213,7 @@ static void gather_and_filter(void *kernel, TF_OpKernelContext *context) {
     for (int i = 0; i < n && !failed(&now); i++)
         for (int64_t lane = 0; lane < tensors[i].k;) {
             tensor piece = piece_at(&tensors[i], lane);
-            int64_t bytes = piece.dtype == 1 ? 8 : 4, start = (char *)piece.residue - (char *)tensors[i].residue;
+            int64_t bytes = residue_size(&piece), start = (char *)piece.residue - (char *)tensors[i].residue;
             int half = TF_ExpectedOutputDataType(context, n) == TF_HALF;
             memcpy(piece.residue, (const char *)old[i] + start, piece.numel * bytes);
             bad += scalecom_gather_and_filter(&piece, 1, now.beta, now.scale, offsets, values, values, half, now.limit,
@@ -256,7 +246,7 @@ static void scatter(void *kernel, TF_OpKernelContext *context) {
         scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values), TF_TensorType(values) == TF_HALF);
     } else if (!failed(&now)) {
         for (int i = 0; i < n; i++) /* all bits set are a NaN in every floating-point format */
-            memset(tensors[i].grad, 0xff, tensors[i].numel * (tensors[i].dtype == 1 ? 8 : tensors[i].dtype == 0 ? 4 : 2));
+            memset(tensors[i].grad, 0xff, tensors[i].numel * grad_size(&tensors[i]));
     }
     free(tensors);
     end(&now);

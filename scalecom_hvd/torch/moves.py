@@ -22,7 +22,8 @@ class OffsetLayout:
     """The buffers of bytes in which the offsets of several tensors travel."""
 
     def __init__(self, tensors: Iterable[CompressedTensor]) -> None:
-        self.layout = Layout({tensor.name: tensor.geometry for tensor in tensors})
+        self.tensors = list(tensors)
+        self.layout = Layout({tensor.name: tensor.geometry for tensor in self.tensors})
 
     def new_buffer(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.layout.offsets_bytes, dtype=torch.uint8, device=device)

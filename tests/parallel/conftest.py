@@ -1,17 +1,43 @@
-"""Every file here runs whole on every rank: mpirun -np 4 pytest -x tests/parallel, or horovodrun --gloo -np 2 pytest -x tests/parallel."""
+"""Every file here runs whole on every rank: mpirun -np 4 pytest -x tests/parallel, or horovodrun --gloo -np 2 pytest -x tests/parallel.
+
+Files named test_tensorflow* are TensorFlow's, all others PyTorch's; each framework's Horovod starts when the first file that needs it is
+collected. Both run side by side in one process, but then their threads take the cores from each other: apart they are quicker.
+"""
 
 import os
 import sys
 
-import horovod.torch as hvd
 import pytest
-import torch
 
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-hvd.init()
-torch.set_num_threads(1)
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+started = {}
 failed = False
+
+
+def pytest_collectstart(collector):
+    """Horovod runs before the file is imported."""
+    if not isinstance(collector, pytest.Module):
+        return
+    framework = "tensorflow" if collector.path.name.startswith("test_tensorflow") else "torch"
+    if framework in started:
+        return
+    if framework == "torch":
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+        torch.set_num_threads(1)
+        started[framework] = (torch.manual_seed, hvd.barrier)
+    else:
+        import horovod.tensorflow as hvd
+        import tensorflow as tf
+
+        hvd.init()
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(2)
+        started[framework] = (tf.keras.utils.set_random_seed, lambda: hvd.allreduce(tf.zeros(1), name="barrier"))
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -24,10 +50,11 @@ def pytest_runtest_makereport(item, call):
 @pytest.fixture(autouse=True)
 def together():
     """All ranks start each test with the same seed, and none starts the next before all have ended this one."""
-    torch.manual_seed(1234)
+    for seed, _ in started.values():
+        seed(1234)
     yield
     if not failed:
-        hvd.barrier()
+        next(iter(started.values()))[1]()
 
 
 def pytest_unconfigure():

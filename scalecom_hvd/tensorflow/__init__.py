@@ -1,0 +1,31 @@
+"""`import scalecom_hvd.tensorflow as hvd`: everything in horovod.tensorflow, with ScaleCom, and optimizers and tapes that know it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as _horovod
+from horovod.tensorflow import *  # noqa: F403
+
+from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.tensorflow import elastic as elastic  # exported, over Horovod's, like the names below
+from scalecom_hvd.tensorflow.compressor import ScaleCom
+from scalecom_hvd.tensorflow.compressor import alive as _alive
+from scalecom_hvd.tensorflow.optimizer import DistributedGradientTape as DistributedGradientTape
+from scalecom_hvd.tensorflow.optimizer import DistributedOptimizer as DistributedOptimizer
+from scalecom_hvd.tensorflow.optimizer import PartialDistributedGradientTape as PartialDistributedGradientTape
+
+
+def join() -> Any:
+    """Horovod's join. Raises RuntimeError where this process uses ScaleCom, whose gathers of offsets it would break."""
+    if _alive():
+        raise RuntimeError(_JOIN_REFUSED)
+    return _horovod.join()
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_horovod, name)
+
+
+__all__ = [name for name in dir(_horovod) if not name.startswith("_")] + ["ScaleCom", "ScaleComConfig"]

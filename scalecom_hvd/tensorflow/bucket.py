@@ -1,0 +1,186 @@
+"""A bucket: variables whose gradients share one gather of offsets and one all-reduce, and its part of a step in the graph.
+
+Imports kernels, residues, transport and the rooms below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from scalecom_hvd.buckets import Layout
+from scalecom_hvd.config import ScaleComConfig, float16_limit
+from scalecom_hvd.tensorflow.kernels import Units, kernel_for
+from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, read
+from scalecom_hvd.tensorflow.transport import Transport
+
+# Ranks of an elastic run for which float16's limit is at hand in the graph.
+_MOST_ELASTIC_RANKS = 1024
+
+
+class Now(NamedTuple):
+    """What a step is about, as tensors or numbers: its number, the ranks there are, this one's position, and 1 / loss scale or None.
+
+    whole: whether it is sent whole."""
+
+    step: Any
+    size: Any
+    position: Any
+    scale: Any
+    whole: Any
+
+
+class Result(NamedTuple):
+    """What a bucket's exchange gives: the averages, whether they count, and what becomes of the residues and offsets if they do."""
+
+    averages: list[tf.Tensor]
+    sound: tf.Tensor
+    updated: list[tf.Tensor]
+    chosen: list[tf.Tensor]
+
+
+class Bucket:
+    """Tensors that share their collectives.
+
+    compressed: those whose offsets and values travel.  dense: names of those sent whole.
+    Values buffer: [values of all compressed tensors | dense tensors | one element that counts workers with non-finite gradients].
+    """
+
+    def __init__(
+        self,
+        number: int,
+        names: Sequence[str],
+        variables: dict[str, tf.Variable],
+        tensors: dict[str, CompressedTensor],
+        progress: Progress,
+        transport: Transport,
+        config: ScaleComConfig,
+    ) -> None:
+        self.number = number
+        self.names = list(names)
+        self.compressed = [tensors[name] for name in names if name in tensors]
+        self.dense = [name for name in names if name not in tensors]
+        self._shapes = {name: tuple(variables[name].shape) for name in names}
+        self._progress, self._transport, self._config = progress, transport, config
+        dtype = variables[names[0]].dtype
+        self._dense_dtype = tf.float64 if dtype == tf.float64 else tf.float32
+        self.wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
+        geometries = {tensor.name: tensor.geometry for tensor in self.compressed}
+        self.layout = Layout(geometries)
+        if self.compressed:
+            device = tf.DeviceSpec.from_string(self.compressed[0].residue.device or "/device:CPU:0").device_type
+            same_width = (self.compressed[0].dtype == tf.float64) == (dtype == tf.float64)
+            self._kernel = kernel_for(device, config.selection, same_width)(geometries)
+
+    def leader(self, step: Any, size: Any) -> Any:
+        """The position of the rank that chooses at a step."""
+        return (step + (self.number if self._config.leader == "staggered" else 0)) % size
+
+    @property
+    def dense_bytes(self) -> int:
+        """What is sent of tensors that are sent whole, and of the count."""
+        elements = sum(tf.TensorShape(self._shapes[name]).num_elements() for name in self.dense)
+        return elements * self._dense_dtype.size + self.wire_dtype.size
+
+    @property
+    def values_bytes(self) -> int:
+        return self.layout.n_values * self.wire_dtype.size
+
+    @property
+    def whole_bytes(self) -> int:
+        return sum(tf.TensorShape(shape).num_elements() for shape in self._shapes.values()) * self._dense_dtype.size
+
+    def exchange(self, grads: dict[str, tf.Tensor], now: Now) -> Result:
+        """This bucket's part of a step, from gradients (flat) to averages (flat), both in the order of names."""
+        if now.whole is False:
+            return self._exchange_values(grads, now)
+        return Result(*tf.cond(now.whole, lambda: self._exchange_whole(grads, now), lambda: self._exchange_values(grads, now)))
+
+    def _exchange_whole(self, grads: dict[str, tf.Tensor], now: Now) -> Result:
+        flat = [tf.cast(grads[name], self._dense_dtype) for name in self.names]
+        averages = self._transport.average_each(flat, f"whole.{self.number}")
+        # No count is needed: where a worker's gradient is not finite, the average is not either.
+        averages = [tf.cast(average, grads[name].dtype) for name, average in zip(self.names, averages, strict=True)]
+        residues = [read(tensor.residue) for tensor in self.compressed]
+        chosen = []
+        if self._config.lookahead and self.compressed:
+            # The best guess for the next step's leader is the gradient just sent.
+            own = [grads[tensor.name] for tensor in self.compressed]
+            _, offsets, _ = self._kernel.filter(own, residues, self._units(now), self._chooses(now, 1))
+            chosen = self._split_offsets(self._transport.from_leader(offsets, f"offsets.{self.number}"))
+        return Result(averages, _all_finite(averages), residues, chosen)
+
+    def _exchange_values(self, grads: dict[str, tf.Tensor], now: Now) -> Result:
+        own = [grads[tensor.name] for tensor in self.compressed]
+        units, updated, chosen, parts, bad = self._units(now), [], [], [], tf.constant(0, tf.int64)
+        if self.compressed:
+            residues = [read(tensor.residue) for tensor in self.compressed]
+            if self._config.lookahead:
+                offsets = tf.concat([read(self._progress.offsets[name]) for name in self._in_layout()], 0)
+                updated, values, offered, bad = self._kernel.gather_and_filter(
+                    own, residues, units, self._chooses(now, 1), offsets, self.wire_dtype
+                )
+                chosen = self._split_offsets(self._transport.from_leader(offered, f"offsets.{self.number}"))
+            else:
+                updated, offered, bad_grads = self._kernel.filter(own, residues, units, self._chooses(now, 0))
+                offsets = self._transport.from_leader(offered, f"offsets.{self.number}")
+                updated, values, bad_values = self._kernel.gather(updated, own, units, offsets, self.wire_dtype)
+                bad = bad_grads + bad_values
+            parts.append(tf.ensure_shape(values, [self.layout.n_values]))
+        if self.dense:
+            dense = tf.concat([tf.cast(grads[name], self.wire_dtype) for name in self.dense], 0)
+            parts.append(dense)
+            bad += tf.cast(~_all_finite([dense]), tf.int64)
+        parts.append(tf.cast(bad > 0, self.wire_dtype)[None])
+        averaged = self._transport.average(tf.concat(parts, 0), f"values.{self.number}")
+
+        sizes = [self.layout.n_values, *(tf.TensorShape(self._shapes[name]).num_elements() for name in self.dense), 1]
+        values, *dense, count = tf.split(averaged, sizes)
+        sound = _all_finite([averaged]) & (count[0] == 0) & self._fits(values, dense, grads, units)
+        averages = {name: tf.cast(average, grads[name].dtype) for name, average in zip(self.dense, dense, strict=True)}
+        averages = {name: tf.where(sound, average, tf.cast(float("nan"), average.dtype)) for name, average in averages.items()}
+        if self.compressed:
+            scattered = self._kernel.scatter(own, units, offsets, values, sound)
+            averages |= {tensor.name: average for tensor, average in zip(self.compressed, scattered, strict=True)}
+        return Result([averages[name] for name in self.names], sound, list(updated), chosen)
+
+    def _fits(self, values: tf.Tensor, dense: list[tf.Tensor], grads: dict[str, tf.Tensor], units: Units) -> tf.Tensor:
+        """Whether the averages are finite in the gradients' dtype too: float16's range is narrower than that of what was averaged."""
+        half = [average for name, average in zip(self.dense, dense, strict=True) if grads[name].dtype == tf.float16]
+        if any(grads[tensor.name].dtype == tf.float16 for tensor in self.compressed):
+            values = tf.cast(values, tf.float32)
+            half.append(values if units.scale is None else values / tf.cast(units.scale, tf.float32))
+        return _all_finite([tf.cast(part, tf.float16) for part in half])
+
+    def _units(self, now: Now) -> Units:
+        if self.wire_dtype != tf.float16:
+            return Units(self._config.beta, now.scale)
+        if isinstance(now.size, int):
+            return Units(self._config.beta, now.scale, float16_limit(now.size))
+        table = tf.constant([float16_limit(max(n, 1)) for n in range(_MOST_ELASTIC_RANKS + 1)])
+        return Units(self._config.beta, now.scale, table[now.size])
+
+    def _chooses(self, now: Now, later: int) -> tf.Tensor:
+        """Whether this rank is the leader so many steps later."""
+        return tf.equal(self.leader(now.step + later, tf.cast(now.size, tf.int64)), tf.cast(now.position, tf.int64))
+
+    def _in_layout(self) -> list[str]:
+        return sorted(self.layout.offsets, key=lambda name: self.layout.offsets[name].start)
+
+    def _split_offsets(self, offsets: tf.Tensor) -> list[tf.Tensor]:
+        """Each compressed tensor's bytes."""
+        return [tf.ensure_shape(offsets[at], [at.stop - at.start]) for at in (self.layout.offsets[t.name] for t in self.compressed)]
+
+    def assign(self, result: Result) -> list[tf.Operation]:
+        """Make the step count: residues and offsets become what the exchange gave."""
+        done = [tensor.residue.assign(updated, read_value=False) for tensor, updated in zip(self.compressed, result.updated, strict=False)]
+        for tensor, chosen in zip(self.compressed, result.chosen, strict=False):
+            done.append(self._progress.offsets[tensor.name].assign(chosen, read_value=False))
+        return done
+
+
+def _all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Whether all elements are finite."""
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors] or [True])

@@ -1,0 +1,371 @@
+"""ScaleCom: what users pass as `compression=` to this package's optimizers and tapes. It holds settings, residues and the loss scale; the
+graph's part is reducer.py's.
+
+Tapes are made anew every step, so residues live here, by variable. Imports reducer and residues.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow.compression import Compressor
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.state import STATE_VERSION, check_residues, check_state
+from scalecom_hvd.tensorflow.reducer import Arguments, Reducer, reduction
+from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, runs_eagerly, set_value, value_of
+
+log = logging.getLogger("scalecom_hvd")
+
+_NEEDS_DROP_IN = (
+    "ScaleCom must know whose gradient it compresses, which horovod.tensorflow does not say: write `import scalecom_hvd.tensorflow as hvd` "
+    "(or `import scalecom_hvd.tensorflow.keras as hvd`) and use its DistributedOptimizer or DistributedGradientTape; for a collective of "
+    "your own use hvd.Compression.none"
+)
+
+_KEEPER_CHANGED = "a new ScaleCom serves the variables of this tape, so their residues start at zero"
+_MAKE_IT_ONCE = "make the ScaleCom once, outside of the training step, and pass the same object to every DistributedGradientTape"
+
+_numbers = itertools.count()
+_alive: weakref.WeakSet[ScaleCom] = weakref.WeakSet()
+# In an elastic run, what those who were there before agreed on, by label.
+_agreed: dict[str, dict[str, Any]] = {}
+
+
+class _Settings(tf.train.experimental.PythonState):
+    """The settings, beside the residues in a tf.train.Checkpoint: residues made with others are refused."""
+
+    def __init__(self, config: ScaleComConfig) -> None:
+        self._config = config
+
+    def serialize(self) -> str:
+        return json.dumps({"version": STATE_VERSION, "config": self._config.to_dict()})
+
+    def deserialize(self, string_value: str) -> None:
+        check_state({"step": 0, "residues": {}, **json.loads(string_value)}, self._config)
+
+
+class _Stream(tf.Module):
+    """The residues that one series of gradients needs, {name: variable}, and the progress of its exchanges, {label: Progress}.
+
+    There is one stream, unless a persistent tape is asked for gradients of the same variables several times in a step: those are different
+    series, and each keeps what was not sent of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="stream")
+        self.residues: dict[str, tf.Variable] = {}
+        self.progress: dict[str, Progress] = {}
+
+
+@dataclass
+class _Keeper:
+    """Noted at a variable: which ScaleCom keeps its residue for tapes, since when in eager mode or not, and in how many calls."""
+
+    who: weakref.ref[ScaleCom]
+    eager: bool
+    calls: int = 1
+
+
+class _Bound:
+    """What a ScaleCom knows of variables and must not be part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.names: dict[Any, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.rates: dict[str, float] = {}
+        self.tensors: list[dict[str, CompressedTensor]] = []
+        self.reducers: dict[tuple, Reducer] = {}
+        self.loaded: dict[str, Any] | None = None
+
+
+class ScaleCom(tf.Module, Compressor):
+    """Cyclic local top-k compression with low-pass filtered residues (Chen et al., NeurIPS 2020).
+
+    config: a ScaleComConfig; default: the defaults overridden by SCALECOM_RATE, SCALECOM_BETA, ... of the environment.
+    loss_scale: a Keras LossScaleOptimizer, or a callable that gives the current scale (in a traced function: as a tensor or variable),
+        where gradients arrive scaled; residues are then kept in unscaled units. hvd.DistributedOptimizer(LossScaleOptimizer(...)) needs
+        none: there gradients arrive unscaled.
+    fields: any field of ScaleComConfig, over `config`.
+
+    Make one object, outside of the training step: it keeps the residues. It may serve an optimizer, or the tapes of all steps, and is
+    tracked by tf.train.Checkpoint. Globs in `dense` and `rates` match variables' names without ":0", such as "dense/kernel".
+    Raises ValueError or TypeError for settings that cannot work.
+    """
+
+    def __init__(self, *, config: ScaleComConfig | None = None, loss_scale: Any = None, **fields: Any) -> None:
+        super().__init__(name="scalecom")
+        if "named_parameters" in fields:
+            raise TypeError("named_parameters is for PyTorch: in TensorFlow ScaleCom learns variables from the optimizer or tape")
+        self.config = (config if config is not None else ScaleComConfig.from_env()).replace(**fields)
+        self.number = next(_numbers)
+        self._loss_scale = _scale_reader(loss_scale)
+        self._settings = _Settings(self.config)
+        self._streams: list[_Stream] = []
+        self._bound = _Bound()
+        self._make_stream()
+        _alive.add(self)
+
+    @staticmethod
+    def compress(tensor: Any) -> Any:
+        """What horovod.tensorflow itself would call; it does not say for which variable. Raises TypeError."""
+        raise TypeError(_NEEDS_DROP_IN)
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        raise TypeError(_NEEDS_DROP_IN)
+
+    def reduction(self, arguments: Arguments, name: str, calls_of: Any = None) -> Callable:
+        """What an optimizer or tape calls instead of Horovod's `_allreduce_grads`. calls_of: {ref: how often}, of one tape."""
+
+        def reducer_for(variables: Sequence[tf.Variable], *rest: Any) -> tuple[Reducer, list[str]]:
+            stream = 0
+            if calls_of is not None:
+                if not calls_of:
+                    self._notice_changed_keeper(variables)
+                refs = [variable.ref() for variable in variables]
+                stream = max((calls_of.get(ref, 0) for ref in refs), default=0)
+                calls_of.update(dict.fromkeys(refs, stream + 1))
+            return self._reducer_for(stream, variables, *rest)
+
+        return reduction(arguments, reducer_for, self._loss_scale, name)
+
+    def _reducer_for(
+        self, stream: int, variables: Sequence[tf.Variable], present: Sequence[tf.Variable], sparse: Sequence[Any], arguments: Arguments
+    ) -> tuple[Reducer, list[str]]:
+        bound = self._bound
+        names = [self._name_of(variable) for variable in variables]
+        given = {self._name_of(variable) for variable in present}
+        key = (stream, tuple(names))
+        reducer = bound.reducers.get(key)
+        if reducer is None or not given <= reducer.members:
+            while len(self._streams) <= stream:
+                self._make_stream()
+            reducer = self._make_reducer(stream, dict(zip(names, variables, strict=True)), arguments)
+            agreed = None if key in bound.reducers else _agreed.pop(_label(stream, names), None)
+            if agreed is not None:
+                reducer.settle(set(agreed["members"]), agreed["name"])
+                reducer.progress.take_up(agreed)
+            else:
+                old = bound.reducers[key].members if key in bound.reducers else set()
+                reducer.agree(sorted(given | old), sorted(v.name for v in sparse if isinstance(v, tf.Variable)))
+            bound.reducers[key] = reducer
+        return reducer, names
+
+    def _make_reducer(self, stream: int, variables: dict[str, tf.Variable], arguments: Arguments) -> Reducer:
+        for name, variable in variables.items():
+            if not variable.dtype.is_floating:
+                raise TypeError(
+                    f"{name} has dtype {variable.dtype.name}, which ScaleCom cannot average over ranks: train it as two real variables, or "
+                    "keep it out of this optimizer"
+                )
+            if not variable.shape.is_fully_defined():
+                raise TypeError(f"{name} has the shape {variable.shape}; ScaleCom needs variables whose shape is known")
+        rates = self._rates_of(variables)
+        kept, tensors = self._streams[stream], self._bound.tensors[stream]
+        mine = {
+            name: tensors.get(name) or CompressedTensor(name, variable, rates[name], self.config)
+            for name, variable in variables.items()
+            if rates[name] > 1
+        }
+        self._take_up_residues(stream, {name: tensor for name, tensor in mine.items() if name not in tensors})
+        tensors.update(mine)
+        for name, tensor in mine.items():
+            if name not in kept.residues:
+                kept.residues[name] = tensor.residue
+        label = _label(stream, list(variables))
+        if label not in kept.progress:
+            progress = Progress(label)
+            # Variables that were frozen or thawed: the same training goes on.
+            related = [r for (s, names), r in self._bound.reducers.items() if s == stream and not variables.keys().isdisjoint(names)]
+            if related and runs_eagerly():
+                set_value(progress.step, max(value_of(r.progress.step) for r in related))
+            if self.config.lookahead:
+                for tensor in mine.values():
+                    progress.hold_offsets(tensor)
+            self._take_up_progress(label, progress)
+            kept.progress[label] = progress
+        return Reducer(variables, mine, rates, kept.progress[label], self.config, arguments)
+
+    def _rates_of(self, variables: Mapping[str, tf.Variable]) -> dict[str, float]:
+        """A variable's rate stays what it was when it was first seen; globs may match any variable seen so far."""
+        bound = self._bound
+        bound.shapes |= {name: tuple(variable.shape) for name, variable in variables.items()}
+        bound.rates = self.config.rates_for(bound.shapes) | bound.rates
+        return {name: bound.rates[name] for name in variables}
+
+    def _make_stream(self) -> None:
+        self._streams = [*self._streams, _Stream()]
+        self._bound.tensors.append({})
+
+    def _name_of(self, variable: tf.Variable) -> str:
+        """The variable's name without ":0"; a second one of that name gets ".1" appended, and so on."""
+        names = self._bound.names
+        if variable.ref() not in names:
+            stem = variable.name.partition(":")[0]
+            same = sum(1 for ref in names if ref.deref().name.partition(":")[0] == stem)
+            names[variable.ref()] = f"{stem}.{same}" if same else stem
+        return names[variable.ref()]
+
+    def _notice_changed_keeper(self, variables: Iterable[tf.Variable]) -> None:
+        """A ScaleCom that is made in the training step is another one in every step, and loses what was not sent."""
+        eager, warned = tf.executing_eagerly(), False
+        for variable in variables:
+            former = getattr(variable, "_scalecom_keeper", None)
+            if former is not None and former.who() is self:
+                former.calls += 1
+                continue
+            variable._scalecom_keeper = _Keeper(weakref.ref(self), eager)
+            if former is None:
+                continue
+            if former.who() is None and former.calls == 1 and former.eager and eager:
+                raise ValueError(f"{_KEEPER_CHANGED}. {_MAKE_IT_ONCE}")
+            if not warned:
+                log.warning("%s. If that is the same training: %s", _KEEPER_CHANGED, _MAKE_IT_ONCE)
+                warned = True
+
+    # What users ask.
+
+    def reducers(self) -> list[Reducer]:
+        return list(self._bound.reducers.values())
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of this rank; all ranks must not call it, and calling it sends nothing. Not to be called in a traced function.
+
+        step, skipped_steps (a gradient was not finite); leader: the position of the rank that chose last (for the first bucket);
+        bytes_offsets, bytes_values, bytes_dense: handed to Horovod in the last step; bytes_traffic: what this rank sent for them on a
+        ring, on average over ranks; rate: elements of the model per element sent; collectives per step; residue_norm: Euclidean,
+        over all residues (reads them all). Of several exchanges (the two models of a GAN), step is the largest and the rest is summed.
+        """
+        numbers: dict[str, Any] = {"step": 0, "skipped_steps": 0}
+        for n, reducer in enumerate(self.reducers()):
+            own = reducer.stats()
+            for key, value in own.items():
+                numbers[key] = value if n == 0 else max(numbers[key], value) if key in ("step", "rate", "leader") else numbers[key] + value
+        norms = [float(np.linalg.norm(value_of(r).astype(np.float64))) for stream in self._streams for r in stream.residues.values()]
+        return numbers | {"residue_norm": math.hypot(*norms)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residues and steps as arrays and numbers, to be saved by every rank beside the model (numpy.savez, pickle, ...).
+
+        {"version", "step", "config", "residues": {name: array shaped like the variable}}, and "exchanges", what each needs beside.
+        tf.train.Checkpoint(scalecom=compression) saves the same.
+        """
+        if self._bound.loaded is not None:
+            return self._bound.loaded
+        residues = {
+            _in_stream(s, name): value_of(tensor.residue).reshape(tensor.shape)
+            for s, tensors in enumerate(self._bound.tensors)
+            for name, tensor in tensors.items()
+        }
+        exchanges = {label: progress.as_dict() for stream in self._streams for label, progress in stream.progress.items()}
+        step = max((exchange["step"] for exchange in exchanges.values()), default=0)
+        return {"version": STATE_VERSION, "step": step, "config": self.config.to_dict(), "residues": residues, "exchanges": exchanges}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what this rank saved. Call it on every rank, before training goes on.
+
+        Raises ValueError, naming it, for what does not fit: another model, other settings, another version.
+        """
+        check_state(state, self.config)
+        known = {_in_stream(s, name): t.shape for s, tensors in enumerate(self._bound.tensors) for name, t in tensors.items()}
+        if state["residues"] and known:  # else saved before the first step, when all of them were zero, or not needed before it
+            check_residues({name: np.shape(residue) for name, residue in state["residues"].items()}, known)
+        self._bound.loaded = dict(state)
+        for stream, (kept, tensors) in enumerate(zip(self._streams, self._bound.tensors, strict=True)):
+            self._take_up_residues(stream, tensors)
+            for label, progress in kept.progress.items():
+                self._take_up_progress(label, progress)
+        if known:
+            self._bound.loaded = None
+
+    def _take_up_residues(self, stream: int, tensors: Mapping[str, CompressedTensor]) -> None:
+        """Residues that were loaded, for tensors that want them."""
+        saved = (self._bound.loaded or {}).get("residues")
+        if self._bound.loaded is None or not tensors:
+            return
+        shapes = {_in_stream(stream, name): tensor.shape for name, tensor in tensors.items()}
+        if saved:
+            check_residues({name: np.shape(saved[name]) for name in shapes if name in saved}, shapes)
+        for name, tensor in tensors.items():
+            set_value(tensor.residue, saved[_in_stream(stream, name)] if saved else np.zeros(tensor.shape))
+
+    def _take_up_progress(self, label: str, progress: Progress) -> None:
+        """The step, and look-ahead's offsets, that were loaded for an exchange."""
+        if self._bound.loaded is None:
+            return
+        progress.take_up(self._bound.loaded.get("exchanges", {}).get(label, {"step": self._bound.loaded["step"]}))
+
+    def agreements(self) -> dict[str, Any]:
+        """What a rank that comes later must know of exchanges that go on: by label, members, name, step and the offsets chosen ahead."""
+        exchanges = self.state_dict()["exchanges"]
+        labels = {_label(stream, names): reducer for (stream, names), reducer in self._bound.reducers.items()}
+        return {label: {"members": sorted(r.members), "name": r.number, **exchanges[label]} for label, r in labels.items()}
+
+
+def alive() -> list[ScaleCom]:
+    """All ScaleComs of this process that take part in an exchange, in the order in which they were made."""
+    return sorted((compressor for compressor in _alive if compressor.reducers()), key=lambda compressor: compressor.number)
+
+
+def agreements() -> dict[str, Any]:
+    """Those of all ScaleComs of this process."""
+    return {label: agreement for compressor in alive() for label, agreement in compressor.agreements().items()}
+
+
+def adopt(agreed: dict[str, Any]) -> None:
+    """Use other ranks' agreements (of `agreements`) for exchanges that are made later, instead of asking, since they will not answer."""
+    _agreed.clear()
+    _agreed.update(agreed)
+
+
+@functools.cache
+def shared() -> ScaleCom:
+    """What the bare class stands for in a tape: one object for all tapes of the process, with defaults and the environment's settings."""
+    return ScaleCom()
+
+
+def is_scalecom(compression: Any) -> bool:
+    """Whether `compression` is this class or one of its objects."""
+    return isinstance(compression, ScaleCom) or (isinstance(compression, type) and issubclass(compression, ScaleCom))
+
+
+def _label(stream: int, names: Sequence[str]) -> str:
+    """An exchange's name in checkpoints: the same whenever the same variables are trained."""
+    return f"{stream}-{len(names)}-{hashlib.sha256(' '.join(names).encode()).hexdigest()[:12]}"
+
+
+def _in_stream(stream: int, name: str) -> str:
+    return name if stream == 0 else f"{name}#{stream}"
+
+
+def _scale_reader(loss_scale: Any) -> Callable[[], Any]:
+    """A function that gives the loss scale as a tensor, or None for 1."""
+    if loss_scale is None:
+        return lambda: None
+    if isinstance(loss_scale, tf.keras.mixed_precision.LossScaleOptimizer) or hasattr(loss_scale, "loss_scale"):
+        return lambda: tf.convert_to_tensor(loss_scale.loss_scale)
+    if not callable(loss_scale):
+        raise TypeError(f"loss_scale must be a LossScaleOptimizer or a callable that gives the current scale, not {loss_scale!r}")
+
+    def read() -> tf.Tensor:
+        scale = loss_scale()
+        if not tf.executing_eagerly() and not isinstance(scale, (tf.Tensor, tf.Variable)):
+            raise TypeError(
+                "in a traced function loss_scale must give a tf.Tensor or tf.Variable, such as `lambda: optimizer.loss_scale`: a number "
+                f"({scale!r}) would stay what it is now for ever"
+            )
+        return tf.cast(scale, tf.float64)
+
+    return read

@@ -1,0 +1,248 @@
+"""The moves of one step on a bucket's tensors, as functions from tensors to tensors, and the kernels that make them.
+
+Nothing here changes a residue: a move gives the updated one, and the reducer assigns it when the step is known to count. Both kernels
+give bit-identical results, and those of reference.py. Called by reducer.py; imports nothing of this package above lanes and native.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from scalecom_hvd import native
+from scalecom_hvd.buckets import Layout
+from scalecom_hvd.lanes import Lanes, Positions
+
+log = logging.getLogger("scalecom_hvd")
+
+Tensors = Sequence[tf.Tensor]
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a step's moves depend on beside the tensors: the filter's beta; `scale`, 1 / loss scale, None for 1; and the largest magnitude
+    that is sent as float16. The last two may be tensors."""
+
+    beta: float
+    scale: Any = None
+    limit: Any = 0.0
+
+
+class Kernel(Protocol):
+    """The moves of one step. m: residues, g: gradients times `scale`, with zero for what is not finite, I: the indices.
+
+    grads, residues: (N,) each, in the order of the geometries.  offsets: bytes, as laid out by buckets.Layout; none, (0,), where a rank
+    does not choose.  values: (k,) of all tensors together, in the wire dtype.  bad: how many elements are not finite (int64 scalar).
+    """
+
+    def __init__(self, geometries: Mapping[str, Lanes]) -> None: ...
+
+    def filter(self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
+        """m + beta*g, and where `chooses`, the offsets of the winners of |m + g|; (updated, offsets, bad)."""
+
+    def gather(
+        self, updated: Tensors, grads: Tensors, units: Units, offsets: tf.Tensor, wire: tf.DType
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
+        """v = m[I] + (1 - beta)*g[I] in the wire dtype, and the residues with m[I] - beta*v; (updated, values, bad).
+
+        Raises InvalidArgumentError in the graph where the offsets are not those of exactly one leader."""
+
+    def gather_and_filter(
+        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor, offsets: tf.Tensor, wire: tf.DType
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Look-ahead: v = m[I] + g[I], then the filter, and the next offsets chosen on |m| afterwards; (updated, values, chosen, bad)."""
+
+    def scatter(self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor, sound: tf.Tensor) -> Tensors:
+        """For every gradient (whose memory may be used), values / scale at I and zero elsewhere; NaN everywhere unless `sound`."""
+
+
+class GraphKernel:
+    """Plain TensorFlow operations, for any device."""
+
+    def __init__(self, geometries):
+        self._geometries = list(geometries.values())
+        layout = Layout(geometries)
+        self._offsets_at = [layout.offsets[name] for name in geometries]
+        self._sizes = [geometry.k for geometry in self._geometries]
+        # Where tensors' offsets lie in the buffer is the layout's order, not theirs.
+        self._order = sorted(range(len(self._geometries)), key=lambda i: self._offsets_at[i].start)
+        self._bytes = layout.offsets_bytes
+
+    def filter(self, grads, residues, units, chooses):
+        usable = [_usable(g, m.dtype, units.scale) for g, m in zip(grads, residues, strict=True)]
+        updated = [m + as_number(units.beta, m.dtype) * g for m, (g, _) in zip(residues, usable, strict=True)]
+        offsets = self._chosen(chooses, lambda: [m + g for m, (g, _) in zip(residues, usable, strict=True)])
+        return updated, offsets, tf.add_n([bad for _, bad in usable])
+
+    def gather(self, updated, grads, units, offsets, wire):
+        return self._take(updated, grads, units, offsets, wire, 1 - units.beta)
+
+    def gather_and_filter(self, grads, residues, units, chooses, offsets, wire):
+        taken, values, bad_values = self._take(residues, grads, units, offsets, wire, 1.0)
+        usable = [_usable(g, m.dtype, units.scale) for g, m in zip(grads, taken, strict=True)]
+        updated = [m + as_number(units.beta, m.dtype) * g for m, (g, _) in zip(taken, usable, strict=True)]
+        return updated, values, self._chosen(chooses, lambda: updated), bad_values + tf.add_n([bad for _, bad in usable])
+
+    def scatter(self, grads, units, offsets, values, sound):
+        outputs = []
+        for grad, geometry, index, value in zip(
+            grads, self._geometries, self._indices(offsets), tf.split(values, self._sizes), strict=True
+        ):
+            kind = tf.float64 if grad.dtype == tf.float64 else tf.float32
+            value = tf.cast(value, kind)
+            if units.scale is not None:
+                value *= tf.cast(1 / units.scale, kind)
+            filled = tf.scatter_nd(index[:, None], tf.cast(value, grad.dtype), [geometry.numel])
+            outputs.append(tf.where(sound, filled, tf.cast(float("nan"), grad.dtype)))
+        return outputs
+
+    def _take(self, residues, grads, units, offsets, wire, share):
+        taken, values, bad = [], [], []
+        for m, g, index in zip(residues, grads, self._indices(offsets), strict=True):
+            value = tf.gather(m, index)
+            if share != 0:
+                value += as_number(share, m.dtype) * _usable(tf.gather(g, index), m.dtype, units.scale)[0]
+            finite = tf.math.is_finite(value)
+            value = tf.where(finite, value, tf.zeros_like(value))
+            if wire == tf.float16:
+                limit = as_number(units.limit, m.dtype)
+                value = tf.cast(tf.clip_by_value(value, -limit, limit), tf.float32)
+            value = tf.cast(value, wire)
+            taken.append(tf.tensor_scatter_nd_sub(m, index[:, None], as_number(units.beta, m.dtype) * tf.cast(value, m.dtype)))
+            values.append(value)
+            bad.append(_count(~finite))
+        return taken, tf.concat(values, 0), tf.add_n(bad)
+
+    def _chosen(self, chooses, accumulators) -> tf.Tensor:
+        def choose() -> tf.Tensor:
+            size = [tf.abs(accumulator) for accumulator in accumulators()]
+            return tf.concat([_winners(size[i], self._geometries[i]) for i in self._order], 0)
+
+        return tf.cond(chooses, choose, lambda: tf.zeros([0], tf.uint8))
+
+    def _indices(self, offsets) -> list[tf.Tensor]:
+        with tf.control_dependencies([tf.debugging.assert_equal(tf.size(offsets), self._bytes, native.WRONG_OFFSETS)]):
+            offsets = tf.identity(offsets)
+        return [_indices(geometry, offsets[at]) for geometry, at in zip(self._geometries, self._offsets_at, strict=True)]
+
+
+class NativeKernel:
+    """The C kernel (native/tensorflow_ops.c), for tensors in the CPU's memory: one operation per move."""
+
+    def __init__(self, geometries):
+        layout = Layout(geometries)
+        self._operations = operations()
+        self._lanes = [
+            number
+            for name, g in geometries.items()
+            for number in (
+                *(g.numel, g.k, g.width, g.rows, g.offset_dtype.itemsize),
+                *(layout.offsets[name].start, layout.values[name].start),
+            )
+        ]
+
+    @staticmethod
+    def _numbers(units: Units) -> tf.Tensor:
+        return tf.stack([as_number(x, tf.float64) for x in (units.beta, 1.0 if units.scale is None else units.scale, units.limit)])
+
+    def filter(self, grads, residues, units, chooses):
+        return self._operations.scalecom_filter(grads, residues, self._numbers(units), chooses, lanes=self._lanes)
+
+    def gather(self, updated, grads, units, offsets, wire):
+        return self._operations.scalecom_gather(updated, grads, self._numbers(units), offsets, lanes=self._lanes, W=wire)
+
+    def gather_and_filter(self, grads, residues, units, chooses, offsets, wire):
+        return self._operations.scalecom_gather_and_filter(
+            grads, residues, self._numbers(units), chooses, offsets, lanes=self._lanes, W=wire
+        )
+
+    def scatter(self, grads, units, offsets, values, sound):
+        return self._operations.scalecom_scatter(grads, self._numbers(units), offsets, values, sound, lanes=self._lanes)
+
+
+def kernel_for(device: str, selection: str, same_width: bool) -> type[Kernel]:
+    """The fastest kernel for tensors on a device ("CPU", "GPU", ...); same_width: residues are float64 where gradients are, and only there.
+
+    SCALECOM_KERNEL=tensorflow asks for plain operations; =native makes a missing library an error."""
+    asked = os.environ.get("SCALECOM_KERNEL", "")
+    if asked not in ("", "native", "tensorflow"):
+        raise ValueError(f"SCALECOM_KERNEL must be 'native' or 'tensorflow' here, not {asked!r}")
+    if asked == "tensorflow" or device != "CPU" or selection == "exact" or not same_width:
+        return GraphKernel
+    if operations() is None and asked == "native":
+        raise RuntimeError("SCALECOM_KERNEL=native, but the native kernel was not built: install a C compiler, then scalecom_hvd again")
+    return NativeKernel if operations() is not None else GraphKernel
+
+
+@functools.cache
+def operations() -> Any:
+    """The C kernel's operations, or None, with one warning, if they were not built."""
+    path = native.OPERATIONS
+    try:
+        # The library names symbols of these two, not the files they are in, so that it serves any installed TensorFlow.
+        for needed in (*Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*"), native.LIBRARY):
+            ctypes.CDLL(str(needed), ctypes.RTLD_GLOBAL)
+        return tf.load_op_library(str(path))
+    except (OSError, tf.errors.OpError) as error:
+        native.warn_missing(path, error, "plain TensorFlow operations are")
+        return None
+
+
+def as_number(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """A number or tensor as a scalar of this dtype. (tf.cast makes a number a float32 first.)"""
+    return tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
+
+
+def _usable(grad: tf.Tensor, kind: tf.DType, scale: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """scale*g in the residue's dtype with zero for what is not finite, and how many elements that are."""
+    g = tf.cast(grad, kind)
+    if scale is not None:
+        g *= tf.cast(scale, kind)
+    finite = tf.math.is_finite(g)
+    return tf.where(finite, g, tf.zeros_like(g)), _count(~finite)
+
+
+def _count(mask: tf.Tensor) -> tf.Tensor:
+    return tf.math.count_nonzero(mask, dtype=tf.int64)
+
+
+def _winners(size: tf.Tensor, geometry: Lanes) -> tf.Tensor:
+    """The bytes of the offsets of each lane's largest element; with exact selection, of the k largest, ascending by position."""
+    dtype = tf.as_dtype(geometry.offset_dtype)
+    if isinstance(geometry, Positions):
+        offsets = tf.sort(tf.math.top_k(size, geometry.k, sorted=False).indices)  # of equals, top_k takes the first
+    else:
+        parts = []
+        for elements, groups, width in geometry.groups():
+            block = size[elements]
+            rows = -(-(elements.stop - elements.start) // (groups * width))
+            padding = groups * width * rows - (elements.stop - elements.start)
+            block = tf.pad(block, [[0, padding]], constant_values=-1)
+            parts.append(tf.reshape(tf.argmax(tf.reshape(block, [groups, rows, width]), 1), [-1]))
+        offsets = tf.concat(parts, 0)
+    offsets = tf.cast(offsets, dtype)
+    return offsets if dtype == tf.uint8 else tf.reshape(tf.bitcast(offsets, tf.uint8), [-1])
+
+
+def _indices(geometry: Lanes, offsets: tf.Tensor) -> tf.Tensor:
+    """Flat positions (k,) of the chosen elements, from the bytes of their offsets: lanes.Lanes.indices, computed in the graph rather than
+    stored in it."""
+    dtype = tf.as_dtype(geometry.offset_dtype)
+    if dtype != tf.uint8:
+        offsets = tf.bitcast(tf.reshape(offsets, [-1, dtype.size]), dtype)
+    row = tf.cast(offsets, tf.int64)
+    if isinstance(geometry, Positions):
+        return row
+    width, rows, full = geometry.width, geometry.rows, geometry.full_lanes
+    lane = tf.range(geometry.k, dtype=tf.int64)
+    in_full = lane // width * (width * rows) + lane % width + row * width
+    in_last = full * rows + lane - full + row * (geometry.k - full)
+    return tf.where(lane < full, in_full, in_last)

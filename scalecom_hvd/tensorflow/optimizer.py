@@ -1,0 +1,162 @@
+"""The drop-in DistributedOptimizer and tapes: Horovod's own objects, in which the one attribute they reduce through is replaced.
+
+Hooks, aggregation over several passes, local variables, casts and configurations stay Horovod's. Imports compressor and reducer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as horovod
+import horovod.tensorflow.keras as horovod_keras
+import tensorflow as tf
+from horovod.tensorflow.compression import Compression
+
+from scalecom_hvd.tensorflow.compressor import ScaleCom, is_scalecom, shared
+from scalecom_hvd.tensorflow.reducer import Arguments
+
+
+@tf.autograph.experimental.do_not_convert
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Any = horovod.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | list[list[tf.Variable]] | None = None,
+    process_set: Any = horovod.global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """horovod.tensorflow.DistributedOptimizer, which besides Horovod's compressors takes `ScaleCom`, the class or an instance.
+
+    With any other compression this is Horovod's own function, untouched. All arguments mean what they mean there; `groups` says which
+    variables share a bucket. The returned optimizer has one attribute more, `compression`: the ScaleCom with this rank's residues.
+
+    Raises ValueError for what ScaleCom cannot do (Adasum, operations other than Average and Sum).
+    """
+    given = dict(locals())
+    if not is_scalecom(compression):
+        return horovod.DistributedOptimizer(**given)
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        del given["use_locking"]
+        return keras_optimizer(**given)
+    arguments, stock = _arguments(given)
+    wrapped = horovod.DistributedOptimizer(optimizer, **stock)
+    compressor = _object_of(compression)
+    _replace_reduction(wrapped, compressor.reduction(arguments, wrapped.get_name()))
+    wrapped.compression = compressor
+    return wrapped
+
+
+def keras_optimizer(optimizer: Any, **given: Any) -> Any:
+    """horovod.tensorflow.keras.DistributedOptimizer with ScaleCom; the arguments are Horovod's, by name."""
+    compressor = _object_of(given["compression"])
+    arguments, stock = _arguments(given)
+    wrapped = horovod_keras.DistributedOptimizer(optimizer, **stock)
+    reduce = compressor.reduction(arguments, wrapped.name or f"Distributed{type(optimizer).__name__}")
+    # Horovod makes a class for every optimizer it wraps, so this changes no other. Keras makes new objects of it (from_config).
+    made, init = type(wrapped), type(wrapped).__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _replace_reduction(self, reduce)
+
+    made.__init__ = __init__
+    # A property: an attribute would become a part of checkpoints and saved models, which hold one rank's state for all.
+    made.compression = property(lambda self: compressor, doc="The ScaleCom of this optimizer: stats(), state_dict().")
+    _replace_reduction(wrapped, reduce)
+    return wrapped
+
+
+@tf.autograph.experimental.do_not_convert
+def DistributedGradientTape(  # noqa: N802 (Horovod's name)
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = horovod.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[tf.Variable]] | None = None,
+    process_set: Any = horovod.global_process_set,
+    scale_local_gradients: bool = True,
+) -> tf.GradientTape:
+    """horovod.tensorflow.DistributedGradientTape, which besides Horovod's compressors takes `ScaleCom`.
+
+    Tapes are made anew for every step, and the ScaleCom keeps the residues: make one, outside of the step, and pass it to every tape. The
+    bare class stands for one object that all tapes of the process share. A persistent tape may be asked for several gradients of the same
+    variables in a step: the second, third, ... of every step have residues of their own.
+
+    Raises ValueError for what ScaleCom cannot do (Adasum, operations other than Average and Sum).
+    """
+    return _tape(horovod.DistributedGradientTape, dict(locals()))
+
+
+@tf.autograph.experimental.do_not_convert
+def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = horovod.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[tf.Variable]] | None = None,
+    process_set: Any = horovod.global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> tf.GradientTape:
+    """horovod.tensorflow.PartialDistributedGradientTape, which besides Horovod's compressors takes `ScaleCom`; see DistributedGradientTape.
+
+    local_layers: layers whose gradients stay on their rank.
+    """
+    return _tape(horovod.PartialDistributedGradientTape, dict(locals()))
+
+
+def _tape(make: Callable[..., tf.GradientTape], given: dict[str, Any]) -> tf.GradientTape:
+    compression = given["compression"]
+    if not is_scalecom(compression):
+        return make(**given)
+    compressor = compression if isinstance(compression, ScaleCom) else shared()
+    gradtape = given.pop("gradtape")
+    arguments, stock = _arguments(given)
+    tape = make(gradtape, **stock)
+    calls: dict[Any, int] = {}
+    tape._allreduce_grads = compressor.reduction(arguments, "DistributedGradientTape", calls)
+    return tape
+
+
+def _arguments(given: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
+    """What the exchange is told, and what Horovod is told about all the rest; both by name."""
+    given = {key: value for key, value in given.items() if key not in ("optimizer", "compression")}
+    num_groups = given.pop("num_groups")
+    if num_groups:
+        warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=4)
+        given["groups"] = num_groups if given["groups"] is None else given["groups"]
+    arguments = Arguments(**{key: given[key] for key in inspect.signature(Arguments).parameters})
+    arguments.check()
+    # Groups are this exchange's buckets.
+    return arguments, {key: value for key, value in given.items() if key != "groups"}
+
+
+def _object_of(compression: Any) -> ScaleCom:
+    return compression if isinstance(compression, ScaleCom) else compression()
+
+
+def _replace_reduction(optimizer: Any, reduce: Callable) -> None:
+    optimizer._allreduce_grads = reduce
+    helper = optimizer._agg_helper
+    if helper is not None:  # it sums over several passes and holds the function itself, under one name or another
+        setattr(helper, "allreduce_grads" if hasattr(helper, "allreduce_grads") else "_allreduce_grads", reduce)

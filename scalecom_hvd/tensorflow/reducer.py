@@ -1,0 +1,303 @@
+"""The exchange of one set of variables' gradients, as a part of the graph that computes them.
+
+Horovod's optimizers and tapes reduce through one attribute, `_allreduce_grads(grads, variables, use_generic_names)`; `reduction` makes
+what stands there instead. One step, per bucket:
+
+    cyclic      all gradients are here -> filter, in which the leader chooses -> offsets -> gather -> all-reduce -> scatter
+    look-ahead  all gradients are here -> gather at the offsets that came during the last step, filter, in which the next leader chooses
+                                          -> all-reduce -> scatter, and at the same time the next offsets
+    finish      all buckets are here   -> if no rank's gradient was not finite, variables take the updated residues
+
+TensorFlow runs these as soon as their inputs are there, so buckets overlap with backward and with each other. Nothing is assigned before
+the whole step is known to count: a step that is void, or dies in the middle, has changed nothing.
+
+Imports bucket and the rooms below.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.common.util import split_list
+
+import scalecom_hvd
+from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.buckets import cut, traffic
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.tensorflow.bucket import Bucket, Now
+from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, read, runs_eagerly, set_value, value_of
+from scalecom_hvd.tensorflow.transport import Transport, is_elastic
+
+log = logging.getLogger("scalecom_hvd")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What Horovod's DistributedOptimizer and DistributedGradientTape are told about the reduction, with their meanings and defaults."""
+
+    op: Any = horovod.Average
+    gradient_predivide_factor: float = 1.0
+    groups: int | list[list[tf.Variable]] | None = None
+    sparse_as_dense: bool = False
+    process_set: Any = horovod.global_process_set
+    device_dense: str = ""
+    device_sparse: str = ""
+
+    def check(self) -> None:
+        """Raise ValueError for what ScaleCom cannot do."""
+        if self.op == horovod.Adasum:
+            raise ValueError(
+                "ScaleCom averages values, which Adasum does not: use op=hvd.Average (the default), or Adasum without compression"
+            )
+        if self.op not in (horovod.Average, horovod.Sum):
+            raise ValueError("ScaleCom works with op=hvd.Average and op=hvd.Sum: any other needs all values, so use it without compression")
+        if self.gradient_predivide_factor != 1.0 and self.op != horovod.Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        if self.groups is not None and not (isinstance(self.groups, list) or self.groups > 0):
+            raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
+
+
+class Reducer:
+    """The exchange of a fixed set of variables. All ranks' reducers make the same collectives by the same names.
+
+    variables: {name: variable} of all whose gradients were asked for.  tensors: the compressed ones among them.
+    members: names of those that have a gradient on some rank; only these take part, with zeros where there is none.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, tf.Variable],
+        tensors: Mapping[str, CompressedTensor],
+        rates: Mapping[str, float],
+        progress: Progress,
+        config: ScaleComConfig,
+        arguments: Arguments,
+    ) -> None:
+        self.variables, self.tensors = dict(variables), dict(tensors)
+        self.progress, self.config = progress, config
+        self.members: set[str] = set()
+        self.buckets: list[Bucket] = []
+        self.function = tf.function(self.reduce, autograph=False)
+        self._rates = rates
+        self._arguments = arguments
+        self._transport = Transport(arguments.process_set, arguments.op, arguments.gradient_predivide_factor, arguments.device_dense)
+
+    # The agreement, once: it blocks, so it happens only where every rank surely is, at the first call for these variables.
+
+    def agree(self, present: Sequence[str], sparse: Sequence[str]) -> None:
+        """Compare settings and tensors of all ranks, and settle on members, names and the step; raises RuntimeError on all alike."""
+        mine = {
+            "version": scalecom_hvd.__version__,
+            "settings": self.config.to_dict() | {"sparse_as_dense": self._arguments.sparse_as_dense},
+            "tensors": {name: [list(v.shape), v.dtype.name, f"rate {self._rates[name]:g}"] for name, v in sorted(self.variables.items())},
+            "groups": self._groups(list(self.variables)),
+            "sparse gradients": list(sparse),
+            "present": list(present),
+            "name": self._transport.claim_name(),
+            "step": int(value_of(self.progress.step)) if runs_eagerly() else 0,
+            "ahead": bool(value_of(self.progress.ahead)) if runs_eagerly() else False,
+        }
+        everyone = self._transport.exchange_objects(mine, "agreement")
+        compare_ranks(everyone, ("version", "settings", "tensors", "groups", "sparse gradients"))
+        self.settle({name for other in everyone for name in other["present"]}, max(other["name"] for other in everyone))
+        steps = [other["step"] for other in everyone]
+        if len(set(steps)) > 1:
+            log.warning(
+                "ranks loaded different steps %s: going on at step %d; residues that were not loaded start at zero", steps, max(steps)
+            )
+            set_value(self.progress.step, max(steps))
+        if runs_eagerly():
+            if not all(other["ahead"] for other in everyone):
+                set_value(self.progress.ahead, False)
+            before = int(value_of(self.progress.ranks))
+            if before not in (0, self._transport.size):
+                log.warning(
+                    "the state was saved by %d ranks, and there are %d now: a rank without residues starts at zero",
+                    before,
+                    self._transport.size,
+                )
+            set_value(self.progress.ranks, self._transport.size)
+
+    def settle(self, members: set[str], name: int) -> None:
+        """Take up what was agreed on, and make the buckets."""
+        self.members, self.number = members, name
+        self._transport.use_name(name)
+        # Backward gives the last layers' gradients first.
+        order = [name for name in reversed(self.variables) if name in members]
+        groups = self._groups(list(self.variables))
+        plan = (
+            self._split(order, self.config.bucket_bytes)
+            if groups is None
+            else [part for group in groups for part in self._split([name for name in group if name in members], None)]
+        )
+        if self.config.lookahead:
+            for tensor in self.tensors.values():
+                self.progress.hold_offsets(tensor)
+        self.buckets = [
+            Bucket(b, names, self.variables, self.tensors, self.progress, self._transport, self.config) for b, names in enumerate(plan)
+        ]
+
+    def _groups(self, names: list[str]) -> list[list[str]] | None:
+        """Horovod's `groups` (a number of groups, or lists of variables; one in no list is a group of its own) as lists of names."""
+        groups = self._arguments.groups
+        if groups is None:
+            return None
+        if not isinstance(groups, list):
+            return [list(part) for part in split_list(names, groups)]
+        known = {variable.ref(): name for name, variable in self.variables.items()}
+        grouped = [[known[v.ref()] for v in group if v.ref() in known] for group in groups]
+        listed = {name for group in grouped for name in group}
+        return [group for group in grouped if group] + [[name] for name in names if name not in listed]
+
+    def _split(self, names: list[str], limit: int | None) -> list[list[str]]:
+        """Buckets of one device, dtype and wire dtype each, of at most `limit` bytes of gradients where variables are not larger."""
+        kinds: dict[Any, list[str]] = {}
+        for name in names:
+            variable, tensor = self.variables[name], self.tensors.get(name)
+            dense_dtype = tf.float64 if variable.dtype == tf.float64 else tf.float32
+            kinds.setdefault((variable.device, variable.dtype, tensor.wire_dtype if tensor else dense_dtype), []).append(name)
+        if limit is None:
+            return list(kinds.values())
+        sizes = {name: self.variables[name].shape.num_elements() * self.variables[name].dtype.size for name in names}
+        return [bucket for kind in kinds.values() for bucket in cut([sizes[name] for name in kind], kind, limit)]
+
+    # One step.
+
+    def reduce(self, grads: Mapping[str, tf.Tensor], scale: Any, others_are_finite: Any) -> dict[str, tf.Tensor]:
+        """The averages of the gradients of all members, shaped like their variables.
+
+        grads: those that there are on this rank.  scale: the loss scale, or None for 1.  others_are_finite: whether sparse gradients,
+        which do not pass here, are finite on all ranks.
+        """
+        flat = {}
+        for name, variable in self.variables.items():
+            if name not in self.members:
+                continue
+            grad = tf.zeros(variable.shape, variable.dtype) if name not in grads else tf.cast(grads[name], variable.dtype)
+            flat[name] = tf.reshape(grad, [-1])
+        step = read(self.progress.step)
+        size, position = self._transport.size_and_position()
+        now = Now(step, size, position, None if scale is None else 1 / tf.cast(scale, tf.float64), self._must_send_whole(step))
+        results = [bucket.exchange(flat, now) for bucket in self.buckets]
+        sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
+
+        def count_step() -> tf.Tensor:
+            assigned = [done for bucket, result in zip(self.buckets, results, strict=True) for done in bucket.assign(result)]
+            assigned.append(self.progress.step.assign(step + 1, read_value=False))
+            if self.config.lookahead:
+                assigned.append(self.progress.ahead.assign(True, read_value=False))
+            if now.whole is not False:
+                assigned.append(self.progress.whole.assign(now.whole, read_value=False))
+            with tf.control_dependencies(assigned):
+                return tf.constant(True)
+
+        def skip_step() -> tf.Tensor:
+            with tf.control_dependencies([self.progress.skipped.assign(read(self.progress.skipped) + 1, read_value=False)]):
+                return tf.constant(False)
+
+        counted = tf.cond(sound, count_step, skip_step)
+        averages = {
+            name: tf.reshape(average, self.variables[name].shape)
+            for bucket, result in zip(self.buckets, results, strict=True)
+            for name, average in zip(bucket.names, result.averages, strict=True)
+        }
+        if runs_eagerly():
+            return averages
+        # A session runs only what its fetches need: there the averages must need the assignments.
+        with tf.control_dependencies([counted]):
+            return {name: tf.identity(average) for name, average in averages.items()}
+
+    def _must_send_whole(self, step: tf.Tensor) -> Any:
+        """Whether this step is sent whole: False, or a tensor."""
+        whole = step < self.config.warmup_steps if self.config.warmup_steps else False
+        if self.config.lookahead and self.tensors:
+            whole = ~read(self.progress.ahead) | whole
+        return whole
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the last step taken; see ScaleCom.stats."""
+        whole, step = bool(value_of(self.progress.whole)), int(value_of(self.progress.step))
+        compressing = [bucket for bucket in self.buckets if bucket.compressed]
+        with_offsets = compressing if self.config.lookahead or not whole else []
+        offsets = sum(bucket.layout.offsets_bytes for bucket in with_offsets)
+        values = 0 if whole else sum(bucket.values_bytes for bucket in self.buckets)
+        dense = sum(bucket.whole_bytes if whole else bucket.dense_bytes for bucket in self.buckets)
+        elements = {name: self.variables[name].shape.num_elements() for name in self.members}
+        sent = elements if whole else elements | {n: t.geometry.k for n, t in self.tensors.items() if n in elements}
+        return {
+            "step": step,
+            "skipped_steps": int(value_of(self.progress.skipped)),
+            "leader": self.buckets[0].leader(max(step - 1, 0), self._transport.size) if self.buckets else 0,
+            "bytes_offsets": offsets,
+            "bytes_values": values,
+            "bytes_dense": dense,
+            "bytes_traffic": traffic(self._transport.size, offsets, values + dense),
+            "rate": sum(elements.values()) / max(sum(sent.values()), 1),
+            "collectives": len(with_offsets) + (len(self.members) if whole else len(self.buckets)),
+        }
+
+
+def reduction(arguments: Arguments, reducer_for: Callable[..., Reducer], loss_scale: Callable[[], Any], name: str) -> Callable:
+    """What takes the place of Horovod's `_allreduce_grads`: gradients and their variables in, averaged gradients out, None for None.
+
+    reducer_for(variables, present, sparse, arguments) gives the Reducer of these variables, by their refs.  name: Horovod's, for what
+    it still reduces itself: sparse gradients, and gradients with respect to tensors, which have no name and no next step.
+    """
+    itself = horovod._make_allreduce_grads_fn(
+        name,
+        arguments.device_dense,
+        arguments.device_sparse,
+        horovod.Compression.none,
+        False,
+        arguments.op,
+        arguments.gradient_predivide_factor,
+        None,
+        arguments.process_set,
+    )
+
+    # Python decides here while a function is traced; AutoGraph would make it the graph's business.
+    @tf.autograph.experimental.do_not_convert
+    def allreduce_grads(grads: Sequence[Any], variables: Sequence[Any], use_generic_names: bool = False) -> list[Any]:
+        if not arguments.process_set.included() or (arguments.process_set.size() == 1 and not is_elastic()):
+            return list(grads)
+        grads = list(grads)
+        if arguments.sparse_as_dense:
+            grads = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in grads]
+        ours, present, sparse, others = [], [], [], []
+        for i, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
+            if isinstance(grad, tf.IndexedSlices):
+                sparse.append(variable)
+                others.append(i)
+            elif not isinstance(variable, tf.Variable):
+                others.append(i)
+            else:
+                ours.append(i)
+                if grad is not None:
+                    present.append(variable)
+
+        finite = tf.constant(True)
+        if others:
+            reduced = itself([grads[i] for i in others], [variables[i] for i in others], use_generic_names)
+            for i, grad in zip(others, reduced, strict=True):
+                grads[i] = grad
+            slices = [g.values for g in reduced if isinstance(g, tf.IndexedSlices)]
+            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(values)) for values in slices] or [True])
+        if not present and not ours:
+            return grads
+
+        reducer, names = reducer_for([variables[i] for i in ours], present, sparse, arguments)
+        given = {name: grads[i] for i, name in zip(ours, names, strict=True) if grads[i] is not None}
+        scale = loss_scale()
+        averages = (reducer.function if tf.executing_eagerly() else reducer.reduce)(given, scale, finite)
+        for i, name in zip(ours, names, strict=True):
+            if name in averages:
+                average = averages[name]
+                grads[i] = average if grads[i] is None else tf.cast(average, grads[i].dtype)
+        return grads
+
+    return allreduce_grads

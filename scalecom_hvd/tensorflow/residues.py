@@ -1,0 +1,117 @@
+"""What a rank keeps between steps, as TensorFlow variables: residues by name, and per exchange the step and look-ahead's offsets.
+
+Variables are made outside of any function being traced, belong to no optimizer or model (Horovod would broadcast, and Keras save, rank
+0's), and are tracked by tf.train.Checkpoint through ScaleCom. Imports the framework-free rooms alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.lanes import Lanes, geometry
+from scalecom_hvd.tensorflow.transport import runs_eagerly
+
+
+def make_variable(shape: tuple[int, ...], dtype: Any, name: str, device: str = "") -> tf.Variable:
+    """A variable of zeros. In TensorFlow 1's graphs a local one, which Horovod's hook does not broadcast, nor a Saver save."""
+
+    def make() -> tf.Variable:
+        with tf.device(device):
+            return tf.compat.v1.Variable(
+                lambda: tf.zeros(shape, dtype),
+                trainable=False,
+                collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+                name=name,
+                use_resource=True,
+            )
+
+    if runs_eagerly():
+        # On another thread, where no function is being traced: one that is refuses variables after its first trace, also in init_scope.
+        with ThreadPoolExecutor(1) as elsewhere:
+            return elsewhere.submit(make).result()
+    with tf.init_scope():
+        return make()
+
+
+def read(variable: tf.Variable) -> tf.Tensor:
+    """The value; in TensorFlow 1's graphs zeros until the first assignment, since nobody may have run local_variables_initializer()."""
+    if runs_eagerly():
+        return variable.read_value()
+    return tf.cond(variable.is_initialized(), variable.read_value, lambda: tf.zeros(variable.shape, variable.dtype))
+
+
+def value_of(variable: tf.Variable) -> np.ndarray:
+    """The value as an array, for the user. In TensorFlow 1's graphs it needs a default session."""
+    if runs_eagerly():
+        with tf.init_scope():
+            return variable.numpy()
+    return _session(variable).run(read(variable))
+
+
+def set_value(variable: tf.Variable, value: Any) -> None:
+    if runs_eagerly():
+        with tf.init_scope():
+            variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
+    else:
+        variable.load(np.asarray(value, variable.dtype.as_numpy_dtype).reshape(variable.shape), _session(variable))
+
+
+def _session(variable: tf.Variable) -> tf.compat.v1.Session:
+    session = tf.compat.v1.get_default_session()
+    if session is None:
+        raise RuntimeError("in TensorFlow 1's graphs, ask ScaleCom for its state inside `with session.as_default():`")
+    return session
+
+
+class CompressedTensor:
+    """One compressed variable on this rank: its lanes and its residue, (N,) float32 or float64, zero at the start."""
+
+    def __init__(self, name: str, variable: tf.Variable, rate: float, config: ScaleComConfig) -> None:
+        self.name = name
+        self.shape = tuple(variable.shape)
+        self.geometry: Lanes = geometry(math.prod(self.shape), rate, config.selection)
+        self.dtype = tf.as_dtype(config.residue_dtype_for(variable.dtype.name))
+        self.wire_dtype = tf.as_dtype(config.wire_dtype) if config.wire_dtype else self.dtype
+        self.residue = make_variable((self.geometry.numel,), self.dtype, f"scalecom/{name}", variable.device)
+
+
+class Progress(tf.Module):
+    """How far one exchange has come: `step` steps that happened, `skipped` that did not because a gradient was not finite; in look-ahead
+    `offsets` {name: bytes} of the next step's choices, once there are some (`ahead`); whether the last step was sent `whole`."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(name="progress")
+        self.step = make_variable((), tf.int64, f"scalecom/{label}/step")
+        self.skipped = make_variable((), tf.int64, f"scalecom/{label}/skipped")
+        self.ranks = make_variable((), tf.int64, f"scalecom/{label}/ranks")
+        self.ahead = make_variable((), tf.bool, f"scalecom/{label}/ahead")
+        self.whole = make_variable((), tf.bool, f"scalecom/{label}/whole")
+        self.offsets: dict[str, tf.Variable] = {}
+
+    def hold_offsets(self, tensor: CompressedTensor) -> None:
+        """Make room for a tensor's next offsets."""
+        if tensor.name not in self.offsets:
+            bytes_ = tensor.geometry.k * tensor.geometry.offset_dtype.itemsize
+            self.offsets[tensor.name] = make_variable((bytes_,), tf.uint8, f"scalecom/{tensor.name}/offsets", tensor.residue.device)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `take_up` reads: plain numbers and arrays."""
+        offsets = {name: value_of(variable) for name, variable in self.offsets.items()} if value_of(self.ahead) else {}
+        return {"step": int(value_of(self.step)), "ranks": int(value_of(self.ranks)), "offsets": offsets}
+
+    def take_up(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there. Offsets count only if there are some for every tensor."""
+        offsets = saved.get("offsets", {})
+        set_value(self.step, saved["step"])
+        set_value(self.ranks, saved.get("ranks", 0))
+        set_value(self.ahead, bool(offsets) and offsets.keys() >= self.offsets.keys())
+        for name, variable in self.offsets.items():
+            if name in offsets:
+                set_value(variable, offsets[name])

@@ -1,0 +1,116 @@
+"""The collectives of one exchange: all that is said to Horovod while training is said here.
+
+Names decide which tensors meet, so all ranks must use the same. Imports agreement alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as horovod
+import numpy as np
+import tensorflow as tf
+
+# How many exchanges this process has named; ranks agree on the next number when an exchange starts.
+_instances = itertools.count()
+
+
+def is_elastic() -> bool:
+    """Whether the number of ranks may change while a traced function lives on."""
+    return bool(int(os.environ.get("HOROVOD_ELASTIC", 0)))
+
+
+def runs_eagerly() -> bool:
+    """Whether variables live in eager mode: always, but in TensorFlow 1's graphs and sessions."""
+    with tf.init_scope():
+        return tf.executing_eagerly()
+
+
+def now(make: Any) -> Any:
+    """The values (NumPy) of the tensors that `make` gives, computed at once, also while a function is being traced or a graph built."""
+    if runs_eagerly():
+        with tf.init_scope():
+            return tf.nest.map_structure(lambda tensor: tensor.numpy(), make())
+    with tf.Graph().as_default():
+        tensors = make()
+        with tf.compat.v1.Session() as session:
+            return session.run(tensors)
+
+
+class Transport:
+    """Horovod's collectives on a process set; `position` (0 .. size-1) is this rank's place in it.
+
+    op, predivide, device: as in Horovod's DistributedOptimizer (device_dense).
+    """
+
+    def __init__(self, process_set: Any, op: Any, predivide: float, device: str) -> None:
+        self._process_set = process_set
+        self._device = device
+        self._reduction = {
+            "op": op,
+            "prescale_factor": 1 / predivide if op == horovod.Average else 1.0,
+            "postscale_factor": predivide if op == horovod.Average else 1.0,
+            "process_set": process_set,
+            "device_dense": device,
+            "ignore_name_scope": True,
+        }
+        self._prefix = "scalecom"
+
+    @property
+    def included(self) -> bool:
+        return bool(self._process_set.included())
+
+    @property
+    def size(self) -> int:
+        return self._process_set.size()
+
+    @property
+    def position(self) -> int:
+        return self._process_set.rank()
+
+    def size_and_position(self) -> tuple[Any, Any]:
+        """Both as they are when the graph runs; numbers where they cannot change."""
+        if is_elastic() and self._process_set.process_set_id == 0:
+            return horovod.size_op(), horovod.rank_op()
+        return self.size, self.position
+
+    def from_leader(self, offsets: tf.Tensor, name: str) -> tf.Tensor:
+        """The leader's bytes, where every other rank gives none.
+
+        A gather, not a broadcast: a broadcast's root is fixed when the graph is made (mpi_ops.cc:988), and the leader changes every step.
+        """
+        with tf.device(self._device):
+            return horovod.allgather(offsets, name=f"{self._prefix}.{name}", ignore_name_scope=True, process_set=self._process_set)
+
+    def average(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
+        return horovod.allreduce(buffer, name=f"{self._prefix}.{name}", **self._reduction)
+
+    def average_each(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        return horovod.grouped_allreduce(list(tensors), name=f"{self._prefix}.{name}", **self._reduction)
+
+    def exchange_objects(self, value: Any, name: str) -> list[Any]:
+        """Every rank's JSON value, in order of position. Blocks: all ranks must be here."""
+        payload = np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+        def gathered() -> list[tf.Tensor]:
+            return [
+                horovod.allgather(tf.constant(array), name=f"scalecom.{name}{ending}", process_set=self._process_set)
+                for array, ending in ((np.array([payload.size]), ".sizes"), (payload, ""))
+            ]
+
+        sizes, joined = now(gathered)
+        return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(sizes)[:-1])]
+
+    def claim_name(self) -> int:
+        """A number for this exchange that this process has not used; ranks then settle on the largest claimed (`use_name`)."""
+        return next(_instances)
+
+    def use_name(self, number: int) -> None:
+        """Name this exchange's collectives by the number all ranks agreed on, so that two exchanges in one process never collide."""
+        global _instances
+        _instances = itertools.count(max(number + 1, next(_instances)))
+        self._prefix = "scalecom" if number == 0 else f"scalecom.{number}"
