@@ -3,7 +3,7 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu demo test lint accuracy bench bench-kernels bench-gpu scaling clean
+.PHONY: setup setup-gpu demo test lint accuracy bench bench-keras bench-kernels bench-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make accuracy      the accuracy table of the README (minutes)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
 	@echo "make scaling       the scaling model, from what make bench measured"
+	@echo "make bench-keras   step times of Keras on this machine's ranks, dense and with ScaleCom, in one run"
 	@echo "make bench-kernels the kernel's speed against the memory's"
 	@echo "make bench-gpu     the same on a GPU"
 
@@ -45,6 +46,9 @@ bench: setup
 scaling: setup
 	@$(RUN) scripts/scaling_model.py
 
+bench-keras: setup
+	@$(RUN) scripts/bench_keras.py
+
 bench-gpu: setup
 	@$(RUN) scripts/bench_gpu.py
 
@@ -52,4 +56,4 @@ bench-kernels: setup
 	@$(RUN) scripts/bench_kernels.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info demo bench scalecom_hvd/native/_lanes.so
+	rm -rf $(VENV) build *.egg-info demo bench scalecom_hvd/native/_*.so

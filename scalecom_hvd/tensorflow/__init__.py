@@ -10,6 +10,7 @@ from horovod.tensorflow import *  # noqa: F403
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.tensorflow import elastic as elastic  # exported, over Horovod's, like the names below
+from scalecom_hvd.tensorflow import keras as keras
 from scalecom_hvd.tensorflow.compressor import ScaleCom
 from scalecom_hvd.tensorflow.compressor import alive as _alive
 from scalecom_hvd.tensorflow.optimizer import DistributedGradientTape as DistributedGradientTape

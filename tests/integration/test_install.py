@@ -25,6 +25,21 @@ kernel = kernel_for(torch.device("cpu"), torch.float32, torch.float32).__name__
 print(f"rank {hvd.rank()} trained with {kernel} for {optimizer.compression.stats()['step']} steps")
 """
 
+TRAIN_KERAS = """
+import logging, sys
+logging.basicConfig()
+import tensorflow as tf
+import scalecom_hvd, scalecom_hvd.tensorflow.keras as hvd
+from scalecom_hvd.tensorflow.kernels import kernel_for
+assert scalecom_hvd.__file__.startswith(sys.argv[1]), scalecom_hvd.__file__
+hvd.init()
+model = tf.keras.Sequential([tf.keras.layers.Input((200,)), tf.keras.layers.Dense(300)])
+model.compile(hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=hvd.ScaleCom), "mse")
+model.fit(tf.ones((12, 200)), tf.ones((12, 300)), batch_size=4, verbose=0)
+kernel = kernel_for("CPU", "lanes", same_width=True).__name__
+print(f"rank {hvd.rank()} trained with {kernel} for {model.optimizer.compression.stats()['step']} steps")
+"""
+
 
 @pytest.fixture
 def checkout(tmp_path):
@@ -42,14 +57,18 @@ def test_pip_install(run, launched, checkout, tmp_path, compiler):
     place = tmp_path / "place"
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", place, checkout]
     run(command, **({} if compiler else {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}))
-    for needed in ("native/_lanes.so",) * compiler + ("torch/reducer.py", "native/lanes.c", "native/lanes_template.h"):
+    for needed in ("torch/reducer.py", "tensorflow/keras/__init__.py", "native/lanes.c", "native/lanes_template.h", "native/lanes.h"):
         assert (place / "scalecom_hvd" / needed).exists(), needed
-    assert compiler or not (place / "scalecom_hvd/native/_lanes.so").exists()
+    for built in ("_lanes.so", "_tensorflow_ops.so"):
+        assert (place / "scalecom_hvd/native" / built).exists() == compiler
 
     program = tmp_path / "train.py"
-    program.write_text(TRAIN)
-    output = launched("mpirun", 2, [program, place], PYTHONPATH=str(place))
-    kernel = "NativeKernel" if compiler else "TorchKernel"
-    for rank in range(2):
-        assert f"rank {rank} trained with {kernel} for 3 steps" in output
-    assert output.count("the native kernel was not built") == (0 if compiler else 2)  # one warning on each rank
+    for source, kernel in (
+        (TRAIN, "NativeKernel" if compiler else "TorchKernel"),
+        (TRAIN_KERAS, "NativeKernel" if compiler else "GraphKernel"),
+    ):
+        program.write_text(source)
+        output = launched("mpirun", 2, [program, place], PYTHONPATH=str(place))
+        for rank in range(2):
+            assert f"rank {rank} trained with {kernel} for 3 steps" in output
+        assert output.count("the native kernel was not built") == (0 if compiler else 2)  # one warning on each rank

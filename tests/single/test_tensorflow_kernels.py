@@ -1,0 +1,185 @@
+"""TensorFlow's kernels, the C one as operations and the one of plain operations: bit-identical to each other and to NumPy."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from scalecom_hvd import native
+from scalecom_hvd.lanes import geometry
+from scalecom_hvd.reference import select
+from scalecom_hvd.tensorflow.kernels import GraphKernel, NativeKernel, Units, kernel_for, operations
+
+DTYPES = [tf.float32, tf.float64, tf.float16, tf.bfloat16]
+SIZES = [1, 2, 63, 64, 65, 6399, 6400, 6401, 20_000, 100_000]
+KERNELS = [NativeKernel, GraphKernel]
+YES, NO = tf.constant(True), tf.constant(False)
+
+
+def made_up(sizes, dtype, seed=0):
+    """Gradients and residues of tensors that share their buffers."""
+    random = np.random.default_rng(seed)
+    kind = tf.float64 if dtype == tf.float64 else tf.float32
+    grads = [tf.cast(random.standard_normal(n), dtype) for n in sizes]
+    return grads, [tf.cast(random.standard_normal(n), kind) for n in sizes]
+
+
+def geometries_of(sizes, rate, selection="lanes"):
+    return {f"t{i}": geometry(n, rate, selection) for i, n in enumerate(sizes)}
+
+
+def usable(grad, kind, scale):
+    g = grad.numpy().astype(kind) * kind(scale)
+    return np.where(np.isfinite(g), g, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize(("rate", "beta"), [(100, 1.0), (7, 0.3), (2.5, 0.1), (1000, 0.5)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_cyclic_step_is_numpy_s(kernel, rate, beta, dtype):
+    geometries = geometries_of(SIZES, rate)
+    made, scale = kernel(geometries), 0.5
+    grads, residues = made_up(SIZES, dtype)
+    kind = residues[0].dtype.as_numpy_dtype
+    units = Units(beta, tf.constant(scale, tf.float64))
+    updated, offsets, bad = made.filter(grads, residues, units, YES)
+    updated, values, bad_values = made.gather(updated, grads, units, offsets, residues[0].dtype)
+    outputs = made.scatter(grads, units, offsets, values, YES)
+    assert int(bad) == int(bad_values) == 0
+    at = 0
+    for grad, residue, shape, new, output in zip(grads, residues, geometries.values(), updated, outputs, strict=True):
+        g, m = usable(grad, kind, scale), residue.numpy()
+        chosen = select(m + g, shape, "lanes")
+        m = m + kind(beta) * g
+        value = m[chosen] + kind(1 - beta) * g[chosen]
+        m[chosen] -= kind(beta) * value
+        expected = np.zeros(shape.numel, kind)
+        expected[chosen] = kind(1 / scale) * value
+        np.testing.assert_array_equal(values.numpy()[at : at + shape.k], value)
+        np.testing.assert_array_equal(new.numpy(), m)
+        np.testing.assert_array_equal(output.numpy(), tf.cast(expected, dtype).numpy())
+        at += shape.k
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("wire", [None, tf.float16], ids=str)
+@pytest.mark.parametrize("rate", [100, 2.5, 300])
+def test_both_look_ahead_alike(rate, wire, dtype):
+    geometries = geometries_of(SIZES, rate)
+    grads, residues = made_up(SIZES, dtype)
+    residues = [residue * 1000 for residue in residues]  # beyond what fits into float16 at a limit of 900
+    wire = wire or residues[0].dtype
+    random = np.random.default_rng(1)
+    chosen = np.concatenate(
+        [
+            select(random.standard_normal(g.numel), g, "lanes")[:0].astype(np.uint8)
+            if not g.k
+            else g.offsets(select(random.standard_normal(g.numel), g, "lanes")).view(np.uint8)
+            for g in geometries.values()
+        ]
+    )
+    for chooses in (YES, NO):
+        results = [
+            kernel(geometries).gather_and_filter(grads, residues, Units(0.3, None, 900.0), chooses, tf.constant(chosen), wire)
+            for kernel in KERNELS
+        ]
+        for ours, theirs in zip(*map(tf.nest.flatten, results), strict=True):
+            np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+        assert results[0][2].shape == ((len(chosen),) if chooses is YES else (0,))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_not_finite_is_counted_and_not_kept(kernel):
+    grads, residues = made_up([5000, 70], tf.float32)
+    poisoned = grads[0].numpy()
+    poisoned[[3, 4000]] = np.nan, -np.inf
+    made = kernel(geometries_of([5000, 70], 50))
+    updated, _, bad = made.filter([tf.constant(poisoned), grads[1]], residues, Units(1.0), YES)
+    assert int(bad) == 2
+    assert all(np.isfinite(tensor.numpy()).all() for tensor in updated)
+    np.testing.assert_array_equal(updated[0].numpy()[[3, 4000]], residues[0].numpy()[[3, 4000]])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_step_that_does_not_count_gives_nan(kernel):
+    made = kernel(geometries_of([5000, 70], 50))
+    grads, residues = made_up([5000, 70], tf.float32)
+    updated, offsets, _ = made.filter(grads, residues, Units(1.0), YES)
+    _, values, _ = made.gather(updated, grads, Units(1.0), offsets, tf.float32)
+    for output in made.scatter(grads, Units(1.0), offsets, values, NO):
+        assert np.isnan(output.numpy()).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_inputs_that_others_still_read_stay_as_they_are(kernel):
+    """The C kernel takes over its inputs' memory where nobody else needs it."""
+    made = kernel(geometries_of([5000], 50))
+    grads, residues = made_up([5000], tf.float32)
+    before = [tensor.numpy().copy() for tensor in (*grads, *residues)]
+    updated, offsets, _ = made.filter(grads, residues, Units(0.5), YES)
+    kept = updated[0].numpy().copy()
+    _, values, _ = made.gather(updated, grads, Units(0.5), offsets, tf.float32)
+    made.scatter(grads, Units(0.5), offsets, values, YES)
+    np.testing.assert_array_equal(updated[0].numpy(), kept)
+    for tensor, old in zip((*grads, *residues), before, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), old)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("surplus", [-1, 1])
+def test_offsets_of_no_or_two_leaders_are_refused(kernel, surplus):
+    geometries = geometries_of([5000], 50)
+    grads, residues = made_up([5000], tf.float32)
+    offsets = tf.zeros([100 + surplus], tf.uint8)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not exactly one leader's offsets"):
+        kernel(geometries).gather(residues, grads, Units(1.0), offsets, tf.float32)
+
+
+def test_the_operations_refuse_tensors_of_other_sizes():
+    grads, residues = made_up([5000], tf.float32)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a gradient has not the size of its variable"):
+        NativeKernel(geometries_of([5001], 50)).filter(grads, residues, Units(1.0), YES)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a residue has not the size of its variable"):
+        NativeKernel(geometries_of([5000], 50)).filter(grads, [residues[0][1:]], Units(1.0), YES)
+
+
+def test_exact_selection_takes_the_largest_of_all():
+    geometries = geometries_of([5000], 50, "exact")
+    grads, residues = made_up([5000], tf.float32)
+    made = kernel_for("CPU", "exact", same_width=True)(geometries)
+    _, offsets, _ = made.filter(grads, residues, Units(1.0), YES)
+    expected = select(residues[0].numpy() + grads[0].numpy(), geometries["t0"], "exact")
+    np.testing.assert_array_equal(offsets.numpy().view(np.int32), expected)
+
+
+def test_which_kernel_serves_whom(monkeypatch):
+    assert kernel_for("CPU", "lanes", same_width=True) is NativeKernel
+    assert kernel_for("GPU", "lanes", same_width=True) is GraphKernel
+    assert kernel_for("CPU", "lanes", same_width=False) is GraphKernel
+    monkeypatch.setenv("SCALECOM_KERNEL", "tensorflow")
+    assert kernel_for("CPU", "lanes", same_width=True) is GraphKernel
+    monkeypatch.setenv("SCALECOM_KERNEL", "torch")
+    with pytest.raises(ValueError, match="must be 'native' or 'tensorflow' here"):
+        kernel_for("CPU", "lanes", same_width=True)
+
+
+def test_without_the_library(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(native, "OPERATIONS", tmp_path / "missing.so")
+    operations.cache_clear()
+    try:
+        assert kernel_for("CPU", "lanes", same_width=True) is GraphKernel
+        assert kernel_for("CPU", "lanes", same_width=True) is GraphKernel
+        assert caplog.text.count("the native kernel was not built") == 1
+        monkeypatch.setenv("SCALECOM_KERNEL", "native")
+        with pytest.raises(RuntimeError, match="install a C compiler"):
+            kernel_for("CPU", "lanes", same_width=True)
+    finally:
+        operations.cache_clear()
+
+
+def test_importing_it_loads_no_torch():
+    program = "import sys, scalecom_hvd.tensorflow.keras; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})

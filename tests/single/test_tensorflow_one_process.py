@@ -1,0 +1,68 @@
+"""What can be said of the TensorFlow drop-ins without a second rank."""
+
+import inspect
+
+import horovod.tensorflow as horovod
+import horovod.tensorflow.keras as horovod_keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import scalecom_hvd.tensorflow as hvd
+import scalecom_hvd.tensorflow.keras as hvd_keras
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(hvd, horovod), (hvd_keras, horovod_keras)], ids=["tensorflow", "keras"])
+def test_they_are_horovod_and_more(ours, theirs):
+    replaced = (
+        "DistributedOptimizer",
+        "DistributedGradientTape",
+        "PartialDistributedGradientTape",
+        "elastic",
+        "join",
+        "keras",
+        "load_model",
+    )
+    for name in dir(theirs):
+        if not name.startswith("_"):
+            value, mine = getattr(theirs, name), getattr(ours, name)
+            assert mine is value or name in replaced, name
+            if inspect.isfunction(value):
+                assert list(inspect.signature(mine).parameters) == list(inspect.signature(value).parameters), name
+    assert {"ScaleCom", "ScaleComConfig", "elastic", "allreduce"} <= set(ours.__all__)
+
+
+def test_one_process_trains_as_without_horovod():
+    hvd.init()
+    weights = []
+    for wrap in (lambda o: hvd_keras.DistributedOptimizer(o, compression=hvd.ScaleCom), lambda o: o):
+        tf.keras.utils.set_random_seed(0)
+        model = tf.keras.Sequential([tf.keras.layers.Input((100,)), tf.keras.layers.Dense(100)])
+        optimizer = wrap(tf.keras.optimizers.SGD(0.1))
+        model.compile(optimizer, "mse")
+        model.fit(np.ones((8, 100), np.float32), np.zeros((8, 100), np.float32), epochs=3, verbose=0)
+        weights.append(model.get_weights()[0])
+    np.testing.assert_array_equal(*weights)
+
+
+def test_settings_of_the_object(monkeypatch):
+    monkeypatch.setenv("SCALECOM_RATE", "50")
+    assert hvd.ScaleCom().config.rate == 50
+    assert hvd.ScaleCom(rate=20).config.rate == 20
+    assert hvd.ScaleCom(config=hvd.ScaleComConfig(rate=30), beta=0.1).config == hvd.ScaleComConfig(rate=30, beta=0.1)
+    with pytest.raises(ValueError, match="did you mean beta"):
+        hvd.ScaleCom(betta=0.1)
+    with pytest.raises(TypeError, match="a LossScaleOptimizer or a callable"):
+        hvd.ScaleCom(loss_scale=65536)
+    with pytest.raises(TypeError, match="named_parameters is for PyTorch"):
+        hvd.ScaleCom(named_parameters=[])
+
+
+def test_the_stats_before_training():
+    assert hvd.ScaleCom().stats() == {"step": 0, "skipped_steps": 0, "residue_norm": 0.0}
+
+
+def test_stock_horovod_is_told_what_to_import():
+    for compression in (hvd.ScaleCom, hvd.ScaleCom()):
+        with pytest.raises(TypeError, match="import scalecom_hvd.tensorflow as hvd"):
+            horovod.allreduce(tf.ones(3), compression=compression)
