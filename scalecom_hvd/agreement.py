@@ -1,4 +1,4 @@
-"""Ranks compare what they were started with, once, before it could hang or diverge.
+"""Ranks compare what they were started with, once, before it could hang or diverge; and what cannot be asked of ScaleCom at all.
 
 Framework-free: the caller gathers every rank's plain description and passes the list in; all ranks see the same list, so all
 raise or none.
@@ -6,13 +6,33 @@ raise or none.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+log = logging.getLogger("scalecom_hvd")
 
 JOIN_REFUSED = (
     "hvd.join() cannot be used with ScaleCom: a rank that joined cannot take part in the leader's broadcast. Give every rank the "
     "same number of steps instead (drop_last=True with a DistributedSampler, or cut the longer ranks short), or train the uneven "
     "part with compression=hvd.Compression.none"
 )
+
+
+def check_operation(op: Any, predivide: float, horovod: Any) -> None:
+    """Raise ValueError unless ScaleCom can do this operation of the framework's Horovod module."""
+    if op == horovod.Adasum:
+        raise ValueError("ScaleCom averages values, which Adasum does not: use op=hvd.Average (the default), or Adasum without compression")
+    if op not in (horovod.Average, horovod.Sum):
+        raise ValueError("ScaleCom works with op=hvd.Average and op=hvd.Sum: any other needs all values, so use it without compression")
+    if predivide != 1.0 and op != horovod.Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+
+
+def latest_step(steps: list[int]) -> int:
+    """The step at which all ranks go on, given where each has come."""
+    if len(set(steps)) > 1:
+        log.warning("ranks loaded different steps %s: going on at step %d; residues that were not loaded start at zero", steps, max(steps))
+    return max(steps)
 
 
 def compare_ranks(per_rank: list[dict[str, Any]], topics: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
 from typing import Any
 
 import horovod.tensorflow as _horovod
@@ -9,13 +10,15 @@ from horovod.tensorflow import *  # noqa: F403
 
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.tensorflow import elastic as elastic  # exported, over Horovod's, like the names below
-from scalecom_hvd.tensorflow import keras as keras
 from scalecom_hvd.tensorflow.compressor import ScaleCom
 from scalecom_hvd.tensorflow.compressor import alive as _alive
 from scalecom_hvd.tensorflow.optimizer import DistributedGradientTape as DistributedGradientTape
 from scalecom_hvd.tensorflow.optimizer import DistributedOptimizer as DistributedOptimizer
 from scalecom_hvd.tensorflow.optimizer import PartialDistributedGradientTape as PartialDistributedGradientTape
+
+# Over Horovod's, which the star may have brought under the same names; `from scalecom_hvd.tensorflow import ...` would find those.
+elastic = _import_module("scalecom_hvd.tensorflow.elastic")
+keras = _import_module("scalecom_hvd.tensorflow.keras")
 
 
 def join() -> Any:

@@ -138,7 +138,8 @@ class Bucket:
 
         sizes = [self.layout.n_values, *(tf.TensorShape(self._shapes[name]).num_elements() for name in self.dense), 1]
         values, *dense, count = tf.split(averaged, sizes)
-        sound = _all_finite([averaged]) & (count[0] == 0) & self._fits(values, dense, grads, units)
+        # Not ==, which in TensorFlow 1's graphs compares objects.
+        sound = _all_finite([averaged]) & tf.equal(count[0], 0) & self._fits(values, dense, grads, units)
         averages = {name: tf.cast(average, grads[name].dtype) for name, average in zip(self.dense, dense, strict=True)}
         averages = {name: tf.where(sound, average, tf.cast(float("nan"), average.dtype)) for name, average in averages.items()}
         if self.compressed:

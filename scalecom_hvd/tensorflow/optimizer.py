@@ -63,7 +63,7 @@ def keras_optimizer(optimizer: Any, **given: Any) -> Any:
     compressor = _object_of(given["compression"])
     arguments, stock = _arguments(given)
     wrapped = horovod_keras.DistributedOptimizer(optimizer, **stock)
-    reduce = compressor.reduction(arguments, wrapped.name or f"Distributed{type(optimizer).__name__}")
+    reduce = compressor.reduction(arguments, wrapped._name)
     # Horovod makes a class for every optimizer it wraps, so this changes no other. Keras makes new objects of it (from_config).
     made, init = type(wrapped), type(wrapped).__init__
 

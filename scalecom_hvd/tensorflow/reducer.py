@@ -26,7 +26,7 @@ import tensorflow as tf
 from horovod.common.util import split_list
 
 import scalecom_hvd
-from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.agreement import check_operation, compare_ranks, latest_step
 from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
@@ -50,14 +50,7 @@ class Arguments:
 
     def check(self) -> None:
         """Raise ValueError for what ScaleCom cannot do."""
-        if self.op == horovod.Adasum:
-            raise ValueError(
-                "ScaleCom averages values, which Adasum does not: use op=hvd.Average (the default), or Adasum without compression"
-            )
-        if self.op not in (horovod.Average, horovod.Sum):
-            raise ValueError("ScaleCom works with op=hvd.Average and op=hvd.Sum: any other needs all values, so use it without compression")
-        if self.gradient_predivide_factor != 1.0 and self.op != horovod.Average:
-            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        check_operation(self.op, self.gradient_predivide_factor, horovod)
         if self.groups is not None and not (isinstance(self.groups, list) or self.groups > 0):
             raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
 
@@ -105,13 +98,9 @@ class Reducer:
         everyone = self._transport.exchange_objects(mine, "agreement")
         compare_ranks(everyone, ("version", "settings", "tensors", "groups", "sparse gradients"))
         self.settle({name for other in everyone for name in other["present"]}, max(other["name"] for other in everyone))
-        steps = [other["step"] for other in everyone]
-        if len(set(steps)) > 1:
-            log.warning(
-                "ranks loaded different steps %s: going on at step %d; residues that were not loaded start at zero", steps, max(steps)
-            )
-            set_value(self.progress.step, max(steps))
+        step = latest_step([other["step"] for other in everyone])
         if runs_eagerly():
+            set_value(self.progress.step, step)
             if not all(other["ahead"] for other in everyone):
                 set_value(self.progress.ahead, False)
             before = int(value_of(self.progress.ranks))

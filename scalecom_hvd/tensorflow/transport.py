@@ -41,6 +41,12 @@ def now(make: Any) -> Any:
             return session.run(tensors)
 
 
+def _named_in_errors(operation: str) -> Any:
+    """A name scope, which collectives' names ignore, and messages of errors do not: hvd.elastic.run tells by this word that an error is
+    Horovod's and a worker is lost. Without it, it takes training for done."""
+    return tf.name_scope(operation)
+
+
 class Transport:
     """Horovod's collectives on a process set; `position` (0 .. size-1) is this rank's place in it.
 
@@ -83,14 +89,16 @@ class Transport:
 
         A gather, not a broadcast: a broadcast's root is fixed when the graph is made (mpi_ops.cc:988), and the leader changes every step.
         """
-        with tf.device(self._device):
+        with tf.device(self._device), _named_in_errors("HorovodAllgather"):
             return horovod.allgather(offsets, name=f"{self._prefix}.{name}", ignore_name_scope=True, process_set=self._process_set)
 
     def average(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
-        return horovod.allreduce(buffer, name=f"{self._prefix}.{name}", **self._reduction)
+        with _named_in_errors("HorovodAllreduce"):
+            return horovod.allreduce(buffer, name=f"{self._prefix}.{name}", **self._reduction)
 
     def average_each(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        return horovod.grouped_allreduce(list(tensors), name=f"{self._prefix}.{name}", **self._reduction)
+        with _named_in_errors("HorovodAllreduce"):
+            return horovod.grouped_allreduce(list(tensors), name=f"{self._prefix}.{name}", **self._reduction)
 
     def exchange_objects(self, value: Any, name: str) -> list[Any]:
         """Every rank's JSON value, in order of position. Blocks: all ranks must be here."""

@@ -18,6 +18,7 @@ from horovod.common.util import split_list
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression
 
+from scalecom_hvd.agreement import check_operation
 from scalecom_hvd.torch.compressor import ScaleCom
 from scalecom_hvd.torch.reducer import Reducer
 from scalecom_hvd.torch.transport import Transport
@@ -58,12 +59,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             process_set,
         )
 
-    if op == horovod.Adasum:
-        raise ValueError("ScaleCom averages values, which Adasum does not: use op=hvd.Average (the default), or Adasum without compression")
-    if op not in (horovod.Average, horovod.Sum):
-        raise ValueError("ScaleCom works with op=hvd.Average and op=hvd.Sum: any other needs all values, so use it without compression")
-    if gradient_predivide_factor != 1.0 and op != horovod.Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    check_operation(op, gradient_predivide_factor, horovod)
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     if num_groups:

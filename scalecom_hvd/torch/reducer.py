@@ -31,7 +31,7 @@ import torch
 from torch.profiler import record_function
 
 import scalecom_hvd
-from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.agreement import compare_ranks, latest_step
 from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.beside import Beside
@@ -356,12 +356,7 @@ class Reducer:
         compare_ranks(everyone, ("version", "settings", "tensors", "groups"))
         self._transport.use_name(max(other["name"] for other in everyone))
 
-        steps = [other["step"] for other in everyone]
-        if len(set(steps)) > 1:
-            log.warning(
-                "ranks loaded different steps %s: going on at step %d; residues that were not loaded start at zero", steps, max(steps)
-            )
-            self.residues.step = max(steps)
+        self.residues.step = latest_step([other["step"] for other in everyone])
         if not all(other["chosen_ahead"] for other in everyone):
             self.residues.chosen_ahead.clear()
         # What was asked at the step's begin was asked before all this was known.

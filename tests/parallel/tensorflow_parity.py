@@ -33,7 +33,7 @@ class Step:
         return {name: average if average is None else average.numpy() for name, average in zip(self.model, averages, strict=True)}
 
 
-def run_against_reference(dtype=np.float32, steps=50, shapes=ODD_SHAPES, tolerance=1e-5, traced=True, **settings):
+def run_against_reference(dtype=np.float32, steps=12, shapes=ODD_SHAPES, tolerance=1e-5, traced=True, **settings):
     """Feed the same made-up gradients to real ranks and to the oracle; every average, selection and residue must agree."""
     settings.setdefault("min_numel", 2)
     n, rank = hvd.size(), hvd.rank()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module as _import_module
 from typing import Any
 
 import horovod._keras as _implementation
@@ -15,8 +16,10 @@ from horovod.tensorflow.keras import *  # noqa: F403
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.tensorflow.compressor import ScaleCom
 from scalecom_hvd.tensorflow.compressor import is_scalecom as _is_scalecom
-from scalecom_hvd.tensorflow.keras import elastic as elastic  # exported, over Horovod's
 from scalecom_hvd.tensorflow.optimizer import keras_optimizer as _keras_optimizer
+
+# Over Horovod's, which the star brought.
+elastic = _import_module("scalecom_hvd.tensorflow.keras.elastic")
 
 
 @tf.autograph.experimental.do_not_convert
