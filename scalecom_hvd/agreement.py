@@ -6,6 +6,7 @@ raise or none.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
@@ -16,6 +17,26 @@ JOIN_REFUSED = (
     "same number of steps instead (drop_last=True with a DistributedSampler, or cut the longer ranks short), or train the uneven "
     "part with compression=hvd.Compression.none"
 )
+
+
+# How many exchanges this process has named; ranks agree on the next number when an exchange starts.
+_instances = itertools.count()
+
+
+class NamedExchange:
+    """An exchange whose collectives carry its number, so that two exchanges in one process never collide."""
+
+    _prefix = "scalecom"
+
+    def claim_name(self) -> int:
+        """A number for this exchange that this process has not used; ranks then settle on the largest claimed (`use_name`)."""
+        return next(_instances)
+
+    def use_name(self, number: int) -> None:
+        """Name this exchange's collectives by the number all ranks agreed on."""
+        global _instances
+        _instances = itertools.count(max(number + 1, next(_instances)))
+        self._prefix = "scalecom" if number == 0 else f"scalecom.{number}"
 
 
 def check_operation(op: Any, predivide: float, horovod: Any) -> None:

@@ -141,30 +141,40 @@ static tensor *pick_up(call *now, const bucket *of, int grads, int residues, con
     return tensors;
 }
 
-/* grads, residues, settings, chooses -> updated residues, offsets (none unless it chooses), how many elements are not finite */
-static void filter(void *kernel, TF_OpKernelContext *context) {
-    const bucket *of = kernel;
-    int n = of->count;
+/* The pass over residues, with look-ahead's gather in it or without. */
+static void filter_with(int gathers, const bucket *of, TF_OpKernelContext *context) {
+    int n = of->count, half = gathers && TF_ExpectedOutputDataType(context, n) == TF_HALF;
     call now = begin(context, 4 * n + 8);
     const void **old = malloc(sizeof(void *) * (n + 1));
     tensor *tensors = pick_up(&now, of, 0, n, old);
     settings(&now, 2 * n);
     uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses is one bool"));
-    void *chosen = output(&now, n, chooses && *chooses ? of->offsets_bytes : 0);
+    void *offsets = gathers ? data(input(&now, 2 * n + 2, of->offsets_bytes, OFFSETS_SIZE)) : NULL;
+    void *values = gathers ? output(&now, n, of->n_values) : NULL;
+    void *chosen = output(&now, n + gathers, chooses && *chooses ? of->offsets_bytes : 0);
     int64_t bad = 0;
     for (int i = 0; i < n && !failed(&now); i++)
         for (int64_t lane = 0; lane < tensors[i].k;) {
             tensor piece = piece_at(&tensors[i], lane);
-            int64_t bytes = residue_size(&piece), start = (char *)piece.residue - (char *)tensors[i].residue;
-            memcpy(piece.residue, (const char *)old[i] + start, piece.numel * bytes);
-            bad += scalecom_filter(&piece, 1, now.beta, now.scale, *chooses ? CHOOSE_ACCUMULATOR : CHOOSE_NOTHING, chosen);
+            int64_t start = (char *)piece.residue - (char *)tensors[i].residue;
+            memcpy(piece.residue, (const char *)old[i] + start, piece.numel * residue_size(&piece));
+            bad += gathers ? scalecom_gather_and_filter(&piece, 1, now.beta, now.scale, offsets, values, values, half, now.limit,
+                                                        *chooses ? CHOOSE_RESIDUE : CHOOSE_NOTHING, chosen)
+                           : scalecom_filter(&piece, 1, now.beta, now.scale, *chooses ? CHOOSE_ACCUMULATOR : CHOOSE_NOTHING, chosen);
             lane += piece.k;
         }
-    scalar(&now, n + 1, bad);
+    scalar(&now, n + 1 + gathers, bad);
     free(tensors);
     free(old);
     end(&now);
 }
+
+/* grads, residues, settings, chooses -> updated residues, offsets (none unless it chooses), how many elements are not finite */
+static void filter(void *of, TF_OpKernelContext *context) { filter_with(0, of, context); }
+
+/* grads, residues, settings, chooses, offsets -> updated residues, values, the next step's offsets (none unless it chooses), how many
+ * elements are not finite */
+static void gather_and_filter(void *of, TF_OpKernelContext *context) { filter_with(1, of, context); }
 
 /* updated residues, grads, settings, offsets -> the residues without what is sent, values, how many of them are not finite */
 static void gather(void *kernel, TF_OpKernelContext *context) {
@@ -193,36 +203,6 @@ static void gather(void *kernel, TF_OpKernelContext *context) {
     }
     scalar(&now, n + 1, bad);
     free(tensors);
-    end(&now);
-}
-
-/* grads, residues, settings, chooses, offsets -> updated residues, values, the next step's offsets (none unless it chooses), how many
- * elements are not finite */
-static void gather_and_filter(void *kernel, TF_OpKernelContext *context) {
-    const bucket *of = kernel;
-    int n = of->count;
-    call now = begin(context, 4 * n + 8);
-    const void **old = malloc(sizeof(void *) * (n + 1));
-    tensor *tensors = pick_up(&now, of, 0, n, old);
-    settings(&now, 2 * n);
-    uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses is one bool"));
-    void *offsets = data(input(&now, 2 * n + 2, of->offsets_bytes, OFFSETS_SIZE));
-    void *values = output(&now, n, of->n_values);
-    void *chosen = output(&now, n + 1, chooses && *chooses ? of->offsets_bytes : 0);
-    int64_t bad = 0;
-    for (int i = 0; i < n && !failed(&now); i++)
-        for (int64_t lane = 0; lane < tensors[i].k;) {
-            tensor piece = piece_at(&tensors[i], lane);
-            int64_t bytes = residue_size(&piece), start = (char *)piece.residue - (char *)tensors[i].residue;
-            int half = TF_ExpectedOutputDataType(context, n) == TF_HALF;
-            memcpy(piece.residue, (const char *)old[i] + start, piece.numel * bytes);
-            bad += scalecom_gather_and_filter(&piece, 1, now.beta, now.scale, offsets, values, values, half, now.limit,
-                                              *chooses ? CHOOSE_RESIDUE : CHOOSE_NOTHING, chosen);
-            lane += piece.k;
-        }
-    scalar(&now, n + 2, bad);
-    free(tensors);
-    free(old);
     end(&now);
 }
 

@@ -5,7 +5,6 @@ Names decide which tensors meet, so all ranks must use the same. Imports agreeme
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -15,8 +14,7 @@ import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 
-# How many exchanges this process has named; ranks agree on the next number when an exchange starts.
-_instances = itertools.count()
+from scalecom_hvd.agreement import NamedExchange
 
 
 def is_elastic() -> bool:
@@ -47,7 +45,7 @@ def _named_in_errors(operation: str) -> Any:
     return tf.name_scope(operation)
 
 
-class Transport:
+class Transport(NamedExchange):
     """Horovod's collectives on a process set; `position` (0 .. size-1) is this rank's place in it.
 
     op, predivide, device: as in Horovod's DistributedOptimizer (device_dense).
@@ -64,7 +62,6 @@ class Transport:
             "device_dense": device,
             "ignore_name_scope": True,
         }
-        self._prefix = "scalecom"
 
     @property
     def included(self) -> bool:
@@ -112,13 +109,3 @@ class Transport:
 
         sizes, joined = now(gathered)
         return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(sizes)[:-1])]
-
-    def claim_name(self) -> int:
-        """A number for this exchange that this process has not used; ranks then settle on the largest claimed (`use_name`)."""
-        return next(_instances)
-
-    def use_name(self, number: int) -> None:
-        """Name this exchange's collectives by the number all ranks agreed on, so that two exchanges in one process never collide."""
-        global _instances
-        _instances = itertools.count(max(number + 1, next(_instances)))
-        self._prefix = "scalecom" if number == 0 else f"scalecom.{number}"

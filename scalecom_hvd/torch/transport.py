@@ -7,7 +7,6 @@ which tensors meet, so all ranks must use the same; see `Transport.names`. Impor
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import time
@@ -17,12 +16,10 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 
-from scalecom_hvd.agreement import JOIN_REFUSED
+from scalecom_hvd.agreement import JOIN_REFUSED, NamedExchange
 
 SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
 
-# How many exchanges this process has named; ranks agree on the next number when an exchange starts.
-_instances = itertools.count()
 _alive: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
@@ -32,7 +29,7 @@ def exchanges_alive() -> bool:
     return any(transport.included and transport.size > 1 for transport in _alive)
 
 
-class Transport:
+class Transport(NamedExchange):
     """Horovod's collectives on a process set; `position` (0 .. size-1) is this rank's place in it.
 
     op, predivide: as in Horovod's DistributedOptimizer; what `average` does with the sum.
@@ -47,7 +44,6 @@ class Transport:
             "postscale_factor": predivide if op == horovod.Average else 1.0,
             "process_set": self._process_set,
         }
-        self._prefix = "scalecom"
         self.spins = True
         _alive.add(self)
 
@@ -106,13 +102,3 @@ class Transport:
         sizes = horovod.allgather(torch.tensor([payload.numel()]), name=f"scalecom.{name}.sizes", process_set=self._process_set)
         joined = horovod.allgather(payload, name=f"scalecom.{name}", process_set=self._process_set)
         return [json.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
-
-    def claim_name(self) -> int:
-        """A number for this exchange that this process has not used; ranks then settle on the largest claimed (`use_name`)."""
-        return next(_instances)
-
-    def use_name(self, number: int) -> None:
-        """Name this exchange's collectives by the number all ranks agreed on, so that two exchanges in one process never collide."""
-        global _instances
-        _instances = itertools.count(max(number + 1, next(_instances)))
-        self._prefix = "scalecom" if number == 0 else f"scalecom.{number}"
