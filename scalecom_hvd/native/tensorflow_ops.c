@@ -206,7 +206,7 @@ static void gather(void *kernel, TF_OpKernelContext *context) {
     end(&now);
 }
 
-/* grads (for their memory), settings, offsets, averaged values, sound -> averaged gradients; all NaN unless sound */
+/* grads (for their memory), settings, offsets, averaged values -> averaged gradients */
 static void scatter(void *kernel, TF_OpKernelContext *context) {
     const bucket *of = kernel;
     int n = of->count;
@@ -221,13 +221,7 @@ static void scatter(void *kernel, TF_OpKernelContext *context) {
     settings(&now, n);
     void *offsets = data(input(&now, n + 1, of->offsets_bytes, OFFSETS_SIZE));
     TF_Tensor *values = input(&now, n + 2, of->n_values, "there is one value for each lane");
-    uint8_t *sound = data(input(&now, n + 3, 1, "sound is one bool"));
-    if (!failed(&now) && *sound) {
-        scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values), TF_TensorType(values) == TF_HALF);
-    } else if (!failed(&now)) {
-        for (int i = 0; i < n; i++) /* all bits set are a NaN in every floating-point format */
-            memset(tensors[i].grad, 0xff, tensors[i].numel * grad_size(&tensors[i]));
-    }
+    if (!failed(&now)) scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values), TF_TensorType(values) == TF_HALF);
     free(tensors);
     end(&now);
 }
@@ -243,7 +237,7 @@ static const operation OPERATIONS[] = {
      {"updated: N * R", "values: W", "bad: int64"}, gather, 1},
     {"ScalecomGatherAndFilter", {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool", "offsets: uint8"},
      {"updated: N * R", "values: W", "chosen: uint8", "bad: int64"}, gather_and_filter, 1},
-    {"ScalecomScatter", {"grads: N * T", "settings: double", "offsets: uint8", "values: W", "sound: bool"}, {"averages: N * T"}, scatter, 1},
+    {"ScalecomScatter", {"grads: N * T", "settings: double", "offsets: uint8", "values: W"}, {"averages: N * T"}, scatter, 1},
 };
 
 /* TensorFlow asks a library that it loads for nothing: what it offers is announced when it is loaded. */

@@ -141,9 +141,8 @@ class Bucket:
         # Not ==, which in TensorFlow 1's graphs compares objects.
         sound = _all_finite([averaged]) & tf.equal(count[0], 0) & self._fits(values, dense, grads, units)
         averages = {name: tf.cast(average, grads[name].dtype) for name, average in zip(self.dense, dense, strict=True)}
-        averages = {name: tf.where(sound, average, tf.cast(float("nan"), average.dtype)) for name, average in averages.items()}
         if self.compressed:
-            scattered = self._kernel.scatter(own, units, offsets, values, sound)
+            scattered = self._kernel.scatter(own, units, offsets, values)
             averages |= {tensor.name: average for tensor, average in zip(self.compressed, scattered, strict=True)}
         return Result([averages[name] for name in self.names], sound, list(updated), chosen)
 

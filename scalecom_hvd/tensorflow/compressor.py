@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
@@ -25,6 +26,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.state import STATE_VERSION, check_residues, check_state
 from scalecom_hvd.tensorflow.reducer import Arguments, Reducer, reduction
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, runs_eagerly, set_value, value_of
+from scalecom_hvd.tensorflow.transport import Transport, is_elastic
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -39,8 +41,8 @@ _MAKE_IT_ONCE = "make the ScaleCom once, outside of the training step, and pass 
 
 _numbers = itertools.count()
 _alive: weakref.WeakSet[ScaleCom] = weakref.WeakSet()
-# In an elastic run, what those who were there before agreed on, by label.
-_agreed: dict[str, dict[str, Any]] = {}
+# In an elastic run, what others agreed on before this process came, by label; None until ranks have met.
+_agreed: dict[str, dict[str, Any]] | None = None
 
 
 class _Settings(tf.train.experimental.PythonState):
@@ -153,13 +155,13 @@ class ScaleCom(tf.Module, Compressor):
             while len(self._streams) <= stream:
                 self._make_stream()
             reducer = self._make_reducer(stream, dict(zip(names, variables, strict=True)), arguments)
-            agreed = None if key in bound.reducers else _agreed.pop(_label(stream, names), None)
+            sparse_names = sorted(v.name for v in sparse if isinstance(v, tf.Variable))
+            agreed = None if key in bound.reducers else _agreed_on(_label(stream, names))
             if agreed is not None:
-                reducer.settle(set(agreed["members"]), agreed["name"])
-                reducer.progress.take_up(agreed)
+                reducer.join(agreed, sparse_names)
             else:
                 old = bound.reducers[key].members if key in bound.reducers else set()
-                reducer.agree(sorted(given | old), sorted(v.name for v in sparse if isinstance(v, tf.Variable)))
+                reducer.agree(sorted(given | old), sparse_names)
             bound.reducers[key] = reducer
         return reducer, names
 
@@ -189,12 +191,12 @@ class ScaleCom(tf.Module, Compressor):
             progress = Progress(label)
             # Variables that were frozen or thawed: the same training goes on.
             related = [r for (s, names), r in self._bound.reducers.items() if s == stream and not variables.keys().isdisjoint(names)]
-            if related and runs_eagerly():
-                set_value(progress.step, max(value_of(r.progress.step) for r in related))
             if self.config.lookahead:
                 for tensor in mine.values():
                     progress.hold_offsets(tensor)
             self._take_up_progress(label, progress)
+            if related and runs_eagerly():
+                set_value(progress.step, max(value_of(p.step) for p in (progress, *(r.progress for r in related))))
             kept.progress[label] = progress
         return Reducer(variables, mine, rates, kept.progress[label], self.config, arguments)
 
@@ -262,15 +264,17 @@ class ScaleCom(tf.Module, Compressor):
         {"version", "step", "config", "residues": {name: array shaped like the variable}}, and "exchanges", what each needs beside.
         tf.train.Checkpoint(scalecom=compression) saves the same.
         """
-        if self._bound.loaded is not None:
-            return self._bound.loaded
-        residues = {
+        # What was loaded and nobody has needed yet is still to be saved.
+        loaded = self._bound.loaded or {"step": 0, "residues": {}}
+        residues = dict(loaded["residues"]) | {
             _in_stream(s, name): value_of(tensor.residue).reshape(tensor.shape)
             for s, tensors in enumerate(self._bound.tensors)
             for name, tensor in tensors.items()
         }
-        exchanges = {label: progress.as_dict() for stream in self._streams for label, progress in stream.progress.items()}
-        step = max((exchange["step"] for exchange in exchanges.values()), default=0)
+        exchanges = loaded.get("exchanges", {}) | {
+            label: progress.as_dict() for stream in self._streams for label, progress in stream.progress.items()
+        }
+        step = max((exchange["step"] for exchange in exchanges.values()), default=loaded["step"])
         return {"version": STATE_VERSION, "step": step, "config": self.config.to_dict(), "residues": residues, "exchanges": exchanges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -307,27 +311,59 @@ class ScaleCom(tf.Module, Compressor):
             return
         progress.take_up(self._bound.loaded.get("exchanges", {}).get(label, {"step": self._bound.loaded["step"]}))
 
-    def agreements(self) -> dict[str, Any]:
-        """What a rank that comes later must know of exchanges that go on: by label, members, name, step and the offsets chosen ahead."""
-        exchanges = self.state_dict()["exchanges"]
-        labels = {_label(stream, names): reducer for (stream, names), reducer in self._bound.reducers.items()}
-        return {label: {"members": sorted(r.members), "name": r.number, **exchanges[label]} for label, r in labels.items()}
+    def exchanges(self) -> dict[str, Reducer]:
+        """The exchanges that go on, by label."""
+        return {_label(stream, names): reducer for (stream, names), reducer in self._bound.reducers.items()}
+
+
+def objects() -> list[ScaleCom]:
+    """All ScaleComs of this process, in the order in which they were made."""
+    return sorted(_alive, key=lambda compressor: compressor.number)
 
 
 def alive() -> list[ScaleCom]:
-    """All ScaleComs of this process that take part in an exchange, in the order in which they were made."""
-    return sorted((compressor for compressor in _alive if compressor.reducers()), key=lambda compressor: compressor.number)
+    """Those that take part in an exchange."""
+    return [compressor for compressor in objects() if compressor.reducers()]
 
 
-def agreements() -> dict[str, Any]:
-    """Those of all ScaleComs of this process."""
-    return {label: agreement for compressor in alive() for label, agreement in compressor.agreements().items()}
+# Elastic runs.
 
 
-def adopt(agreed: dict[str, Any]) -> None:
-    """Use other ranks' agreements (of `agreements`) for exchanges that are made later, instead of asking, since they will not answer."""
-    _agreed.clear()
-    _agreed.update(agreed)
+def meet() -> None:
+    """What ranks of an elastic run do together first of all, whenever Horovod starts: who is in exchanges tells newcomers about them.
+
+    Later nobody could: a function that was traced before the newcomers came is not traced again, so nobody would answer them there.
+    Blocks until all ranks are here, and raises UnknownError where one is lost.
+    """
+    global _agreed
+    _agreed = None
+    mine: dict[str, Reducer] = {}
+    for compressor in alive():
+        for label, reducer in compressor.exchanges().items():
+            same = sum(1 for other in mine if other.partition(".")[0] == label)
+            mine[f"{label}.{same}" if same else label] = reducer
+    transport = Transport(horovod.global_process_set, horovod.Average, 1.0, "")
+    everyone = transport.exchange_objects({label: reducer.agreement() for label, reducer in mine.items()}, "agreements")
+    agreed: dict[str, dict[str, Any]] = {}
+    for theirs in reversed(everyone):  # the first rank's word counts, like its weights
+        agreed |= theirs
+    for label, reducer in mine.items():
+        ahead = agreed[label]["ahead"]
+        reducer.go_on(agreed.pop(label)["step"], all(theirs.get(label, {}).get("ahead") == ahead for theirs in everyone))
+    _agreed = agreed
+
+
+def have_met() -> bool:
+    """Whether ranks have met since Horovod started."""
+    return _agreed is not None
+
+
+def _agreed_on(label: str) -> dict[str, Any] | None:
+    """What others agreed on about an exchange that this process is about to make, told once; None if it is new to them, too."""
+    if is_elastic() and not have_met():
+        meet()
+    found = next((known for known in _agreed or {} if known.partition(".")[0] == label), None)
+    return None if found is None else _agreed.pop(found)
 
 
 @functools.cache

@@ -1,40 +1,77 @@
 """horovod.tensorflow.elastic with states that know residues: every rank commits and restores its own, and newcomers learn what is agreed.
 
-Horovod's states broadcast rank 0's model and optimizer; residues are no part of either, so rank 0's never come to other ranks. A function
-that survivors traced before a reset is not traced again, so newcomers cannot ask them then: they are told in `sync`.
+Horovod's states broadcast rank 0's model and optimizer; residues are no part of either, so rank 0's never come to other ranks. A rank
+that comes later starts with residues of zero. Elastic training with ScaleCom needs one of these states.
 
 Imports compressor.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
-import horovod.tensorflow as horovod
+import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import elastic as _elastic
 from horovod.tensorflow.elastic import *  # noqa: F403
 
-from scalecom_hvd.tensorflow.compressor import adopt, agreements, alive
+from scalecom_hvd.state import STATE_VERSION
+from scalecom_hvd.tensorflow.compressor import ScaleCom, have_met, meet, objects
 
 
 class KeepsResidues:
-    """Mixed into Horovod's states: residues of all ScaleComs of this process are committed, restored and synchronized with the rest."""
+    """Mixed into Horovod's states: residues of all ScaleComs of this process are committed and restored with the rest."""
 
-    _saved_residues: Any = ()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._keep_residues()
+        super().__init__(*args, **kwargs)
 
     def save(self) -> None:
-        self._saved_residues = [(compressor, compressor.state_dict()) for compressor in alive()]
+        self._keep_residues()
         super().save()
 
     def restore(self) -> None:
-        for compressor, state in self._saved_residues:
-            compressor.load_state_dict(state)
+        for compressor in objects():
+            compressor.load_state_dict(self._residues.get(compressor) or _nothing(compressor))
         super().restore()
 
+    def reset(self) -> None:
+        """Horovod has been started again: newcomers want to know what the others are doing."""
+        gc.collect()  # a ScaleCom that nobody uses any more takes part in nothing
+        with contextlib.suppress(HorovodInternalError), _as_lost_worker():  # `sync` will try again
+            meet()
+        super().reset()
+
     def sync(self) -> None:
-        adopt(horovod.broadcast_object(agreements(), root_rank=0, name="scalecom.agreements"))
-        self._saved_residues = [(compressor, compressor.state_dict()) for compressor in alive()]
-        super().sync()
+        with _as_lost_worker():
+            if not have_met():
+                meet()
+            self._keep_residues()
+            super().sync()
+
+    def _keep_residues(self) -> None:
+        self._residues: Any = weakref.WeakKeyDictionary({compressor: compressor.state_dict() for compressor in objects()})
+
+
+@contextlib.contextmanager
+def _as_lost_worker() -> Iterator[None]:
+    """Errors of Horovod's operations as hvd.elastic.run wants them. It looks for the others in the training function alone, so that it would
+    not survive a worker that is lost while ranks come together."""
+    try:
+        yield
+    except tf.errors.UnknownError as error:
+        if "Horovod" in error.message:
+            raise HorovodInternalError(error) from error
+        raise
+
+
+def _nothing(compressor: ScaleCom) -> dict[str, Any]:
+    """The state of a ScaleCom that was not there at the last commit."""
+    return {"version": STATE_VERSION, "step": 0, "config": compressor.config.to_dict(), "residues": {}}
 
 
 class TensorFlowKerasState(KeepsResidues, _elastic.TensorFlowKerasState):

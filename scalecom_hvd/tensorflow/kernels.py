@@ -60,8 +60,8 @@ class Kernel(Protocol):
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
         """Look-ahead: v = m[I] + g[I], then the filter, and the next offsets chosen on |m| afterwards; (updated, values, chosen, bad)."""
 
-    def scatter(self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor, sound: tf.Tensor) -> Tensors:
-        """For every gradient (whose memory may be used), values / scale at I and zero elsewhere; NaN everywhere unless `sound`."""
+    def scatter(self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor) -> Tensors:
+        """For every gradient (whose memory may be used), values / scale at I and zero elsewhere."""
 
 
 class GraphKernel:
@@ -91,7 +91,7 @@ class GraphKernel:
         updated = [m + as_number(units.beta, m.dtype) * g for m, (g, _) in zip(taken, usable, strict=True)]
         return updated, values, self._chosen(chooses, lambda: updated), bad_values + tf.add_n([bad for _, bad in usable])
 
-    def scatter(self, grads, units, offsets, values, sound):
+    def scatter(self, grads, units, offsets, values):
         outputs = []
         for grad, geometry, index, value in zip(
             grads, self._geometries, self._indices(offsets), tf.split(values, self._sizes), strict=True
@@ -100,8 +100,7 @@ class GraphKernel:
             value = tf.cast(value, kind)
             if units.scale is not None:
                 value *= tf.cast(1 / units.scale, kind)
-            filled = tf.scatter_nd(index[:, None], tf.cast(value, grad.dtype), [geometry.numel])
-            outputs.append(tf.where(sound, filled, tf.cast(float("nan"), grad.dtype)))
+            outputs.append(tf.scatter_nd(index[:, None], tf.cast(value, grad.dtype), [geometry.numel]))
         return outputs
 
     def _take(self, residues, grads, units, offsets, wire, share):
@@ -164,8 +163,8 @@ class NativeKernel:
             grads, residues, self._numbers(units), chooses, offsets, lanes=self._lanes, W=wire
         )
 
-    def scatter(self, grads, units, offsets, values, sound):
-        return self._operations.scalecom_scatter(grads, self._numbers(units), offsets, values, sound, lanes=self._lanes)
+    def scatter(self, grads, units, offsets, values):
+        return self._operations.scalecom_scatter(grads, self._numbers(units), offsets, values, lanes=self._lanes)
 
 
 def kernel_for(device: str, selection: str, same_width: bool) -> type[Kernel]:

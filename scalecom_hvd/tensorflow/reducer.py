@@ -16,6 +16,7 @@ Imports bucket and the rooms below.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,19 +85,14 @@ class Reducer:
 
     def agree(self, present: Sequence[str], sparse: Sequence[str]) -> None:
         """Compare settings and tensors of all ranks, and settle on members, names and the step; raises RuntimeError on all alike."""
-        mine = {
-            "version": scalecom_hvd.__version__,
-            "settings": self.config.to_dict() | {"sparse_as_dense": self._arguments.sparse_as_dense},
-            "tensors": {name: [list(v.shape), v.dtype.name, f"rate {self._rates[name]:g}"] for name, v in sorted(self.variables.items())},
-            "groups": self._groups(list(self.variables)),
-            "sparse gradients": list(sparse),
+        mine = self._describe(sparse) | {
             "present": list(present),
             "name": self._transport.claim_name(),
             "step": int(value_of(self.progress.step)) if runs_eagerly() else 0,
             "ahead": bool(value_of(self.progress.ahead)) if runs_eagerly() else False,
         }
         everyone = self._transport.exchange_objects(mine, "agreement")
-        compare_ranks(everyone, ("version", "settings", "tensors", "groups", "sparse gradients"))
+        compare_ranks(everyone, tuple(self._description))
         self.settle({name for other in everyone for name in other["present"]}, max(other["name"] for other in everyone))
         step = latest_step([other["step"] for other in everyone])
         if runs_eagerly():
@@ -111,6 +107,42 @@ class Reducer:
                     self._transport.size,
                 )
             set_value(self.progress.ranks, self._transport.size)
+
+    def _describe(self, sparse: Sequence[str]) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        self._description = {
+            "version": scalecom_hvd.__version__,
+            "settings": self.config.to_dict() | {"sparse_as_dense": self._arguments.sparse_as_dense},
+            "tensors": {name: [list(v.shape), v.dtype.name, f"rate {self._rates[name]:g}"] for name, v in sorted(self.variables.items())},
+            "groups": self._groups(list(self.variables)),
+            "sparse gradients": list(sparse),
+        }
+        return dict(self._description)
+
+    # In elastic runs others come later.
+
+    def agreement(self) -> dict[str, Any]:
+        """What ranks that come later must know. ahead: a digest of look-ahead's offsets, if there are any."""
+        progress = self.progress.as_dict()
+        offsets = b"".join(progress["offsets"][name].tobytes() for name in sorted(progress["offsets"]))
+        ahead = hashlib.sha256(offsets).hexdigest() if offsets else None
+        return self._description | {"members": sorted(self.members), "name": self.number, "step": progress["step"], "ahead": ahead}
+
+    def join(self, agreed: Mapping[str, Any], sparse: Sequence[str]) -> None:
+        """Take part in what other ranks agreed on (`agreement`). Raises RuntimeError where this rank's settings or tensors are others."""
+        compare_ranks([*[agreed] * self._transport.position, self._describe(sparse)], tuple(self._description))
+        self.settle(set(agreed["members"]), agreed["name"])
+        self.go_on(agreed["step"], False)
+
+    def go_on(self, step: int, ahead: bool) -> None:
+        """Go on where all ranks do. ahead: whether look-ahead's offsets are the same on all; else the next step is sent whole."""
+        mine = int(value_of(self.progress.step))
+        if mine != step:
+            log.warning("training goes on at step %d, and this rank's residues are those of its step %d", step, mine)
+        set_value(self.progress.step, step)
+        set_value(self.progress.ranks, self._transport.size)
+        if not ahead:
+            set_value(self.progress.ahead, False)
 
     def settle(self, members: set[str], name: int) -> None:
         """Take up what was agreed on, and make the buckets."""
@@ -175,31 +207,29 @@ class Reducer:
         results = [bucket.exchange(flat, now) for bucket in self.buckets]
         sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
 
-        def count_step() -> tf.Tensor:
+        names = [name for bucket in self.buckets for name in bucket.names]
+        averages = [
+            tf.reshape(average, self.variables[name].shape)
+            for name, average in zip(names, (average for result in results for average in result.averages), strict=True)
+        ]
+
+        def count_step() -> list[tf.Tensor]:
             assigned = [done for bucket, result in zip(self.buckets, results, strict=True) for done in bucket.assign(result)]
             assigned.append(self.progress.step.assign(step + 1, read_value=False))
             if self.config.lookahead:
                 assigned.append(self.progress.ahead.assign(True, read_value=False))
             if now.whole is not False:
                 assigned.append(self.progress.whole.assign(now.whole, read_value=False))
+            # In a session only what fetches need is run: so averages need the assignments.
             with tf.control_dependencies(assigned):
-                return tf.constant(True)
+                return [tf.identity(average) for average in averages]
 
-        def skip_step() -> tf.Tensor:
+        def skip_step() -> list[tf.Tensor]:
+            """For ScaleCom this step never happened, and gradients are NaN on every rank, as loss scaling expects."""
             with tf.control_dependencies([self.progress.skipped.assign(read(self.progress.skipped) + 1, read_value=False)]):
-                return tf.constant(False)
+                return [tf.fill(average.shape, tf.constant(float("nan"), average.dtype)) for average in averages]
 
-        counted = tf.cond(sound, count_step, skip_step)
-        averages = {
-            name: tf.reshape(average, self.variables[name].shape)
-            for bucket, result in zip(self.buckets, results, strict=True)
-            for name, average in zip(bucket.names, result.averages, strict=True)
-        }
-        if runs_eagerly():
-            return averages
-        # A session runs only what its fetches need: there the averages must need the assignments.
-        with tf.control_dependencies([counted]):
-            return {name: tf.identity(average) for name, average in averages.items()}
+        return dict(zip(names, tf.cond(sound, count_step, skip_step), strict=True))
 
     def _must_send_whole(self, step: tf.Tensor) -> Any:
         """Whether this step is sent whole: False, or a tensor."""
