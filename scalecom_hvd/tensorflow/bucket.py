@@ -13,7 +13,7 @@ import tensorflow as tf
 from scalecom_hvd.buckets import Layout
 from scalecom_hvd.config import ScaleComConfig, float16_limit
 from scalecom_hvd.tensorflow.kernels import Units, kernel_for
-from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, read
+from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, dtype_of, read, shape_of
 from scalecom_hvd.tensorflow.transport import Transport
 
 # Ranks of an elastic run for which float16's limit is at hand in the graph.
@@ -62,9 +62,9 @@ class Bucket:
         self.names = list(names)
         self.compressed = [tensors[name] for name in names if name in tensors]
         self.dense = [name for name in names if name not in tensors]
-        self._shapes = {name: tuple(variables[name].shape) for name in names}
+        self._shapes = {name: shape_of(variables[name]) for name in names}
         self._progress, self._transport, self._config = progress, transport, config
-        dtype = variables[names[0]].dtype
+        dtype = dtype_of(variables[names[0]])
         self._dense_dtype = tf.float64 if dtype == tf.float64 else tf.float32
         self.wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
         geometries = {tensor.name: tensor.geometry for tensor in self.compressed}

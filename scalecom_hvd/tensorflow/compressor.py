@@ -25,7 +25,7 @@ from horovod.tensorflow.compression import Compressor
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.state import STATE_VERSION, check_residues, check_state
 from scalecom_hvd.tensorflow.reducer import Arguments, Reducer, reduction
-from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, runs_eagerly, set_value, value_of
+from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, runs_eagerly, set_value, shape_of, value_of
 from scalecom_hvd.tensorflow.transport import Transport, is_elastic
 
 log = logging.getLogger("scalecom_hvd")
@@ -97,8 +97,7 @@ class ScaleCom(tf.Module, Compressor):
 
     config: a ScaleComConfig; default: the defaults overridden by SCALECOM_RATE, SCALECOM_BETA, ... of the environment.
     loss_scale: a Keras LossScaleOptimizer, or a callable that gives the current scale (in a traced function: as a tensor or variable),
-        where gradients arrive scaled; residues are then kept in unscaled units. hvd.DistributedOptimizer(LossScaleOptimizer(...)) needs
-        none: there gradients arrive unscaled.
+        where gradients arrive scaled, as in LossScaleOptimizer(hvd.DistributedOptimizer(...)); residues are then kept in unscaled units.
     fields: any field of ScaleComConfig, over `config`.
 
     Make one object, outside of the training step: it keeps the residues. It may serve an optimizer, or the tapes of all steps, and is
@@ -203,7 +202,7 @@ class ScaleCom(tf.Module, Compressor):
     def _rates_of(self, variables: Mapping[str, tf.Variable]) -> dict[str, float]:
         """A variable's rate stays what it was when it was first seen; globs may match any variable seen so far."""
         bound = self._bound
-        bound.shapes |= {name: tuple(variable.shape) for name, variable in variables.items()}
+        bound.shapes |= {name: shape_of(variable) for name, variable in variables.items()}
         bound.rates = self.config.rates_for(bound.shapes) | bound.rates
         return {name: bound.rates[name] for name in variables}
 
@@ -296,14 +295,16 @@ class ScaleCom(tf.Module, Compressor):
 
     def _take_up_residues(self, stream: int, tensors: Mapping[str, CompressedTensor]) -> None:
         """Residues that were loaded, for tensors that want them."""
-        saved = (self._bound.loaded or {}).get("residues")
         if self._bound.loaded is None or not tensors:
             return
+        saved = self._bound.loaded["residues"]
         shapes = {_in_stream(stream, name): tensor.shape for name, tensor in tensors.items()}
         if saved:
-            check_residues({name: np.shape(saved[name]) for name in shapes if name in saved}, shapes)
+            found = {name: shape for name, shape in shapes.items() if name in saved}
+            # Variables that come after others may have been frozen when the state was saved.
+            check_residues({name: np.shape(saved[name]) for name in found}, found if any(self._bound.tensors) else shapes)
         for name, tensor in tensors.items():
-            set_value(tensor.residue, saved[_in_stream(stream, name)] if saved else np.zeros(tensor.shape))
+            set_value(tensor.residue, saved.get(_in_stream(stream, name), np.zeros(tensor.shape)))
 
     def _take_up_progress(self, label: str, progress: Progress) -> None:
         """The step, and look-ahead's offsets, that were loaded for an exchange."""

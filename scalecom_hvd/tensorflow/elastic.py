@@ -14,13 +14,13 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import elastic as _elastic
 from horovod.tensorflow.elastic import *  # noqa: F403
 
-from scalecom_hvd.state import STATE_VERSION
-from scalecom_hvd.tensorflow.compressor import ScaleCom, have_met, meet, objects
+from scalecom_hvd.tensorflow.compressor import have_met, meet, objects
 
 
 class KeepsResidues:
@@ -36,7 +36,11 @@ class KeepsResidues:
 
     def restore(self) -> None:
         for compressor in objects():
-            compressor.load_state_dict(self._residues.get(compressor) or _nothing(compressor))
+            now = compressor.state_dict()
+            then = self._residues.get(compressor, now | {"step": 0, "residues": {}, "exchanges": {}})
+            # Residues that came after the commit were zero at it.
+            zeros = {name: np.zeros_like(residue) for name, residue in now["residues"].items()}
+            compressor.load_state_dict(then | {"residues": zeros | then["residues"]})
         super().restore()
 
     def reset(self) -> None:
@@ -59,19 +63,14 @@ class KeepsResidues:
 
 @contextlib.contextmanager
 def _as_lost_worker() -> Iterator[None]:
-    """Errors of Horovod's operations as hvd.elastic.run wants them. It looks for the others in the training function alone, so that it would
-    not survive a worker that is lost while ranks come together."""
+    """Errors of Horovod's operations as hvd.elastic.run wants them: it looks for others in the training function alone, and would not
+    survive the loss of a worker while ranks come together."""
     try:
         yield
     except tf.errors.UnknownError as error:
         if "Horovod" in error.message:
             raise HorovodInternalError(error) from error
         raise
-
-
-def _nothing(compressor: ScaleCom) -> dict[str, Any]:
-    """The state of a ScaleCom that was not there at the last commit."""
-    return {"version": STATE_VERSION, "step": 0, "config": compressor.config.to_dict(), "residues": {}}
 
 
 class TensorFlowKerasState(KeepsResidues, _elastic.TensorFlowKerasState):

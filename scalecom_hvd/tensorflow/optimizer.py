@@ -18,6 +18,11 @@ from horovod.tensorflow.compression import Compression
 from scalecom_hvd.tensorflow.compressor import ScaleCom, is_scalecom, shared
 from scalecom_hvd.tensorflow.reducer import Arguments
 
+_LOSS_SCALE_INSIDE = (
+    "Horovod cannot wrap a LossScaleOptimizer: wrap its inner optimizer, and tell ScaleCom the scale, as in optimizer = "
+    "LossScaleOptimizer(hvd.DistributedOptimizer(inner, compression=hvd.ScaleCom(loss_scale=lambda: optimizer.loss_scale)))"
+)
+
 
 @tf.autograph.experimental.do_not_convert
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -60,6 +65,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
 def keras_optimizer(optimizer: Any, **given: Any) -> Any:
     """horovod.tensorflow.keras.DistributedOptimizer with ScaleCom; the arguments are Horovod's, by name."""
+    if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
+        raise TypeError(_LOSS_SCALE_INSIDE)
     compressor = _object_of(given["compression"])
     arguments, stock = _arguments(given)
     wrapped = horovod_keras.DistributedOptimizer(optimizer, **stock)

@@ -31,7 +31,7 @@ from scalecom_hvd.agreement import check_operation, compare_ranks, latest_step
 from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
-from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, read, runs_eagerly, set_value, value_of
+from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, dtype_of, read, runs_eagerly, set_value, shape_of, value_of
 from scalecom_hvd.tensorflow.transport import Transport, is_elastic
 
 log = logging.getLogger("scalecom_hvd")
@@ -113,7 +113,10 @@ class Reducer:
         self._description = {
             "version": scalecom_hvd.__version__,
             "settings": self.config.to_dict() | {"sparse_as_dense": self._arguments.sparse_as_dense},
-            "tensors": {name: [list(v.shape), v.dtype.name, f"rate {self._rates[name]:g}"] for name, v in sorted(self.variables.items())},
+            "tensors": {
+                name: [list(shape_of(variable)), dtype_of(variable).name, f"rate {self._rates[name]:g}"]
+                for name, variable in sorted(self.variables.items())
+            },
             "groups": self._groups(list(self.variables)),
             "sparse gradients": list(sparse),
         }
@@ -180,8 +183,8 @@ class Reducer:
         kinds: dict[Any, list[str]] = {}
         for name in names:
             variable, tensor = self.variables[name], self.tensors.get(name)
-            dense_dtype = tf.float64 if variable.dtype == tf.float64 else tf.float32
-            kinds.setdefault((variable.device, variable.dtype, tensor.wire_dtype if tensor else dense_dtype), []).append(name)
+            dense_dtype = tf.float64 if dtype_of(variable) == tf.float64 else tf.float32
+            kinds.setdefault((variable.device, dtype_of(variable), tensor.wire_dtype if tensor else dense_dtype), []).append(name)
         if limit is None:
             return list(kinds.values())
         sizes = {name: self.variables[name].shape.num_elements() * self.variables[name].dtype.size for name in names}
@@ -199,7 +202,8 @@ class Reducer:
         for name, variable in self.variables.items():
             if name not in self.members:
                 continue
-            grad = tf.zeros(variable.shape, variable.dtype) if name not in grads else tf.cast(grads[name], variable.dtype)
+            dtype = dtype_of(variable)
+            grad = tf.zeros(variable.shape, dtype) if name not in grads else tf.cast(grads[name], dtype)
             flat[name] = tf.reshape(grad, [-1])
         step = read(self.progress.step)
         size, position = self._transport.size_and_position()

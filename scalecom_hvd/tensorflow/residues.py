@@ -40,6 +40,16 @@ def make_variable(shape: tuple[int, ...], dtype: Any, name: str, device: str = "
         return make()
 
 
+def shape_of(variable: tf.Variable) -> tuple[int, ...]:
+    """Its shape in numbers, where TensorFlow 1's behaviour is Dimensions."""
+    return tuple(variable.shape.as_list())
+
+
+def dtype_of(variable: tf.Variable) -> tf.DType:
+    """Its dtype, where TensorFlow 1's reference variables have one of their own."""
+    return variable.dtype.base_dtype
+
+
 def read(variable: tf.Variable) -> tf.Tensor:
     """The value; in TensorFlow 1's graphs zeros until the first assignment, since nobody may have run local_variables_initializer()."""
     if runs_eagerly():
@@ -52,7 +62,11 @@ def value_of(variable: tf.Variable) -> np.ndarray:
     if runs_eagerly():
         with tf.init_scope():
             return variable.numpy()
-    return _session(variable).run(read(variable))
+    try:
+        # The variable itself, not `read`: that would be a new operation, and the graph may be finalized.
+        return _session(variable).run(variable)
+    except tf.errors.FailedPreconditionError:
+        return np.zeros(variable.shape, variable.dtype.as_numpy_dtype)
 
 
 def set_value(variable: tf.Variable, value: Any) -> None:
@@ -75,9 +89,9 @@ class CompressedTensor:
 
     def __init__(self, name: str, variable: tf.Variable, rate: float, config: ScaleComConfig) -> None:
         self.name = name
-        self.shape = tuple(variable.shape)
+        self.shape = shape_of(variable)
         self.geometry: Lanes = geometry(math.prod(self.shape), rate, config.selection)
-        self.dtype = tf.as_dtype(config.residue_dtype_for(variable.dtype.name))
+        self.dtype = tf.as_dtype(config.residue_dtype_for(dtype_of(variable).name))
         self.wire_dtype = tf.as_dtype(config.wire_dtype) if config.wire_dtype else self.dtype
         self.residue = make_variable((self.geometry.numel,), self.dtype, f"scalecom/{name}", variable.device)
 

@@ -32,7 +32,8 @@ def now(make: Any) -> Any:
     """The values (NumPy) of the tensors that `make` gives, computed at once, also while a function is being traced or a graph built."""
     if runs_eagerly():
         with tf.init_scope():
-            return tf.nest.map_structure(lambda tensor: tensor.numpy(), make())
+            # As a function, since operations that run one by one have no names.
+            return tf.nest.map_structure(lambda tensor: tensor.numpy(), tf.function(make, autograph=False)())
     with tf.Graph().as_default():
         tensors = make()
         with tf.compat.v1.Session() as session:
@@ -102,10 +103,13 @@ class Transport(NamedExchange):
         payload = np.frombuffer(json.dumps(value).encode(), np.uint8)
 
         def gathered() -> list[tf.Tensor]:
-            return [
-                horovod.allgather(tf.constant(array), name=f"scalecom.{name}{ending}", process_set=self._process_set)
-                for array, ending in ((np.array([payload.size]), ".sizes"), (payload, ""))
-            ]
+            with _named_in_errors("HorovodAllgather"):
+                return [
+                    horovod.allgather(
+                        tf.constant(array), name=f"scalecom.{name}{ending}", ignore_name_scope=True, process_set=self._process_set
+                    )
+                    for array, ending in ((np.array([payload.size]), ".sizes"), (payload, ""))
+                ]
 
         sizes, joined = now(gathered)
         return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(sizes)[:-1])]

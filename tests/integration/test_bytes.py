@@ -13,7 +13,8 @@ STEPS = 6
 
 
 def bytes_in_timeline(path) -> dict[str, list[int]]:
-    """{collective's name: bytes of each of its runs} from a HOROVOD_TIMELINE, whose last line may be cut off."""
+    """{collective's name: bytes of each of its runs} from a HOROVOD_TIMELINE, whose last line may be cut off. Before names of PyTorch's
+    collectives Horovod writes what they do."""
     names, found = {}, {}
     for line in re.findall(r"\{(?:[^{}]|\{[^{}]*\})*\}", path.read_text()):
         event = json.loads(line)
@@ -22,36 +23,43 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
             names[event["pid"]] = arguments["name"]
         elif "shape" in arguments:
             size = SIZES.get(arguments["dtype"], 0) * math.prod(json.loads(arguments["shape"]))
-            found.setdefault(names[event["pid"]].partition(".")[2], []).append(size)
+            name = re.sub(r"^(allgather|allreduce|broadcast)\.", "", names[event["pid"]])
+            found.setdefault(name, []).append(size)
     return found
 
 
 @pytest.mark.parametrize(
-    ("launcher", "settings"),
+    ("framework", "launcher", "settings"),
     [
-        ("mpirun", {"rate": 100}),
-        ("horovodrun --gloo", {"rate": 100}),
-        ("horovodrun", {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000}),
-        ("mpirun", {"rate": 50, "wire_dtype": "float16", "dense": ["auto:output"]}),
-        ("mpirun", {"rate": 100, "warmup_steps": STEPS}),
+        ("torch", "mpirun", {"rate": 100}),
+        ("torch", "horovodrun --gloo", {"rate": 100}),
+        ("torch", "horovodrun", {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000}),
+        ("torch", "mpirun", {"rate": 50, "wire_dtype": "float16", "dense": ["auto:output"]}),
+        ("torch", "mpirun", {"rate": 100, "warmup_steps": STEPS}),
+        ("tensorflow", "mpirun", {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000}),
+        ("tensorflow", "horovodrun --gloo", {"rate": 50, "wire_dtype": "float16", "dense": ["auto:output"]}),
+        ("tensorflow", "mpirun", {"rate": 100, "warmup_steps": STEPS}),
     ],
     ids=str,
 )
-def test_stats_count_what_the_timeline_counts(launched, tmp_path, launcher, settings):
+def test_stats_count_what_the_timeline_counts(launched, tmp_path, framework, launcher, settings):
     timeline = tmp_path / "timeline.json"
-    output = launched(launcher, 2, [WORKER, json.dumps(settings), STEPS], HOROVOD_TIMELINE=str(timeline))
+    output = launched(launcher, 2, [WORKER, framework, json.dumps(settings), STEPS], HOROVOD_TIMELINE=str(timeline))
     stats = json.loads(re.search(r"STATS (\{.*\})", output).group(1))
     counted = bytes_in_timeline(timeline)
-    assert all(re.fullmatch(r"scalecom\.((offsets|values)\.\d+|whole\.\d+\..+|agreement.*)", name) for name in counted), counted.keys()
+    names = r"scalecom\.((offsets|values)\.\d+|whole\.\d+(\..+|_\d+of\d+)|agreement.*)"
+    assert all(re.fullmatch(names, name) for name in counted), counted.keys()
 
-    def per_step(kind):
-        runs = [runs for name, runs in counted.items() if name.startswith(f"scalecom.{kind}.")]
-        assert all(len(set(sizes)) == 1 for sizes in runs), "a changed shape would be negotiated anew at every step"
-        return sum(sizes[0] for sizes in runs)
+    def runs(kind):
+        found = [sizes for name, sizes in counted.items() if name.startswith(f"scalecom.{kind}.")]
+        assert all(len(set(sizes)) == 1 for sizes in found), "a changed shape would be negotiated anew at every step"
+        return [sizes[0] for sizes in found]
 
     warm_up = "warmup_steps" in settings
-    assert stats["bytes_offsets"] == pytest.approx(per_step("offsets"), rel=0.05)
-    assert stats["bytes_values"] + stats["bytes_dense"] == pytest.approx(per_step("whole" if warm_up else "values"), rel=0.05)
+    offsets, averaged = runs("offsets"), runs("whole" if warm_up else "values")
+    assert stats["collectives"] == len(offsets) + len(averaged)
+    assert stats["bytes_offsets"] == pytest.approx(sum(offsets), rel=0.05)
+    assert stats["bytes_values"] + stats["bytes_dense"] == pytest.approx(sum(averaged), rel=0.05)
     assert (stats["bytes_offsets"] == 0) == warm_up
     for name, (k, numel) in stats["k"].items():
         assert k == math.ceil(numel / settings["rate"]), name

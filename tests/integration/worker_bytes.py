@@ -1,29 +1,78 @@
-"""Run on every rank by test_bytes.py: trains for some steps and prints what stats() says was sent."""
+"""Run on every rank by test_bytes.py: trains for some steps and prints what stats() says was sent.
+
+Arguments: "torch" or "tensorflow", settings of ScaleCom as JSON (null: no compression), and a number of steps.
+"""
 
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
-import torch
+WIDTHS = [1000, 2000, 500, 10]
 
-import scalecom_hvd.torch as hvd
+
+def in_torch(settings: dict[str, Any] | None) -> tuple[Callable, Callable, int]:
+    """(step(), report(), rank) of a training in PyTorch."""
+    import torch
+
+    import scalecom_hvd.torch as hvd
+
+    hvd.init()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(*pair) for pair in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), *layers[1:])
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        model.named_parameters(),
+        compression=hvd.Compression.none if settings is None else hvd.ScaleCom(**settings),
+    )
+    torch.manual_seed(hvd.rank())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, WIDTHS[0])).square().mean().backward()
+        optimizer.step()
+
+    def report() -> dict[str, Any]:
+        tensors = optimizer.compression.residues.tensors
+        return optimizer.compression.stats() | {"k": {name: [t.geometry.k, t.residue.numel()] for name, t in tensors.items()}}
+
+    return step, report, hvd.rank()
+
+
+def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, int]:
+    """The same in Keras."""
+    import tensorflow as tf
+
+    import scalecom_hvd.tensorflow.keras as hvd
+
+    hvd.init()
+    tf.keras.utils.set_random_seed(hvd.rank())
+    hidden = [tf.keras.layers.Dense(width, activation="relu") for width in WIDTHS[1:-1]]
+    model = tf.keras.Sequential([tf.keras.Input([WIDTHS[0]]), *hidden, tf.keras.layers.Dense(WIDTHS[-1])])
+    optimizer = hvd.DistributedOptimizer(
+        tf.keras.optimizers.SGD(0.01), compression=hvd.Compression.none if settings is None else hvd.ScaleCom(**settings)
+    )
+    model.compile(optimizer, "mse")
+
+    def step() -> None:
+        model.train_on_batch(tf.random.normal([4, WIDTHS[0]]), tf.zeros([4, WIDTHS[-1]]))
+
+    def report() -> dict[str, Any]:
+        (reducer,) = optimizer.compression.reducers()
+        k = {name: [t.geometry.k, t.geometry.numel] for name, t in reducer.tensors.items()}
+        return optimizer.compression.stats() | {"k": k}
+
+    return step, report, hvd.rank()
 
 
 def main() -> None:
-    hvd.init()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(1000, 2000), torch.nn.ReLU(), torch.nn.Linear(2000, 500), torch.nn.Linear(500, 10))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), compression=hvd.ScaleCom(**json.loads(sys.argv[1]))
-    )
-    torch.manual_seed(hvd.rank())
-    for _ in range(int(sys.argv[2])):
-        optimizer.zero_grad()
-        model(torch.randn(4, 1000)).square().mean().backward()
-        optimizer.step()
-    if hvd.rank() == 0:
-        tensors = optimizer.compression.residues.tensors
-        k = {name: [t.geometry.k, t.residue.numel()] for name, t in tensors.items()}
-        print("STATS " + json.dumps(optimizer.compression.stats() | {"k": k}), flush=True)
+    framework, settings, steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+    step, report, rank = (in_torch if framework == "torch" else in_tensorflow)(settings)
+    for _ in range(steps):
+        step()
+    if settings is not None and rank == 0:
+        print("STATS " + json.dumps(report()), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,35 @@
+"""What test_frameworks_agree.py feeds to the reference and to both frameworks: shapes, gradients and settings. Framework-free."""
+
+import hashlib
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
+
+from made_up import gradients  # noqa: E402, F401
+
+STEPS = 50
+SHAPES = {
+    "first": (37, 211),
+    "scale": (64,),
+    "odd": (6399,),
+    "conv": (8, 4, 3, 3),
+    "embedding": (500, 20),
+    "bias": (10,),
+    "last": (40, 101),
+}
+# Buckets: PyTorch would order them by the arrival of gradients, TensorFlow by variables.
+ONE = [list(SHAPES)]
+SEVERAL = [["first", "scale"], ["odd", "conv", "embedding"], ["bias", "last"]]
+MODES = {  # (settings, buckets)
+    "cyclic": ({"rate": 20, "beta": 0.3, "min_numel": 100}, ONE),
+    "staggered": ({"rate": 20, "min_numel": 100, "leader": "staggered", "dense": ["conv"]}, SEVERAL),
+    "lookahead": ({"rate": 300, "beta": 0.5, "min_numel": 100, "leader": "staggered", "lookahead": True, "warmup_steps": 3}, SEVERAL),
+}
+
+
+def digest(array) -> str:
+    """Tells arrays apart bit by bit, but for the sign of zero."""
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1) + np.float32(0)).hexdigest()[:16]

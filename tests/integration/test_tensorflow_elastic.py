@@ -1,0 +1,110 @@
+"""Elastic training with TensorFlow: a worker is killed, another one comes, training goes on, and every rank keeps its own residues."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import launch
+import pytest
+
+WORKER = Path(__file__).with_name("worker_tensorflow_elastic.py")
+COMMITTED, GROWN_AT, LAST = 10, 20, 40  # the last commit before the kill, and what the worker calls so
+
+pytestmark = pytest.mark.timeout(150, func_only=True)
+
+
+@pytest.fixture
+def diaries(run, tmp_path):
+    """diaries(kind, settings) -> what each worker wrote down, [[event, ...], ...], of a job that lost a worker and got another one."""
+
+    def runner(kind, settings):
+        # A failed worker's host is given up, so that the one that will fail has a host of its own.
+        (tmp_path / "hosts").write_text("localhost:2\n127.0.0.1:1\n")
+        (tmp_path / "discover.sh").write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
+        (tmp_path / "discover.sh").chmod(0o755)
+        command = [
+            launch.find("horovodrun"), "--gloo", "-np", 3, "--min-np", 2, "--max-np", 3, "--gloo-timeout-seconds", 10,
+            "--host-discovery-script", tmp_path / "discover.sh", sys.executable, WORKER, kind, json.dumps(settings), tmp_path,
+        ]  # fmt: skip
+        output = run(command, limit=120)
+        found = [[json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("*.jsonl")]
+        assert len(found) == 4, output
+        return found
+
+    yield runner
+    for path in tmp_path.glob("*.jsonl"):  # workers have sessions of their own
+        process = Path("/proc", path.stem)
+        if process.exists() and WORKER.name in (process / "cmdline").read_text():
+            os.kill(int(path.stem), signal.SIGKILL)
+
+
+def of(diary, event):
+    return [entry for entry in diary if entry["event"] == event]
+
+
+def mean_loss(diary, first, last):
+    losses = [entry["loss"] for entry in of(diary, "step") if first <= entry["batch"] < last]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("tape", {"rate": 20}),
+        ("tape", {"rate": 20, "lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
+        ("fit", {"rate": 20}),
+        # As in Horovod's example, with a step that survivors make when Horovod has been started again.
+        ("example", {"rate": 20, "lookahead": True, "wire_dtype": "float16"}),
+    ],
+    ids=str,
+)
+def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
+    told = diaries(kind, settings)
+    survivors = [diary for diary in told if [entry["size"] for entry in of(diary, "begin")] == [3, 2, 3]]
+    (victim,) = [diary for diary in told if not of(diary, "end")]
+    (newcomer,) = [diary for diary in told if diary not in survivors and diary is not victim]
+    assert len(survivors) == 2
+    assert of(victim, "step")[-1]["batch"] > COMMITTED, "the victim should have died between two commits"
+
+    # Where the survivors went on: at the last commit, each with its own residues.
+    extra = 1 if kind == "example" else 0
+    for diary in survivors:
+        _, after_loss, after_gain = of(diary, "begin")
+        assert (after_loss["batch"], after_loss["step"]) == (COMMITTED, COMMITTED + 2 * extra)
+        assert (after_gain["batch"], after_gain["step"]) == (GROWN_AT, GROWN_AT + 3 * extra)
+        if not extra:
+            for begin in (after_loss, after_gain):
+                # Commits of the ranks that there were before: 3 before the loss, 2 before the gain.
+                commits = [c for c in of(diary, "commit") if c["batch"] == begin["batch"] and c["size"] == 5 - begin["size"]]
+                assert {commit["residues"] for commit in commits} == {begin["residues"]}
+        for broken in of(diary, "broken"):
+            assert broken["residues"] == broken["before"], "a step that died in the middle changed residues"
+    if kind == "tape":
+        assert all(of(diary, "broken") for diary in survivors)
+        assert {entry["count"] for diary in survivors for entry in of(diary, "traces")} == {1}, "a function was traced again"
+    for begins in zip(*(of(diary, "begin")[1:] for diary in survivors), strict=True):
+        assert len({begin["residues"] for begin in begins}) == 2, "residues of one rank came to another"
+
+    # Where the newcomer started.
+    (begin,) = of(newcomer, "begin")
+    assert begin["batch"] == GROWN_AT
+    assert of(newcomer, "step")[0]["step"] == GROWN_AT + 1 + 3 * extra
+    for first in of(newcomer, "first"):
+        assert first["off"] == 0, "the newcomer's residues did not start at zero"
+        assert (first["kept"] == 0) == settings.get("lookahead", False), "look-ahead has no choices in common, and sends a step whole"
+
+    # All of them, to the end.
+    trained = [*survivors, newcomer]
+    assert len({of(diary, "end")[0]["weights"] for diary in trained}) == 1
+    assert len({of(diary, "end")[0]["residues"] for diary in trained}) == 3
+    for batch in (15, 25, 30, 35, LAST):
+        weights = {entry["weights"] for diary in trained for entry in of(diary, "commit") if entry["batch"] == batch}
+        assert len(weights) == 1, f"weights differ at batch {batch}"
+    for diary in survivors:
+        assert mean_loss(diary, 0, 5) > mean_loss(diary, 15, 20) > mean_loss(diary, 35, LAST)
+
+
+def test_a_step_that_dies_in_the_middle_changes_no_residue(launched):
+    launched("mpirun", 2, [WORKER.with_name("worker_tensorflow_dying_step.py")], limit=60)

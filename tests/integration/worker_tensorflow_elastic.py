@@ -1,0 +1,190 @@
+"""Run on every rank by test_tensorflow_elastic.py: trains elastically, writes down what happens, and dies or makes room when told to.
+
+Arguments: "tape", "fit" or "example" (fit, in the order of Horovod's example), settings of ScaleCom as JSON, and a directory. There
+`hosts` is what host discovery shows. One step is one batch. The worker on the host 127.0.0.1 kills itself before step KILLED_AT; at step
+GROWN_AT rank 0 adds a slot to `hosts`, and all wait for the newcomer; at step LAST they end.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+import scalecom_hvd.tensorflow.keras as hvd
+from scalecom_hvd.tensorflow import DistributedGradientTape
+
+COMMIT_EVERY, KILLED_AT, GROWN_AT, LAST = 5, 12, 20, 40
+FEATURES, OUTPUTS = 64, 32
+
+kind, settings, directory = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+diary = directory / f"{os.getpid()}.jsonl"
+
+
+def note(event: str, **facts) -> None:
+    with diary.open("a") as file:
+        print(json.dumps({"event": event, "rank": hvd.rank(), "size": hvd.size(), **facts}), file=file)
+
+
+def digest(arrays) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)).hexdigest()[:16]
+
+
+def build() -> tf.keras.Model:
+    inputs = tf.keras.Input([FEATURES])
+    hidden = tf.keras.layers.Dense(128, activation="tanh", name="hidden")(inputs)
+    return tf.keras.Model(inputs, tf.keras.layers.Dense(OUTPUTS, name="output")(hidden))
+
+
+def batch_of(step: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Another one on every rank; the labels come from one linear map."""
+    truth = np.random.default_rng(0).standard_normal([FEATURES, OUTPUTS]) / FEATURES**0.5
+    inputs = np.random.default_rng([hvd.rank(), step]).standard_normal([32, FEATURES])
+    return tf.constant(inputs, tf.float32), tf.constant(inputs @ truth, tf.float32)
+
+
+class Story:
+    """What happens to this worker at which step, and what it writes down."""
+
+    def __init__(self, model: tf.keras.Model, compressor: hvd.ScaleCom) -> None:
+        self.model, self.compressor = model, compressor
+
+    def residues(self) -> str | None:
+        """None while there are none."""
+        residues = self.compressor.state_dict()["residues"]
+        return digest(residues.values()) if residues else None
+
+    def begin(self, state) -> None:
+        note(
+            "begin", batch=state.batch, residues=self.residues(), weights=digest(self.model.get_weights()),
+            step=self.compressor.state_dict()["step"],
+        )  # fmt: skip
+
+    def before(self, state) -> None:
+        if state.batch == KILLED_AT and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.batch == GROWN_AT and hvd.size() == 2:
+            if hvd.rank() == 0:
+                (directory / "hosts").write_text("localhost:3\n")
+            limit = time.time() + 30
+            while time.time() < limit:
+                self.commit(state)
+                time.sleep(0.1)
+            raise TimeoutError("nobody came")
+
+    def after(self, state, loss: float) -> None:
+        note("step", batch=state.batch, loss=float(loss), step=self.compressor.stats()["step"])
+        state.batch += 1
+        if state.batch % COMMIT_EVERY == 0:
+            self.commit(state)
+
+    def commit(self, state) -> None:
+        """Commits; at the end, if hosts have changed, that raises HostsUpdatedInterrupt."""
+        note("commit", batch=state.batch, residues=self.residues(), weights=digest(self.model.get_weights()))
+        state.commit()
+
+
+def train_with_tape() -> Story:
+    model, optimizer, compressor = build(), tf.keras.optimizers.SGD(0.05, momentum=0.9), hvd.ScaleCom(**settings)
+    optimizer.build(model.trainable_variables)
+    story = Story(model, compressor)
+    traces = []
+
+    @tf.function
+    def gradients_of(inputs, labels, ours):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(inputs, training=True) - labels))
+        if ours:
+            traces.append(1)
+            tape = DistributedGradientTape(tape, compression=compressor)
+        grads = tape.gradient(loss, model.trainable_variables)
+        if ours:
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        return loss, grads
+
+    @hvd.elastic.run
+    def train(state) -> None:
+        story.begin(state)
+        while state.batch < LAST:
+            story.before(state)
+            batch = batch_of(state.batch)
+            fresh = story.residues() is None
+            own = gradients_of(*batch, False)[1] if fresh else None
+            before = story.residues()
+            try:
+                loss, _ = gradients_of(*batch, True)
+            except Exception:
+                note("broken", before=before, residues=story.residues())
+                raise
+            if fresh:
+                # What a worker without a past keeps is its gradient, but for what it sent.
+                residues = compressor.state_dict()["residues"]
+                grads = {v.name.partition(":")[0]: g.numpy() for v, g in zip(model.trainable_variables, own, strict=True)}
+                off = max(float(np.minimum(np.abs(m), np.abs(m - grads[name])).max()) for name, m in residues.items())
+                note("first", batch=state.batch, off=off, kept=max(float(np.abs(m).max()) for m in residues.values()))
+            story.after(state, loss)
+
+    train(hvd.elastic.KerasState(model, optimizer, batch=0))
+    note("traces", count=len(traces))
+    return story
+
+
+def train_with_fit() -> Story:
+    model, compressor = build(), hvd.ScaleCom(**settings)
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.05, momentum=0.9), compression=compressor)
+    model.compile(optimizer, "mse")
+    story = Story(model, compressor)
+
+    def data(first: int):
+        def batches():
+            for step in range(first, LAST):
+                yield batch_of(step)
+
+        shapes = ([32, FEATURES], [32, OUTPUTS])
+        return tf.data.Dataset.from_generator(batches, output_signature=tuple(tf.TensorSpec(shape, tf.float32) for shape in shapes))
+
+    if kind == "example":
+        # As in Horovod's tensorflow2_keras_mnist_elastic.py: a step makes the optimizer's variables, and survivors take part in it.
+        model.fit(data(0), steps_per_epoch=1, epochs=1, verbose=0)
+    else:
+        optimizer.build(model.trainable_variables)
+    state = hvd.elastic.KerasState(model, batch=0)
+    if kind == "example":
+        state.register_reset_callbacks([lambda: model.fit(data(0), steps_per_epoch=1, epochs=1, verbose=0)])
+
+    class Tell(tf.keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            story.before(state)
+
+        def on_train_batch_end(self, batch, logs=None):
+            note("step", batch=state.batch, loss=logs["loss"], step=compressor.stats()["step"])
+            state.batch += 1
+            if state.batch % COMMIT_EVERY == 0:
+                note("commit", batch=state.batch, residues=story.residues(), weights=digest(model.get_weights()))
+
+    @hvd.elastic.run
+    def train(state) -> None:
+        story.begin(state)
+        commit = hvd.elastic.CommitStateCallback(state, batches_per_commit=COMMIT_EVERY)
+        model.fit(data(state.batch), epochs=1, verbose=0, callbacks=[Tell(), commit])
+
+    train(state)
+    return story
+
+
+def main() -> None:
+    hvd.init()
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "60"  # from the next start on; the first one finds failures soon
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.keras.utils.set_random_seed(hvd.rank())
+    story = train_with_tape() if kind == "tape" else train_with_fit()
+    note("end", weights=digest(story.model.get_weights()), residues=story.residues(), step=story.compressor.stats()["step"])
+
+
+if __name__ == "__main__":
+    main()
