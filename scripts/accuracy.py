@@ -5,13 +5,14 @@
     python scripts/accuracy.py --only group --seeds 1,2
 
 Every finished run leaves a JSON file in --output, and a second call does only what is missing. This script starts itself under mpirun;
-the ranks then do all runs, one after the other, by the `train` functions of train_image.py and train_char_lm.py.
+the ranks then do all runs of one training script (train_image.py, train_char_lm.py, train_keras.py), one after the other, by its `train`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -33,8 +34,9 @@ GROUP = (
     *("--batch-size", "16", "--weight-decay", "0", "--steps", "300"),
 )
 TEXT = ("--lr", "0.5", "--clip-norm", "inf", "--batch-size", "16", "--steps", "500")
+KERAS = ("--loop", "fit", "--lr", "0.01", "--batch-size", "32", "--steps", "600")
 # Not much shorter: with few sends per coordinate (steps / rate) nothing is comparable.
-QUICK_STEPS = {"digits": 400, "group": 300, "lstm": 300}
+QUICK_STEPS = {"digits": 400, "group": 300, "lstm": 300, "keras": 400}
 SCALECOM = ("--compression", "scalecom", "--rate", RATE)
 DENSE = ("--compression", "none")
 
@@ -76,6 +78,13 @@ EXPERIMENTS = {
         "bits_per_character",
         {"dense": (DENSE, False), f"ScaleCom {RATE}x": (SCALECOM, False)},
     ),
+    "keras": Experiment(
+        "digits, ResNet in Keras, batch norm",
+        "train_keras",
+        KERAS,
+        "acc9",
+        {"dense": (DENSE, False), f"ScaleCom {RATE}x": (SCALECOM, False)},
+    ),
 }
 
 
@@ -97,12 +106,13 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     runs = planned_runs(args)
     if args.as_rank:
-        train_all(runs, args.output)
+        train_all(args.as_rank, [run for run in runs if run.script == args.as_rank], args.output)
         return
     missing = [run for run in runs if finished(run, args.output) is None]
     if missing:
         print(f"{len(missing)} of {len(runs)} runs to do; results in {args.output}", flush=True)
-        start_ranks(args)
+        for script in dict.fromkeys(run.script for run in missing):
+            start_ranks(args, script)
     print(table(runs, args.output))
     (args.output / "summary.json").write_text(json.dumps(summary(runs, args.output), indent=1) + "\n")
 
@@ -132,9 +142,9 @@ def finished(run: Run, folder: Path) -> dict[str, Any] | None:
     return stored if stored["options"] == list(run.options) else None
 
 
-def start_ranks(args: argparse.Namespace) -> None:
+def start_ranks(args: argparse.Namespace, script: str) -> None:
     """Run this script again as MPI ranks; mpirun's progress bar and errors go straight to the terminal."""
-    command = launch.command("mpirun", args.ranks, [str(Path(__file__).resolve()), *sys.argv[1:], "--as-rank"])
+    command = launch.command("mpirun", args.ranks, [str(Path(__file__).resolve()), *sys.argv[1:], "--as-rank", script])
     returncode = subprocess.run(command, env=launch.environment()).returncode
     if returncode != 0:
         sys.exit(f"a run failed with exit status {returncode}; finished runs are kept, and a second call goes on from there")
@@ -143,21 +153,16 @@ def start_ranks(args: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------------------------- what ranks do
 
 
-def train_all(runs: list[Run], folder: Path) -> None:
-    """Do the runs that are missing, in the same order on all ranks."""
-    import train_char_lm
-    import train_image
-    import training
-    from training import hvd
-
-    modules = {"train_image": train_image, "train_char_lm": train_char_lm}
-    training.start()
+def train_all(script: str, runs: list[Run], folder: Path) -> None:
+    """Do the script's runs that are missing, in the same order on all ranks."""
+    module = importlib.import_module(script)
+    hvd = module.hvd
+    module.start()
     # Rank 0 decides what is missing: it is the one that writes, and others may look a moment later.
     missing = hvd.broadcast_object([run for run in runs if finished(run, folder) is None], root_rank=0, name="missing")
     for number, run in enumerate(missing, start=1):
         if hvd.rank() == 0:
             print(f"[{number}/{len(missing)}] {run.experiment}: {run.method}, seed {run.seed}", file=sys.stderr, flush=True)
-        module = modules[run.script]
         args = module.argument_parser().parse_args(run.options)
         with residues_thrown_away() if run.forget else contextlib.nullcontext():
             result = module.train(args)
@@ -243,7 +248,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3], help="default: 1,2,3")
     parser.add_argument("--only", action="append", choices=sorted(EXPERIMENTS), help="repeatable; default: all")
     parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     return parser
 
 

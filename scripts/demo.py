@@ -1,6 +1,7 @@
-"""`make demo`: train a ResNet on handwritten digits and an LSTM on source code with Horovod, dense and with ScaleCom, and compare.
+"""`make demo`: train a ResNet on handwritten digits, in PyTorch and in Keras, and an LSTM on source code with Horovod, dense and with
+ScaleCom, and compare.
 
-Starts train_image.py and train_char_lm.py by `horovodrun -np 2` over MPI, shows their progress, prints a table, and writes
+Starts train_image.py, train_keras.py and train_char_lm.py by `horovodrun -np 2` over MPI, shows their progress, prints a table, and writes
 demo/results.json and demo/curves.png. Needs no download. Run it with the Python of the environment that holds Horovod.
 """
 
@@ -45,6 +46,17 @@ TASKS = (
         "ResNet on digits",
         "train_image.py",
         ("--dataset", "digits", "--model", "resnet", "--lr", "0.05"),
+        600,
+        "acc9",
+        "accuracy over nine shifts of each test image (%)",
+        "%",
+        100.0,
+    ),
+    Task(
+        "keras",
+        "Keras ResNet on digits",
+        "train_keras.py",
+        ("--loop", "fit", "--lr", "0.025"),
         600,
         "acc9",
         "accuracy over nine shifts of each test image (%)",
@@ -108,7 +120,7 @@ def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def follow(process: subprocess.Popen, metrics: Path, title: str, steps: int) -> None:
     """Show a progress bar, fed by the metrics file, until the run ends."""
-    with tqdm(total=steps, desc=f"{title:>29}", unit="step", bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}") as bar:
+    with tqdm(total=steps, desc=f"{title:>32}", unit="step", bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}") as bar:
         while True:
             ended = process.poll() is not None
             trained = [event for event in read_events(metrics) if event["event"] == "train"]
@@ -183,7 +195,7 @@ def plot(results: list[dict[str, Any]], path: Path, ranks: int) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(TASKS), figsize=(12, 8), sharey="col", layout="constrained", squeeze=False)
+    figure, axes = pyplot.subplots(2, len(TASKS), figsize=(6 * len(TASKS), 8), sharey="col", layout="constrained", squeeze=False)
     for column, task in enumerate(TASKS):
         for row in (row for row in results if row["task"] == task.key):
             steps, values, sent = zip(*row["curve"], strict=True)
@@ -204,7 +216,7 @@ def plot(results: list[dict[str, Any]], path: Path, ranks: int) -> None:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Train with Horovod, dense and with ScaleCom, and compare.")
     parser.add_argument("--output", type=Path, default=SCRIPTS.parent / "demo", help="folder for results (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--rate", type=float, default=100, help="ScaleCom's compression rate (default: %(default)s)")

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 import training
+import training_torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
-from training import hvd
+from training_torch import hvd, start
 
 WINDOW = 64
 TEST_WINDOWS = 1000
@@ -34,32 +35,34 @@ SYMBOLS = len(ALPHABET) + 1
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train as the options say; gives the run's summary."""
     text = load_text(args.text_dir)
-    steps = training.total_steps(args, len(text.train) // WINDOW)
+    steps = training.total_steps(args, len(text.train) // WINDOW, hvd.size())
 
     torch.manual_seed(args.seed)
     model = LSTM() if args.model == "lstm" else Transformer()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
     optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=training.compression_from(args, steps)
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=training.compression_from(args, steps, training_torch.shapes_of(model), hvd),
     )
 
-    first_step = training.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
-    training.broadcast_state(model, optimizer)
+    first_step = training_torch.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
+    training_torch.broadcast_state(model, optimizer)
 
-    log = training.RunLog(args, f"text {args.model} {args.compression}", first_step, steps)
+    log = training.RunLog(args, f"text {args.model} {args.compression}", first_step, steps, hvd, training_torch.mean_over_ranks)
     last_step = min(steps, args.stop_at or steps)
     scores: dict[str, float] = {}
     for step in log.timed_steps(first_step, last_step):
-        training.set_learning_rate(optimizer, training.learning_rate(args, step, steps))
+        training_torch.set_learning_rate(optimizer, training.learning_rate(args, step, steps, hvd.size()))
         # Windows start anywhere in the text: the random choice already deals different ones to the ranks.
-        random = training.generator(args.seed, step, hvd.rank())
+        random = training_torch.generator(args.seed, step, hvd.rank())
         windows = windows_at(text.train, torch.randint(len(text.train) - WINDOW, (args.batch_size,), generator=random))
 
         model.train()
         optimizer.zero_grad()
         loss = cross_entropy(model, windows)
         loss.backward()
-        training.apply_gradients(optimizer, args.clip_norm)
+        training_torch.apply_gradients(optimizer, args.clip_norm)
         log.step_done(step, loss, lr=optimizer.param_groups[0]["lr"])
 
         done = step + 1
@@ -67,13 +70,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             scores = evaluate(model, text.held_out)
             log.test(done, **scores)
         if args.checkpoint_dir and (done % args.checkpoint_every == 0 or done == last_step):
-            training.save_checkpoint(args.checkpoint_dir, done, model, optimizer)
+            training_torch.save_checkpoint(args.checkpoint_dir, done, model, optimizer)
 
     return log.end(
         step=last_step,
         **scores,
         parameters=sum(p.numel() for p in model.parameters()),
-        bytes_per_step=training.traffic_per_step(model, optimizer, args.compression),
+        bytes_per_step=training_torch.traffic_per_step(args, model, optimizer),
     )
 
 
@@ -85,11 +88,11 @@ def cross_entropy(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: torch.Tensor) -> dict[str, float]:
     """{"bits_per_character"} over windows spread evenly over the held-out text, each rank doing its share."""
-    training.share_buffers(model)
+    training_torch.share_buffers(model)
     model.eval()
-    starts = torch.linspace(0, len(held_out) - WINDOW - 1, TEST_WINDOWS).long()[list(training.my_share(TEST_WINDOWS))]
+    starts = torch.linspace(0, len(held_out) - WINDOW - 1, TEST_WINDOWS).long()[list(training.my_share(TEST_WINDOWS, hvd))]
     total = sum(float(cross_entropy(model, windows_at(held_out, part))) * len(part) for part in starts.split(100))
-    return {"bits_per_character": training.ratio_over_ranks(total / math.log(2), len(starts), "bits_per_character")}
+    return {"bits_per_character": training_torch.ratio_over_ranks(total / math.log(2), len(starts), "bits_per_character")}
 
 
 # ------------------------------------------------------------------------------------------------------------------- text
@@ -180,4 +183,4 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    training.main(argument_parser(), train)
+    training.main(argument_parser(), train, start, hvd)

@@ -15,14 +15,14 @@ import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import digits
 import torch
 import training
+import training_torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
-from training import hvd
+from training_torch import hvd, start
 
-DIGITS_TEST_IMAGES = 360
-DIGITS_SPLIT_SEED = 0
 CIFAR10_TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
 CIFAR10_TEST_FILE = "test_batch"
 
@@ -30,31 +30,33 @@ CIFAR10_TEST_FILE = "test_batch"
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train as the options say; gives the run's summary."""
     data = load_data(args.dataset, args.data_dir)
-    steps = training.total_steps(args, len(data.train_images))
+    steps = training.total_steps(args, len(data.train_images), hvd.size())
 
     torch.manual_seed(args.seed)
     model = build_model(args.model, args.norm, data.train_images.shape[1])
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
     optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=training.compression_from(args, steps)
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=training.compression_from(args, steps, training_torch.shapes_of(model), hvd),
     )
 
-    first_step = training.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
-    training.broadcast_state(model, optimizer)
+    first_step = training_torch.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
+    training_torch.broadcast_state(model, optimizer)
 
-    log = training.RunLog(args, f"{args.dataset} {args.model} {args.compression}", first_step, steps)
+    log = training.RunLog(args, f"{args.dataset} {args.model} {args.compression}", first_step, steps, hvd, training_torch.mean_over_ranks)
     last_step = min(steps, args.stop_at or steps)
     scores: dict[str, float] = {}
     for step in log.timed_steps(first_step, last_step):
-        training.set_learning_rate(optimizer, training.learning_rate(args, step, steps))
-        chosen = training.batch_indices(args, len(data.train_images), step)
-        images = augment(data.train_images[chosen], data, training.generator(args.seed, step, hvd.rank()))
+        training_torch.set_learning_rate(optimizer, training.learning_rate(args, step, steps, hvd.size()))
+        chosen = training_torch.batch_indices(args, len(data.train_images), step)
+        images = augment(data.train_images[chosen], data, training_torch.generator(args.seed, step, hvd.rank()))
 
         model.train()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), data.train_labels[chosen])
         loss.backward()
-        training.apply_gradients(optimizer, args.clip_norm)
+        training_torch.apply_gradients(optimizer, args.clip_norm)
         log.step_done(step, loss, lr=optimizer.param_groups[0]["lr"])
 
         done = step + 1
@@ -62,31 +64,31 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             scores = evaluate(model, data)
             log.test(done, **scores)
         if args.checkpoint_dir and (done % args.checkpoint_every == 0 or done == last_step):
-            training.save_checkpoint(args.checkpoint_dir, done, model, optimizer)
+            training_torch.save_checkpoint(args.checkpoint_dir, done, model, optimizer)
 
     return log.end(
         step=last_step,
         **scores,
         parameters=sum(p.numel() for p in model.parameters()),
-        bytes_per_step=training.traffic_per_step(model, optimizer, args.compression),
+        bytes_per_step=training_torch.traffic_per_step(args, model, optimizer),
     )
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
     """{"accuracy"} on the test images, each rank doing its share; with shifts also {"acc9"}: over their nine one-pixel shifts."""
-    training.share_buffers(model)
+    training_torch.share_buffers(model)
     model.eval()
-    mine = list(training.my_share(len(data.test_images)))
+    mine = list(training.my_share(len(data.test_images), hvd))
     images, labels = data.test_images[mine], data.test_labels[mine]
 
     def correct(images: torch.Tensor) -> int:
         return sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(500), labels.split(500), strict=True))
 
-    scores = {"accuracy": training.ratio_over_ranks(correct(images), len(mine), "accuracy")}
+    scores = {"accuracy": training_torch.ratio_over_ranks(correct(images), len(mine), "accuracy")}
     if data.shifts:
         shifted = sum(correct(shift(images, dx, dy)) for dx in (-1, 0, 1) for dy in (-1, 0, 1))
-        scores["acc9"] = training.ratio_over_ranks(shifted, 9 * len(mine), "acc9")
+        scores["acc9"] = training_torch.ratio_over_ranks(shifted, 9 * len(mine), "acc9")
     return scores
 
 
@@ -109,16 +111,15 @@ def load_data(dataset: str, folder: Path | None) -> Data:
 
 
 def load_digits() -> Data:
-    """scikit-learn's 1797 handwritten digits, 8 x 8, split the same way for everyone: 1437 to train, 360 to test."""
-    from sklearn import datasets
-
-    digits = datasets.load_digits()
-    # Background is zero and stays zero, so that a shift can be filled with it.
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8
-    labels = torch.tensor(digits.target, dtype=torch.long)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(DIGITS_SPLIT_SEED))
-    test, train_ = order[:DIGITS_TEST_IMAGES], order[DIGITS_TEST_IMAGES:]
-    return Data(images[train_], labels[train_], images[test], labels[test], shifts=True)
+    """scikit-learn's handwritten digits, split as in digits.py."""
+    (train_images, train_labels), (test_images, test_labels) = digits.load()
+    return Data(
+        torch.from_numpy(train_images).unsqueeze(1),
+        torch.from_numpy(train_labels),
+        torch.from_numpy(test_images).unsqueeze(1),
+        torch.from_numpy(test_labels),
+        shifts=True,
+    )
 
 
 def load_cifar10(folder: Path | None) -> Data:
@@ -284,4 +285,4 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    training.main(argument_parser(), train)
+    training.main(argument_parser(), train, start, hvd)

@@ -1,7 +1,8 @@
-"""What train_image.py and train_char_lm.py share: options, Horovod's set-up, learning rate, batches, checkpoints, progress and metrics.
+"""What the training scripts share whatever the framework: options, learning rate, the dealing of batches, checkpoints' names, metrics.
 
 Everything random is a function of (seed, step, rank) and nothing else, so a resumed run sees what an uninterrupted one would have.
-Imported by the training scripts, and by accuracy.py through them.
+`hvd` is always the scalecom_hvd.torch or scalecom_hvd.tensorflow of the caller. Needs neither framework; training_torch.py has PyTorch's
+part, train_keras.py Keras's.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import torch
 from tqdm import tqdm
-
-import scalecom_hvd.torch as hvd
 
 # ---------------------------------------------------------------------------------------------------------------- options
 
@@ -93,7 +92,13 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         parser.error("--resume and --stop-at need --checkpoint-dir")
 
 
-def main(parser: argparse.ArgumentParser, train: Any, argv: list[str] | None = None) -> None:
+def main(
+    parser: argparse.ArgumentParser,
+    train: Callable[[argparse.Namespace], dict[str, Any]],
+    start: Callable[[], None],
+    hvd: ModuleType,
+    argv: list[str] | None = None,
+) -> None:
     """Parse, start Horovod, train, print the summary on rank 0. Wrong input ends in a message and a non-zero exit."""
     args = parser.parse_args(argv)
     check_options(parser, args)
@@ -111,17 +116,8 @@ def main(parser: argparse.ArgumentParser, train: Any, argv: list[str] | None = N
     hvd.shutdown()
 
 
-# ------------------------------------------------------------------------------------------------------ Horovod and torch
-
-
-def start() -> None:
-    """Start Horovod, and share this machine's cores fairly between its ranks."""
-    hvd.init()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
-
-
-def compression_from(args: argparse.Namespace, steps: int) -> Any:
-    """What the options ask for, to be given to hvd.DistributedOptimizer.
+def compression_from(args: argparse.Namespace, steps: int, shapes: Mapping[str, tuple[int, ...]], hvd: ModuleType) -> Any:
+    """What the options ask for, to be given to hvd.DistributedOptimizer or DistributedGradientTape. shapes: of all parameters, by name.
 
     Options not given keep the library's defaults and SCALECOM_* variables, except for the two that matter most for accuracy: the
     output layer is sent whole, and so is the first tenth of all steps.
@@ -136,189 +132,136 @@ def compression_from(args: argparse.Namespace, steps: int) -> Any:
         if getattr(args, name) is not None:
             fields[name] = getattr(args, name)
     try:
-        return hvd.ScaleCom(**fields)
+        compression = hvd.ScaleCom(**fields)
+        compression.config.rates_for(shapes)  # finds globs that match no parameter
     except ValueError as error:
         raise WrongInput(str(error)) from error
+    return compression
 
 
 def _globs(options: list[str]) -> list[str]:
     return [glob.strip() for option in options for glob in option.split(",") if glob.strip() not in ("", "none")]
 
 
-def total_steps(args: argparse.Namespace, examples: int) -> int:
+def total_steps(args: argparse.Namespace, examples: int, ranks: int) -> int:
     """--steps, or as many as --epochs passes over `examples` take on all ranks together."""
     if args.epochs is None:
         return args.steps
-    return max(1, round(args.epochs * examples / (args.batch_size * hvd.size())))
+    return max(1, round(args.epochs * examples / (args.batch_size * ranks)))
 
 
-def learning_rate(args: argparse.Namespace, step: int, steps: int) -> float:
+def learning_rate(args: argparse.Namespace, step: int, steps: int, ranks: int) -> float:
     """The learning rate of `step`: scaled by the number of ranks, warmed up, then constant or a half cosine down to zero."""
-    peak = args.lr if args.no_scale_lr else args.lr * hvd.size()
+    peak = args.lr if args.no_scale_lr else args.lr * ranks
     if step < args.lr_warmup_steps:
-        return peak / hvd.size() * (1 + (hvd.size() - 1) * step / args.lr_warmup_steps)
+        return peak / ranks * (1 + (ranks - 1) * step / args.lr_warmup_steps)
     if args.lr_schedule == "constant":
         return peak
     done = (step - args.lr_warmup_steps) / max(1, steps - args.lr_warmup_steps)
     return peak * (1 + math.cos(math.pi * done)) / 2
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = value
-
-
-def apply_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
-    """optimizer.step(), with the averaged gradient clipped before if `clip_norm` says so."""
-    if clip_norm is None:
-        optimizer.step()
-        return
-    optimizer.synchronize()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-    with optimizer.skip_synchronize():
-        optimizer.step()
-
-
 # ------------------------------------------------------------------------------------------------------------------- data
 
 
-def generator(*numbers: int) -> torch.Generator:
-    """A random generator that depends on these numbers alone, such as (seed, step, rank)."""
+def seed_from(*numbers: int) -> int:
+    """A seed for a random generator that depends on these numbers alone, such as (seed, step, rank)."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % 2**63
-    return torch.Generator().manual_seed(seed)
+    return seed
 
 
-def batch_indices(args: argparse.Namespace, examples: int, step: int) -> torch.Tensor:
-    """The examples (batch_size,) that this rank trains on in `step`.
+def deal(args: argparse.Namespace, examples: int, step: int, hvd: ModuleType) -> tuple[int, slice]:
+    """The epoch that `step` is in, and the places in its permutation of all examples that this rank trains on.
 
-    Each epoch is one permutation of all examples, dealt out to the ranks as torch's DistributedSampler does; being a function of the step,
-    it needs no state in a checkpoint. A remainder too small for a batch on every rank is left for the next epoch's permutation.
+    A permutation is dealt out to the ranks as torch's DistributedSampler does; being a function of the step, it needs no state in a
+    checkpoint. A remainder too small for a batch on every rank is left for the next epoch's permutation.
     """
     together = args.batch_size * hvd.size()
     per_epoch = examples // together
     if per_epoch == 0:
         raise WrongInput(f"{hvd.size()} ranks times --batch-size {args.batch_size} is more than the {examples} training examples")
     epoch, position = divmod(step, per_epoch)
-    order = torch.randperm(examples, generator=generator(args.seed, epoch))
-    return order[position * together + hvd.rank() : (position + 1) * together : hvd.size()]
+    return epoch, slice(position * together + hvd.rank(), (position + 1) * together, hvd.size())
 
 
-def my_share(count: int) -> range:
+def my_share(count: int, hvd: ModuleType) -> range:
     """Which of `count` test examples this rank evaluates."""
     return range(hvd.rank(), count, hvd.size())
-
-
-def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
-    """Sum both over all ranks and divide: the mean of a metric of which each rank knows a part."""
-    sums = hvd.allreduce(torch.tensor([numerator, denominator], dtype=torch.float64), op=hvd.Sum, name=name)
-    return float(sums[0] / sums[1])
-
-
-def share_buffers(model: torch.nn.Module) -> None:
-    """Give every rank rank 0's running statistics, which each rank gathers on its own, so that all evaluate the same model."""
-    buffers = dict(model.named_buffers())
-    if buffers:
-        hvd.broadcast_parameters(buffers, root_rank=0)
 
 
 # ------------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let all ranks begin with rank 0's model and optimizer.
+def model_name(step: int) -> str:
+    """What rank 0's file of the model and the optimizer is called, without its ending."""
+    return f"step-{step:06d}"
 
-    The optimizer goes first: where its state is empty Horovod makes it with a step of zero gradients, and with weight decay that
-    step moves the parameters.
+
+def residues_name(step: int, rank: int) -> str:
+    """What each rank's own file is called, without its ending."""
+    return f"step-{step:06d}.residues-{rank}"
+
+
+def commit_checkpoint(folder: Path, step: int, hvd: ModuleType) -> None:
+    """Make the files of `step` the newest checkpoint, and remove older ones. Call it when all ranks have written.
+
+    `latest.json` is replaced only then, so a run that dies while it writes resumes from the checkpoint before.
     """
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-
-
-def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Save the state after `step` steps: rank 0 the model and the optimizer, every rank its own residues.
-
-    `latest.json` is replaced only when all ranks have written, so a run that dies in between resumes from the checkpoint before.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    compression = getattr(optimizer, "compression", None)
-    if compression is not None:
-        _write(folder / _residues_name(step, hvd.rank()), compression.state_dict())
-    if hvd.rank() == 0:
-        _write(folder / f"step-{step:06d}.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    hvd.barrier()
     if hvd.rank() == 0:
         latest = folder / "latest.json.part"
         latest.write_text(json.dumps({"step": step, "ranks": hvd.size()}))
         os.replace(latest, folder / "latest.json")
-        for old in folder.glob("step-*.pt"):
-            if not old.name.startswith(f"step-{step:06d}."):
+        for old in folder.glob("step-*"):
+            if not old.name.startswith(f"{model_name(step)}."):
                 old.unlink()
 
 
-def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint and give its step; 0 where there is none. Call `broadcast_state` after it.
-
-    On more ranks than before, the new ones start with residues of zero.
-    """
+def latest_checkpoint(folder: Path, hvd: ModuleType) -> tuple[int, int] | None:
+    """The step of the newest checkpoint and the number of ranks that wrote it; None where there is none. All ranks must call it."""
     latest = folder / "latest.json"
-    found = hvd.broadcast_object(
-        json.loads(latest.read_text()) if hvd.rank() == 0 and latest.exists() else None, root_rank=0, name="checkpoint"
-    )
+    found = json.loads(latest.read_text()) if hvd.rank() == 0 and latest.exists() else None
+    found = hvd.broadcast_object(found, root_rank=0, name="checkpoint")
     if found is None:
-        return 0
-    step, ranks = found["step"], found["ranks"]
-    if hvd.rank() == 0:
-        state = torch.load(folder / f"step-{step:06d}.pt", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        if ranks != hvd.size():
-            print(
-                f"the checkpoint is of {ranks} ranks, this run has {hvd.size()}: batches differ, new ranks' residues are zero",
-                file=sys.stderr,
-            )
-    compression = getattr(optimizer, "compression", None)
-    if compression is not None:
-        # A new rank takes rank 0's file for the step and the settings, which must be the same everywhere, and empties its residues.
-        source = hvd.rank() if hvd.rank() < ranks else 0
-        state = torch.load(folder / _residues_name(step, source), weights_only=True)
-        if source != hvd.rank():
-            state["residues"] = {name: torch.zeros_like(residue) for name, residue in state["residues"].items()}
-        compression.load_state_dict(state)
-    return step
-
-
-def _residues_name(step: int, rank: int) -> str:
-    return f"step-{step:06d}.residues-{rank}.pt"
-
-
-def _write(path: Path, state: dict[str, Any]) -> None:
-    part = path.with_name(path.name + ".part")
-    torch.save(state, part)
-    os.replace(part, path)
+        return None
+    if found["ranks"] != hvd.size() and hvd.rank() == 0:
+        print(
+            f"the checkpoint is of {found['ranks']} ranks, this run has {hvd.size()}: batches differ, new ranks' residues are zero",
+            file=sys.stderr,
+        )
+    return found["step"], found["ranks"]
 
 
 # ------------------------------------------------------------------------------------------------------ progress, metrics
 
 
-def traffic_per_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compression: str) -> int:
+def traffic_per_step(args: argparse.Namespace, parameters: int, scalecom: Any, ranks: int) -> int:
     """Bytes that one rank sends per step on a ring: what ScaleCom counted in its last step, or what an all-reduce of everything takes."""
-    if compression == "scalecom":
-        return optimizer.compression.stats()["bytes_traffic"]
-    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return round(2 * (hvd.size() - 1) / hvd.size() * elements * (2 if compression == "fp16" else 4))
+    if args.compression == "scalecom":
+        # Nothing is counted where nothing was exchanged.
+        return scalecom.stats().get("bytes_traffic", 0)
+    return round(2 * (ranks - 1) / ranks * parameters * (2 if args.compression == "fp16" else 4))
 
 
 class RunLog:
     """Progress bar and metrics of one run; on ranks other than 0 it only takes part in averaging.
 
-    The file holds one JSON object per line, each with an "event": start, train, test or end.
+    The file holds one JSON object per line, each with an "event": start, train, test or end. mean_over_ranks: averages a loss.
     """
 
-    def __init__(self, args: argparse.Namespace, title: str, first_step: int, steps: int, loss_every: int = 10) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        title: str,
+        first_step: int,
+        steps: int,
+        hvd: ModuleType,
+        mean_over_ranks: Callable[[Any], float],
+        loss_every: int = 10,
+    ) -> None:
         self._mine = hvd.rank() == 0
+        self._mean_over_ranks = mean_over_ranks
         self._loss_every = loss_every
         self._steps = steps
         self._bar = tqdm(
@@ -339,12 +282,12 @@ class RunLog:
             self._began = time.perf_counter()
             yield step
 
-    def step_done(self, step: int, loss: torch.Tensor, **numbers: float) -> None:
+    def step_done(self, step: int, loss: Any, **numbers: float) -> None:
         """End a step's time, show progress, and every few steps write the loss averaged over ranks."""
         self._durations.append(time.perf_counter() - self._began)
         self._bar.update()
         if (step + 1) % self._loss_every == 0 or step + 1 == self._steps:
-            mean = float(hvd.allreduce(loss.detach(), name="loss"))
+            mean = self._mean_over_ranks(loss)
             self._show(loss=f"{mean:.3f}")
             self.write("train", step=step + 1, loss=mean, **numbers)
 

@@ -150,7 +150,7 @@ class ScaleCom(tf.Module, Compressor):
         given = {self._name_of(variable) for variable in present}
         key = (stream, tuple(names))
         reducer = bound.reducers.get(key)
-        if reducer is None or not given <= reducer.members:
+        if reducer is None or not given <= reducer.members or reducer.arguments.comparable() != arguments.comparable():
             while len(self._streams) <= stream:
                 self._make_stream()
             reducer = self._make_reducer(stream, dict(zip(names, variables, strict=True)), arguments)

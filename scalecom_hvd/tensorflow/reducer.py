@@ -55,6 +55,14 @@ class Arguments:
         if self.groups is not None and not (isinstance(self.groups, list) or self.groups > 0):
             raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
 
+    def comparable(self) -> tuple:
+        """Equal for arguments that mean the same."""
+        groups = self.groups
+        if isinstance(groups, list):
+            groups = tuple(tuple(variable.ref() for variable in group) for group in groups)
+        devices = self.device_dense, self.device_sparse
+        return self.op, self.gradient_predivide_factor, groups, self.sparse_as_dense, self.process_set.process_set_id, devices
+
 
 class Reducer:
     """The exchange of a fixed set of variables. All ranks' reducers make the same collectives by the same names.
@@ -78,7 +86,7 @@ class Reducer:
         self.buckets: list[Bucket] = []
         self.function = tf.function(self.reduce, autograph=False)
         self._rates = rates
-        self._arguments = arguments
+        self.arguments = arguments
         self._transport = Transport(arguments.process_set, arguments.op, arguments.gradient_predivide_factor, arguments.device_dense)
 
     # The agreement, once: it blocks, so it happens only where every rank surely is, at the first call for these variables.
@@ -112,7 +120,7 @@ class Reducer:
         """What must be the same on all ranks."""
         self._description = {
             "version": scalecom_hvd.__version__,
-            "settings": self.config.to_dict() | {"sparse_as_dense": self._arguments.sparse_as_dense},
+            "settings": self.config.to_dict() | {"sparse_as_dense": self.arguments.sparse_as_dense},
             "tensors": {
                 name: [list(shape_of(variable)), dtype_of(variable).name, f"rate {self._rates[name]:g}"]
                 for name, variable in sorted(self.variables.items())
@@ -168,7 +176,7 @@ class Reducer:
 
     def _groups(self, names: list[str]) -> list[list[str]] | None:
         """Horovod's `groups` (a number of groups, or lists of variables; one in no list is a group of its own) as lists of names."""
-        groups = self._arguments.groups
+        groups = self.arguments.groups
         if groups is None:
             return None
         if not isinstance(groups, list):

@@ -32,8 +32,9 @@ def now(make: Any) -> Any:
     """The values (NumPy) of the tensors that `make` gives, computed at once, also while a function is being traced or a graph built."""
     if runs_eagerly():
         with tf.init_scope():
-            # As a function, since operations that run one by one have no names.
-            return tf.nest.map_structure(lambda tensor: tensor.numpy(), tf.function(make, autograph=False)())
+            # As a function, since operations that run one by one have no names; a concrete one, since TensorFlow warns of many functions.
+            function = tf.function(make, autograph=False).get_concrete_function()
+            return tf.nest.map_structure(lambda tensor: tensor.numpy(), function())
     with tf.Graph().as_default():
         tensors = make()
         with tf.compat.v1.Session() as session:

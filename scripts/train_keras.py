@@ -1,0 +1,273 @@
+"""Train a ResNet on handwritten digits with Keras and Horovod, dense or with ScaleCom.
+
+    horovodrun -np 2 python scripts/train_keras.py --compression scalecom --rate 100
+    mpirun -np 4 python scripts/train_keras.py --loop custom --norm group --steps 1000
+    python scripts/train_keras.py --steps 200                                      (one process, to try things out)
+
+An example to copy: `train` sets up, then `fit` trains with Keras's model.fit, or `custom_loop` with a gradient tape. The lines that
+differ from a script without Horovod call `hvd` or `keras_hvd`, and the one in `train` or `custom_loop` that differs from a script with
+Horovod is `compression=`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import digits
+import numpy as np
+import tensorflow as tf
+import training
+from tensorflow import keras
+
+import scalecom_hvd.tensorflow as hvd
+import scalecom_hvd.tensorflow.keras as keras_hvd
+
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train as the options say; gives the run's summary."""
+    train_digits, test_digits = digits.load()
+    steps = training.total_steps(args, len(train_digits.images), hvd.size())
+
+    keras.utils.set_random_seed(training.seed_from(args.seed) % 2**32)
+    model = build_model(args.norm)
+    shapes = {variable.name.partition(":")[0]: tuple(variable.shape) for variable in model.trainable_variables}
+    compression = training.compression_from(args, steps, shapes, hvd)
+    # Keras clips averaged gradients; it decays weights beside the gradient, so that momentum does not amplify the decay as in PyTorch.
+    clip_norm = None if args.clip_norm == math.inf else args.clip_norm
+    optimizer = keras.optimizers.SGD(momentum=args.momentum, weight_decay=args.weight_decay, global_clipnorm=clip_norm)
+    if args.loop == "fit":
+        optimizer = keras_hvd.DistributedOptimizer(optimizer, compression=compression)
+    optimizer.build(model.trainable_variables)
+
+    first_step = load_checkpoint(args.checkpoint_dir, model, optimizer, compression) if args.resume else 0
+    last_step = min(steps, args.stop_at or steps)
+    log = training.RunLog(args, f"digits Keras {args.loop} {args.compression}", first_step, steps, hvd, mean_over_ranks)
+    predict = tf.function(lambda images: tf.argmax(model(images), 1))
+    scores: dict[str, float] = {}
+
+    def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
+        epoch, mine = training.deal(args, len(train_digits.images), step, hvd)
+        chosen = generator(args.seed, epoch).permutation(len(train_digits.images))[mine]
+        images = digits.shift_at_random(train_digits.images[chosen], generator(args.seed, step, hvd.rank()))
+        return images[..., None], train_digits.labels[chosen]
+
+    def before_step(step: int) -> None:
+        optimizer.learning_rate = training.learning_rate(args, step, steps, hvd.size())
+
+    def after_step(step: int, loss: Any) -> None:
+        log.step_done(step, loss, lr=training.learning_rate(args, step, steps, hvd.size()))
+        done = step + 1
+        if done % args.evaluate_every == 0 or done == steps:
+            scores.update(evaluate(model, predict, test_digits))
+            log.test(done, **scores)
+        if args.checkpoint_dir and (done % args.checkpoint_every == 0 or done == last_step):
+            save_checkpoint(args.checkpoint_dir, done, model, optimizer, compression)
+
+    if first_step < last_step:
+        batch_of(first_step)  # refuses batches that are too large, here where all ranks still listen
+        loop = fit if args.loop == "fit" else custom_loop
+        loop(model, optimizer, compression, Steps(first_step, last_step, log, batch_of, before_step, after_step))
+
+    parameters = sum(variable.shape.num_elements() for variable in model.trainable_variables)
+    return log.end(
+        step=last_step,
+        **scores,
+        parameters=parameters,
+        bytes_per_step=training.traffic_per_step(args, parameters, compression, hvd.size()),
+    )
+
+
+class Steps(NamedTuple):
+    """The steps first, ..., last - 1 and what belongs to each: its batch, what is to be done before it, and after it with its loss."""
+
+    first: int
+    last: int
+    log: training.RunLog
+    batch_of: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    before: Callable[[int], None]
+    after: Callable[[int, Any], None]
+
+
+# ------------------------------------------------------------------------------------------------------------ two loops
+
+
+def fit(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> None:
+    """Train with model.fit, for which all steps are one epoch. `optimizer` compresses: it is a DistributedOptimizer."""
+    model.compile(optimizer, CROSS_ENTROPY)
+    model.fit(
+        (steps.batch_of(step) for step in range(steps.first, steps.last)),
+        steps_per_epoch=steps.last - steps.first,
+        callbacks=[keras_hvd.callbacks.BroadcastGlobalVariablesCallback(0), EachStep(steps)],
+        verbose=0,
+    )
+
+
+class EachStep(keras.callbacks.Callback):
+    """Sets the learning rate before each step of model.fit; shows progress, evaluates and saves after it."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__()
+        self._steps = steps
+        self._numbers = steps.log.timed_steps(steps.first, steps.last)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._step = next(self._numbers)
+        self._steps.before(self._step)
+        # Else Keras would give the mean loss since the epoch's beginning.
+        self.model.reset_metrics()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+        self._steps.after(self._step, logs["loss"])
+
+
+def custom_loop(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> None:
+    """Train with a gradient tape, which compresses; `optimizer` is Keras's own. One function, so that TensorFlow traces it once."""
+
+    @tf.function
+    def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = CROSS_ENTROPY(labels, model(images, training=True))
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    hvd.broadcast_variables(model.variables, root_rank=0)
+    hvd.broadcast_variables(optimizer.variables, root_rank=0)
+    for step in steps.log.timed_steps(steps.first, steps.last):
+        steps.before(step)
+        images, labels = steps.batch_of(step)
+        loss = train_step(tf.constant(images), tf.constant(labels))
+        steps.after(step, loss)
+
+
+# ------------------------------------------------------------------------------------------------- Horovod and TensorFlow
+
+
+def start() -> None:
+    """Start Horovod, share this machine's cores and GPUs fairly between its ranks, and compute the same in every run."""
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
+    tf.config.experimental.enable_op_determinism()
+
+
+def generator(*numbers: int) -> np.random.Generator:
+    """A random generator that depends on these numbers alone, such as (seed, step, rank)."""
+    return np.random.default_rng(training.seed_from(*numbers))
+
+
+def mean_over_ranks(loss: Any) -> float:
+    return float(hvd.allreduce(tf.constant(loss, tf.float32), name="loss"))
+
+
+def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
+    """Sum both over all ranks and divide: the mean of a metric of which each rank knows a part."""
+    sums = hvd.allreduce(tf.constant([numerator, denominator], tf.float64), op=hvd.Sum, name=name)
+    return float(sums[0] / sums[1])
+
+
+def evaluate(model: keras.Model, predict: Callable, data: digits.Digits) -> dict[str, float]:
+    """{"accuracy", "acc9"} on the test images, plain and over their nine one-pixel shifts, each rank doing its share."""
+    # Batch normalisation's running statistics, which each rank gathers on its own: all evaluate with rank 0's.
+    if model.non_trainable_variables:
+        hvd.broadcast_variables(model.non_trainable_variables, root_rank=0)
+    mine = list(training.my_share(len(data.images), hvd))
+
+    def correct(dx: int, dy: int) -> int:
+        images = digits.shift(data.images[mine], dx, dy)[..., None]
+        return int(np.sum(predict(tf.constant(images)) == data.labels[mine]))
+
+    shifted = sum(correct(dx, dy) for dx in (-1, 0, 1) for dy in (-1, 0, 1))
+    return {
+        "accuracy": ratio_over_ranks(correct(0, 0), len(mine), "accuracy"),
+        "acc9": ratio_over_ranks(shifted, 9 * len(mine), "acc9"),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def save_checkpoint(folder: Path, step: int, model: keras.Model, optimizer: Any, compression: Any) -> None:
+    """Save the state after `step` steps: rank 0 the model and the optimizer, every rank its own residues."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(compression, hvd.ScaleCom):
+        tf.train.Checkpoint(scalecom=compression).write(str(folder / training.residues_name(step, hvd.rank())))
+    if hvd.rank() == 0:
+        tf.train.Checkpoint(model=model, optimizer=optimizer).write(str(folder / training.model_name(step)))
+    hvd.allreduce(tf.zeros(1), name="checkpoint.written")  # waits for all ranks
+    training.commit_checkpoint(folder, step, hvd)
+
+
+def load_checkpoint(folder: Path, model: keras.Model, optimizer: Any, compression: Any) -> int:
+    """Load the newest checkpoint and give its step; 0 where there is none. Every rank reads rank 0's model and its own residues.
+
+    On more ranks than before, the new ones start with residues of zero. Raises WrongInput, on all ranks, for what does not fit.
+    """
+    found = training.latest_checkpoint(folder, hvd)
+    if found is None:
+        return 0
+    step, ranks = found
+    complaint = None
+    try:
+        saved = tf.train.Checkpoint(model=model, optimizer=optimizer).read(str(folder / training.model_name(step)))
+        saved.assert_existing_objects_matched()
+        if isinstance(compression, hvd.ScaleCom) and hvd.rank() < ranks:
+            tf.train.Checkpoint(scalecom=compression).read(str(folder / training.residues_name(step, hvd.rank())))
+    except AssertionError:
+        complaint = "it is of another model, so resume with the options that it was trained with"
+    except (tf.errors.NotFoundError, ValueError) as error:
+        complaint = f"{error}"
+    complaints = [text for text in hvd.allgather_object(complaint, name="complaints") if text]
+    if complaints:
+        raise training.WrongInput(f"cannot go on from step {step} in {folder}: {complaints[0]}")
+    return step
+
+
+# ------------------------------------------------------------------------------------------------------------------ model
+
+
+def build_model(norm: str, width: int = 24) -> keras.Model:
+    """A stem and three residual blocks, each but the first halving height and width: 174 000 parameters; norm: "batch" or "group"."""
+    images = keras.Input((8, 8, 1))
+    x = keras.activations.relu(convolution(images, width, norm, "stem"))
+    for number, (outputs, stride) in enumerate(((width, 1), (2 * width, 2), (4 * width, 2)), start=1):
+        x = residual_block(x, outputs, stride, norm, f"block{number}")
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.Model(images, keras.layers.Dense(10, name="head")(x))
+
+
+def residual_block(x: Any, outputs: int, stride: int, norm: str, name: str) -> Any:
+    """Two 3 x 3 convolutions beside a shortcut (He et al., 2016)."""
+    shortcut = x if stride == 1 and x.shape[-1] == outputs else convolution(x, outputs, norm, f"{name}_shortcut", size=1, stride=stride)
+    y = keras.activations.relu(convolution(x, outputs, norm, f"{name}_first", stride=stride))
+    return keras.activations.relu(convolution(y, outputs, norm, f"{name}_second") + shortcut)
+
+
+def convolution(x: Any, outputs: int, norm: str, name: str, size: int = 3, stride: int = 1) -> Any:
+    """A convolution without bias, and its normalisation."""
+    x = keras.layers.Conv2D(outputs, size, stride, padding="same", use_bias=False, name=name)(x)
+    if norm == "batch":
+        return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=f"{name}_norm")(x)
+    return keras.layers.GroupNormalization(8, epsilon=1e-5, name=f"{name}_norm")(x)
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train an image classifier with Keras and Horovod, dense or with ScaleCom.")
+    parser.add_argument("--loop", choices=("fit", "custom"), default="fit", help="model.fit, or a gradient tape (default: %(default)s)")
+    parser.add_argument("--norm", choices=("batch", "group"), default="batch", help="default: %(default)s")
+    training.add_training_options(parser, lr=0.025, steps=600, batch_size=32, weight_decay=1e-4)
+    return parser
+
+
+if __name__ == "__main__":
+    training.main(argument_parser(), train, start, hvd)

@@ -1,0 +1,115 @@
+"""Run on every rank by test_keras_training.py: what can be seen of train_keras.py from inside, and short trainings on digits, sound or
+with one part broken, in the way of worker_accuracy.py. Prints one line of JSON for each part.
+"""
+
+import contextlib
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from tensorflow import keras
+
+import scalecom_hvd.tensorflow as hvd
+from scalecom_hvd.tensorflow.bucket import Bucket
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
+import train_keras  # noqa: E402
+import training  # noqa: E402
+
+RESUMED = ["--loop", "custom", "--steps", "12", "--rate", "20", "--beta", "0.3"]
+BOUND = ["--steps", "400", "--rate", "50", "--lr", "0.004", "--lr-schedule", "constant", "--weight-decay", "0", "--dense-warmup", "0"]
+DENSE = ["--compression", "none"]
+
+
+def plain_network(norm: str) -> keras.Model:
+    """The network of worker_accuracy.py: no normalisation, which hides errors."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            layers.Input((8, 8, 1)),
+            layers.Conv2D(16, 3, padding="same", activation="relu", name="first"),
+            layers.Conv2D(32, 3, strides=2, padding="same", activation="relu", name="second"),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu", name="hidden"),
+            layers.Dense(10, name="head"),
+        ]
+    )
+
+
+def train(*options: str) -> dict:
+    return train_keras.train(train_keras.argument_parser().parse_args([*options, "--no-progress", "--evaluate-every", "1000"]))
+
+
+def acc9(*options: str) -> tuple[float, bool]:
+    """Accuracy in percent, and whether all ranks ended with the same weights."""
+    models, build = [], train_keras.build_model
+    with replaced(train_keras, "build_model", lambda norm: models.append(build(norm)) or models[0]):
+        result = train(*options)
+    digest = hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in models[0].variables)).hexdigest()
+    return 100 * result["acc9"], len(set(hvd.allgather_object(digest))) == 1
+
+
+@contextlib.contextmanager
+def replaced(owner, name, value):
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def refusal(*options: str) -> list[str | None]:
+    """What each rank says to wrong input."""
+    message = None
+    try:
+        train(*options)
+    except training.WrongInput as error:
+        message = str(error)
+    return hvd.allgather_object(message)
+
+
+def main() -> None:
+    train_keras.start()
+    resnet, train_keras.build_model = train_keras.build_model, plain_network
+    reached = {
+        "dense": acc9(*BOUND, *DENSE),
+        "fit": acc9(*BOUND),
+        "custom": acc9(*BOUND, "--loop", "custom", "--lookahead", "--leader", "staggered"),
+    }
+    # Residues that are never assigned stay zero.
+    with replaced(Bucket, "assign", lambda bucket, result: []):
+        reached["residues thrown away"] = acc9(*BOUND)
+    show("REACHED", reached)
+
+    straight, stopped = (["--checkpoint-dir", f"{sys.argv[1]}/{name}"] for name in ("straight", "stopped"))
+    train(*RESUMED, *straight)
+    train(*RESUMED, *stopped, "--stop-at", "5")
+    train(*RESUMED, *stopped, "--resume")
+
+    spoilt = ["--checkpoint-dir", f"{sys.argv[1]}/spoilt", "--steps", "20"]
+    train(*spoilt, "--rate", "20", "--stop-at", "1")
+    if hvd.rank() == 1:
+        for file in Path(sys.argv[1], "spoilt").glob("*.residues-1.*"):
+            file.unlink()
+    asked = {
+        "rate": ["--rate", "0.5"],
+        "dense": ["--dense", "hed*"],
+        "batch": ["--batch-size", "1000"],
+        "other settings": [*spoilt, "--resume", "--rate", "7"],
+        "no residues": [*spoilt, "--resume", "--rate", "20"],
+    }
+    refused = {name: refusal(*options) for name, options in asked.items()}
+    train_keras.build_model = resnet
+    show("REFUSED", refused | {"another model": refusal(*spoilt, "--resume", "--rate", "20")})
+    hvd.shutdown()
+
+
+def show(title: str, value) -> None:
+    if hvd.rank() == 0:
+        print(title, json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    main()

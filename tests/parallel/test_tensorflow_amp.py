@@ -1,0 +1,124 @@
+"""LossScaleOptimizer, as README says to use it: overflowing steps are skipped on every rank, and residues survive a moving scale."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from made_up import gradients
+from tensorflow_models import examples, net, same_on_all_ranks
+from tensorflow_parity import Step, variables
+
+import scalecom_hvd.tensorflow as hvd
+import scalecom_hvd.tensorflow.keras as keras
+
+LossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
+BATCH, STEPS = 8, 14
+MODES = [{}, {"lookahead": True}, {"lookahead": True, "beta": 0.3, "warmup_steps": 2, "leader": "staggered", "bucket_bytes": 10_000}]
+
+
+def overflowing_ranks() -> dict[int, set[int]]:
+    """At which steps it happens to whom: the first step, the last rank alone, the leader alone, all."""
+    last, leader = hvd.size() - 1, 3 % hvd.size()
+    return {0: {0}, 3: {last}, 5: {leader}, 6: set(range(hvd.size()))}
+
+
+def scalecom(**settings):
+    return hvd.ScaleCom(**({"rate": 10, "min_numel": 100} | settings))
+
+
+def batches():
+    """What this rank trains on with overflows, and without those steps."""
+    x, y = examples(hvd.rank(), BATCH * STEPS)
+    kept = np.ones(len(x), bool)
+    for step, ranks in overflowing_ranks().items():
+        kept[step * BATCH :][:BATCH] = False
+        if hvd.rank() in ranks:
+            x[step * BATCH] = np.inf
+    return (x, y), (x[kept], y[kept])
+
+
+def assert_same_run(scaled, plain, compression, other, scale):
+    assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (STEPS - 4, 4)
+    assert (other.stats()["step"], other.stats()["skipped_steps"]) == (STEPS - 4, 0)
+    for mine, theirs in zip(scaled.variables, plain.variables, strict=True):
+        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-5, err_msg=mine.name)
+    for name, residue in other.state_dict()["residues"].items():
+        np.testing.assert_allclose(compression.state_dict()["residues"][name], residue, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert same_on_all_ranks(scaled.variables)
+    # Halved four times, and doubled after three good steps in a row, which came at the end.
+    assert float(scale) == 2.0**20 / 2**4 * 2**2
+
+
+@pytest.mark.parametrize(("mode", "kind"), zip(MODES, [tf.keras.optimizers, tf.keras.optimizers.legacy] * 2, strict=False), ids=str)
+def test_a_fit_with_overflows_ends_where_one_without_them_ends(mode, kind):
+    with_overflows, without = batches()
+    scaled, plain = net(), net()
+    compression = scalecom(loss_scale=lambda: scaled.optimizer.loss_scale, **mode)
+    optimizer = keras.DistributedOptimizer(kind.SGD(0.05, 0.9), compression=compression)
+    scaled.compile(LossScaleOptimizer(optimizer, initial_scale=2.0**20, dynamic_growth_steps=3), "mse")
+    scaled.fit(*with_overflows, BATCH, shuffle=False, verbose=0)
+    other = scalecom(**mode)
+    plain.compile(keras.DistributedOptimizer(kind.SGD(0.05, 0.9), compression=other), "mse")
+    plain.fit(*without, BATCH, shuffle=False, verbose=0)
+    assert_same_run(scaled, plain, compression, other, scaled.optimizer.loss_scale)
+
+
+def test_a_custom_loop_with_overflows_ends_where_one_without_them_ends():
+    def run(compression, optimizer, data):
+        model = net()
+        optimizer.build(model.trainable_variables)
+        scaling = isinstance(optimizer, LossScaleOptimizer)
+
+        @tf.function(autograph=False)
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x) - y))
+                loss = optimizer.get_scaled_loss(loss) if scaling else loss
+            grads = hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, model.trainable_variables)
+            grads = optimizer.get_unscaled_gradients(grads) if scaling else grads
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+        for start in range(0, len(data[0]), BATCH):
+            step(*(part[start : start + BATCH] for part in data))
+        return model
+
+    with_overflows, without = batches()
+    scaling = LossScaleOptimizer(tf.keras.optimizers.SGD(0.05), initial_scale=2.0**20, dynamic_growth_steps=3)
+    compression, other = scalecom(loss_scale=scaling), scalecom()
+    scaled = run(compression, scaling, with_overflows)
+    plain = run(other, tf.keras.optimizers.SGD(0.05), without)
+    assert_same_run(scaled, plain, compression, other, scaling.loss_scale)
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=str)
+def test_residues_do_not_depend_on_the_loss_scale(mode):
+    shapes = {"first": (60, 50), "bias": (60,)}
+    scale = tf.Variable(1.0)
+    plain, scaled = scalecom(**mode), scalecom(loss_scale=lambda: scale, **mode)
+    steps = [Step(variables(shapes), compression) for compression in (plain, scaled)]
+    for number in range(8):
+        scale.assign(2.0 ** (number * 5 % 17))
+        grads = gradients(shapes, hvd.rank(), number)
+        expected = steps[0](grads)
+        got = steps[1]({name: grad * scale.numpy() for name, grad in grads.items()})
+        for name in shapes:
+            np.testing.assert_array_equal(got[name] / scale.numpy(), expected[name])
+
+
+def test_the_policy_under_which_keras_wraps_optimizers_itself():
+    tf.keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = net()
+        compression = scalecom(rate=4, loss_scale=lambda: model.optimizer.loss_scale)
+        model.compile(keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=compression), "mse")
+        assert isinstance(model.optimizer, LossScaleOptimizer)
+        x, y = examples(hvd.rank())
+        if hvd.rank() == 0:
+            x[8] = 1e6  # infinite in float16
+        losses = model.fit(x, y, 8, 4, shuffle=False, verbose=0).history["loss"]
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
+    assert losses[-1] < 0.7 * losses[0] or hvd.rank() == 0
+    assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (20, 4)
+    assert float(model.optimizer.loss_scale) == 2.0**15 / 2**4
+    assert 0 < compression.stats()["residue_norm"] < 10
+    assert same_on_all_ranks(model.variables)

@@ -1,0 +1,213 @@
+"""What cannot work is refused, on every rank, by an error that says what to do instead; all else of Horovod is there."""
+
+import gc
+
+import horovod.tensorflow as stock
+import horovod.tensorflow.keras as stock_keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from made_up import gradients
+from tensorflow_models import examples, net
+from tensorflow_parity import Step, variables
+
+import scalecom_hvd.tensorflow as hvd
+import scalecom_hvd.tensorflow.keras as keras
+
+SHAPES = {"first": (60, 50), "second": (5000,)}
+
+
+def step(compression, shapes=SHAPES, grads=None, traced=False, **arguments):
+    run = Step(variables(shapes), compression, traced, **arguments)
+    return run(gradients(shapes, hvd.rank(), 0) if grads is None else grads)
+
+
+def test_adasum_and_other_operations():
+    tape = tf.GradientTape()
+    v1 = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    for make in (
+        lambda op: hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom(), op=op),
+        lambda op: hvd.DistributedOptimizer(v1, compression=hvd.ScaleCom, op=op),
+        lambda op: hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=hvd.ScaleCom, op=op),
+        lambda op: keras.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=hvd.ScaleCom, op=op),
+    ):
+        with pytest.raises(ValueError, match=r"use op=hvd.Average \(the default\), or Adasum without compression"):
+            make(hvd.Adasum)
+        for op in (hvd.Min, hvd.Max, hvd.Product):
+            with pytest.raises(ValueError, match=r"works with op=hvd.Average and op=hvd.Sum"):
+                make(op)
+    with pytest.raises(ValueError, match="gradient_predivide_factor not supported"):
+        hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom(), op=hvd.Sum, gradient_predivide_factor=2.0)
+    with pytest.raises(ValueError, match="groups should be"):
+        hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom(), groups=-1)
+
+
+def test_settings_that_cannot_work():
+    for settings, error, message in (
+        ({"rate": 0.5}, ValueError, "at least 1"),
+        ({"beta": 0}, ValueError, "beta must be in"),
+        ({"ratte": 5}, ValueError, "no setting ratte; did you mean rate"),
+        ({"named_parameters": []}, TypeError, "named_parameters is for PyTorch"),
+        ({"loss_scale": 1024}, TypeError, "must be a LossScaleOptimizer or a callable"),
+    ):
+        with pytest.raises(error, match=message):
+            hvd.ScaleCom(**settings)
+
+
+def test_complex_variables():
+    wave = tf.Variable(tf.zeros([3000], tf.complex64), name="wave")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.math.real(wave))
+    with pytest.raises(TypeError, match="wave has dtype complex64.*train it as two real variables"):
+        hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom()).gradient(loss, [wave])
+
+
+def test_a_loss_scale_inside():
+    """Horovod itself fails there, and does not say why."""
+    optimizer = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
+    with pytest.raises(TypeError, match=r"takes 1 positional argument but 2 were given"):
+        stock_keras.DistributedOptimizer(optimizer)
+    for library in (hvd, keras):
+        with pytest.raises(TypeError, match=r"wrap its inner optimizer, and tell ScaleCom the scale"):
+            library.DistributedOptimizer(optimizer, compression=hvd.ScaleCom)
+
+
+def test_settings_that_fit_no_variable():
+    with pytest.raises(ValueError, match="dense names 'frist', which matches no"):
+        step(hvd.ScaleCom(dense=["frist"]))
+
+
+def test_join():
+    compression = hvd.ScaleCom()
+    step(compression)
+    with pytest.raises(RuntimeError, match="Give every rank the same number of steps"):
+        hvd.join()
+    del compression
+    gc.collect()
+
+
+@pytest.mark.parametrize("compression", [hvd.ScaleCom, hvd.ScaleCom()], ids=["class", "object"])
+def test_horovods_own_functions(compression):
+    v = tf.Variable(tf.zeros([3000]), name="v")
+    model = net()
+
+    def tape():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v)
+        stock.DistributedGradientTape(tape, compression=compression).gradient(loss, [v])
+
+    def optimizer():
+        made = stock.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=compression)
+        made.minimize(lambda: tf.reduce_sum(v), var_list=[v])
+
+    def fit():
+        model.compile(stock_keras.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=compression), "mse", run_eagerly=True)
+        model.fit(*examples(hvd.rank()), 8, verbose=0)
+
+    calls = [tape, optimizer, fit, lambda: stock.allreduce(tf.zeros(3), compression=compression)]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"import scalecom_hvd.tensorflow as hvd"):
+            call()
+
+
+def test_other_settings_on_one_rank():
+    for traced in (False, True):
+        with pytest.raises(RuntimeError, match=r"settings differ between ranks.*rate is 40.0 on rank 0 and 20.0 on rank 1"):
+            step(hvd.ScaleCom(rate=20 if hvd.rank() else 40), traced=traced)
+    with pytest.raises(RuntimeError, match=r"settings differ between ranks.*sparse_as_dense is False on rank 0 and True on rank 1"):
+        step(hvd.ScaleCom(), sparse_as_dense=hvd.rank() > 0)
+
+
+def test_other_settings_on_one_rank_in_a_fit():
+    model = net()
+    model.compile(
+        keras.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=hvd.ScaleCom(beta=0.5 if hvd.rank() == 1 else 1)), "mse"
+    )
+    with pytest.raises(RuntimeError, match=r"beta is 1.0 on rank 0 and 0.5 on rank 1"):
+        model.fit(*examples(hvd.rank()), 8, verbose=0)
+
+
+def test_another_model_on_one_rank():
+    shapes = {"first": (60, 50), "second": (5000 + (hvd.rank() == 1),)}
+    with pytest.raises(RuntimeError, match=r"tensors differ between ranks.*second is \[\[5000\].*\[\[5001\]"):
+        step(hvd.ScaleCom(), shapes)
+    with pytest.raises(RuntimeError, match=r"groups differ between ranks"):
+        step(hvd.ScaleCom(), groups=1 + (hvd.rank() == 1))
+
+
+def test_another_version_on_one_rank(monkeypatch):
+    import scalecom_hvd
+
+    if hvd.rank() == 1:
+        monkeypatch.setattr(scalecom_hvd, "__version__", "9.9")
+    with pytest.raises(RuntimeError, match=r"version differ between ranks.* on rank 0 and 9.9 on rank 1"):
+        step(hvd.ScaleCom())
+
+
+def test_a_scalecom_made_anew_in_every_step(caplog):
+    model = variables(SHAPES)
+    grads = gradients(SHAPES, hvd.rank(), 0)
+    Step(model, hvd.ScaleCom(), False)(grads)
+    gc.collect()
+    with pytest.raises(ValueError, match="make the ScaleCom once, outside of the training step"):
+        Step(model, hvd.ScaleCom(), False)(grads)
+    kept = hvd.ScaleCom()
+    again = variables(SHAPES)
+    Step(again, kept, False)(grads)
+    Step(again, hvd.ScaleCom(), False)(grads)
+    assert "make the ScaleCom once" in caplog.text
+
+
+def test_a_loss_scale_that_a_traced_function_would_keep_for_ever():
+    with pytest.raises(TypeError, match=r"loss_scale must give a tf.Tensor or tf.Variable.*a number \(1024.0\)"):
+        step(hvd.ScaleCom(loss_scale=lambda: 1024.0), traced=True)
+    step(hvd.ScaleCom(loss_scale=lambda: 1024.0))
+
+
+@pytest.mark.parametrize("kernel", ["tensorflow", "native"])
+def test_ranks_at_different_steps(kernel, monkeypatch):
+    """No leader, or several: an error, where a broadcast would hang."""
+    monkeypatch.setenv("SCALECOM_KERNEL", kernel)
+    compression = hvd.ScaleCom(rate=20)
+    run = Step(variables(SHAPES), compression)
+    run(gradients(SHAPES, hvd.rank(), 0))
+    state = compression.state_dict()
+    exchanges = {label: exchange | {"step": 1 + hvd.rank()} for label, exchange in state["exchanges"].items()}
+    compression.load_state_dict(state | {"exchanges": exchanges})
+    with pytest.raises(tf.errors.InvalidArgumentError, match="not exactly one leader"):
+        run(gradients(SHAPES, hvd.rank(), 1))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(hvd, stock), (keras, stock_keras)], ids=["tensorflow", "keras"])
+def test_every_name_of_horovod_is_there(ours, theirs):
+    names = [name for name in dir(theirs) if not name.startswith("_")]
+    missing = [name for name in names if not hasattr(ours, name)]
+    assert not missing
+    assert set(names) <= set(ours.__all__)
+    namespace = {}
+    exec(f"from {ours.__name__} import *", namespace)
+    assert {"ScaleCom", "ScaleComConfig", "DistributedOptimizer"} <= namespace.keys()
+    assert namespace["ScaleCom"] is hvd.ScaleCom
+    for name in ("allreduce", "broadcast", "size", "Compression"):
+        assert getattr(ours, name) is getattr(theirs, name)
+    assert set(theirs.elastic.__all__) <= set(ours.elastic.__all__) & set(dir(ours.elastic))
+
+
+def test_submodules():
+    assert keras.callbacks is stock_keras.callbacks
+    assert issubclass(hvd.elastic.TensorFlowState, stock.elastic.TensorFlowState)
+    assert issubclass(keras.elastic.KerasState, stock_keras.elastic.KerasState)
+
+
+def test_other_compressions_are_horovods_own():
+    v = tf.Variable(tf.zeros([3000]), name="v")
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        optimizer = keras.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), compression=compression)
+        assert not hasattr(optimizer, "compression")
+        assert "scalecom" not in optimizer._allreduce_grads.__module__
+        legacy = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0), compression=compression)
+        assert type(legacy) is type(stock.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0)))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v) * (hvd.rank() + 1)
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        np.testing.assert_allclose(tape.gradient(loss, [v])[0].numpy(), (hvd.size() + 1) / 2)

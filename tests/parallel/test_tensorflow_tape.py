@@ -1,0 +1,441 @@
+"""Tapes in custom loops, eager and traced, and the optimizers of TensorFlow 1, in graphs and out of them."""
+
+import horovod.tensorflow as stock
+import numpy as np
+import pytest
+import tensorflow as tf
+from made_up import gradients
+from tensorflow_models import examples, net, same_on_all_ranks, total_residue
+from tensorflow_parity import Step, variables
+
+import scalecom_hvd.tensorflow as hvd
+from scalecom_hvd.tensorflow.compressor import shared
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
+MODES = [{}, {"lookahead": True}, {"leader": "staggered", "bucket_bytes": 10_000}]
+
+
+def scalecom(**settings):
+    return hvd.ScaleCom(**({"rate": 20, "min_numel": 100} | settings))
+
+
+def check_nothing_is_lost(compression, sent, steps, divisor=None):
+    """sent: {name: the sum of what the steps gave}. With beta = 1 it and the residues are the sum of all gradients."""
+    for name, total in sent.items():
+        came_in = sum(gradients(SHAPES, rank, step)[name] for rank in range(hvd.size()) for step in range(steps))
+        np.testing.assert_allclose(
+            total * (hvd.size() if divisor is None else divisor) + total_residue(compression, name),
+            came_in,
+            rtol=1e-3,
+            atol=1e-3,
+            err_msg=name,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ({}, MODES[0]),
+        ({"gradient_predivide_factor": 2.0, "groups": 2}, MODES[1]),
+        ({"op": hvd.Sum, "device_dense": "/cpu:0"}, MODES[2]),
+        ({"traced": False}, MODES[1]),
+    ],
+    ids=str,
+)
+def test_nothing_is_lost(options, mode):
+    compression = scalecom(**mode)
+    step = Step(variables(SHAPES), compression, **options)
+    sent = dict.fromkeys(SHAPES, 0.0)
+    for number in range(7):
+        for name, average in step(gradients(SHAPES, hvd.rank(), number)).items():
+            sent[name] = sent[name] + average.astype(np.float64)
+    check_nothing_is_lost(compression, sent, 7, divisor=1 if options.get("op") == hvd.Sum else None)
+    assert same_on_all_ranks([tf.constant(total) for total in sent.values()])
+    assert compression.stats()["residue_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(np.float16, {}), (np.float64, {"op": hvd.Sum}), (np.float32, {"gradient_predivide_factor": 2.0})],
+    ids=str,
+)
+def test_rate_one_equals_stock_horovod(dtype, options):
+    model = variables(SHAPES, dtype)
+
+    @tf.function(autograph=False)
+    def both(grads):
+        averages = []
+        for library, compression in ((hvd, hvd.ScaleCom(rate=1)), (stock, stock.Compression.none)):
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(model[name] * grad) for name, grad in grads.items()])
+            tape = library.DistributedGradientTape(tape, compression=compression, **options)
+            averages.append(tape.gradient(loss, list(model.values())))
+        return averages
+
+    # Ranks' sums are the same in any order, so they are the same to the bit.
+    grads = {name: np.round(grad * 8) for name, grad in gradients(SHAPES, hvd.rank(), 0, dtype).items()}
+    ours, theirs = both({name: tf.constant(grad) for name, grad in grads.items()})
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == other.dtype == dtype
+        np.testing.assert_allclose(mine.numpy(), other.numpy(), rtol=2e-3 if dtype is np.float16 else 1e-6)
+
+
+def test_bfloat16():
+    """Horovod sums none of it; ScaleCom sends float32."""
+    model = {name: tf.Variable(tf.zeros(shape, tf.bfloat16), name=name) for name, shape in SHAPES.items()}
+    compression = scalecom()
+    step = Step(model, compression)
+    sent = dict.fromkeys(SHAPES, 0.0)
+    for number in range(4):
+        grads = {name: tf.cast(np.round(grad * 4), tf.bfloat16) for name, grad in gradients(SHAPES, hvd.rank(), number).items()}
+        for name, average in step(grads).items():
+            assert average.dtype == tf.bfloat16.as_numpy_dtype
+            sent[name] = sent[name] + average.astype(np.float64)
+    for name in SHAPES:
+        came_in = sum(
+            tf.cast(tf.cast(np.round(gradients(SHAPES, rank, number)[name] * 4), tf.bfloat16), tf.float32).numpy()
+            for rank in range(hvd.size())
+            for number in range(4)
+        )
+        left = total_residue(compression, name)
+        assert np.abs(sent[name] * hvd.size() + left - came_in).max() <= 0.02 * np.abs(came_in).max()
+    assert all(residue.dtype == np.float32 for residue in compression.state_dict()["residues"].values())
+
+
+def train(model, step, steps):
+    x, y = examples(hvd.rank())
+    losses = [float(step(x[i % 3 * 8 :][:8], y[i % 3 * 8 :][:8])) for i in range(steps)]
+    assert same_on_all_ranks(model.variables)
+    return losses
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_custom_loop(traced):
+    def run(library, compression):
+        model, optimizer = net(), tf.keras.optimizers.SGD(0.1)
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x) - y))
+            tape = library.DistributedGradientTape(tape, compression=compression)
+            optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True))
+            return loss
+
+        if traced:
+            optimizer.build(model.trainable_variables)
+            step = tf.function(step, autograph=False)
+        return train(model, step, 12 if traced else 6)
+
+    compression = scalecom(rate=4, warmup_steps=2)
+    losses = run(hvd, compression)
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+    assert compression.stats()["step"] == len(losses)
+    np.testing.assert_allclose(run(hvd, hvd.ScaleCom(rate=1)), run(stock, stock.Compression.none), rtol=1e-4)
+
+
+def test_the_bare_class_is_one_object_for_all_tapes(monkeypatch):
+    monkeypatch.setenv("SCALECOM_RATE", "10")
+    shared.cache_clear()
+    step = Step(variables(SHAPES), hvd.ScaleCom, traced=False)
+    sent = dict.fromkeys(SHAPES, 0.0)
+    for number in range(4):
+        for name, average in step(gradients(SHAPES, hvd.rank(), number)).items():
+            sent[name] = sent[name] + average.astype(np.float64)
+    compression = shared()
+    shared.cache_clear()
+    assert compression.config.rate == 10
+    check_nothing_is_lost(compression, sent, 4)
+
+
+@pytest.mark.parametrize(("partial", "scale"), [(True, True), (False, False)])
+def test_local_sources(partial, scale):
+    layers = [tf.keras.layers.Dense(1, name=name, kernel_initializer="zeros") for name in ("shared", "mine")]
+    x = tf.fill([2, 3000], float(hvd.rank() + 1))
+    for layer in layers:
+        layer(x)
+
+    def run(library, compression):
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_mean(layer(x)) for layer in layers)
+        options = {"compression": compression, "scale_local_gradients": scale}
+        if partial:
+            tape = library.PartialDistributedGradientTape(tape, local_layers=layers[1], **options)
+        else:
+            tape = library.DistributedGradientTape(tape, **options)
+            for variable in layers[1].trainable_variables:
+                tape.register_local_source(variable)
+        return tape.gradient(loss, [layers[0].kernel, layers[1].kernel])
+
+    compression = scalecom()
+    shared, local = run(hvd, compression)
+    own = (hvd.rank() + 1) / (hvd.size() if scale else 1)
+    np.testing.assert_allclose(local.numpy(), own)
+    assert np.count_nonzero(shared.numpy()) == 3000 // 20
+    assert list(compression.state_dict()["residues"]) == ["shared/kernel"]
+    for mine, other in zip(run(hvd, hvd.ScaleCom(rate=1)), run(stock, stock.Compression.none), strict=True):
+        np.testing.assert_allclose(mine.numpy(), other.numpy(), rtol=1e-6)
+
+
+def test_gradients_missing_on_one_rank_or_on_all():
+    model = variables(SHAPES)
+    compression = scalecom(lookahead=True)
+    step = Step(model, compression, traced=False)
+    sent = dict.fromkeys(SHAPES, 0.0)
+    for number in range(6):
+        grads = gradients(SHAPES, hvd.rank(), number)
+        if number < 3:
+            del grads["third"]
+        if number % hvd.size() == hvd.rank():
+            del grads["first"]
+        averages = step(grads)
+        assert (averages["third"] is None) == (number < 3)
+        averages = {name: average.astype(np.float64) for name, average in averages.items() if average is not None}
+        assert same_on_all_ranks([tf.constant(average) for average in averages.values()])
+        sent |= {name: sent[name] + average for name, average in averages.items()}
+    for name, total in sent.items():
+        came_in = sum(
+            gradients(SHAPES, rank, number)[name]
+            for rank in range(hvd.size())
+            for number in range(6)
+            if (name != "first" or number % hvd.size() != rank) and (name != "third" or number >= 3)
+        )
+        np.testing.assert_allclose(total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3)
+
+
+def test_variables_join_and_leave():
+    """Other lists of sources, traced or not: the same training goes on, with the residues that are there."""
+    model = variables(SHAPES)
+    compression = scalecom()
+    sent = dict.fromkeys(SHAPES, 0.0)
+    came_in = dict.fromkeys(SHAPES, 0.0)
+    for number in range(8):
+        names = list(SHAPES) if number in (0, 1, 4, 7) else ["third", "bias"]
+        step = Step({name: model[name] for name in names}, compression, traced=number % 2)
+        for name, average in step({name: gradients(SHAPES, hvd.rank(), number)[name] for name in names}).items():
+            sent[name] = sent[name] + average.astype(np.float64)
+            came_in[name] = came_in[name] + sum(gradients(SHAPES, rank, number)[name] for rank in range(hvd.size()))
+    for name in SHAPES:
+        np.testing.assert_allclose(sent[name] * hvd.size() + total_residue(compression, name), came_in[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_two_gradients_of_the_same_variables_in_a_step(traced):
+    """They are two series, and each keeps what was not sent of it: what one step of one exchange gives is what two exchanges would give."""
+    shapes = {"w": (60, 50)}
+    together, apart = scalecom(), [scalecom(), scalecom()]
+    model = variables(shapes)
+
+    def step(a, b):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [tf.reduce_sum(model["w"] * a), tf.reduce_sum(model["w"] * b)]
+        tape = hvd.DistributedGradientTape(tape, compression=together)
+        return [tape.gradient(loss, [model["w"]])[0] for loss in losses]
+
+    if traced:
+        step = tf.function(step, autograph=False)
+    others = [Step(variables(shapes), compression) for compression in apart]
+    for number in range(5):
+        parts = [gradients(shapes, hvd.rank(), 100 * part + number) for part in range(2)]
+        got = step(*(tf.constant(part["w"]) for part in parts))
+        for mine, other, part in zip(got, others, parts, strict=True):
+            np.testing.assert_array_equal(mine.numpy(), other(part)["w"])
+    assert set(together.state_dict()["residues"]) == {"w", "w#1"}
+    assert together.stats()["step"] == 5
+
+
+def test_a_persistent_tape_for_two_models():
+    """As in a GAN: disjoint variables, one residue each."""
+    model = variables(SHAPES)
+    compression = scalecom(lookahead=True)
+    parts = [["first", "bias"], ["second", "third"]]
+
+    @tf.function(autograph=False)
+    def step(grads):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [tf.add_n([tf.reduce_sum(model[name] * grads[name]) for name in names]) for names in parts]
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        return [g for loss, names in zip(losses, parts, strict=True) for g in tape.gradient(loss, [model[n] for n in names])]
+
+    sent = dict.fromkeys(SHAPES, 0.0)
+    for number in range(5):
+        grads = gradients(SHAPES, hvd.rank(), number)
+        averages = step({name: tf.constant(grad) for name, grad in grads.items()})
+        for name, average in zip([*parts[0], *parts[1]], averages, strict=True):
+            sent[name] = sent[name] + average.numpy().astype(np.float64)
+    check_nothing_is_lost(compression, sent, 5)
+    assert set(compression.state_dict()["residues"]) == {"first", "second", "third"}
+
+
+@pytest.mark.parametrize(("mode", "value"), list(zip(MODES, [np.inf, np.nan, np.inf], strict=True)), ids=str)
+def test_a_step_that_overflows_on_one_rank_never_happened(mode, value):
+    settings = {"beta": 0.5, "warmup_steps": 2, **mode}
+    compression, untouched = scalecom(**settings), scalecom(**settings)
+    step, clean = Step(variables(SHAPES), compression), Step(variables(SHAPES), untouched)
+    for number in range(8):
+        grads = gradients(SHAPES, hvd.rank(), number)
+        if number in (0, 3, 4, 6):  # the leader, and others
+            if hvd.rank() == number % hvd.size():
+                grads["second"][1, 7] = value
+            averages = step(grads)
+            assert all(np.isnan(average).all() for average in averages.values())
+            continue
+        for (name, average), other in zip(step(grads).items(), clean(grads).values(), strict=True):
+            np.testing.assert_array_equal(average, other, err_msg=name)
+    assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (4, 4)
+    for name, residue in untouched.state_dict()["residues"].items():
+        np.testing.assert_array_equal(compression.state_dict()["residues"][name], residue, err_msg=name)
+
+
+def test_sparse_gradients_are_horovods_own():
+    table = tf.Variable(tf.zeros([300, 20]), name="table")
+    head = tf.Variable(tf.zeros([20, 150]), name="head")
+    compression = scalecom()
+
+    def run(library, compression, factor=1.0):
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table, [1, 3 + hvd.rank()])
+            loss = tf.reduce_sum(rows) * factor + tf.reduce_sum(head)
+        return library.DistributedGradientTape(tape, compression=compression).gradient(loss, [table, head])
+
+    ours, theirs = run(hvd, compression), run(stock, stock.Compression.none)
+    assert isinstance(ours[0], tf.IndexedSlices)
+    np.testing.assert_array_equal(ours[0].values.numpy(), theirs[0].values.numpy())
+    np.testing.assert_array_equal(ours[0].indices.numpy(), theirs[0].indices.numpy())
+    assert list(compression.state_dict()["residues"]) == ["head"]
+    before = compression.state_dict()["residues"]["head"]
+    void = run(hvd, compression, np.inf if hvd.rank() == 0 else 1.0)
+    assert np.isnan(void[1].numpy()).all()
+    np.testing.assert_array_equal(compression.state_dict()["residues"]["head"], before)
+    assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (1, 1)
+
+
+def test_process_sets_have_leaders_of_their_own():
+    sets = [hvd.add_process_set(list(range(start, hvd.size(), 2))) for start in range(2)]
+    mine = sets[hvd.rank() % 2]
+    compression = scalecom()
+    step = Step(variables(SHAPES), compression, process_set=mine)
+    sent = dict.fromkeys(SHAPES, 0.0)
+    for number in range(5):
+        for name, average in step(gradients(SHAPES, hvd.rank(), number)).items():
+            sent[name] = sent[name] + average
+    assert same_on_all_ranks([tf.constant(total) for total in sent.values()], mine)
+    if hvd.size() >= 4:
+        assert compression.stats()["step"] == 5
+        assert compression.stats()["leader"] == 4 % mine.size()
+        assert not same_on_all_ranks([tf.constant(total) for total in sent.values()])
+    # Those outside are left alone.
+    grads = gradients(SHAPES, hvd.rank(), 9)
+    untouched = Step(variables(SHAPES), scalecom(), process_set=sets[(hvd.rank() + 1) % 2])(grads)
+    for name in SHAPES:
+        np.testing.assert_array_equal(untouched[name], grads[name])
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+# The optimizers of TensorFlow 1.
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_optimizers_of_tensorflow_1_without_a_graph(traced):
+    def run(library, compression):
+        model = net()
+        optimizer = library.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=compression)
+
+        def step(x, y):
+            optimizer.minimize(lambda: tf.reduce_mean(tf.square(model(x) - y)), var_list=model.trainable_variables)
+            return tf.reduce_mean(tf.square(model(x) - y))
+
+        return train(model, tf.function(step, autograph=False) if traced else step, 4), optimizer
+
+    losses, optimizer = run(hvd, scalecom(rate=4))
+    assert losses[3] < losses[0]  # the same batch
+    assert optimizer.compression.stats()["step"] == 4
+    np.testing.assert_allclose(run(hvd, hvd.ScaleCom(rate=1))[0], run(stock, stock.Compression.none)[0], rtol=1e-4)
+
+
+def in_a_graph(library, compression, passes=1, monitored=False, steps=range(6), state=None):
+    """Some steps with the same gradients as ever; gives the variables, and what the ScaleCom says of them. state: to go on from."""
+    with tf.Graph().as_default():
+        initial = float(hvd.rank()) if monitored else 0.0
+        model = {
+            name: tf.compat.v1.get_variable(name, shape, initializer=tf.compat.v1.constant_initializer(initial))
+            for name, shape in SHAPES.items()
+        }
+        feeds = {name: tf.compat.v1.placeholder(tf.float32, shape) for name, shape in SHAPES.items()}
+        loss = tf.add_n([tf.reduce_sum(model[name] * feeds[name]) for name in SHAPES])
+        optimizer = library.DistributedOptimizer(
+            tf.compat.v1.train.MomentumOptimizer(1.0, 0.0), compression=compression, backward_passes_per_step=passes
+        )
+        global_step = tf.compat.v1.train.get_or_create_global_step()
+        minimize = optimizer.minimize(loss, global_step=global_step)
+        if monitored:
+            session = tf.compat.v1.train.MonitoredTrainingSession(hooks=[library.BroadcastGlobalVariablesHook(0)])
+        else:
+            session = tf.compat.v1.Session()
+            session.run(tf.compat.v1.global_variables_initializer())
+            if passes > 1:
+                session.run(
+                    [optimizer._agg_helper.counter.initializer, *(v.initializer for v in optimizer._agg_helper.locally_aggregated_grads)]
+                )
+        with session:
+            if state is not None:
+                compression.load_state_dict(state)
+            for number in steps:
+                grads = gradients(SHAPES, hvd.rank(), number)
+                session.run(minimize, {feeds[name]: grads[name] for name in SHAPES})
+            values = session.run(model)
+            if library is stock:
+                return values, None, None
+            plain = session._tf_sess() if monitored else session
+            with plain.as_default():
+                return values, compression.state_dict(), compression.stats()
+
+
+@pytest.mark.parametrize("options", [{}, {"passes": 2}, {"monitored": True}], ids=str)
+def test_graphs_and_sessions(options):
+    ours, _, _ = in_a_graph(hvd, hvd.ScaleCom(rate=1), **options)
+    theirs, _, _ = in_a_graph(stock, stock.Compression.none, **options)
+    for name in SHAPES:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("options", "mode"), list(zip([{}, {"passes": 2}, {"monitored": True}], MODES, strict=True)), ids=str)
+def test_nothing_is_lost_in_graphs_and_sessions(options, mode):
+    compression = scalecom(**mode)
+    values, state, stats = in_a_graph(hvd, compression, **options)
+    assert stats["step"] == 6 // options.get("passes", 1)
+    assert stats["residue_norm"] > 0
+    for name, value in values.items():
+        residue = state["residues"].get(name, np.zeros(SHAPES[name], np.float32))
+        left = hvd.allreduce(tf.constant(residue), op=hvd.Sum, name=f"left.{name}").numpy()
+        came_in = sum(gradients(SHAPES, rank, number)[name] for rank in range(hvd.size()) for number in range(6))
+        np.testing.assert_allclose(-value * hvd.size() + left, came_in, rtol=1e-3, atol=1e-3)
+
+
+def test_resuming_in_a_graph_is_bit_identical():
+    settings = {"beta": 0.5, "lookahead": True}
+    straight, state, _ = in_a_graph(hvd, scalecom(**settings))
+    first, saved, _ = in_a_graph(hvd, scalecom(**settings), steps=range(3))
+    second, resumed, stats = in_a_graph(hvd, scalecom(**settings), steps=range(3, 6), state=saved)
+    assert stats["step"] == 6
+    for name in SHAPES:
+        np.testing.assert_allclose(first[name] + second[name], straight[name], rtol=1e-5, atol=1e-5)
+    for name, residue in state["residues"].items():
+        np.testing.assert_array_equal(resumed["residues"][name], residue)
+
+
+@pytest.fixture
+def behaviour_of_tensorflow_1():
+    """What tf.compat.v1.disable_v2_behavior() changes beside eager execution: Dimensions, reference variables, old control flow."""
+    changes = ("v2_tensorshape", "resource_variables", "control_flow_v2")
+    for change in changes:
+        getattr(tf.compat.v1, f"disable_{change}")()
+    yield
+    for change in changes:
+        getattr(tf.compat.v1, f"enable_{change}")()
+
+
+@pytest.mark.parametrize(("options", "mode"), [({"passes": 2}, MODES[0]), ({"monitored": True}, MODES[1])], ids=str)
+@pytest.mark.usefixtures("behaviour_of_tensorflow_1")
+def test_nothing_is_lost_with_the_behaviour_of_tensorflow_1(options, mode):
+    test_nothing_is_lost_in_graphs_and_sessions(options, mode)
