@@ -1,7 +1,4 @@
-"""What train_image.py and train_char_lm.py share beside training.py: PyTorch's part of set-up, batches, evaluation and checkpoints.
-
-Imported by accuracy.py too.
-"""
+"""What train_image.py and train_char_lm.py share beside training.py: PyTorch's part of set-up, batches, evaluation and checkpoints."""
 
 from __future__ import annotations
 

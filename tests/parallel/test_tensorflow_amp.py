@@ -48,8 +48,9 @@ def assert_same_run(scaled, plain, compression, other, scale):
     assert float(scale) == 2.0**20 / 2**4 * 2**2
 
 
-@pytest.mark.parametrize(("mode", "kind"), zip(MODES, [tf.keras.optimizers, tf.keras.optimizers.legacy] * 2, strict=False), ids=str)
-def test_a_fit_with_overflows_ends_where_one_without_them_ends(mode, kind):
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_fit_with_overflows_ends_where_one_without_them_ends(mode):
+    kind = tf.keras.optimizers.legacy if "lookahead" in mode and "beta" not in mode else tf.keras.optimizers
     with_overflows, without = batches()
     scaled, plain = net(), net()
     compression = scalecom(loss_scale=lambda: scaled.optimizer.loss_scale, **mode)

@@ -79,7 +79,9 @@ def test_resuming_from_a_checkpoint_is_bit_identical(mode, tmp_path):
     assert_same(run(step, range(5, 9)), after)
 
 
-@pytest.mark.parametrize("make", [lambda: tf.keras.optimizers.Adam(0.01), lambda: tf.keras.optimizers.legacy.SGD(0.1, 0.9)])
+@pytest.mark.parametrize(
+    "make", [lambda: tf.keras.optimizers.Adam(0.01), lambda: tf.keras.optimizers.legacy.SGD(0.1, 0.9)], ids=["Adam", "legacy SGD"]
+)
 def test_a_fit_goes_on_where_it_stopped(make, tmp_path):
     """Model, optimizer and residues in one checkpoint of this rank."""
     x, y = examples(hvd.rank())
