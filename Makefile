@@ -9,7 +9,7 @@ RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 help:
 	@echo "make setup         .venv with pinned packages, Horovod built from source, this package"
 	@echo "make setup-gpu     the same with NCCL (HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME)"
-	@echo "make demo          trains a ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
+	@echo "make demo          trains a ResNet, a Keras ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
 	@echo "make test          ruff and all tests, on 1, 2 and 4 ranks"
 	@echo "make accuracy      the accuracy table of the README (minutes)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"

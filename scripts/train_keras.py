@@ -49,7 +49,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     first_step = load_checkpoint(args.checkpoint_dir, model, optimizer, compression) if args.resume else 0
     last_step = min(steps, args.stop_at or steps)
     log = training.RunLog(args, f"digits Keras {args.loop} {args.compression}", first_step, steps, hvd, mean_over_ranks)
-    predict = tf.function(lambda images: tf.argmax(model(images), 1))
+    predict = tf.function(lambda images: tf.argmax(model(images, training=False), 1))
     scores: dict[str, float] = {}
 
     def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:

@@ -239,8 +239,7 @@ def latest_checkpoint(folder: Path, hvd: ModuleType) -> tuple[int, int] | None:
 def traffic_per_step(args: argparse.Namespace, parameters: int, scalecom: Any, ranks: int) -> int:
     """Bytes that one rank sends per step on a ring: what ScaleCom counted in its last step, or what an all-reduce of everything takes."""
     if args.compression == "scalecom":
-        # Nothing is counted where nothing was exchanged.
-        return scalecom.stats().get("bytes_traffic", 0)
+        return scalecom.stats()["bytes_traffic"]
     return round(2 * (ranks - 1) / ranks * parameters * (2 if args.compression == "fp16" else 4))
 
 

@@ -249,7 +249,9 @@ class ScaleCom(tf.Module, Compressor):
         ring, on average over ranks; rate: elements of the model per element sent; collectives per step; residue_norm: Euclidean,
         over all residues (reads them all). Of several exchanges (the two models of a GAN), step is the largest and the rest is summed.
         """
-        numbers: dict[str, Any] = {"step": 0, "skipped_steps": 0}
+        # What a single process sends, and every one before its first step.
+        numbers: dict[str, Any] = dict.fromkeys(("step", "skipped_steps", "leader", "bytes_offsets", "bytes_values", "bytes_dense"), 0)
+        numbers |= {"bytes_traffic": 0, "rate": 1.0, "collectives": 0}
         for n, reducer in enumerate(self.reducers()):
             own = reducer.stats()
             for key, value in own.items():
