@@ -167,9 +167,6 @@ class Reducer:
             if groups is None
             else [part for group in groups for part in self._split([name for name in group if name in members], None)]
         )
-        if self.config.lookahead:
-            for tensor in self.tensors.values():
-                self.progress.hold_offsets(tensor)
         self.buckets = [
             Bucket(b, names, self.variables, self.tensors, self.progress, self._transport, self.config) for b, names in enumerate(plan)
         ]

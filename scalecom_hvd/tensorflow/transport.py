@@ -66,10 +66,6 @@ class Transport(NamedExchange):
         }
 
     @property
-    def included(self) -> bool:
-        return bool(self._process_set.included())
-
-    @property
     def size(self) -> int:
         return self._process_set.size()
 
