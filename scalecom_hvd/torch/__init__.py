@@ -7,6 +7,7 @@ from typing import Any
 import horovod.torch as _horovod
 from horovod.torch import *  # noqa: F403
 
+import scalecom_hvd.torch.elastic  # noqa: F401  in place of Horovod's `elastic`; tells Horovod's elastic states of residues
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.compressor import ScaleCom

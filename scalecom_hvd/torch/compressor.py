@@ -30,6 +30,8 @@ class Exchange(Protocol):
     def in_step(self) -> bool: ...
     def settle(self) -> None: ...
     def agree_anew(self) -> None: ...
+    def abort(self) -> None: ...
+    def meet(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
 
@@ -78,16 +80,20 @@ class ScaleCom(Compressor):
             raise TypeError(_STOCK_NEEDS_PARAMETERS)
         if not tensor.is_floating_point():
             raise TypeError(f"ScaleCom compresses floating-point gradients, not {tensor.dtype}: use hvd.Compression.none for this tensor")
-        if self._exchange is None:
-            if self._named_parameters is None:
-                raise TypeError(_STOCK_NEEDS_PARAMETERS)
-            parameters = {name: p for name, p in self._named_parameters if p.requires_grad}
-            self.attach(parameters, StockExchange(parameters, self.residues, Transport(self._process_set), self.loss_scale))
+        self._serve_stock()
         if not isinstance(self._exchange, StockExchange):
             raise TypeError(
                 "this ScaleCom serves the optimizer it was given to, and compresses nothing else: use hvd.Compression.none for this tensor"
             )
         return self._exchange.compress(tensor)
+
+    def _serve_stock(self) -> None:
+        """Attach to the parameters given to this object, unless it serves an optimizer already. Needs Horovod to be running."""
+        if self._exchange is None:
+            if self._named_parameters is None:
+                raise TypeError(_STOCK_NEEDS_PARAMETERS)
+            parameters = {name: p for name, p in self._named_parameters if p.requires_grad}
+            self.attach(parameters, StockExchange(parameters, self.residues, Transport(self._process_set), self.loss_scale))
 
     def decompress(self, tensor: Any, ctx: Any = None) -> torch.Tensor:
         """The averaged gradient for what `compress` gave; `ctx` None: nothing was compressed."""
@@ -130,6 +136,18 @@ class ScaleCom(Compressor):
         self.residues.load_state_dict(state)
         if self._exchange is not None:
             self._exchange.agree_anew()
+
+    # Elastic runs; called by elastic.py.
+
+    def abort(self) -> None:
+        """Forget a step that cannot be completed, and what is in flight: a worker was lost. Nothing is lost from the residues."""
+        if self._exchange is not None:
+            self._exchange.abort()
+
+    def meet(self) -> None:
+        """What all ranks do when Horovod has been started again, or newcomers have come: they will go on at one step."""
+        self._serve_stock()
+        self._exchange.meet()
 
 
 def _scale_reader(loss_scale: Any) -> Callable[[], float]:

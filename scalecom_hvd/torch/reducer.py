@@ -36,7 +36,7 @@ from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.beside import Beside
 from scalecom_hvd.torch.bucket import Bucket, Wait, empty_sparse_gradient
-from scalecom_hvd.torch.residues import Residues, describe
+from scalecom_hvd.torch.residues import Residues, describe, digest_of
 from scalecom_hvd.torch.transport import Transport
 
 log = logging.getLogger("scalecom_hvd")
@@ -93,6 +93,7 @@ class Reducer:
         name = self._names[parameter]
         with self._lock:
             try:
+                self._notice_restart()
                 if not self._arrived:
                     self._begin_step()
                 self._arrived[name] = None
@@ -135,6 +136,7 @@ class Reducer:
     def settle(self) -> None:
         """Wait for the look-ahead broadcast in flight, if any. Every rank submitted it at the end of its last step."""
         with self._lock:
+            self._notice_restart()
             for bucket in self.buckets:
                 self._take_offsets(bucket)
 
@@ -142,6 +144,10 @@ class Reducer:
         """Other residues were loaded: ranks compare, and make buckets, at the next step."""
         with self._lock:
             self.buckets, self._bucket_of, self._agreed = [], {}, False
+
+    def meet(self) -> None:
+        """Ranks of an elastic run come together: they agree at the next step, which is where this exchange always does."""
+        self.agree_anew()
 
     def abort(self) -> None:
         """Forget the step in progress; its moves are taken back, so that nothing is lost from the residues."""
@@ -151,6 +157,12 @@ class Reducer:
     def leader(self, bucket: int, step: int) -> int:
         """The position of the rank that chooses for a bucket at a step."""
         return (step + (bucket if self.config.leader == "staggered" else 0)) % (self._transport.size or 1)
+
+    def _notice_restart(self) -> None:
+        """Elastic runs start Horovod again when workers come or go: with other ranks, and nothing that was in flight is."""
+        if self._transport.restarted():
+            self._abort()
+            self.agree_anew()
 
     # One step.
 
@@ -350,14 +362,14 @@ class Reducer:
             "name": self._transport.claim_name(),
             "step": self.residues.step,
             "buckets": self.residues.buckets,
-            "chosen_ahead": bool(self.residues.chosen_ahead),
+            "chosen_ahead": digest_of(self.residues.chosen_ahead),
         }
         everyone = self._transport.exchange_objects(mine, "agreement")
         compare_ranks(everyone, ("version", "settings", "tensors", "groups"))
         self._transport.use_name(max(other["name"] for other in everyone))
 
         self.residues.step = latest_step([other["step"] for other in everyone])
-        if not all(other["chosen_ahead"] for other in everyone):
+        if len({other["chosen_ahead"] for other in everyone}) > 1:
             self.residues.chosen_ahead.clear()
         # What was asked at the step's begin was asked before all this was known.
         self._whole = self._must_send_whole()

@@ -6,6 +6,7 @@ does to them is in moves.py. Used by everything above; imports kernels and the f
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from typing import Any
@@ -134,3 +135,14 @@ class Residues:
 def describe(parameters: dict[str, torch.Tensor], residues: Residues) -> dict[str, Any]:
     """What ranks must have in common, tensor by tensor: shape, dtype, kind of device and rate."""
     return {name: [list(p.shape), str(p.dtype), p.device.type, f"rate {residues.rates[name]:g}"] for name, p in sorted(parameters.items())}
+
+
+def digest_of(offsets: dict[str, torch.Tensor]) -> str | None:
+    """The same for the same offsets of the same tensors; None for none."""
+    if not offsets:
+        return None
+    digest = hashlib.sha256()
+    for name in sorted(offsets):
+        digest.update(name.encode())
+        digest.update(offsets[name].cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 import scalecom_hvd
-from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.agreement import compare_ranks, latest_step
 from scalecom_hvd.buckets import traffic
 from scalecom_hvd.torch.moves import Moves, OffsetLayout
-from scalecom_hvd.torch.residues import CompressedTensor, Residues, describe
+from scalecom_hvd.torch.residues import CompressedTensor, Residues, describe, digest_of
 from scalecom_hvd.torch.transport import Transport
 
 log = logging.getLogger("scalecom_hvd")
@@ -68,6 +68,8 @@ class StockExchange:
 
     def settle(self) -> None:
         """The offsets that the last step's end broadcast become this step's."""
+        if self._transport.restarted():
+            self.abort()
         for device, handle in self._handles.items():
             self._transport.wait(handle)
             layout, buffer = self._layouts[device], self._next[device]
@@ -78,6 +80,28 @@ class StockExchange:
 
     def agree_anew(self) -> None:
         """Other residues were loaded: ranks compare at the next step's end."""
+        self._agreed = False
+
+    def abort(self) -> None:
+        """Forget the step in progress and the offsets in flight; its moves are taken back, so that nothing is lost from the residues."""
+        with self._lock:
+            for moves in self._moves.values():
+                moves.undo()
+            self._pending.clear()
+            for device in self._handles:  # what is in flight may still arrive where it was to
+                self._next[device] = torch.zeros_like(self._next[device])
+            self._handles.clear()
+            self._residues.chosen_ahead.clear()
+            self._agreed = False
+
+    def meet(self) -> None:
+        """Ranks of an elastic run come together: they agree on the step, as no hook can wait for that. All ranks must be here."""
+        mine = {"step": self._residues.step, "chosen_ahead": digest_of(self._residues.chosen_ahead)}
+        everyone = self._transport.exchange_objects(mine, "elastic")
+        self._residues.step = latest_step([other["step"] for other in everyone])
+        if len({other["chosen_ahead"] for other in everyone}) > 1:
+            self._residues.chosen_ahead.clear()
+        self._residues.ranks = self._transport.size
         self._agreed = False
 
     def compress(self, grad: torch.Tensor) -> tuple[torch.Tensor, Sent]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import horovod.torch as horovod
 import torch
+from horovod.torch import mpi_ops
 
 from scalecom_hvd.agreement import JOIN_REFUSED, NamedExchange
 
@@ -45,7 +46,13 @@ class Transport(NamedExchange):
             "process_set": self._process_set,
         }
         self.spins = True
+        self._started = mpi_ops._handle_map
         _alive.add(self)
+
+    def restarted(self) -> bool:
+        """Whether Horovod was shut down and started again since this was last asked, as in elastic runs: no handle from before is alive."""
+        before, self._started = self._started, mpi_ops._handle_map  # every init() makes a new one (0.28.1, mpi_ops.py:71)
+        return self._started is not before
 
     @property
     def included(self) -> bool:

@@ -1,0 +1,74 @@
+"""horovod.torch.elastic, whose states keep residues: every rank commits and restores its own, and newcomers start with none.
+
+Horovod's TorchState asks a registry of handlers how to keep an object. Here handlers for ScaleCom, and for optimizers that use it, are put
+into that registry, so Horovod's own TorchState knows them from the import of scalecom_hvd.torch on. Rank 0's model and optimizer come to
+all ranks, its residues to none.
+
+Used by users alone; imports compressor.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from horovod.torch import elastic as _elastic
+from horovod.torch.elastic import *  # noqa: F403
+from horovod.torch.elastic import state as _state
+
+from scalecom_hvd.torch.compressor import ScaleCom
+
+
+class ResiduesHandler(_state.StateHandler):
+    """Keeps a ScaleCom's residues and step: this rank's own, of the last commit."""
+
+    def __init__(self, compressor: ScaleCom) -> None:
+        super().__init__(compressor)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        # A worker may be lost anywhere, so a step may be half done, and what is in flight will never arrive.
+        self.value.abort()
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        self.value.meet()
+
+
+class OptimizerHandler(_state.OptimizerStateHandler):
+    """Keeps an optimizer as Horovod does, and the residues of its ScaleCom."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._residues = ResiduesHandler(optimizer._compression)
+
+    def save(self) -> None:
+        super().save()
+        self._residues.set_value(self.value._compression)
+
+    def restore(self) -> None:
+        self._residues.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        super().sync()
+        self._residues.sync()
+
+
+def _handler(optimizer: torch.optim.Optimizer) -> _state.StateHandler:
+    uses_scalecom = isinstance(getattr(optimizer, "_compression", None), ScaleCom)
+    return (OptimizerHandler if uses_scalecom else _state.OptimizerStateHandler)(optimizer)
+
+
+_state.set_handler_registry([(ScaleCom, ResiduesHandler), (torch.optim.Optimizer, _handler), *_state.get_handler_registry()])
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_elastic, name)
+
+
+__all__ = list(_elastic.__all__)

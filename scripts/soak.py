@@ -1,0 +1,361 @@
+"""make soak: trains elastically for minutes while workers are killed, stopped, added and sent home, and gradients overflow or are missing.
+
+Jobs follow each other, one for each way of using ScaleCom (`PLANS`). Workers (soak_worker.py) check after every step that nothing was
+lost; here their diaries are read: weights must be equal on all ranks at every commit, losses must fall, memory must not grow. Ends with a
+table of faults, and with exit code 1 if any was not survived.
+
+    python scripts/soak.py --minutes 3 --ranks 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import launch
+import torch
+from soak_worker import Plan
+from tqdm import tqdm
+
+WORKER = Path(__file__).with_name("soak_worker.py")
+PLANS = [
+    Plan(settings={"rate": 20}),
+    Plan(settings={"rate": 20, "lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
+    Plan(optimizer="stock", settings={"rate": 20, "wire_dtype": "float16"}),
+]
+# Only the neighbours of a worker that dies notice at once; the others wait so long.
+GLOO_TIMEOUT = 10
+MEGABYTES_PER_1000_STEPS = 5.0
+
+Diary = list[dict[str, Any]]
+
+
+class Job:
+    """An elastic job on this machine: every worker has a host of its own, since Horovod gives up the host of a worker that died."""
+
+    def __init__(self, folder: Path, plan: Plan, ranks: int) -> None:
+        self.folder, self._names = folder, _loopback_names()
+        self.hosts = [next(self._names) for _ in range(ranks)]
+        self._show_hosts()
+        discover = folder / "discover.sh"
+        discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+        discover.chmod(0o755)
+        self.log = (folder / "log").open("w+", errors="replace")
+        command = [
+            launch.find("horovodrun"), "--gloo", "-np", ranks, "--min-np", min(2, ranks), "--max-np", ranks,
+            "--gloo-timeout-seconds", GLOO_TIMEOUT, "--host-discovery-script", discover,
+            sys.executable, WORKER, folder, json.dumps(dataclasses.asdict(plan)),
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            [str(part) for part in command], cwd=folder, env=launch.environment(), stdin=subprocess.DEVNULL, stdout=self.log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def _show_hosts(self) -> None:
+        part = self.folder / "hosts.part"
+        part.write_text("".join(f"{host}:1\n" for host in self.hosts))
+        part.replace(self.folder / "hosts")
+
+    def add_host(self) -> None:
+        self.hosts.append(next(self._names))
+        self._show_hosts()
+
+    def remove_host(self, host: str) -> None:
+        self.hosts.remove(host)
+        self._show_hosts()
+
+    def diaries(self) -> dict[int, Diary]:
+        """What every worker has written so far, by its process number."""
+        return {int(path.stem): list(_entries(path)) for path in self.folder.glob("*.jsonl")}
+
+    def workers(self) -> dict[int, str]:
+        """{process number: host} of the workers that live, and have begun to train."""
+        begun = {pid: diary[0]["host"] for pid, diary in self.diaries().items() if diary}
+        return {pid: host for pid, host in begun.items() if _is_worker(pid)}
+
+    def order(self, pid: int, point: str) -> None:
+        """Tell a worker to die at a point of its next step (see Faults.death)."""
+        part = self.folder / f"order-{pid}.part"
+        part.write_text(point)
+        part.replace(self.folder / f"order-{pid}")
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self, limit: float) -> int | None:
+        """Let the workers end at their next commit; the exit code, None if they did not end."""
+        (self.folder / "stop").touch()
+        return self.wait(limit)
+
+    def wait(self, limit: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit)
+        return self._process.poll()
+
+    def output(self) -> str:
+        self.log.flush()
+        return Path(self.log.name).read_text(errors="replace")
+
+    def close(self) -> None:
+        """Nothing of this job is left: workers have sessions of their own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pid in self.diaries():
+            if _is_worker(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.log.close()
+
+
+def _loopback_names() -> Iterator[str]:
+    """Names of this machine that are all different for Horovod: 127.0.0.1, 127.0.00.1, ..."""
+    zeros = "0"
+    while True:
+        yield f"127.0.{zeros}.1"
+        zeros += "0"
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return WORKER.name in Path("/proc", str(pid), "cmdline").read_text()
+    except OSError:
+        return False
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # a worker may die while it writes
+            yield json.loads(line)
+
+
+def of(diary: Diary, event: str) -> Diary:
+    return [entry for entry in diary if entry["event"] == event]
+
+
+# What a job's diaries say.
+
+
+@dataclasses.dataclass
+class Findings:
+    """Of one job. complaints: what was not as it must be."""
+
+    steps: int
+    compared: int
+    faults: collections.Counter
+    growth: float
+    complaints: list[str]
+
+
+def judge(diaries: dict[int, Diary], folder: Path) -> Findings:
+    """Compare what the workers wrote down."""
+    commits = collections.defaultdict(dict)
+    for pid, diary in diaries.items():
+        for commit in of(diary, "commit"):
+            commits[commit["generation"], commit["batch"]][pid] = commit
+    shared = {key: told for key, told in commits.items() if len(told) > 1}
+    complaints = [
+        f"weights differ between ranks at batch {batch}"
+        for (_, batch), told in shared.items()
+        if len({commit["weights"] for commit in told.values()}) > 1
+    ]
+    complaints += [
+        f"batch {entry['batch']}, rank {entry['rank']} of {entry['size']}: {entry['complaint']}"
+        for diary in diaries.values()
+        for entry in of(diary, "violation")
+    ]
+    by_time = sorted((commit for told in commits.values() for commit in told.values()), key=lambda commit: commit["time"])
+    losses = [commit["loss"] for commit in by_time if math.isfinite(commit["loss"])]
+    if len(losses) >= 8:
+        first, last = (statistics.median(part) for part in (losses[: len(losses) // 4], losses[-len(losses) // 4 :]))
+        if last >= first:
+            complaints.append(f"the loss does not fall: {first:g} in the first quarter, {last:g} in the last")
+    for path in folder.glob("checkpoint-*.pt"):
+        try:
+            torch.load(path, weights_only=True)
+        except Exception as error:
+            complaints.append(f"{path.name} cannot be loaded: {error}")
+    growth = max((_growth(of(diary, "commit")) for diary in diaries.values()), default=0.0)
+    if growth > MEGABYTES_PER_1000_STEPS:
+        complaints.append(f"memory grows by {growth:.1f} MB in 1000 steps")
+    faults = collections.Counter(entry["kind"] for diary in diaries.values() for entry in of(diary, "fault"))
+    steps = sum(max(told.values(), key=lambda commit: commit["made"])["made"] for told in commits.values())
+    return Findings(steps, len(shared), faults, growth, complaints)
+
+
+def _growth(commits: Diary) -> float:
+    """MB per 1000 steps of one worker, from its tenth commit on; 0 for a life too short to tell."""
+    lived = commits[10:]
+    steps = sum(commit["made"] for commit in lived)
+    if steps < 500:
+        return 0.0
+    half = len(lived) // 2
+    first, second = (statistics.median(commit["memory"] for commit in part) for part in (lived[:half], lived[half:]))
+    return max(0.0, (second - first) / (steps / 2) * 1000)
+
+
+# Faults from outside.
+
+
+class Trouble:
+    """Makes a fault from outside every few seconds, and waits until training has gone on after it."""
+
+    def __init__(self, job: Job, ranks: int, dice: random.Random) -> None:
+        self.job, self.ranks, self.dice = job, ranks, dice
+        self.survived: collections.Counter = collections.Counter()
+        self.tried: collections.Counter = collections.Counter()
+
+    def make(self, limit: float) -> None:
+        """One fault, from which the job must have recovered `limit` seconds later: else TimeoutError."""
+        alive = self.job.workers()
+        if len(alive) < self.ranks:
+            kind, spare = "a worker comes", alive
+            self.job.add_host()
+        else:
+            kind = self.dice.choice(list(self._faults()))
+            spare = self._faults()[kind](alive)
+        self.tried[kind] += 1
+        began = time.time()
+        wanted = set(spare) if kind != "a worker comes" else set()
+        while time.time() - began < limit:
+            if not self.job.running:
+                raise ChildProcessError(f"the job ended after: {kind}")
+            later = {
+                pid: commit["generation"]
+                for pid, diary in self.job.diaries().items()
+                for commit in of(diary, "commit")[-1:]
+                if commit["time"] > began and pid in self.job.workers()
+            }
+            gone_on = wanted <= later.keys() and len(later) >= 2 and len(set(later.values())) == 1
+            if gone_on and (kind != "a worker comes" or later.keys() - set(alive)):
+                self.survived[kind] += 1
+                return
+            time.sleep(0.2)
+        raise TimeoutError(f"training did not go on within {limit:.0f} s after: {kind}")
+
+    def _faults(self) -> dict[str, Any]:
+        faults = {
+            "kill -9 at any moment": lambda alive: self._kill(alive, 1),
+            "kill -9 in backward": lambda alive: self._order(alive, "backward"),
+            "kill -9 of the leader between its choice and the averages": lambda alive: self._order(alive, "exchange"),
+            "kill -9 while a checkpoint is written": lambda alive: self._order(alive, "saving"),
+            "a worker stands still for seconds": self._stop,
+            "a host is taken away": self._remove,
+        }
+        if self.ranks >= 4:
+            faults["kill -9 of all but two"] = lambda alive: self._kill(alive, len(alive) - 2)
+        return faults
+
+    def _kill(self, alive: dict[int, str], count: int) -> list[int]:
+        victims = self.dice.sample(sorted(alive), count)
+        time.sleep(self.dice.uniform(0, 0.2))
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return [pid for pid in alive if pid not in victims]
+
+    def _order(self, alive: dict[int, str], point: str) -> list[int]:
+        victim = self.dice.choice(sorted(alive))
+        self.job.order(victim, point)
+        return [pid for pid in alive if pid != victim]
+
+    def _stop(self, alive: dict[int, str]) -> list[int]:
+        victim = self.dice.choice(sorted(alive))
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(self.dice.uniform(0.5, GLOO_TIMEOUT / 2))
+        os.kill(victim, signal.SIGCONT)
+        return list(alive)
+
+    def _remove(self, alive: dict[int, str]) -> list[int]:
+        victim = self.dice.choice(sorted(alive))
+        self.job.remove_host(alive[victim])
+        return [pid for pid in alive if pid != victim]
+
+
+def watch(plan: Plan, ranks: int, seconds: float, dice: random.Random, bar: tqdm) -> tuple[Findings, Trouble]:
+    """One job for so many seconds."""
+    with tempfile.TemporaryDirectory(prefix="soak.") as name:
+        folder, began = Path(name), time.time()
+        job = Job(folder, plan, ranks)
+        trouble = Trouble(job, ranks, dice)
+        failure = ""
+        try:
+            while len(job.workers()) < ranks:
+                if not job.running or time.time() > began + 60:
+                    raise TimeoutError("the job did not start")
+                time.sleep(0.2)
+            while time.time() - began < seconds:
+                time.sleep(dice.uniform(0.5, 2))
+                trouble.make(limit=60)
+                bar.set_postfix_str(f"{trouble.survived.total()} faults survived")
+                bar.update(round(min(time.time() - began, seconds)) - bar.n % round(seconds) if seconds >= 1 else 0)
+            if job.stop(60) != 0:
+                raise ChildProcessError("the job did not end well")
+        except (TimeoutError, ChildProcessError) as error:
+            failure = f"{error}\n{job.output()[-5000:]}"
+        finally:
+            job.close()
+        findings = judge(job.diaries(), folder)
+        if failure:
+            findings.complaints.append(failure)
+        return findings, trouble
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=3, help="how long, in all")
+    parser.add_argument("--ranks", type=int, default=4, help="at least 3")
+    parser.add_argument("--seed", type=int, default=0, help="of what goes wrong when")
+    arguments = parser.parse_args()
+    if arguments.ranks < 3:
+        parser.error("--ranks must be at least 3: one is killed, and two must be left")
+    if not 0 < arguments.minutes < float("inf"):
+        parser.error("--minutes must be more than 0")
+
+    dice = random.Random(arguments.seed)
+    seconds = arguments.minutes * 60 / len(PLANS)
+    results = []
+    with tqdm(total=round(arguments.minutes * 60), unit="s", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} s {postfix}") as bar:
+        for number, plan in enumerate(PLANS):
+            bar.set_description(f"{plan.optimizer} {plan.settings}")
+            results.append(watch(dataclasses.replace(plan, seed=arguments.seed + number), arguments.ranks, seconds, dice, bar))
+            bar.n = round(seconds * (number + 1))
+    report(results)
+    return 1 if any(findings.complaints for findings, _ in results) else 0
+
+
+def report(results: list[tuple[Findings, Trouble]]) -> None:
+    tried, survived = collections.Counter(), collections.Counter()
+    for findings, trouble in results:
+        tried += trouble.tried + findings.faults
+        survived += trouble.survived + findings.faults
+    width = max(map(len, tried), default=5)
+    print(f"\n{'fault':{width}s}  tried  survived")
+    for kind in sorted(tried):
+        print(f"{kind:{width}s}  {tried[kind]:5d}  {survived[kind]:8d}")
+    print(f"\n{sum(f.steps for f, _ in results)} steps, {tried.total()} faults, {survived.total()} survived")
+    print(f"agreement: weights compared at {sum(f.compared for f, _ in results)} commits")
+    print(f"memory: grows by at most {max(f.growth for f, _ in results):.2f} MB in 1000 steps")
+    complaints = [complaint for findings, _ in results for complaint in findings.complaints]
+    print(f"what left the residues was compared with what arrived after every step: {len(complaints)} complaints")
+    for complaint in complaints[:20]:
+        print(f"  {complaint}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Elastic training with PyTorch: workers are killed in the worst places, another one comes, and every rank keeps its own residues.
+
+The workers are those of scripts/soak_worker.py, which check after every step that nothing was lost; here their course is known beforehand.
+"""
+
+import pytest
+import soak
+
+COMMIT_EVERY, KILLED_AT, LEADER_KILLED_AT, GROWN_AT, LAST = 5, 12, 22, 35, 60
+
+pytestmark = pytest.mark.timeout(150, func_only=True)
+
+
+@pytest.fixture
+def diaries(tmp_path):
+    """diaries(ranks, plan) -> what each worker of a job wrote down, without complaints, when the job has ended by itself."""
+    jobs = []
+
+    def runner(ranks, **plan):
+        job = soak.Job(tmp_path, soak.Plan(commit_every=COMMIT_EVERY, last=LAST, **plan), ranks)
+        jobs.append(job)
+        assert job.wait(120) == 0, job.output()
+        findings = soak.judge(job.diaries(), tmp_path)
+        assert not findings.complaints, findings.complaints
+        assert findings.compared >= LAST // COMMIT_EVERY - 1
+        return list(job.diaries().values())
+
+    yield runner
+    for job in jobs:
+        job.close()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"settings": {"rate": 20}, "random_faults": False},
+        {"settings": {"rate": 20, "lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}},
+        {"settings": {"rate": 20, "wire_dtype": "float16"}, "optimizer": "stock"},
+    ],
+    ids=["cyclic", "lookahead", "stock"],
+)
+def test_workers_are_killed_and_another_one_comes(diaries, plan):
+    # One dies in backward; then, of three, the leader between its choice and the averages (in Horovod's own optimizer: in backward).
+    second = "backward" if "optimizer" in plan else "exchange"
+    told = diaries(4, deaths={"127.0.00.1": (KILLED_AT, "backward"), "127.0.000.1": (LEADER_KILLED_AT, second)}, grow_at=GROWN_AT, **plan)
+
+    survivors = [diary for diary in told if [entry["size"] for entry in soak.of(diary, "begin")] == [4, 3, 2, 3]]
+    (newcomer,) = [diary for diary in told if soak.of(diary, "begin")[0]["batch"] == GROWN_AT]
+    assert len(told) == 5
+    assert len(survivors) == 2
+    assert all(soak.of(diary, "end") for diary in [*survivors, newcomer])
+    for diary in survivors:
+        batches = [entry["batch"] for entry in soak.of(diary, "begin")]
+        assert batches[1] in range(KILLED_AT - KILLED_AT % COMMIT_EVERY, KILLED_AT)
+        # When the victim leads is its own affair, but not whether it was killed between two commits.
+        assert LEADER_KILLED_AT - LEADER_KILLED_AT % COMMIT_EVERY <= batches[2] <= LEADER_KILLED_AT + 5
+        assert batches[3] == GROWN_AT
+    for begins in zip(*(soak.of(diary, "begin")[1:] for diary in survivors), strict=True):
+        assert len({begin["residues"] for begin in begins}) == 2, "residues of one rank came to another"
+    assert soak.of(newcomer, "begin")[0]["norm"] == 0
