@@ -56,6 +56,8 @@ class ScaleComConfig:
     bucket_bytes: int = 25 * 2**20
     # None: float64 for float64 gradients, float32 for all others.
     residue_dtype: str | None = None
+    # How many steps the whole run will have, if you say so: a warning is logged if they are too few for the rate.
+    planned_steps: int | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -69,6 +71,8 @@ class ScaleComConfig:
             fix(name, _number(name, getattr(self, name)))
         for name in ("min_numel", "warmup_steps", "bucket_bytes"):
             fix(name, _integer(name, getattr(self, name)))
+        if self.planned_steps is not None:
+            fix("planned_steps", _integer("planned_steps", self.planned_steps))
         if not isinstance(self.lookahead, bool):
             raise TypeError(f"lookahead must be True or False, not {self.lookahead!r}")
         if isinstance(self.dense, str) or not isinstance(self.dense, Iterable) or not all(isinstance(g, str) for g in self.dense):
@@ -85,8 +89,8 @@ class ScaleComConfig:
                 raise ValueError(f"{name} is N/k, the number of elements of which one is sent: at least 1 (all), not {rate}")
         if not 0 < self.beta <= 1:
             raise ValueError(f"beta must be in (0, 1], not {self.beta}: 1 is classic error feedback, 0.1 suits large batches")
-        for name, least in (("min_numel", 0), ("warmup_steps", 0), ("bucket_bytes", 1)):
-            if getattr(self, name) < least:
+        for name, least in (("min_numel", 0), ("warmup_steps", 0), ("bucket_bytes", 1), ("planned_steps", 1)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         for name, choices in (
             ("selection", ("lanes", "exact")),
@@ -146,7 +150,7 @@ class ScaleComConfig:
         """Settings from a YAML file, over the defaults; the environment overrides the file."""
         try:
             fields = yaml.safe_load(Path(path).read_text())
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not YAML: {error}") from error
         if not isinstance(fields, dict):
             raise TypeError(f"{path} must hold settings as 'name: value' lines, not {fields!r}")
@@ -181,6 +185,16 @@ def float16_limit(n_workers: int) -> float:
     """The largest magnitude sent as float16: n such values still have a finite sum. What is cut off stays in the residue."""
     limit = np.float16(65504 / n_workers)
     return float(limit if limit * n_workers <= 65504 else np.nextafter(limit, np.float16(0)))
+
+
+def largest_gradient(residue_dtype: str) -> float:
+    """The largest magnitude of a gradient element, in the residue's units, that a residue of this dtype takes up.
+
+    Beyond it an element is as bad as one that is not finite: finite gradients, too, can add up to an infinite residue, which would make
+    every later step one that does not count. With these limits a residue cannot overflow at all: adding 2**100 to a float32 from 2**125 on,
+    or 2**960 to a float64 from 2**1014 on, is lost in rounding.
+    """
+    return {"float32": 2.0**100, "float64": 2.0**960}[residue_dtype]
 
 
 def _number(name: str, value: Any) -> float:

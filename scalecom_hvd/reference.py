@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from scalecom_hvd.config import ScaleComConfig, float16_limit
+from scalecom_hvd.config import ScaleComConfig, float16_limit, largest_gradient
 from scalecom_hvd.lanes import Lanes
 
 Arrays = Mapping[str, np.ndarray]
@@ -56,10 +56,11 @@ class ScaleComReference:
     def step(self, grads: Sequence[Arrays | Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
         """One step: every worker's gradients in, the averaged gradients out (float dtype of the gradients, shaped like them).
 
-        If any element of any worker is not finite, the result is NaN everywhere, and the step never happened.
+        If any element of any worker is bad, the result is NaN everywhere, and the step never happened. What is sent whole is bad where it
+        is not finite, what a residue is to take up also where it is larger than largest_gradient.
         """
         grads = [dict(zip(self.shapes, g, strict=True)) if not isinstance(g, Mapping) else g for g in grads]
-        if not all(np.isfinite(g[name]).all() for g in grads for name in self.shapes):
+        if not all(self._is_good(name, np.asarray(g[name])) for g in grads for name in self.shapes):
             return {name: np.full(shape, np.nan, grads[0][name].dtype) for name, shape in self.shapes.items()}
 
         self.selections = {}
@@ -67,9 +68,23 @@ class ScaleComReference:
         self.step_number += 1
         return averages
 
+    def _is_good(self, name: str, grad: np.ndarray) -> bool:
+        if self._is_sent_whole(name):
+            return bool(np.isfinite(grad).all())
+        kind = self._residue_dtype(grad)
+        with np.errstate(over="ignore"):
+            return bool(is_good(grad.astype(kind)).all())
+
+    def _is_sent_whole(self, name: str) -> bool:
+        too_early = self.step_number < self.config.warmup_steps or (self.config.lookahead and name not in self._chosen_ahead)
+        return self.rates[name] == 1 or too_early
+
+    def _residue_dtype(self, grad: np.ndarray) -> np.dtype:
+        return np.dtype(self.config.residue_dtype_for(str(grad.dtype)))
+
     def _exchange(self, name: str, tensors: list[np.ndarray]) -> np.ndarray:
         shape, dtype = tensors[0].shape, tensors[0].dtype
-        kind = np.dtype(self.config.residue_dtype_for(str(dtype)))
+        kind = self._residue_dtype(tensors[0])
         g = [tensor.reshape(-1).astype(kind) for tensor in tensors]
         if self.rates[name] == 1:
             return mean(g).reshape(shape).astype(dtype)
@@ -82,9 +97,10 @@ class ScaleComReference:
         j, following = self.leader(name, self.step_number), self.leader(name, self.step_number + 1)
         ahead = self.config.lookahead
 
-        if self.step_number < self.config.warmup_steps or (ahead and name not in self._chosen_ahead):
-            # Sent whole: residues stay as they are. A look-ahead leader chooses on the gradient just seen, the best guess there is.
-            self._chosen_ahead[name] = select(m[following] + g[following], lanes, self.config.selection)
+        if self._is_sent_whole(name):
+            # Residues stay as they are. A look-ahead leader chooses on the gradient just seen, the best guess there is.
+            guess = np.where(is_good(g[following]), g[following], 0)
+            self._chosen_ahead[name] = select(m[following] + guess, lanes, self.config.selection)
             return mean(g).reshape(shape).astype(dtype)
 
         if ahead:
@@ -131,6 +147,11 @@ def select(accumulator: np.ndarray, lanes: Lanes, selection: str) -> np.ndarray:
         padded[: block.size] = block
         winners.append(padded.reshape(groups, -1, width).argmax(axis=1).reshape(-1))
     return lanes.indices(np.concatenate(winners)) if winners else np.zeros(0, np.int64)
+
+
+def is_good(g: np.ndarray) -> np.ndarray:
+    """Which gradient elements, in the residue's dtype, a residue takes up."""
+    return np.abs(g) <= largest_gradient(str(g.dtype))
 
 
 def mean(arrays: Sequence[np.ndarray]) -> np.ndarray:

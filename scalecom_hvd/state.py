@@ -12,7 +12,7 @@ from scalecom_hvd.config import ScaleComConfig
 
 STATE_VERSION = 1
 # Settings that may differ between a checkpoint and the run that loads it: they change no result.
-_FREE_SETTINGS = ("bucket_bytes",)
+_FREE_SETTINGS = ("bucket_bytes", "planned_steps")
 
 
 def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
@@ -29,6 +29,16 @@ def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
         raise ValueError(
             f"the residues were made with other settings: {listed}. Start ScaleCom with the settings of the state, or, to change them, "
             "go on without loading it (the residues start at zero)"
+        )
+
+
+def check_finite(finite: Mapping[str, bool]) -> None:
+    """Raise ValueError that names the residues, unless all elements of each are finite."""
+    spoilt = sorted(name for name, is_finite in finite.items() if not is_finite)
+    if spoilt:
+        raise ValueError(
+            f"the state holds residues that are not finite, of {', '.join(spoilt[:5])}{', ...' if len(spoilt) > 5 else ''}: no step would "
+            "count any more. Load the state of an earlier step, or go on without loading it (the residues start at zero)"
         )
 
 

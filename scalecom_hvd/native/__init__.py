@@ -22,9 +22,15 @@ WRONG_OFFSETS = (
     "same step on every rank, and give every rank the same number of steps"
 )
 
+OFFSETS_OUTSIDE = (
+    "ScaleCom was given offsets that lie outside of their lanes, by the leader or in the state that was loaded: they are damaged, or of "
+    "another model. Restore a checkpoint of this model on every rank, or go on without loading ScaleCom's state (residues start at zero)"
+)
+
 # The codes of lanes.c.
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE = 0, 1, 2
+REFUSED = -1  # OFFSETS_OUTSIDE there
 
 # One compressed tensor as lanes.c reads it (`tensor` there says what the fields are); an array of these goes into every call.
 TENSOR = np.dtype(
@@ -54,6 +60,13 @@ def library() -> ctypes.CDLL | None:
         function = getattr(loaded, name)
         function.argtypes, function.restype = signature, _LONG
     return loaded
+
+
+def checked(result: int) -> int:
+    """What a move gave; raises RuntimeError where it refused its offsets."""
+    if result == REFUSED:
+        raise RuntimeError(OFFSETS_OUTSIDE)
+    return result
 
 
 def warn_missing(path: Path, error: Exception, instead: str) -> None:

@@ -5,7 +5,7 @@
  *
  * Results are bit-identical to NumPy's and to the plain-torch kernel's: so no -ffast-math and no fused multiply-adds
  * (setup.py). Magnitudes are compared as integers, sign bit dropped: for finite numbers this is the order of |x|,
- * it needs no floating-point compare, and an exponent of all ones tells NaN and infinity whatever the compiler assumes.
+ * it needs no floating-point compare, and NaN and infinity are larger than all numbers whatever the compiler assumes.
  */
 #include <stdint.h>
 #include <string.h>
@@ -63,6 +63,42 @@ static inline void store_offset(void *offsets, int width, int64_t lane, int64_t 
     else ((int32_t *)offsets)[lane] = (int32_t)row;
 }
 
+/* Whether n offsets are at least 0 and below `rows`. */
+#define BELOW(type)                                                                      \
+    static int below_##type(const type *offsets, int64_t n, int64_t rows) {              \
+        type least = 0, most = 0;                                                        \
+        for (int64_t i = 0; i < n; i++) {                                                \
+            least = offsets[i] < least ? offsets[i] : least;                             \
+            most = offsets[i] > most ? offsets[i] : most;                                \
+        }                                                                                \
+        return n == 0 || (least >= 0 && most < rows);                                    \
+    }
+BELOW(uint8_t)
+BELOW(int16_t)
+BELOW(int32_t)
+static int are_below(const void *offsets, int width, int64_t n, int64_t rows) {
+    return width == 1 ? below_uint8_t(offsets, n, rows) : width == 2 ? below_int16_t(offsets, n, rows) : below_int32_t(offsets, n, rows);
+}
+
+/* Whether all offsets stay in their lanes. They come from other ranks and from files, so nobody follows them unseen. */
+static int offsets_fit(const tensor *t, const void *offsets) {
+    offsets = (const char *)offsets + t->offsets_at;
+    if (!t->width) return are_below(offsets, t->offset_width, t->k, t->numel);
+    int64_t full = t->k ? (t->k - 1) / t->width * t->width : 0; /* lanes in full groups */
+    int64_t left = t->numel - full * t->rows;                   /* elements of the last group */
+    if (!are_below(offsets, t->offset_width, full, t->rows)) return 0;
+    for (int64_t lane = full; lane < t->k; lane++) {
+        int64_t row = load_offset(offsets, t->offset_width, lane);
+        if (row < 0 || lane - full + row * (t->k - full) >= left) return 0;
+    }
+    return 1;
+}
+static int all_fit(const tensor *tensors, int64_t count, const void *offsets) {
+    for (const tensor *t = tensors; t < tensors + count; t++)
+        if (!offsets_fit(t, offsets)) return 0;
+    return 1;
+}
+
 /* What a gather needs beside the tensor. `sent` is a copy of the values, which are averaged in place. */
 typedef struct {
     const void *offsets;
@@ -106,6 +142,7 @@ static inline int may_stream(const void *to, int64_t bytes) {
 #define INTEGER int32_t
 #define MAGNITUDE 0x7fffffff
 #define EXPONENT 0x7f800000
+#define LARGEST 0x71800000 /* the bits of 2^100: config.largest_gradient("float32") */
 
 #define GRAD float32
 #define GRAD_TYPE float
@@ -148,11 +185,13 @@ static inline uint16_t store_float16_any(float x) {
 #undef INTEGER
 #undef MAGNITUDE
 #undef EXPONENT
+#undef LARGEST
 
 #define REAL double
 #define INTEGER int64_t
 #define MAGNITUDE 0x7fffffffffffffff
 #define EXPONENT 0x7ff0000000000000
+#define LARGEST 0x7bf0000000000000 /* the bits of 2^960: config.largest_gradient("float64") */
 #define GRAD float64
 #define GRAD_TYPE double
 #define GRAD_BITS int64_t
@@ -178,16 +217,19 @@ int64_t scalecom_filter(const tensor *tensors, int64_t count, double beta, doubl
 int64_t scalecom_gather(const tensor *tensors, int64_t count, double beta, double scale, double share, const void *offsets, void *values,
                         void *sent, int wire_float16, double limit) {
     wire to = {offsets, values, sent, wire_float16, limit};
+    if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
     EACH(gather, beta, scale, share, to)
     return total;
 }
 int64_t scalecom_gather_and_filter(const tensor *tensors, int64_t count, double beta, double scale, const void *offsets, void *values,
                                    void *sent, int wire_float16, double limit, int choose, void *chosen) {
     wire to = {offsets, values, sent, wire_float16, limit};
+    if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
     EACH(gather_and_filter, beta, scale, to, choose, chosen)
     return total;
 }
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets, const void *values, int wire_float16) {
+    if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
     EACH(scatter, scale, offsets, values, wire_float16)
 #ifdef STREAMS
     _mm_sfence(); /* before other threads read the gradients */
@@ -196,6 +238,7 @@ int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, con
 }
 int64_t scalecom_undo(const tensor *tensors, int64_t count, double beta, double scale, int filtered, const void *offsets, const void *sent,
                       int wire_float16) {
+    if (offsets && !all_fit(tensors, count, offsets)) offsets = NULL;
     EACH(undo, beta, scale, filtered, offsets, sent, wire_float16)
     return total;
 }

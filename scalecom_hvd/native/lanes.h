@@ -9,6 +9,9 @@
 enum { CHOOSE_NOTHING = 0, CHOOSE_ACCUMULATOR = 1, CHOOSE_RESIDUE = 2 };
 enum { FLOAT32 = 0, FLOAT64 = 1, FLOAT16 = 2, BFLOAT16 = 3 };
 
+/* What a move gives that was handed offsets outside of their lanes, and so did nothing. Kept in step with native.REFUSED. */
+enum { OFFSETS_OUTSIDE = -1 };
+
 /* One compressed tensor, kept in step with native.TENSOR: its lanes (lanes.py), and where its numbers lie.
  * Groups of `width` lanes; a full group owns width * rows elements. A width of 0 stands for exact selection: offsets are flat positions. */
 typedef struct {
@@ -23,10 +26,10 @@ typedef struct {
 } tensor;
 
 /* m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g| or |m_new|.
- * Returns the number of non-finite gradient elements. */
+ * Returns the number of bad gradient elements: NaN, or larger than config.largest_gradient; those count as zero. */
 int64_t scalecom_filter(const tensor *tensors, int64_t count, double beta, double scale, int choose, void *chosen);
 /* values, sent <- m[I] + share * g[I], clamped and rounded to the wire dtype; m[I] <- m[I] - beta * values.
- * Returns how many values were not finite: those are sent as zero. */
+ * Returns how many values were not finite: those are sent as zero. Or OFFSETS_OUTSIDE, as all that follow may. */
 int64_t scalecom_gather(const tensor *tensors, int64_t count, double beta, double scale, double share, const void *offsets, void *values,
                         void *sent, int wire_float16, double limit);
 /* Look-ahead's gather (share 1), then its filter, in one pass over memory. Returns the sum of what both return. */
@@ -35,7 +38,7 @@ int64_t scalecom_gather_and_filter(const tensor *tensors, int64_t count, double 
 /* grad <- scale * values at I, zero elsewhere. */
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets, const void *values, int wire_float16);
 /* Take a step back: m[I] <- m[I] + beta * sent, then, if it was filtered, m <- m - beta * g. What was there before, to rounding.
- * Without offsets, the first part is left out: it was not done. */
+ * Without offsets, or with such that a gather refuses, the first part is left out: it was not done. */
 int64_t scalecom_undo(const tensor *tensors, int64_t count, double beta, double scale, int filtered, const void *offsets, const void *sent,
                       int wire_float16);
 

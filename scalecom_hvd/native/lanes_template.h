@@ -1,7 +1,8 @@
 /* The kernel's body, included by lanes.c once per gradient dtype. Not for other use.
  *
- * GRAD, GRAD_TYPE, GRAD_BITS, STORE: the gradient's dtype.  REAL, INTEGER, MAGNITUDE, EXPONENT: the residue's. Lengths are in elements.
- * `scale` turns gradients into the residue's units (1 / loss scale). A non-finite gradient element counts as zero everywhere.
+ * GRAD, GRAD_TYPE, GRAD_BITS, STORE: the gradient's dtype.  REAL, INTEGER, MAGNITUDE, EXPONENT, LARGEST: the residue's. Lengths are in
+ * elements. `scale` turns gradients into the residue's units (1 / loss scale). A bad gradient element, NaN or beyond LARGEST, counts as
+ * zero everywhere.
  */
 
 static inline INTEGER NAME(bits)(REAL x) { INTEGER bits; memcpy(&bits, &x, sizeof x); return bits; }
@@ -9,12 +10,12 @@ static inline REAL NAME(real)(INTEGER bits) { REAL x; memcpy(&x, &bits, sizeof x
 #define BITS NAME(bits)
 #define LOAD(x) CONCAT(load, GRAD)(x)
 
-/* scale * g, or zero where that is not finite; *bad is raised then. */
+/* scale * g, or zero where that is bad; *bad is raised then. */
 static inline REAL NAME(usable)(GRAD_TYPE g, REAL scale, INTEGER *bad) {
     INTEGER bits = BITS(scale * LOAD(g));
-    INTEGER finite = (bits & EXPONENT) != EXPONENT;
-    *bad += 1 - finite;
-    return NAME(real)(bits & -finite);
+    INTEGER good = (bits & MAGNITUDE) <= LARGEST;
+    *bad += 1 - good;
+    return NAME(real)(bits & -good);
 }
 
 /* The offsets of a tile; one loop per width, so that each is a vector's load. */

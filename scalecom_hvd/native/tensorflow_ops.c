@@ -112,6 +112,15 @@ static const char *OFFSETS_SIZE =
     "ScaleCom received not exactly one leader's offsets: ranks disagree about the step, so about who chooses. Restore a checkpoint of the "
     "same step on every rank, and give every rank the same number of steps";
 
+static const char *OFFSETS_ELSEWHERE =
+    "ScaleCom was given offsets that lie outside of their lanes, by the leader or in the state that was loaded: they are damaged, or of "
+    "another model. Restore a checkpoint of this model on every rank, or go on without loading ScaleCom's state (residues start at zero)";
+/* What a move gave; a refusal becomes the call's error. */
+static int64_t checked(call *now, int64_t result) {
+    if (result == OFFSETS_OUTSIDE) refuse(now, OFFSETS_ELSEWHERE);
+    return result;
+}
+
 /* The next piece of a tensor that stays in the cache: whole groups of lanes, which are lanes of a smaller tensor. */
 static tensor piece_at(const tensor *t, int64_t lane) {
     tensor piece = *t;
@@ -154,12 +163,12 @@ static void filter_with(int gathers, const bucket *of, TF_OpKernelContext *conte
     void *chosen = output(&now, n + gathers, chooses && *chooses ? of->offsets_bytes : 0);
     int64_t bad = 0;
     for (int i = 0; i < n && !failed(&now); i++)
-        for (int64_t lane = 0; lane < tensors[i].k;) {
+        for (int64_t lane = 0; lane < tensors[i].k && !failed(&now);) {
             tensor piece = piece_at(&tensors[i], lane);
             int64_t start = (char *)piece.residue - (char *)tensors[i].residue;
             memcpy(piece.residue, (const char *)old[i] + start, piece.numel * residue_size(&piece));
-            bad += gathers ? scalecom_gather_and_filter(&piece, 1, now.beta, now.scale, offsets, values, values, half, now.limit,
-                                                        *chooses ? CHOOSE_RESIDUE : CHOOSE_NOTHING, chosen)
+            bad += gathers ? checked(&now, scalecom_gather_and_filter(&piece, 1, now.beta, now.scale, offsets, values, values, half,
+                                                                      now.limit, *chooses ? CHOOSE_RESIDUE : CHOOSE_NOTHING, chosen))
                            : scalecom_filter(&piece, 1, now.beta, now.scale, *chooses ? CHOOSE_ACCUMULATOR : CHOOSE_NOTHING, chosen);
             lane += piece.k;
         }
@@ -169,11 +178,11 @@ static void filter_with(int gathers, const bucket *of, TF_OpKernelContext *conte
     end(&now);
 }
 
-/* grads, residues, settings, chooses -> updated residues, offsets (none unless it chooses), how many elements are not finite */
+/* grads, residues, settings, chooses -> updated residues, offsets (none unless it chooses), how many elements are bad */
 static void filter(void *of, TF_OpKernelContext *context) { filter_with(0, of, context); }
 
 /* grads, residues, settings, chooses, offsets -> updated residues, values, the next step's offsets (none unless it chooses), how many
- * elements are not finite */
+ * elements are bad */
 static void gather_and_filter(void *of, TF_OpKernelContext *context) { filter_with(1, of, context); }
 
 /* updated residues, grads, settings, offsets -> the residues without what is sent, values, how many of them are not finite */
@@ -199,7 +208,7 @@ static void gather(void *kernel, TF_OpKernelContext *context) {
     int64_t bad = 0;
     if (!failed(&now)) {
         int half = TF_ExpectedOutputDataType(context, n) == TF_HALF;
-        bad = scalecom_gather(tensors, n, now.beta, now.scale, 1 - now.beta, offsets, values, values, half, now.limit);
+        bad = checked(&now, scalecom_gather(tensors, n, now.beta, now.scale, 1 - now.beta, offsets, values, values, half, now.limit));
     }
     scalar(&now, n + 1, bad);
     free(tensors);
@@ -221,7 +230,7 @@ static void scatter(void *kernel, TF_OpKernelContext *context) {
     settings(&now, n);
     void *offsets = data(input(&now, n + 1, of->offsets_bytes, OFFSETS_SIZE));
     TF_Tensor *values = input(&now, n + 2, of->n_values, "there is one value for each lane");
-    if (!failed(&now)) scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values), TF_TensorType(values) == TF_HALF);
+    if (!failed(&now)) checked(&now, scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values), TF_TensorType(values) == TF_HALF));
     free(tensors);
     end(&now);
 }

@@ -23,7 +23,7 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.state import STATE_VERSION, check_residues, check_state
+from scalecom_hvd.state import STATE_VERSION, check_finite, check_residues, check_state
 from scalecom_hvd.tensorflow.reducer import Arguments, Reducer, reduction
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, runs_eagerly, set_value, shape_of, value_of
 from scalecom_hvd.tensorflow.transport import Transport, is_elastic
@@ -281,9 +281,10 @@ class ScaleCom(tf.Module, Compressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what this rank saved. Call it on every rank, before training goes on.
 
-        Raises ValueError, naming it, for what does not fit: another model, other settings, another version.
+        Raises ValueError, naming it, for what does not fit: another model, other settings, another version, residues that are not finite.
         """
         check_state(state, self.config)
+        check_finite({name: bool(np.isfinite(residue).all()) for name, residue in state["residues"].items()})
         known = {_in_stream(s, name): t.shape for s, tensors in enumerate(self._bound.tensors) for name, t in tensors.items()}
         if state["residues"] and known:  # else saved before the first step, when all of them were zero, or not needed before it
             check_residues({name: np.shape(residue) for name, residue in state["residues"].items()}, known)

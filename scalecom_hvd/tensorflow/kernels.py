@@ -1,7 +1,8 @@
 """The moves of one step on a bucket's tensors, as functions from tensors to tensors, and the kernels that make them.
 
 Nothing here changes a residue: a move gives the updated one, and the reducer assigns it when the step is known to count. Both kernels
-give bit-identical results, and those of reference.py. Called by reducer.py; imports nothing of this package above lanes and native.
+give bit-identical results, and those of reference.py. Called by reducer.py; imports the framework-free
+rooms alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 from scalecom_hvd import native
 from scalecom_hvd.buckets import Layout
+from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import Lanes, Positions
 
 log = logging.getLogger("scalecom_hvd")
@@ -37,10 +39,11 @@ class Units:
 
 
 class Kernel(Protocol):
-    """The moves of one step. m: residues, g: gradients times `scale`, with zero for what is not finite, I: the indices.
+    """The moves of one step. m: residues, g: gradients times `scale`, with zero for bad elements, I: the indices.
 
+    An element of g is bad unless |g| <= config.largest_gradient, a value of what is sent if it is not finite.
     grads, residues: (N,) each, in the order of the geometries.  offsets: bytes, as laid out by buckets.Layout; none, (0,), where a rank
-    does not choose.  values: (k,) of all tensors together, in the wire dtype.  bad: how many elements are not finite (int64 scalar).
+    does not choose.  values: (k,) of all tensors together, in the wire dtype.  bad: how many elements are (int64 scalar).
     """
 
     def __init__(self, geometries: Mapping[str, Lanes]) -> None: ...
@@ -201,12 +204,12 @@ def as_number(value: Any, dtype: tf.DType) -> tf.Tensor:
 
 
 def _usable(grad: tf.Tensor, kind: tf.DType, scale: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """scale*g in the residue's dtype with zero for what is not finite, and how many elements that are."""
+    """scale*g in the residue's dtype with zero for bad elements, and how many those are."""
     g = tf.cast(grad, kind)
     if scale is not None:
         g *= tf.cast(scale, kind)
-    finite = tf.math.is_finite(g)
-    return tf.where(finite, g, tf.zeros_like(g)), _count(~finite)
+    good = tf.abs(g) <= as_number(largest_gradient(kind.name), kind)
+    return tf.where(good, g, tf.zeros_like(g)), _count(~good)
 
 
 def _count(mask: tf.Tensor) -> tf.Tensor:

@@ -157,6 +157,10 @@ class Bucket:
             sound = sound & average.half().isfinite().all()
         return sound
 
+    def norms(self) -> tuple[float, float]:
+        """The norms of residues and of this step's gradients, before `scatter`."""
+        return self._moves.norms()
+
     def scatter(self) -> None:
         """Turn every gradient into the average over the ranks. From here on the step cannot be taken back."""
         self.scattered = True

@@ -105,12 +105,13 @@ class ScaleCom(Compressor):
         step, skipped_steps (a gradient was not finite); leader: the position of the rank that chose last (for the first bucket);
         bytes_offsets, bytes_values, bytes_dense: handed to Horovod in the last step; bytes_traffic: what this rank sent for them on a
         ring, on average over ranks; rate: elements of the model per element sent; collectives per step; residue_norm: Euclidean,
-        over all residues (reads them all).
+        over all residues (reads them all); residue_ratio: that of residues to that of gradients, when it was last looked at (every 100
+        steps; None before).
         """
         numbers = {"step": self.residues.step, "skipped_steps": self.residues.skipped_steps}
         if self._exchange is not None:
             numbers |= self._exchange.stats()
-        return numbers | {"residue_norm": self.residues.norm()}
+        return numbers | {"residue_norm": self.residues.norm(), "residue_ratio": self.residues.health.ratio}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residues and step, to be saved by every rank beside the model; torch.load(..., weights_only=True) reads it.

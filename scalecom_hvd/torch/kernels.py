@@ -2,7 +2,7 @@
 
 A kernel is made once for tensors that share their buffers of offsets and values (a `Place` each) and makes every move for all of them
 at once; `kernel_for` picks who does so. Every kernel gives bit-identical results, and those of reference.py. Called by moves.py;
-imports nothing of this package above lanes and native.
+imports nothing of this package above config, lanes and native.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from scalecom_hvd import native
+from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import Lanes, Positions
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
@@ -49,7 +50,9 @@ class Place:
 
 
 class Kernel(Protocol):
-    """The moves of one step. m: residue, g: gradient times `scale` (1 / loss scale), with zero for what is not finite, I: the indices.
+    """The moves of one step. m: residue, g: gradient times `scale` (1 / loss scale), with zero for bad elements, I: the indices.
+
+    An element is bad unless |g| <= config.largest_gradient.
 
     Buffers: offsets, chosen (bytes); values, sent (the wire dtype). Nothing is allocated by a step that is as large as they are.
     A frozen tensor is no longer trained: its residue stays as it is, and zeros are sent.
@@ -63,7 +66,7 @@ class Kernel(Protocol):
     def filter(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
         """m <- m + beta*g; unless CHOOSE_NOTHING, `chosen` <- the winners of |m_old + g| or of |m_new|.
 
-        Gives how many elements of g are not finite."""
+        Gives how many elements of g are bad."""
 
     def gather(self, beta: float, share: float, offsets: torch.Tensor, values: torch.Tensor, sent: torch.Tensor, limit: float) -> Count:
         """values, sent <- m[I] + share*g[I], in the wire dtype (float16 is clamped to +-limit); m[I] <- m[I] - beta*sent.
@@ -108,13 +111,13 @@ class TorchKernel:
         bad = 0
         for place, grad, frozen in self._each():
             residue = place.residue
-            g, finite = _usable(grad, residue, self._scale)
+            g, good = _usable(grad, residue, self._scale)
             if choose == CHOOSE_ACCUMULATOR:
                 self._choose(residue + g, place, chosen)
             residue.add_(g.mul_(0.0 if frozen else beta))
             if choose == CHOOSE_RESIDUE:
                 self._choose(residue, place, chosen)
-            bad = bad + (finite.numel() - finite.count_nonzero())
+            bad = bad + (good.numel() - good.count_nonzero())
         return bad
 
     @staticmethod
@@ -219,16 +222,14 @@ class NativeKernel:
         return bad
 
     def gather(self, beta, share, offsets, values, sent, limit):
-        return self._library.scalecom_gather(
-            *self._tensors, beta, self._scale, share, _address(offsets), _address(values), _address(sent), _is_half(values), limit
-        )
+        buffers = _address(offsets), _address(values), _address(sent)
+        return native.checked(self._library.scalecom_gather(*self._tensors, beta, self._scale, share, *buffers, _is_half(values), limit))
 
     def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
         if self._exact:
             bad = self.gather(beta, 1.0, offsets, values, sent, limit)
             return bad + self.filter(beta, choose, chosen)
-        return self._library.scalecom_gather_and_filter(
-            *self._tensors,
+        arguments = (
             beta,
             self._scale,
             _address(offsets),
@@ -239,12 +240,16 @@ class NativeKernel:
             choose,
             _address(chosen),
         )
+        return native.checked(self._library.scalecom_gather_and_filter(*self._tensors, *arguments))
 
     def scatter(self, outputs, offsets, values):
         grads = self._table["grad"].copy()
         self._table["grad"] = [output.data_ptr() for output in outputs]
-        self._library.scalecom_scatter(*self._tensors, 1 / self._scale, _address(offsets), _address(values), _is_half(values))
-        self._table["grad"] = grads
+        arguments = 1 / self._scale, _address(offsets), _address(values), _is_half(values)
+        try:
+            native.checked(self._library.scalecom_scatter(*self._tensors, *arguments))
+        finally:
+            self._table["grad"] = grads
 
     def undo(self, beta, filtered, offsets, sent):
         self._library.scalecom_undo(
@@ -303,12 +308,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """scale*g in the residue's dtype with zero for what is not finite (a new tensor), and where it is finite."""
+    """scale*g in the residue's dtype with zero for bad elements (a new tensor), and where it is good."""
     g = grad.to(residue.dtype, copy=True)
     if scale != 1:
         g.mul_(scale)
-    finite = g.isfinite()
-    return g.masked_fill_(~finite, 0), finite
+    good = g.abs() <= largest_gradient(_name(residue.dtype))
+    return g.masked_fill_(~good, 0), good
 
 
 def _choose_exact(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.Tensor) -> None:

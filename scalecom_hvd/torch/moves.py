@@ -7,6 +7,7 @@ imports residues and kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -73,6 +74,7 @@ class Moves:
         """
         # Kernels walk over memory, not over strides.
         assert all(grad.is_contiguous() for grad in grads), "gradients must be flat and contiguous here"
+        self._grads, self._scale = list(grads), scale
         dtypes = [grad.dtype for grad in grads]
         if dtypes != self._grad_dtypes:  # torch lets a parameter have gradients of another dtype than its own
             self._choose_kernels(dtypes, grads)
@@ -96,7 +98,7 @@ class Moves:
 
     @record_function("scalecom.filter")
     def filter(self, chosen: torch.Tensor | None = None) -> Count:
-        """Move (1), and where `chosen` is given, its lanes' winners by |m + g|; gives the number of non-finite gradient elements."""
+        """Move (1), and where `chosen` is given, its lanes' winners by |m + g|; gives the number of bad gradient elements."""
         self._filtered = True
         choose = CHOOSE_NOTHING if chosen is None else CHOOSE_ACCUMULATOR
         return self._sum(kernel.filter(self._beta, choose, chosen) for kernel, _ in self._kernels)
@@ -116,15 +118,16 @@ class Moves:
 
     @record_function("scalecom.gather_and_filter")
     def gather_and_filter(self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int, chosen: torch.Tensor | None) -> Count:
-        """Moves (2) and (1) in look-ahead's order, and where `chosen` is given, the winners by |m| afterwards. Gives the number of elements
-        that are not finite."""
+        """Moves (2) and (1) in look-ahead's order, and where `chosen` is given, the winners by |m| afterwards. Gives the number of bad
+        elements."""
         self._keep(offsets, values)
-        self._filtered = True
         limit = float16_limit(n_workers)
         choose = CHOOSE_NOTHING if chosen is None else CHOOSE_RESIDUE
-        return self._sum(
+        bad = self._sum(
             kernel.gather_and_filter(self._beta, offsets, values, self._sent, limit, choose, chosen) for kernel, _ in self._kernels
         )
+        self._filtered = True  # not where the kernel refused its offsets
+        return bad
 
     @record_function("scalecom.scatter")
     def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
@@ -132,6 +135,15 @@ class Moves:
         step cannot be undone."""
         for kernel, members in self._kernels:
             kernel.scatter([outputs[i] for i in members], offsets, values)
+
+    def norms(self) -> tuple[float, float]:
+        """The Euclidean norms of all residues, and of this step's gradients in the residues' units. Reads them all."""
+
+        def norm(tensors: Sequence[torch.Tensor]) -> float:
+            wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+            return math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
+
+        return norm([tensor.residue for tensor in self.tensors]), norm(self._grads) * self._scale
 
     def undo(self) -> None:
         """Take this step's moves back, as far as they were made; the offsets and the gradients must still be at hand."""
@@ -144,6 +156,7 @@ class Moves:
         """Close the step, and let go of the gradients."""
         for kernel, _ in self._kernels:
             kernel.finish()
+        self._grads: list[torch.Tensor] = []
         self._begun = self._filtered = False
         self._offsets: torch.Tensor | None = None
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.health import LOOK_EVERY, Health, check_length, growth_limit
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.state import STATE_VERSION, check_residues, check_state
+from scalecom_hvd.state import STATE_VERSION, check_finite, check_residues, check_state
 from scalecom_hvd.torch.kernels import kernel_for
 
 log = logging.getLogger("scalecom_hvd")
@@ -58,6 +60,7 @@ class Residues:
         self.buckets: list[list[str]] | None = None
         self.ranks: int | None = None
         self.rates: dict[str, float] | None = None
+        self.health = Health()
         self._loaded: dict[str, torch.Tensor] | None = None
 
     def attach(self, parameters: dict[str, torch.Tensor]) -> None:
@@ -77,7 +80,9 @@ class Residues:
             for name, parameter in parameters.items()
             if self.rates[name] > 1
         }
+        check_length(self.config, self.rates.values())
         if self._loaded is not None:
+            self._check_fits(self._loaded, self.chosen_ahead)
             self._copy_in(self._loaded)
             self._loaded = None
 
@@ -102,9 +107,11 @@ class Residues:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state of `state_dict`; raises ValueError that names what does not fit, and then changes nothing."""
         check_state(state, self.config)
+        check_finite({name: bool(residue.isfinite().all()) for name, residue in state["residues"].items()})
         if self.rates is None:
             self._loaded = dict(state["residues"])
         else:
+            self._check_fits(state["residues"], state.get("offsets", {}))
             self._copy_in(state["residues"])
         self.step = int(state["step"])
         self.chosen_ahead = dict(state.get("offsets", {}))
@@ -112,14 +119,31 @@ class Residues:
         # Who asks for buckets of another size gets them.
         self.buckets = state.get("buckets") if state["config"]["bucket_bytes"] == self.config.bucket_bytes else None
 
+    def _check_fits(self, residues: dict[str, torch.Tensor], offsets: dict[str, torch.Tensor]) -> None:
+        """Raise ValueError for residues, or look-ahead's offsets, of other tensors than these."""
+        if residues:
+            shapes = ({name: tuple(of[name].shape) for name in of} for of in (residues, self.tensors))
+            check_residues(*shapes)
+        for name, chosen in offsets.items():
+            tensor = self.tensors.get(name)
+            if tensor is None or (chosen.dtype, tuple(chosen.shape)) != (tensor.offset_dtype, (tensor.geometry.k,)):
+                raise ValueError(f"look-ahead's offsets of {name} belong to another model, or are damaged: load another state")
+
     def _copy_in(self, residues: dict[str, torch.Tensor]) -> None:
-        if not residues:  # saved before the first step, or by a single process: all of them were zero
-            for tensor in self.tensors.values():
-                tensor.residue.zero_()
-            return
-        check_residues({name: tuple(r.shape) for name, r in residues.items()}, {name: tuple(t.shape) for name, t in self.tensors.items()})
         for name, tensor in self.tensors.items():
-            tensor.residue.copy_(residues[name].reshape(-1))
+            if residues:
+                tensor.residue.copy_(residues[name].reshape(-1))
+            else:  # saved before the first step, or by a single process: all of them were zero
+                tensor.residue.zero_()
+
+    def look_due(self) -> bool:
+        """Whether this is a step in which norms are looked at."""
+        return self.step % LOOK_EVERY == 0 and bool(self.tensors)
+
+    def look(self, norms: Iterable[tuple[float, float]]) -> None:
+        """See whether residues grow: norms of residues and of a step's gradients, bucket by bucket."""
+        residues, grads = (math.hypot(*each) for each in zip(*norms, strict=True))
+        self.health.look(self.step, residues, grads, growth_limit(self.rates.values()))
 
     def note_skipped_step(self) -> None:
         """A gradient was not finite on some rank: this step is counted, but did not happen."""

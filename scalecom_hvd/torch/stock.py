@@ -186,6 +186,8 @@ class StockExchange:
             for name in seen:
                 self._moves[name].undo()
             return
+        if residues.look_due() and seen and not self._whole:
+            residues.look([self._moves[name].norms() for name in seen])
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
         for name in seen:
             if last_whole and self._i_choose():

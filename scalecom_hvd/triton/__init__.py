@@ -14,15 +14,19 @@ for bfloat16, whose bits are converted here (the interpreter does not round them
 
 from typing import NamedTuple
 
+import numpy as np
 import triton
 import triton.language as tl
 
 from scalecom_hvd import lanes, native
+from scalecom_hvd.config import largest_gradient
 
 # What a kernel reads must be a constexpr.
 CHOOSE_NOTHING, CHOOSE_RESIDUE = tl.constexpr(native.CHOOSE_NOTHING), tl.constexpr(native.CHOOSE_RESIDUE)
 LANES = tl.constexpr(lanes.LANES)
 LAST_ROW = tl.constexpr(2**31 - 1)
+LARGEST_32 = tl.constexpr(int(np.float32(largest_gradient("float32")).view(np.int32)))
+LARGEST_64 = tl.constexpr(int(np.float64(largest_gradient("float64")).view(np.int64)))
 # Rows that the threads of a program hold side by side when each has 16 bytes: of so many, one keeps the best.
 SLOTS = tl.constexpr(8)
 
@@ -72,7 +76,7 @@ def filter_tiles(
 ):
     """m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g| or |m_new|.
 
-    Adds to `count` how many elements of g are not finite.
+    Adds to `count` how many elements of g are bad: NaN, or larger than config.largest_gradient. Those count as zero.
     """
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     unused = tl.zeros((LANES,), REAL)
@@ -214,7 +218,7 @@ def _tile(tiles, tensors, step, GRAD: tl.constexpr, REAL: tl.constexpr):
 def _pass(tile, beta, scale, changed, instead, CHANGED: tl.constexpr, CHOOSE: tl.constexpr, BLOCK: tl.constexpr):
     """m <- m + beta * g; CHANGED: in every lane, `instead` stands for m in row `changed`.
 
-    Gives every lane's winner, and the number of elements of g that are not finite.
+    Gives every lane's winner, and the number of bad elements of g.
     """
     beta, scale = _unless_frozen(tile, beta), _real(scale, tile.residue.dtype.element_ty)
     if tile.wide:
@@ -235,8 +239,8 @@ def _pass_rows(tile, beta, scale, changed, instead, WIDE: tl.constexpr, CHANGED:
         row, begin, within, exists = _block(tile, first, WIDE, BLOCK)
         residue = _elements(tile.residue, begin, within, WIDE)
         m = tl.load(residue, mask=exists, other=0)
-        g, finite = _usable(tl.load(_elements(tile.grad, begin, within, WIDE), mask=exists, other=0), scale)
-        bad += tl.sum(tl.reshape(tl.where(finite, 0, 1), (BLOCK // SLOTS, SLOTS, LANES)), axis=0)
+        g, good = _usable(tl.load(_elements(tile.grad, begin, within, WIDE), mask=exists, other=0), scale)
+        bad += tl.sum(tl.reshape(tl.where(good, 0, 1), (BLOCK // SLOTS, SLOTS, LANES)), axis=0)
         if CHANGED:
             m = tl.where(row[:, None] == changed[None, :], instead[None, :], m)
         updated = m + beta * g
@@ -363,12 +367,13 @@ def _unless_frozen(tile, beta):
 
 @triton.jit
 def _usable(g, scale):
-    """scale * g in scale's dtype, with zero for what is not finite; and where it is finite."""
+    """scale * g in scale's dtype, with zero for bad elements; and where it is good. By its bits, as lanes.c does."""
     if g.dtype == tl.int16:
         g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     g = scale * g.to(scale.dtype)
-    finite = _is_finite(g)
-    return tl.where(finite, g, 0), finite
+    largest: tl.constexpr = LARGEST_64 if g.dtype == tl.float64 else LARGEST_32
+    good = _magnitude(g) <= largest
+    return tl.where(good, g, 0), good
 
 
 @triton.jit

@@ -489,3 +489,18 @@ def test_look_ahead_with_nothing_to_compress():
     run(optimizer, model, 3, shapes={"small": (10,)})
     assert same_on_all_ranks(model.values())
     assert optimizer.compression.stats()["collectives"] == 1
+
+
+@pytest.mark.parametrize("library", [hvd, stock], ids=["drop-in", "stock"])
+def test_residues_that_keep_growing_are_reported_once(library, caplog):
+    """A gradient that never changes, at a rate of 400: after 200 steps most coordinates have never been sent."""
+    model = {"weight": torch.nn.Parameter(torch.zeros(100, 100))}
+    compressor = hvd.ScaleCom(model.items() if library is stock else None, rate=400, planned_steps=310)
+    optimizer = library.DistributedOptimizer(torch.optim.SGD(model.values(), 0.1), model.items(), compression=compressor)
+    for _ in range(310):
+        optimizer.zero_grad()
+        feed(model, {"weight": torch.ones(100, 100)})
+        optimizer.step()
+    messages = [record.getMessage() for record in caplog.records if record.name == "scalecom_hvd" and record.levelname == "WARNING"]
+    assert [("sends per coordinate" in m, "residues keep growing" in m) for m in messages] == [(True, False), (False, True)]
+    assert 100 < compressor.stats()["residue_ratio"] < 400

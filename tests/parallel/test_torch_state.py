@@ -123,12 +123,15 @@ def test_states_that_do_not_fit_are_refused():
     run(optimizer, model, range(2))
     state = through_a_file(compressor.state_dict())
     other = parameters({**SHAPES, "third": (6000,)})
+    spoilt = state["residues"] | {"second": torch.full(SHAPES["second"], float("inf"))}
     for change, model, settings, message in (
         ({}, parameters(SHAPES), {"rate": 50}, r"rate=20.0 in the state and 50.0 now"),
         ({"version": 99}, parameters(SHAPES), {}, "version 99, and this release reads version 1"),
         ({}, other, {}, r"third has shape \(5000,\) in the state and \(6000,\) in the model"),
         ({}, parameters({n: s for n, s in SHAPES.items() if n != "third"}), {}, "third is not in this model"),
         ({}, parameters({**SHAPES, "fourth": (5000,)}), {}, "fourth is not in the state"),
+        ({"residues": spoilt}, parameters(SHAPES), {}, "not finite, of second"),
+        ({"offsets": {"third": torch.zeros(3, dtype=torch.uint8)}}, parameters(SHAPES), {}, "offsets of third belong to another model"),
     ):
         _, compressor = make(hvd, model, **settings)
         with pytest.raises(ValueError, match=message):

@@ -33,6 +33,19 @@ from scalecom_hvd import ScaleComConfig
         ({"residue_dtype": "float16"}, ValueError, "residue_dtype must be one of"),
         ({"lookahead": 1}, TypeError, "lookahead must be True or False"),
         ({"dense": "head.*"}, TypeError, r"such as \['head.\*'\]"),
+        ({"dense": ["head.*", 3]}, TypeError, "dense must be a list of globs"),
+        ({"dense": 3}, TypeError, "dense must be a list of globs"),
+        ({"rate": None}, TypeError, "rate must be a number, not None"),
+        ({"rate": 3 + 0j}, TypeError, "rate must be a number"),
+        ({"beta": float("nan")}, ValueError, r"beta must be in \(0, 1\], not nan"),
+        ({"beta": "small"}, TypeError, "beta must be a number, not 'small'"),
+        ({"rates": {"conv*": "fast"}}, TypeError, r"rates\['conv\*'\] must be a number"),
+        ({"rates": {"conv*": float("inf")}}, ValueError, r"rates\['conv\*'\] is N/k"),
+        ({"min_numel": False}, TypeError, "min_numel must be a whole number"),
+        ({"bucket_bytes": "25M"}, TypeError, "bucket_bytes must be a whole number, not '25M'"),
+        ({"selection": ["lanes"]}, ValueError, "selection must be one of"),
+        ({"leader": None}, ValueError, "leader must be one of 'cyclic', 'staggered', not None"),
+        ({"lookahead": None}, TypeError, "lookahead must be True or False"),
         ({"dense": ["auto:last"]}, ValueError, "'auto:first' and 'auto:output', not 'auto:last'"),
     ],
 )
@@ -83,6 +96,72 @@ def test_wrong_environment_and_files(tmp_path, monkeypatch):
     monkeypatch.setenv("SCALECOM_BETTA", "0.3")
     with pytest.raises(ValueError, match="the environment sets SCALECOM_BETTA; did you mean SCALECOM_BETA"):
         ScaleComConfig.from_env()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "error", "message"),
+    [
+        ("SCALECOM_RATE", "0.5", ValueError, "rate is N/k.*not 0.5"),
+        ("SCALECOM_RATE", ".nan", ValueError, "rate is N/k"),
+        ("SCALECOM_RATE", "fast", TypeError, "rate must be a number, not 'fast'"),
+        ("SCALECOM_RATE", "", TypeError, "rate must be a number, not None"),
+        ("SCALECOM_BETA", "2", ValueError, r"beta must be in \(0, 1\]"),
+        ("SCALECOM_BETA", "[", ValueError, r"SCALECOM_BETA='\[' is not a value in YAML"),
+        ("SCALECOM_MIN_NUMEL", "many", TypeError, "min_numel must be a whole number, not 'many'"),
+        ("SCALECOM_WARMUP_STEPS", "-3", ValueError, "warmup_steps must be at least 0"),
+        ("SCALECOM_RATES", "conv", TypeError, "rates must map globs"),
+        ("SCALECOM_RATES", "{conv: 0}", ValueError, r"rates\['conv'\] is N/k"),
+        ("SCALECOM_LOOKAHEAD", "maybe", TypeError, "lookahead must be True or False"),
+        ("SCALECOM_SELECTION", "best", ValueError, "selection must be one of"),
+        ("SCALECOM_DENSE", "auto:last", ValueError, "'auto:first' and 'auto:output', not 'auto:last'"),
+        ("SCALECOM_DENSE", "[3]", TypeError, "dense must be a list of globs"),
+        ("SCALECOM_WARMUP", "3", ValueError, "sets SCALECOM_WARMUP; did you mean SCALECOM_WARMUP_STEPS"),
+        ("SCALECOM_ZZZ", "3", ValueError, "sets SCALECOM_ZZZ; it knows SCALECOM_RATE, SCALECOM_BETA"),
+    ],
+)
+def test_the_environment_is_checked_like_code(variable, text, error, message, monkeypatch):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(error, match=message):
+        ScaleComConfig.from_env()
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("rate: 0.5", ValueError, "rate is N/k.*not 0.5"),
+        ("rate: fast", TypeError, "rate must be a number, not 'fast'"),
+        ("beta:", TypeError, "beta must be a number, not None"),
+        ("beta: 0", ValueError, r"beta must be in \(0, 1\]"),
+        ("min_numel: 1.5", TypeError, "min_numel must be a whole number"),
+        ("rates: [conv]", TypeError, "rates must map globs"),
+        ("rates: {conv: 0.1}", ValueError, r"rates\['conv'\] is N/k"),
+        ("dense: head.*", TypeError, "dense must be a list of globs"),
+        ("lookahead: 1", TypeError, "lookahead must be True or False"),
+        ("wire_dtype: float8", ValueError, "wire_dtype must be one of None, 'float16', not 'float8'"),
+        ("rate: 50\nBeta: 0.1", ValueError, "scalecom.yaml sets Beta; did you mean beta"),
+        ("3: 4", ValueError, "scalecom.yaml sets 3; it knows rate"),
+        ("", TypeError, "scalecom.yaml must hold settings as 'name: value' lines, not None"),
+        ("[rate, 50]", TypeError, "'name: value' lines"),
+        ("rate: 50\n beta: 0.1", ValueError, "scalecom.yaml is not YAML"),
+        ("rate: !!python/object/apply:os.getcwd []", ValueError, "scalecom.yaml is not YAML"),
+    ],
+)
+def test_a_file_is_checked_like_code(text, error, message, tmp_path):
+    path = tmp_path / "scalecom.yaml"
+    path.write_text(text)
+    with pytest.raises(error, match=message):
+        ScaleComConfig.from_file(path)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="missing.yaml"):
+        ScaleComConfig.from_file(tmp_path / "missing.yaml")
+    with pytest.raises(IsADirectoryError, match=tmp_path.name):
+        ScaleComConfig.from_file(tmp_path)
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(b"\x89PNG\xff\x00")
+    with pytest.raises(ValueError, match="picture.png is not YAML"):
+        ScaleComConfig.from_file(picture)
 
 
 def test_equal_settings_are_equal():

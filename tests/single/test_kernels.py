@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalecom_hvd import native
+from scalecom_hvd import ScaleComConfig
+from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.reference import select
+from scalecom_hvd.reference import ScaleComReference, select
 from scalecom_hvd.torch.kernels import (
     CHOOSE_ACCUMULATOR,
     CHOOSE_NOTHING,
@@ -21,6 +22,8 @@ from scalecom_hvd.torch.kernels import (
     TorchKernel,
     kernel_for,
 )
+from scalecom_hvd.torch.moves import Moves
+from scalecom_hvd.torch.residues import CompressedTensor
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SIZES = [1, 2, 63, 64, 65, 6399, 6400, 6401, 20_000]
@@ -33,6 +36,13 @@ def residue_dtype(grad_dtype):
 
 def offsets_dtype(shape):
     return getattr(torch, str(shape.offset_dtype))
+
+
+def at_the_limit(dtype):
+    """A gradient element just small enough, the next larger one, and the scale that takes the first to the largest of its residue."""
+    scale = 2.0**90 if dtype == torch.float16 else 0.5
+    taken = largest_gradient(str(residue_dtype(dtype)).removeprefix("torch.")) / scale
+    return taken, taken * (1 + torch.finfo(dtype).eps), scale
 
 
 def new_offsets(*shapes):
@@ -159,6 +169,95 @@ def test_one_value_that_is_not_finite_is_found_and_counts_as_zero(kernel, dtype,
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("position", [0, 63, 64, 6399, 6499])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_one_value_beyond_the_largest_is_found_and_counts_as_zero(kernel, dtype, position, sign):
+    """A residue of finite numbers may still overflow, and would void every later step."""
+    taken, beyond, scale = at_the_limit(dtype)
+    shape, ones = geometry(6500, 100, "lanes"), torch.ones(6500).to(dtype)
+    for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
+        for value, bad in ((taken, 0), (beyond, 1)):
+            grad, residue = ones.clone(), torch.zeros(6500, dtype=residue_dtype(dtype))
+            grad[position] = sign * value
+            made = kernel_on(kernel, grad, residue, shape, scale)
+            assert int(made.filter(0.5, choose, new_offsets(shape))) == bad
+            assert float(residue[position]) == (0 if bad else sign * 0.5 * taken * scale)
+            made.undo(0.5, True, None, None)
+            assert not residue.any()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_value_beyond_the_largest_is_not_sent(kernel, dtype):
+    taken, beyond, scale = at_the_limit(dtype)
+    shape = geometry(2, 1, "lanes")
+    grad, residue = torch.tensor([taken, beyond], dtype=torch.float64).to(dtype), torch.ones(2, dtype=residue_dtype(dtype))
+    values, sent = torch.empty(2, 2, dtype=residue.dtype)
+    for lookahead in (False, True):
+        made = kernel_on(kernel, grad, residue, shape, scale)
+        if lookahead:
+            assert int(made.gather_and_filter(1.0, new_offsets(shape), values, sent, 1.0, CHOOSE_NOTHING, None)) == 1
+        else:
+            assert int(made.gather(1.0, 1.0, new_offsets(shape), values, sent, 1.0)) == 0  # the filter counts
+        assert values.tolist() == sent.tolist() == [taken * scale, 1]
+        residue.fill_(1)
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("huge", [3e38, 2.0**100, float("inf"), float("nan")])
+def test_no_gradient_poisons_the_residue_for_ever(kernel, lookahead, huge, monkeypatch):
+    """What gradients in their millions of steps may be, the steps after them count again. The oracle says the same."""
+    monkeypatch.setenv("SCALECOM_KERNEL", kernel)
+    config = ScaleComConfig(rate=10, min_numel=0, lookahead=lookahead, beta=0.5)
+    parameter = torch.zeros(700)
+    tensor = CompressedTensor("p", parameter, 10, config)
+    moves, reference = Moves([tensor]), ScaleComReference(1, {"p": (700,)}, config)
+    offsets, ahead = moves.new_offsets(parameter.device), moves.new_offsets(parameter.device)
+    values = torch.zeros(moves.n_values)
+    random, counted = np.random.default_rng(0), 0
+    for step in range(60):
+        grad = random.standard_normal(700).astype(np.float32)
+        if 5 <= step < 50:
+            grad[::3] = huge
+        average = reference.step([{"p": grad}])["p"]
+        moves.begin([torch.from_numpy(grad.copy())], 1.0, [False])
+        if lookahead and step == 0:
+            moves.choose_without_filter(ahead)
+            moves.finish()
+            continue
+        if lookahead:
+            offsets.copy_(ahead)
+            bad = moves.gather_and_filter(offsets, values, 1, ahead)
+        else:
+            bad = moves.filter(offsets) + moves.gather(offsets, values, 1)
+        assert np.isnan(average).all() == bool(bad) == (5 <= step < 50 and huge != 2.0**100)
+        if bad:
+            moves.undo()
+            ahead.copy_(offsets)
+        else:
+            output = torch.zeros(700)
+            moves.scatter([output], offsets, values)
+            moves.finish()
+            counted += 1
+            np.testing.assert_allclose(output.numpy(), average, rtol=1e-5, atol=1e-5)
+        assert tensor.residue.isfinite().all()
+    assert counted == 60 - lookahead - 45 * (huge != 2.0**100)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
+def test_not_even_a_full_residue_overflows(kernel):
+    """The largest gradient is lost in the rounding of a float32 that is much larger."""
+    residue, shape = torch.tensor([3.4e38, -3.4e38, 2.0**125]), geometry(3, 1, "lanes")
+    grad = torch.tensor([1.0, -1.0, 1.0]) * largest_gradient("float32")
+    made, before = kernel_on(kernel, grad, residue, shape), residue.clone()
+    for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
+        assert int(made.filter(1.0, choose, new_offsets(shape))) == 0
+    assert torch.equal(residue, before)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
 def test_float16_wire_saturates_and_keeps_the_rest(kernel):
     grad, residue, shape = torch.tensor([1e6, -1e9, 3.0]), torch.zeros(3), geometry(3, 1, "lanes")
     values, sent = torch.empty(2, 3, dtype=torch.float16)
@@ -170,8 +269,9 @@ def test_float16_wire_saturates_and_keeps_the_rest(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
-def test_an_accumulator_that_overflows_is_reported(kernel):
-    grad, residue, shape = torch.tensor([3e38, 1.0]), torch.tensor([3e38, 0.0]), geometry(2, 1, "lanes")
+def test_a_residue_that_is_infinite_is_reported(kernel):
+    """No step makes it so; who loads state past all checks learns of it."""
+    grad, residue, shape = torch.tensor([3.0, 1.0]), torch.tensor([float("inf"), 0.0]), geometry(2, 1, "lanes")
     made = kernel_on(kernel, grad, residue, shape)
     made.filter(1.0, CHOOSE_NOTHING, None)
     values, sent = torch.empty(2, 2)
@@ -195,11 +295,126 @@ def test_every_float16_survives_the_wire():
             assert torch.equal(*outputs)
 
 
+DENORMALS = """
+import threading
+import numpy as np
+from scalecom_hvd import native
+
+def multiply():
+    assert np.float32(1e-40) * np.float32(1) > 0, "denormal numbers are flushed to zero"
+    products.append((np.full(1000, 1e-30, np.float32) * np.float32(1e-10)).all())
+
+products = []
+assert native.library() is not None
+multiply()
+thread = threading.Thread(target=multiply)
+thread.start()
+thread.join()
+assert products == [True, True], "denormal numbers are flushed to zero"
+"""
+
+
 def test_the_library_leaves_the_processors_modes_alone():
     """Linking with -ffast-math would flush denormal numbers to zero in the whole process."""
-    assert native.library() is not None
-    assert float(torch.tensor(1e-40).double()) > 0
-    assert np.float32(1e-30) * np.float32(1e-10) > 0
+    subprocess.run([sys.executable, "-c", DENORMALS], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("choose", [CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1])
+def test_empty_and_one_element_tensors(dtype, numel, choose):
+    kind = residue_dtype(dtype)
+    for rate in (1, 1.5, 100, 300, 70_000):
+        for wire in (kind, torch.float16):
+            shapes = [geometry(n, rate, "lanes") for n in (numel, 70, numel)]
+            grads = [torch.randn(shape.numel).to(dtype) for shape in shapes]
+            residues = [torch.randn(shape.numel).to(kind) for shape in shapes]
+            results = [all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire) for k in KERNELS]
+            assert results[0][0] == results[1][0] == 0
+            for ours, plain in zip(results[0][1], results[1][1], strict=True):
+                assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_denormal_gradients_are_numbers_like_others(kernel, dtype):
+    smallest, kind = torch.finfo(dtype).smallest_normal, residue_dtype(dtype)
+    grad = (torch.randint(1, 120, (6500,)).double() * smallest / 128).to(dtype)
+    residue, shape = torch.zeros(6500, dtype=kind), geometry(6500, 100, "lanes")
+    offsets, (values, sent) = new_offsets(shape), torch.zeros(2, shape.k, dtype=kind)
+    made = kernel_on(kernel, grad, residue, shape)
+    assert int(made.filter(1.0, CHOOSE_ACCUMULATOR, offsets)) == 0
+    chosen = shape.indices(offsets.numpy())
+    np.testing.assert_array_equal(chosen, select(grad.to(kind).numpy(), shape, "lanes"))
+    np.testing.assert_array_equal(residue.numpy(), grad.to(kind).numpy())
+    assert int(made.gather(1.0, 0.0, offsets, values, sent, 1.0)) == 0
+    np.testing.assert_array_equal(values.numpy(), grad.to(kind).numpy()[chosen])
+    assert values.all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_zero_send_zeros_of_the_first_rows(kernel, dtype):
+    residue, shape = torch.zeros(6500, dtype=residue_dtype(dtype)), geometry(6500, 100, "lanes")
+    offsets, (values, sent) = new_offsets(shape) + 7, torch.ones(2, shape.k, dtype=residue.dtype)
+    made = kernel_on(kernel, torch.zeros(6500, dtype=dtype), residue, shape)
+    assert int(made.filter(1.0, CHOOSE_ACCUMULATOR, offsets)) == 0
+    assert int(made.gather(1.0, 0.0, offsets, values, sent, 1.0)) == 0
+    assert not any(tensor.any() for tensor in (offsets, values, sent, residue))
+
+
+@pytest.mark.parametrize(
+    ("numel", "rate", "selection", "lane", "offset"),
+    [
+        (6500, 100, "lanes", 3, 100),  # beyond a full group
+        (6401, 100, "lanes", 64, 1),  # beyond the last group, which is one element
+        (699, 7, "lanes", 99, 6),  # the last row is partial, and ends before this lane
+        (6500, 300, "lanes", 5, -1),
+        (1000, 2.5, "lanes", 399, 2),
+        (1000, 10, "exact", 99, 1000),
+        (1000, 10, "exact", 0, -1),
+    ],
+)
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16], ids=str)
+def test_offsets_outside_of_their_lanes_are_refused(numel, rate, selection, lane, offset, wire):
+    """They come from other ranks and from files: following them would overwrite memory."""
+    grad, residue, shape = torch.randn(numel), torch.randn(numel), geometry(numel, rate, selection)
+    before, output = residue.clone(), torch.ones(numel)
+    place, values, sent = Place(residue, shape, 0, 0), torch.zeros(shape.k, dtype=wire), torch.zeros(shape.k, dtype=wire)
+    offsets, chosen = new_offsets(shape), new_offsets(shape)
+    if selection == "exact":
+        place.offsets(offsets).copy_(torch.arange(shape.k))
+    made = kernel_on(NativeKernel, grad, residue, shape)
+    made.gather(1.0, 0.0, offsets, values, sent, 1.0)
+    residue.copy_(before)
+    place.offsets(offsets)[lane] = offset
+    for move in (
+        lambda: made.gather(1.0, 0.0, offsets, values, sent, 1.0),
+        lambda: made.gather_and_filter(1.0, offsets, values, sent, 1.0, CHOOSE_NOTHING, None),
+        lambda: made.gather_and_filter(1.0, offsets, values, sent, 1.0, CHOOSE_RESIDUE, chosen),
+        lambda: made.scatter([output], offsets, values),
+    ):
+        with pytest.raises(RuntimeError, match="offsets that lie outside of their lanes.*go on without loading"):
+            move()
+    made.undo(1.0, False, offsets, sent)  # what was refused was not done
+    assert torch.equal(residue, before)
+    assert torch.equal(output, torch.ones(numel))
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_step_with_refused_offsets_is_taken_back(lookahead):
+    tensor = CompressedTensor("p", torch.zeros(6401), 100, ScaleComConfig(beta=0.5))
+    tensor.residue.copy_(torch.randn(6401))
+    moves, before = Moves([tensor]), tensor.residue.clone()
+    offsets, values = moves.new_offsets(torch.device("cpu")), torch.zeros(moves.n_values)
+    moves.begin([torch.randn(6401)], 1.0, [False])
+    if not lookahead:
+        moves.filter(offsets)
+    offsets[64] = 1
+    with pytest.raises(RuntimeError, match="outside of their lanes"):
+        (moves.gather_and_filter if lookahead else moves.gather)(offsets, values, 2, *[None] * lookahead)
+    moves.undo()
+    torch.testing.assert_close(tensor.residue, before)
 
 
 def test_which_kernel(monkeypatch):

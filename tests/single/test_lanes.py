@@ -78,6 +78,19 @@ def test_a_full_group_is_rate_rows_of_64():
     assert Lanes(0, 100).k == 0
 
 
+@pytest.mark.parametrize("selection", ["lanes", "exact"])
+@pytest.mark.parametrize("rate", [1, 1.5, 2, 64, 100, 257, 70_000])
+def test_empty_and_one_element_tensors(rate, selection):
+    empty, one = geometry(0, rate, selection), geometry(1, rate, selection)
+    assert empty.k == 0
+    assert empty.indices(np.zeros(0, empty.offset_dtype)).shape == (0,)
+    assert one.k == 1
+    assert one.indices(np.zeros(1, one.offset_dtype)).tolist() == [0]
+    if selection == "lanes":
+        assert (empty.full_lanes, empty.groups()) == (0, [])
+        assert (one.full_lanes, one.groups()) == (0, [(slice(0, 1), 1, 1)])
+
+
 def test_exact_selection_sends_positions():
     positions = geometry(1000, 10, "exact")
     assert isinstance(positions, Positions)

@@ -7,14 +7,16 @@ import pytest
 import torch
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.torch.residues import Residues
 
 
 def test_it_is_horovod_torch_and_more():
     for name in dir(horovod):
         value = getattr(horovod, name)
-        if not name.startswith("_") and name not in ("DistributedOptimizer", "join", "optimizer"):
+        if not name.startswith("_") and name not in ("DistributedOptimizer", "join", "optimizer", "elastic"):
             ours = getattr(hvd, name)
             assert ours is value or inspect.signature(ours) == inspect.signature(value), name
+    assert all(getattr(hvd.elastic, name) is getattr(horovod.elastic, name) for name in horovod.elastic.__all__)
     assert hvd.DistributedOptimizer is not horovod.DistributedOptimizer
     assert {"ScaleCom", "ScaleComConfig", "rates_from_flops", "allreduce", "elastic"} <= set(hvd.__all__)
 
@@ -51,4 +53,13 @@ def test_settings_of_the_object(monkeypatch):
 
 
 def test_the_stats_before_training():
-    assert hvd.ScaleCom().stats() == {"step": 0, "skipped_steps": 0, "residue_norm": 0.0}
+    assert hvd.ScaleCom().stats() == {"step": 0, "skipped_steps": 0, "residue_norm": 0.0, "residue_ratio": None}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("numel", [3000, 3])
+def test_parameters_that_are_no_real_numbers_are_refused(dtype, numel):
+    """Small ones too: what Horovod cannot average is not sent whole either."""
+    parameters = {"weight": torch.zeros(3000), "table": torch.zeros(numel, dtype=dtype)}
+    with pytest.raises(TypeError, match=f"table has dtype {dtype}, which ScaleCom cannot average.*keep it out of this optimizer"):
+        Residues(hvd.ScaleComConfig()).attach(parameters)

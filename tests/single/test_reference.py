@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from scalecom_hvd import ScaleComConfig
+from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.reference import ScaleComReference, select
 
@@ -86,3 +87,67 @@ def test_a_step_with_a_value_not_finite_never_happened():
     assert reference.step_number == 1
     for residues, old in zip(reference.residues, before, strict=True):
         np.testing.assert_array_equal(residues["w"], old)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_gradient_that_could_overflow_a_residue_is_none(dtype):
+    """Compressed tensors alone have residues: what is sent whole only has to be finite."""
+    reference = ScaleComReference(2, SHAPES, ScaleComConfig(rate=10, min_numel=100))
+    largest = np.dtype(dtype).type(largest_gradient(dtype))
+    beyond = np.nextafter(largest, largest.dtype.type(np.inf))
+    for name, value, counts in (
+        ("w", largest, True),
+        ("w", beyond, False),
+        ("w", -beyond, False),
+        ("b", beyond, True),
+        ("b", np.inf, False),
+    ):
+        grads = [{n: g.astype(dtype) for n, g in worker.items()} for worker in worker_gradients(2, 1)]
+        grads[1][name].reshape(-1)[3] = value
+        before = reference.step_number
+        averages = reference.step(grads)
+        assert reference.step_number - before == counts
+        assert all(np.isnan(averages[n]).all() != counts for n in SHAPES)
+        assert all(np.isfinite(residues["w"]).all() for residues in reference.residues)
+
+
+def test_a_step_sent_whole_only_has_to_be_finite():
+    """No residue takes it up; a look-ahead leader does not choose by it."""
+    reference = ScaleComReference(1, SHAPES, ScaleComConfig(rate=10, min_numel=100, lookahead=True))
+    grads = worker_gradients(1, 0)
+    grads[0] = {name: grad.astype(np.float32) for name, grad in grads[0].items()}
+    grads[0]["w"][3, 3] = 1e38
+    assert reference.step(grads)["w"][3, 3] == np.float32(1e38)
+    assert reference.step_number == 1
+    # The residue is zero yet, so what was chosen by that gradient is what is sent now.
+    reference.step([{name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}])
+    grads[0]["w"][3, 3] = 0
+    np.testing.assert_array_equal(reference.selections["w"], select(grads[0]["w"].reshape(-1), Lanes(2000, 10), "lanes"))
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("selection", ["lanes", "exact"])
+def test_empty_and_one_element_tensors(selection, lookahead):
+    """One element is always sent; of an empty tensor there is nothing to send, and nobody stumbles over it."""
+    shapes = {"empty": (0, 3), "one": (1,), "scalar": ()}
+    reference = ScaleComReference(2, shapes, ScaleComConfig(rate=100, min_numel=0, selection=selection, lookahead=lookahead))
+    for t in range(4):
+        grads = worker_gradients(2, t, {"one": (1,), "scalar": ()})
+        grads = [{"empty": np.zeros((0, 3)), **{name: np.asarray(g) for name, g in worker.items()}} for worker in grads]
+        averages = reference.step(grads)
+        assert averages["empty"].shape == (0, 3)
+        for name in ("one", "scalar"):
+            np.testing.assert_allclose(averages[name], np.mean([g[name] for g in grads], 0))
+            assert averages[name].shape == shapes[name]
+    assert reference.step_number == 4
+    assert not any(residues[name].any() for residues in reference.residues for name in residues)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_gradients_of_zero_change_nothing(lookahead):
+    reference = ScaleComReference(2, SHAPES, ScaleComConfig(rate=10, min_numel=100, lookahead=lookahead))
+    for _ in range(3):
+        averages = reference.step([{name: np.zeros(shape) for name, shape in SHAPES.items()}] * 2)
+        assert not any(average.any() for average in averages.values())
+    assert reference.step_number == 3
+    assert not any(residues["w"].any() for residues in reference.residues)

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from scalecom_hvd import native
+from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.reference import select
 from scalecom_hvd.tensorflow.kernels import GraphKernel, NativeKernel, Units, kernel_for, operations
@@ -33,7 +35,7 @@ def geometries_of(sizes, rate, selection="lanes"):
 
 def usable(grad, kind, scale):
     g = grad.numpy().astype(kind) * kind(scale)
-    return np.where(np.isfinite(g), g, 0)
+    return np.where(np.abs(g) <= largest_gradient(np.dtype(kind).name), g, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
@@ -103,6 +105,39 @@ def test_what_is_not_finite_is_counted_and_not_kept(kernel):
     np.testing.assert_array_equal(updated[0].numpy()[[3, 4000]], residues[0].numpy()[[3, 4000]])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_beyond_the_largest_counts_as_not_finite(kernel, dtype):
+    """A residue of finite numbers may still overflow, and would void every later step."""
+    scale = 2.0**90 if dtype == tf.float16 else 0.5
+    kind = tf.float64 if dtype == tf.float64 else tf.float32
+    taken = largest_gradient(kind.name) / scale
+    eps = float(np.finfo(dtype.as_numpy_dtype).eps) if dtype != tf.bfloat16 else 2.0**-7
+    made, units = kernel(geometries_of([5000], 50)), Units(0.5, tf.constant(scale, tf.float64))
+    for value, bad in ((taken, 0), (-taken, 0), (taken * (1 + eps), 2), (-taken * (1 + eps), 2)):
+        elements = np.ones(5000)
+        elements[[7, 4999]] = value
+        grad, expected = tf.cast(elements, dtype), 0 if bad else 0.5 * value * scale
+        updated, offsets, found = made.filter([grad], [tf.zeros([5000], kind)], units, YES)
+        assert int(found) == bad
+        assert updated[0].numpy()[[7, 4999]].tolist() == [expected] * 2
+        _, values, _ = made.gather([tf.zeros([5000], kind)], [grad], units, offsets, kind)
+        assert float(tf.reduce_max(tf.abs(values))) == (0.5 * scale if bad else abs(expected))
+        updated, values, _, found = made.gather_and_filter([grad], [tf.zeros([5000], kind)], units, YES, offsets, kind)
+        assert bool(found) == bool(bad)
+        assert np.isfinite(updated[0].numpy()).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_many_steps_of_huge_gradients_leave_the_residue_finite(kernel):
+    made, residue = kernel(geometries_of([500], 50)), tf.zeros([500], tf.float32)
+    for huge in (3e38, largest_gradient("float32")):
+        for _ in range(30):
+            (residue,), _, bad = made.filter([tf.fill([500], tf.constant(huge, tf.float32))], [residue], Units(1.0), NO)
+            assert int(bad) == (500 if huge == 3e38 else 0)
+    assert residue.numpy().tolist() == [30 * largest_gradient("float32")] * 500
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_inputs_that_others_still_read_stay_as_they_are(kernel):
     """The C kernel takes over its inputs' memory where nobody else needs it."""
@@ -126,6 +161,37 @@ def test_offsets_of_no_or_two_leaders_are_refused(kernel, surplus):
     offsets = tf.zeros([100 + surplus], tf.uint8)
     with pytest.raises(tf.errors.InvalidArgumentError, match="not exactly one leader's offsets"):
         kernel(geometries).gather(residues, grads, Units(1.0), offsets, tf.float32)
+
+
+@pytest.mark.parametrize(("numel", "rate", "lane"), [(5000, 50, 3), (100_000, 50, 1000), (6401, 100, 64), (700, 2.5, 279)])
+@pytest.mark.parametrize("move", ["gather", "gather_and_filter", "scatter"])
+def test_offsets_outside_of_their_lanes_are_refused(numel, rate, lane, move):
+    """They come from other ranks and from files: following them would overwrite memory."""
+    shape = geometry(numel, rate, "lanes")
+    made = NativeKernel({"t": shape})
+    grads, residues = made_up([numel], tf.float32)
+    wrong = np.zeros(shape.k, np.uint8)
+    wrong[lane] = shape.rows if lane < shape.full_lanes else shape.rows - 1
+    offsets = tf.constant(wrong)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="offsets that lie outside of their lanes"):
+        if move == "gather":
+            made.gather(residues, grads, Units(1.0), offsets, tf.float32)
+        elif move == "scatter":
+            made.scatter(grads, Units(1.0), offsets, tf.zeros([shape.k]))
+        else:
+            made.gather_and_filter(grads, residues, Units(1.0), YES, offsets, tf.float32)
+
+
+def test_the_libraries_leave_the_processors_modes_alone():
+    """Linking with -ffast-math would flush denormal numbers to zero in the whole process."""
+    assert operations() is not None
+
+    def product():
+        return np.float32(1e-40) * np.float32(1)
+
+    with ThreadPoolExecutor(1) as elsewhere:
+        assert product() > 0
+        assert elsewhere.submit(product).result() > 0
 
 
 def test_the_operations_refuse_tensors_of_other_sizes():

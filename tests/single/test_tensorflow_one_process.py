@@ -69,3 +69,15 @@ def test_stock_horovod_is_told_what_to_import():
     for compression in (hvd.ScaleCom, hvd.ScaleCom()):
         with pytest.raises(TypeError, match="import scalecom_hvd.tensorflow as hvd"):
             horovod.allreduce(tf.ones(3), compression=compression)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_state_that_is_not_finite_is_refused_and_changes_nothing(value):
+    compression = hvd.ScaleCom(rate=20)
+    good = compression.state_dict() | {"step": 5, "residues": {"kernel": np.ones((100, 100), np.float32)}}
+    compression.load_state_dict(good)
+    spoilt = good | {"step": 9, "residues": {"kernel": np.full((100, 100), value, np.float32)}}
+    with pytest.raises(ValueError, match="not finite, of kernel.*go on without loading it"):
+        compression.load_state_dict(spoilt)
+    assert compression.state_dict()["step"] == 5
+    np.testing.assert_array_equal(compression.state_dict()["residues"]["kernel"], 1)

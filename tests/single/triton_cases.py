@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from test_kernels import all_moves, kernel_on, new_offsets, residue_dtype
+from test_kernels import all_moves, at_the_limit, kernel_on, new_offsets, residue_dtype
 
 from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
@@ -136,6 +136,28 @@ def test_averages_are_rounded_to_the_gradients_dtype(dtype):
             scatter, torch.zeros(shape.numel, dtype=values.dtype), torch.zeros(shape.numel, dtype=dtype), shape, scale
         ):
             torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [70, 900])
+def test_what_is_beyond_the_largest_counts_as_not_finite(dtype, numel):
+    taken, beyond, scale = at_the_limit(dtype)
+    grad, shape = some(numel, dtype), geometry(numel, 7, "lanes")
+    grad[:4] = torch.tensor([taken, -taken, beyond, -beyond], dtype=torch.float64).to(dtype)
+    offsets = new_offsets(shape)
+
+    def filter_and_undo(kernel):
+        chosen = offsets.to(DEVICE if isinstance(kernel, TritonKernel) else "cpu")
+        bad = torch.as_tensor(kernel.filter(0.5, CHOOSE_ACCUMULATOR, chosen))
+        values, sent = torch.zeros(2, shape.k, dtype=residue_dtype(dtype))
+        kernel.gather(0.5, 0.5, chosen, values, sent, 1.0)
+        kernel.undo(0.5, True, chosen, sent)
+        assert int(bad) == 2
+        return bad, chosen, values
+
+    for ours, plain in on_both(filter_and_undo, some(numel, residue_dtype(dtype)), grad, shape, scale):
+        assert torch.equal(ours, plain)
+        assert ours.isfinite().all()
 
 
 @pytest.mark.parametrize("filtered", [False, True])

@@ -1,0 +1,26 @@
+"""Ranks that come late, and ranks that take a step more than the others: what happens is defined, and nothing is lost."""
+
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("worker_faults.py")
+
+
+def test_a_rank_comes_half_a_minute_late(launched):
+    """The others wait, longer than a message in Gloo may take (30 s)."""
+    output = launched("horovodrun --gloo", 2, [WORKER, "late", 31], limit=90)
+    assert "everything is as if it had not" in output
+
+
+def test_horovod_says_what_it_waits_for(launched):
+    output = launched("mpirun", 2, [WORKER, "late", 7], limit=60, HOROVOD_STALL_CHECK_TIME_SECONDS="3")
+    assert "everything is as if it had not" in output
+    assert "1: [broadcast.scalecom.1.offsets.0]" in output
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_rank_takes_a_step_more_than_the_others(launched, launcher):
+    output = launched(launcher, 2, [WORKER, "longer"], limit=60)
+    assert "a step more: HorovodInternalError" in output
+    assert "nothing was lost" in output

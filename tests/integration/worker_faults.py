@@ -1,0 +1,64 @@
+"""Run on every rank by test_faults.py: "late SECONDS" or "longer"; rank 0 prints what came of it."""
+
+import sys
+import time
+
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+import scalecom_hvd.torch as hvd
+
+hvd.init()
+
+
+def make():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Tanh(), torch.nn.Linear(100, 100))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model.named_parameters(), compression=hvd.ScaleCom(rate=20, lookahead=True)
+    )
+    return model, optimizer
+
+
+def step(model, optimizer, number):
+    optimizer.zero_grad()
+    inputs = torch.randn(8, 100, generator=torch.Generator().manual_seed(100 * hvd.rank() + number))
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+def train(late=0.0):
+    model, optimizer = make()
+    for number in range(6):
+        if number == 3 and hvd.rank() == 1:
+            time.sleep(late)
+        step(model, optimizer, number)
+    residues = optimizer.compression.state_dict()["residues"]
+    return [*model.state_dict().values(), *residues.values()]
+
+
+if sys.argv[1] == "late":
+    in_time = train()
+    began = time.monotonic()
+    late = train(float(sys.argv[2]))
+    waited = time.monotonic() - began
+    assert all(torch.equal(a, b) for a, b in zip(in_time, late, strict=True))
+    if hvd.rank() == 0:
+        print(f"waited {waited:.0f} s, and everything is as if it had not")
+else:
+    model, optimizer = make()
+    for number in range(5):
+        step(model, optimizer, number)
+    if hvd.rank() == 0:
+        compressor = optimizer.compression
+        before = {name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()}
+        weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+        try:
+            step(model, optimizer, 5)
+        except HorovodInternalError as error:
+            print(f"a step more: {type(error).__name__}: {error}")
+        now = compressor.state_dict()["residues"]
+        assert compressor.stats()["step"] == 5
+        assert all(torch.allclose(now[name], residue, rtol=1e-5, atol=1e-8) for name, residue in before.items())
+        assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+        print("nothing was lost")

@@ -1,0 +1,68 @@
+"""When a user is warned: a run too short for its rate, residues that keep growing. And when not."""
+
+import logging
+
+import pytest
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.health import Health, check_length, growth_limit
+
+
+@pytest.fixture(autouse=True)
+def at_warning(caplog):
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "rates", "warned"),
+    [
+        (499, 0, {"w": 100.0, "b": 1.0}, True),
+        (500, 0, {"w": 100.0}, False),
+        (500, 50, {"w": 100.0}, True),
+        (30, 50, {"w": 100.0}, True),
+        (500, 0, {"w": 25.0, "v": 400.0}, True),
+        (1, 0, {"b": 1.0}, False),
+        (1, 0, {}, False),
+        (None, 0, {"w": 1e6}, False),
+    ],
+)
+def test_a_run_too_short_for_its_rate(caplog, steps, warmup, rates, warned):
+    check_length(ScaleComConfig(planned_steps=steps, warmup_steps=warmup), rates.values())
+    assert len(caplog.records) == warned
+    if warned:
+        assert "sends per coordinate" in caplog.text
+        assert "a rate of at most" in caplog.text
+
+
+def look(norms, rate=100.0):
+    health = Health()
+    for number, (residues, gradients) in enumerate(norms):
+        health.look(100 * number, residues, gradients, growth_limit([1.0, rate]))
+    return health
+
+
+@pytest.mark.parametrize(
+    ("norms", "warnings"),
+    [
+        ([(1, 1), (20, 1), (30, 1)], 1),
+        ([(1, 1), (20, 1), (30, 1), (40, 1), (50, 1)], 1),  # once
+        ([(1, 1), (20, 1), (24, 1)], 0),  # a quarter of the rate
+        ([(60, 1), (50, 1), (40, 1)], 0),  # they fall
+        ([(1, 1), (60, 1), (60, 1), (59, 1)], 0),  # they have settled
+        ([(1, 1), (2, 1), (3, 0)], 0),  # a batch that fits perfectly
+        ([(1, 0), (2, 0), (3, 0)], 0),
+    ],
+    ids=str,
+)
+def test_residues_that_keep_growing(caplog, norms, warnings):
+    health = look(norms)
+    assert len(caplog.records) == warnings
+    largest = max(gradients for _, gradients in norms[-3:])
+    assert health.ratio == (pytest.approx(norms[-1][0] / largest) if largest else None)
+
+
+def test_what_is_planned_changes_no_result():
+    from scalecom_hvd.state import check_state
+
+    state = {"version": 1, "step": 3, "config": ScaleComConfig().to_dict(), "residues": {}}
+    check_state(state, ScaleComConfig(planned_steps=1000))
