@@ -1,15 +1,14 @@
-"""What a user should hear about while there is time: a run too short for its rate, and residues that grow without bound.
+"""What a user should hear about while there is time: a run too short for its rate, and residues that keep growing.
 
 Framework-free: exchanges bring the numbers, this says what they mean. Imports config alone.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from scalecom_hvd.config import ScaleComConfig
 
@@ -45,28 +44,35 @@ def check_length(config: ScaleComConfig, rates: Iterable[float]) -> None:
         )  # fmt: skip
 
 
+GROWTH_WARNING = (
+    "step %d: residues keep growing, and hold as much as %.0f steps of gradients: what is sent is mostly old. Send more (a lower rate, a "
+    "dense warm-up by warmup_steps, dense=['auto:output']), or take a lower learning rate or beta=0.1"
+)
+
+
+def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float) -> Any:
+    """Whether the last of three norms of residues is the largest of rising ones, and more than `limit` times each of the gradients' norms
+    (one of which may be near zero, for a batch that fits). Zeros stand for what was not seen yet. Works on numbers and on tensors."""
+    earliest, earlier, now = residues
+    rising = (earliest > 0) & (earlier > earliest) & (now > earlier)
+    for gradient in gradients:
+        rising = rising & (now > limit * gradient)
+    return rising
+
+
 class Health:
     """Watches |m| / |g| over a run. ratio: what was last seen, None before."""
 
     def __init__(self) -> None:
         self.ratio: float | None = None
-        self._residues: deque[float] = deque(maxlen=3)
-        self._gradients: deque[float] = deque(maxlen=3)
+        self._residues = self._gradients = (0.0, 0.0, 0.0)
         self._warned = False
 
     def look(self, step: int, residues: float, gradients: float, limit: float) -> None:
-        """Take in the norms of all residues and of their gradients in one step. Logs a warning, once, if residues were larger each time of
-        three than the time before, and are now more than `limit` times the largest of these gradients, as one may be near zero."""
-        self._residues.append(residues)
-        self._gradients.append(gradients)
+        """Take in the norms of all residues and of their gradients in one step; logs a warning, once, if residues keep growing."""
+        self._residues, self._gradients = (*self._residues[1:], residues), (*self._gradients[1:], gradients)
         largest = max(self._gradients)
         self.ratio = residues / largest if largest > 0 else None
-        grows = len(self._residues) == 3 and all(earlier < later for earlier, later in itertools.pairwise(self._residues))
-        if self._warned or not grows or self.ratio is None or not self.ratio > limit:
-            return
-        self._warned = True
-        log.warning(
-            "step %d: residues keep growing, and hold as much as %.0f steps of gradients: what is sent is mostly old. Send more (a lower "
-            "rate, a dense warm-up by warmup_steps, dense=['auto:output']), or take a lower learning rate or beta=0.1",
-            step, self.ratio,
-        )  # fmt: skip
+        if not self._warned and self.ratio is not None and keep_growing(self._residues, self._gradients, limit):
+            self._warned = True
+            log.warning(GROWTH_WARNING, step, self.ratio)

@@ -36,6 +36,8 @@ _NEEDS_DROP_IN = (
     "your own use hvd.Compression.none"
 )
 
+# Numbers of stats() of which, of several exchanges, the largest counts; others are summed.
+_LARGEST_COUNTS = ("step", "rate", "leader", "residue_ratio")
 _KEEPER_CHANGED = "a new ScaleCom serves the variables of this tape, so their residues start at zero"
 _MAKE_IT_ONCE = "make the ScaleCom once, outside of the training step, and pass the same object to every DistributedGradientTape"
 
@@ -247,15 +249,19 @@ class ScaleCom(tf.Module, Compressor):
         step, skipped_steps (a gradient was not finite); leader: the position of the rank that chose last (for the first bucket);
         bytes_offsets, bytes_values, bytes_dense: handed to Horovod in the last step; bytes_traffic: what this rank sent for them on a
         ring, on average over ranks; rate: elements of the model per element sent; collectives per step; residue_norm: Euclidean,
-        over all residues (reads them all). Of several exchanges (the two models of a GAN), step is the largest and the rest is summed.
+        over all residues (reads them all); residue_ratio: that of residues to that of gradients, when it was last looked at (every 100
+        steps; None before). Of several exchanges (the two models of a GAN), step is the largest and the rest is summed.
         """
         # What a single process sends, and every one before its first step.
         numbers: dict[str, Any] = dict.fromkeys(("step", "skipped_steps", "leader", "bytes_offsets", "bytes_values", "bytes_dense"), 0)
-        numbers |= {"bytes_traffic": 0, "rate": 1.0, "collectives": 0}
+        numbers |= {"bytes_traffic": 0, "rate": 1.0, "collectives": 0, "residue_ratio": None}
         for n, reducer in enumerate(self.reducers()):
             own = reducer.stats()
             for key, value in own.items():
-                numbers[key] = value if n == 0 else max(numbers[key], value) if key in ("step", "rate", "leader") else numbers[key] + value
+                if n == 0 or numbers[key] is None:
+                    numbers[key] = value
+                elif value is not None:
+                    numbers[key] = max(numbers[key], value) if key in _LARGEST_COUNTS else numbers[key] + value
         norms = [float(np.linalg.norm(value_of(r).astype(np.float64))) for stream in self._streams for r in stream.residues.values()]
         return numbers | {"residue_norm": math.hypot(*norms)}
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,10 @@ import tensorflow as tf
 from horovod.common.util import split_list
 
 import scalecom_hvd
-from scalecom_hvd.agreement import check_operation, compare_ranks, latest_step
+from scalecom_hvd.agreement import check_operation, compare_ranks, latest_step, warn_of_half_sums
 from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.health import GROWTH_WARNING, LOOK_EVERY, check_length, growth_limit, keep_growing
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, dtype_of, read, runs_eagerly, set_value, shape_of, value_of
 from scalecom_hvd.tensorflow.transport import Transport, is_elastic
@@ -101,6 +103,8 @@ class Reducer:
         }
         everyone = self._transport.exchange_objects(mine, "agreement")
         compare_ranks(everyone, tuple(self._description))
+        check_length(self.config, self._rates.values())
+        warn_of_half_sums(self.config.wire_dtype, horovod)
         self.settle({name for other in everyone for name in other["present"]}, max(other["name"] for other in everyone))
         step = latest_step([other["step"] for other in everyone])
         if runs_eagerly():
@@ -229,6 +233,8 @@ class Reducer:
                 assigned.append(self.progress.ahead.assign(True, read_value=False))
             if now.whole is not False:
                 assigned.append(self.progress.whole.assign(now.whole, read_value=False))
+            if self.tensors:
+                assigned.append(self._look(flat, [updated for result in results for updated in result.updated], now))
             # In a session only what fetches need is run: so averages need the assignments.
             with tf.control_dependencies(assigned):
                 return [tf.identity(average) for average in averages]
@@ -239,6 +245,38 @@ class Reducer:
                 return [tf.fill(average.shape, tf.constant(float("nan"), average.dtype)) for average in averages]
 
         return dict(zip(names, tf.cond(sound, count_step, skip_step), strict=True))
+
+    def _look(self, grads: Mapping[str, tf.Tensor], residues: Sequence[tf.Tensor], now: Now) -> tf.Tensor:
+        """Every so many steps, see whether residues keep growing, and tell the user once: what health.Health does, in the graph."""
+
+        def norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+            return tf.norm(tf.stack([tf.cast(tf.norm(tensor), tf.float64) for tensor in tensors]))
+
+        def look() -> tf.Tensor:
+            own = [tf.cast(grads[name], tf.float64 if grads[name].dtype == tf.float64 else tf.float32) for name in self._compressed]
+            gradients = norm(own) * (1.0 if now.scale is None else now.scale)
+            norms = tf.concat([read(self.progress.norms)[:, 1:], tf.stack([[norm(residues)], [gradients]])], 1)
+            limit = growth_limit(self._rates[name] for name in self._compressed)
+            growing = keep_growing(tf.unstack(norms[0]), tf.unstack(norms[1]), limit) & ~read(self.progress.warned)
+            message = "scalecom_hvd: " + GROWTH_WARNING.replace("%d", "{}").replace("%.0f", "{}")
+            ratio = tf.cast(tf.round(norms[0, -1] / tf.reduce_max(norms[1])), tf.int64)
+
+            def warn() -> tf.Tensor:
+                # Not by TensorFlow's log, which many switch off with its banners.
+                with tf.control_dependencies([tf.print(tf.strings.format(message, (now.step, ratio)), output_stream=sys.stderr)]):
+                    return tf.constant(True)
+
+            warned = tf.cond(growing, warn, lambda: read(self.progress.warned))
+            done = [self.progress.norms.assign(norms, read_value=False), self.progress.warned.assign(warned, read_value=False)]
+            with tf.control_dependencies(done):
+                return tf.constant(True)
+
+        due = tf.equal(now.step % LOOK_EVERY, 0) & ~tf.convert_to_tensor(now.whole)
+        return tf.cond(due, look, lambda: tf.constant(False))
+
+    @property
+    def _compressed(self) -> list[str]:
+        return [tensor.name for bucket in self.buckets for tensor in bucket.compressed]
 
     def _must_send_whole(self, step: tf.Tensor) -> Any:
         """Whether this step is sent whole: False, or a tensor."""
@@ -267,7 +305,12 @@ class Reducer:
             "bytes_traffic": traffic(self._transport.size, offsets, values + dense),
             "rate": sum(elements.values()) / max(sum(sent.values()), 1),
             "collectives": len(with_offsets) + (len(self.members) if whole else len(self.buckets)),
+            "residue_ratio": self._ratio(),
         }
+
+    def _ratio(self) -> float | None:
+        residues, gradients = value_of(self.progress.norms)
+        return float(residues[-1] / max(gradients)) if max(gradients) > 0 else None
 
 
 def reduction(arguments: Arguments, reducer_for: Callable[..., Reducer], loss_scale: Callable[[], Any], name: str) -> Callable:

@@ -98,7 +98,8 @@ class CompressedTensor:
 
 class Progress(tf.Module):
     """How far one exchange has come: `step` steps that happened, `skipped` that did not because a gradient was not finite; in look-ahead
-    `offsets` {name: bytes} of the next step's choices, once there are some (`ahead`); whether the last step was sent `whole`."""
+    `offsets` {name: bytes} of the next step's choices, once there are some (`ahead`); whether the last step was sent `whole`; the last
+    three `norms` of residues and of gradients, and whether the user has been `warned` of them."""
 
     def __init__(self, label: str) -> None:
         super().__init__(name="progress")
@@ -107,6 +108,8 @@ class Progress(tf.Module):
         self.ranks = make_variable((), tf.int64, f"scalecom/{label}/ranks")
         self.ahead = make_variable((), tf.bool, f"scalecom/{label}/ahead")
         self.whole = make_variable((), tf.bool, f"scalecom/{label}/whole")
+        self.norms = make_variable((2, 3), tf.float64, f"scalecom/{label}/norms")
+        self.warned = make_variable((), tf.bool, f"scalecom/{label}/warned")
         self.offsets: dict[str, tf.Variable] = {}
 
     def hold_offsets(self, tensor: CompressedTensor) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import horovod.torch as horovod
 import torch
 from horovod.torch.compression import Compressor
 
+from scalecom_hvd.agreement import warn_of_half_sums
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.residues import Residues
 from scalecom_hvd.torch.stock import StockExchange
@@ -60,7 +62,7 @@ class ScaleCom(Compressor):
         self.residues = Residues(self.config)
         self.loss_scale = _scale_reader(loss_scale)
         self._process_set = process_set
-        self._named_parameters = list(named_parameters) if named_parameters is not None else None
+        self._named_parameters = _by_name(named_parameters) if named_parameters is not None else None
         self._exchange: Exchange | None = None
 
     def attach(self, parameters: dict[str, torch.Tensor], exchange: Exchange) -> None:
@@ -92,8 +94,9 @@ class ScaleCom(Compressor):
         if self._exchange is None:
             if self._named_parameters is None:
                 raise TypeError(_STOCK_NEEDS_PARAMETERS)
-            parameters = {name: p for name, p in self._named_parameters if p.requires_grad}
+            parameters = {name: p for name, p in self._named_parameters.items() if p.requires_grad}
             self.attach(parameters, StockExchange(parameters, self.residues, Transport(self._process_set), self.loss_scale))
+            warn_of_half_sums(self.config.wire_dtype, horovod)
 
     def decompress(self, tensor: Any, ctx: Any = None) -> torch.Tensor:
         """The averaged gradient for what `compress` gave; `ctx` None: nothing was compressed."""
@@ -149,6 +152,20 @@ class ScaleCom(Compressor):
         """What all ranks do when Horovod has been started again, or newcomers have come: they will go on at one step."""
         self._serve_stock()
         self._exchange.meet()
+
+
+def _by_name(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """{name: parameter}; a tied parameter goes by the first of its names, on every rank alike."""
+    named_parameters = list(named_parameters)
+    if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor) for item in named_parameters):
+        raise ValueError("ScaleCom's named_parameters should be (name, parameter) tuples, as model.named_parameters() gives")
+    first_names = {id(parameter): name for name, parameter in reversed(named_parameters)}
+    distinct = [(name, parameter) for name, parameter in named_parameters if first_names[id(parameter)] == name]
+    parameters = dict(distinct)
+    twice = sorted({name for name, parameter in distinct if parameters[name] is not parameter})
+    if twice:
+        raise ValueError(f"names in ScaleCom's named_parameters must be unique, but {', '.join(twice)} stands for several parameters")
+    return parameters
 
 
 def _scale_reader(loss_scale: Any) -> Callable[[], float]:

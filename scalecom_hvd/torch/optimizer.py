@@ -18,7 +18,7 @@ from horovod.common.util import split_list
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression
 
-from scalecom_hvd.agreement import check_operation
+from scalecom_hvd.agreement import check_operation, warn_of_half_sums
 from scalecom_hvd.torch.compressor import ScaleCom
 from scalecom_hvd.torch.reducer import Reducer
 from scalecom_hvd.torch.transport import Transport
@@ -81,6 +81,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     )
     # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing takes off again.
     compressor.attach(parameters, reducer)
+    warn_of_half_sums(compressor.config.wire_dtype, horovod)
     try:
         wrapped = _optimizer_class(type(optimizer), reducer)(
             optimizer.param_groups,

@@ -6,9 +6,11 @@ collected. Both run side by side in one process, but then their threads take the
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # fuzz_model.py
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

@@ -439,3 +439,15 @@ def behaviour_of_tensorflow_1():
 @pytest.mark.usefixtures("behaviour_of_tensorflow_1")
 def test_nothing_is_lost_with_the_behaviour_of_tensorflow_1(options, mode):
     test_nothing_is_lost_in_graphs_and_sessions(options, mode)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_residues_that_keep_growing_are_reported_once(traced, capfd, caplog):
+    """A gradient that never changes, at a rate of 400: after 200 steps most coordinates have never been sent."""
+    compression = hvd.ScaleCom(rate=400, planned_steps=310)
+    step = Step(variables({"weight": (100, 100)}), compression, traced=traced)
+    for _ in range(310 if traced else 210):
+        step({"weight": np.ones((100, 100), np.float32)})
+    assert capfd.readouterr().err.count("residues keep growing") == 1
+    assert caplog.text.count("sends per coordinate") == 1
+    assert 100 < compression.stats()["residue_ratio"] < 400

@@ -171,3 +171,17 @@ def test_a_refusal_leaves_the_parameters_usable():
     feed(model, gradients(SHAPES, hvd.rank(), 0))
     optimizer.step()
     assert same_on_all_ranks(model.values())
+
+
+@pytest.mark.parametrize("library", [hvd, stock], ids=["drop-in", "stock"])
+def test_half_values_over_gloo_are_warned_of(library, caplog):
+    """Horovod 0.28.1's Gloo drops some float16 sums: 2**-24 + 1 is 2**-24 there."""
+    model = parameters({"weight": (100, 100)})
+    compressor = hvd.ScaleCom(model.items() if library is stock else None, wire_dtype="float16")
+    optimizer = library.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor)
+    feed(model, gradients({"weight": (100, 100)}, hvd.rank(), 0))
+    optimizer.step()
+    assert ("over Gloo" in caplog.text) == (not hvd.mpi_enabled())
+    total = hvd.allreduce(torch.tensor([2.0**-24 if hvd.rank() == 0 else 1.0], dtype=torch.float16), op=hvd.Sum, name="half")
+    if hvd.size() == 2:
+        assert (float(total) != 1.0) == (not hvd.mpi_enabled()), "Gloo has changed: is the warning still true?"

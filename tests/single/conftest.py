@@ -3,4 +3,6 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+TESTS = Path(__file__).resolve().parents[1]
+# fuzz_model.py is for tests on one process and on several; parallel.made_up is a module of theirs.
+sys.path[:0] = [str(TESTS.parent / "scripts"), str(TESTS)]

@@ -1,0 +1,44 @@
+"""Simulated workers are what as many real ranks are."""
+
+import pytest
+import torch
+from models import ODD_SHAPES, feed, gradients, parameters
+
+import scalecom_hvd.torch as hvd
+from scalecom_hvd.torch.simulator import Simulation
+
+MODES = [
+    {},
+    {"lookahead": True, "leader": "staggered", "bucket_bytes": 20_000},
+    {"wire_dtype": "float16", "selection": "exact"},
+    {"warmup_steps": 3},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_real_ranks_and_simulated_ones_keep_the_same_residues(mode):
+    settings = {"rate": 20, "beta": 0.3, "min_numel": 2} | mode
+    n, rank = hvd.size(), hvd.rank()
+    model = parameters(ODD_SHAPES)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), named_parameters=model.items(), compression=hvd.ScaleCom(**settings)
+    )
+    simulation = Simulation(n, lambda _: parameters(ODD_SHAPES), **settings)
+    # Horovod sums in float16 too, in an order of its own.
+    tolerance = 2e-2 if settings.get("wire_dtype") else 1e-5
+    for step in range(20):
+        everyone = [gradients(ODD_SHAPES, r, step) for r in range(n)]
+        optimizer.zero_grad()
+        feed(model, everyone[rank])
+        optimizer.synchronize()
+        averages = simulation.step([{name: torch.from_numpy(grad) for name, grad in worker.items()} for worker in everyone])
+        for name, parameter in model.items():
+            torch.testing.assert_close(parameter.grad, averages[rank][name], rtol=tolerance, atol=tolerance)
+        mine, theirs = (compressor.residues.tensors for compressor in (optimizer.compression, simulation.compressors[rank]))
+        assert mine.keys() == theirs.keys()
+        for name, tensor in mine.items():
+            assert torch.equal(tensor.residue, theirs[name].residue), f"{name} at step {step}"
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    mine, theirs = optimizer.compression.stats(), simulation.compressors[rank].stats()
+    assert mine == theirs

@@ -1,0 +1,197 @@
+"""Random programs of training steps on simulated workers, held against what must be true of every step (fuzz_model.py).
+
+The same programs in every run, so many that it takes about half a minute; one that fails is printed as it is. FUZZ_SECONDS=600 makes it
+that long, with programs that nobody has seen, and one that fails is first made as short as can be, which may take minutes.
+"""
+
+import copy
+import os
+import time
+
+import pytest
+import torch
+from fuzz_model import Seen, Truth, draw_setting, draw_step
+from hypothesis import HealthCheck, Phase, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from scalecom_hvd.torch.simulator import Simulation
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 0))
+EXAMPLES = 90
+
+
+class Broken(Exception):
+    """What a collective raises where a program says so."""
+
+
+class Training(RuleBasedStateMachine):
+    """n ranks that train, step after step; every rule checks all that must be true after it."""
+
+    @initialize(data=st.data())
+    def begin(self, data):
+        self.setting = draw_setting(self.chooser(data), (1, 2, 3, 4))
+        self.applied = self.setting.applied()
+        self.applied.__enter__()
+        self.scale, self.frozen, self.saved = 1.0, set(), None
+        self.truth = Truth(self.setting, exact_sums=True)
+        # The last is the run; those before it went on where it was resumed from a checkpoint.
+        self.runs = [self.start()]
+        note(self.setting)
+
+    @staticmethod
+    def chooser(data):
+        return lambda options: data.draw(st.sampled_from(list(options)))
+
+    def start(self):
+        return Simulation(
+            self.setting.n,
+            lambda rank: self.setting.parameters(),
+            groups=self.setting.groups,
+            config=self.setting.config,
+            loss_scale=lambda: self.scale,
+        )
+
+    def gradients(self, step):
+        return [step.gradients(self.setting, rank, self.scale, self.frozen) for rank in range(self.setting.n)]
+
+    def take(self, step):
+        note(step)
+        came = self.gradients(step)
+        everyone = []
+        for run in self.runs:
+            averages = run.step(self.gradients(step), step.orders)
+            everyone.append([Seen.of(compressor, average) for compressor, average in zip(run.compressors, averages, strict=True)])
+        self.truth.check(came, self.scale, self.frozen, everyone[-1])
+        for other in everyone[:-1]:
+            for mine, theirs in zip(everyone[-1], other, strict=True):
+                assert mine.step == theirs.step
+                for name in mine.averages:
+                    assert torch.equal(mine.averages[name].nan_to_num(7.0), theirs.averages[name].nan_to_num(7.0)), name
+                for name in mine.residues:
+                    assert torch.equal(mine.residues[name], theirs.residues[name]), name
+
+    @rule(data=st.data(), steps=st.integers(1, 4))
+    def some_steps(self, data, steps):
+        for _ in range(steps):
+            self.take(draw_step(self.chooser(data), self.setting))
+
+    @rule(data=st.data())
+    def step_with_missing_gradients(self, data):
+        self.take(draw_step(self.chooser(data), self.setting, missing=True))
+
+    @rule(data=st.data())
+    def overflow(self, data):
+        self.take(draw_step(self.chooser(data), self.setting, missing=data.draw(st.booleans()), overflow=True))
+
+    @rule(power=st.sampled_from([0, -3, 4, 10, 16]))
+    def move_the_loss_scale(self, power):
+        self.scale = 2.0**power
+
+    @rule(data=st.data())
+    def freeze_or_thaw(self, data):
+        name = data.draw(st.sampled_from(list(self.setting.shapes)))
+        self.frozen ^= {name}
+        self.tell_who_is_frozen()
+
+    def tell_who_is_frozen(self):
+        for run in self.runs:
+            for parameters in run.parameters:
+                for name, parameter in parameters.items():
+                    parameter.requires_grad_(name not in self.frozen)
+
+    def states(self):
+        return [copy.deepcopy(compressor.state_dict()) for compressor in self.runs[-1].compressors]
+
+    @rule()
+    def save(self):
+        self.saved = (self.states(), self.truth.save())
+
+    @rule()
+    def resume(self):
+        """From a checkpoint just made, in new objects; the old ones go on for comparison."""
+        states, old = self.states(), self.runs[-1]
+        new = self.start()
+        for compressor, state in zip(new.compressors, states, strict=True):
+            compressor.load_state_dict(state)
+        for mine, theirs in zip(new.compressors, old.compressors, strict=True):
+            mine.residues.skipped_steps = theirs.residues.skipped_steps
+        self.runs = [old, new]
+        self.tell_who_is_frozen()
+
+    @precondition(lambda self: self.saved is not None)
+    @rule()
+    def go_back(self):
+        states, truth = self.saved
+        for run in self.runs:
+            for compressor, state in zip(run.compressors, states, strict=True):
+                compressor.load_state_dict(copy.deepcopy(state))
+        self.truth.load(truth)
+
+    @rule(data=st.data())
+    def fail_in_the_middle(self, data):
+        """A collective fails on one rank; the others wait for it in vain."""
+        choose = self.chooser(data)
+        step, rank, calls = draw_step(choose, self.setting), choose(range(self.setting.n)), choose(range(4))
+        came = self.gradients(step)
+        self.runs = self.runs[-1:]
+        run = self.runs[0]
+        transport = run.transports[rank]
+
+        def average(buffer, name):
+            nonlocal calls
+            if calls == 0:
+                raise Broken
+            calls -= 1
+            return type(transport).average(transport, buffer, name)
+
+        transport.average = average
+        try:
+            averages = run.step(self.gradients(step), step.orders)
+        except Broken:
+            residues = [{t.name: t.residue.view(t.shape) for t in compressor.residues.tensors.values()} for compressor in run.compressors]
+            self.truth.given_up(came, self.scale, residues)
+        else:  # there were fewer collectives than that
+            seen = [Seen.of(compressor, average) for compressor, average in zip(run.compressors, averages, strict=True)]
+            self.truth.check(came, self.scale, self.frozen, seen)
+        finally:
+            del transport.average
+
+    def teardown(self):
+        for run in getattr(self, "runs", []):
+            run.network.close()
+        if hasattr(self, "applied"):
+            self.applied.__exit__(None, None, None)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_per_rank():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(**fields):
+    how = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=25,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+        **fields,
+    )
+    run_state_machine_as_test(Training, settings=how)
+
+
+def test_random_programs():
+    check(derandomize=True, phases=[Phase.generate])
+
+
+@pytest.mark.skipif(not SECONDS, reason="FUZZ_SECONDS says for how long")
+@pytest.mark.timeout(0)
+def test_new_random_programs():
+    begun = time.monotonic()
+    while time.monotonic() - begun < SECONDS:
+        check()

@@ -1,0 +1,220 @@
+"""Simulated workers against the oracle, and how they fail: with the error, on all of them, and never by waiting for ever."""
+
+import horovod.torch as horovod
+import numpy as np
+import pytest
+import torch
+from parallel.made_up import ODD_SHAPES, gradients
+
+from scalecom_hvd.reference import ScaleComReference
+from scalecom_hvd.torch.simulator import Network, SimulatedTransport, Simulation
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
+
+
+@pytest.fixture(autouse=True)
+def one_thread_per_rank():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def simulate(n, shapes=SHAPES, **fields):
+    settings = {"rate": 20, "beta": 0.3, "min_numel": 2} | fields
+    return Simulation(n, lambda rank: {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}, **settings)
+
+
+def as_tensors(grads):
+    return [{name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads]
+
+
+def made_up(n, step, shapes=SHAPES):
+    return [gradients(shapes, rank, step) for rank in range(n)]
+
+
+def residues_of(simulation):
+    return [{name: t.residue.clone() for name, t in compressor.residues.tensors.items()} for compressor in simulation.compressors]
+
+
+def hold_against_reference(n, steps=8, shapes=ODD_SHAPES, tolerance=1e-6, **fields):
+    simulation = simulate(n, shapes, **fields)
+    config = simulation.compressors[0].config
+    reference = ScaleComReference(n, shapes, config)
+    for step in range(steps):
+        everyone = made_up(n, step, shapes)
+        if step == 3:
+            everyone[-1]["n6401"][17] = np.nan
+        outputs = simulation.step(as_tensors(everyone))
+        reference.bucket_of = {name: b for b, names in enumerate(simulation.compressors[0].residues.buckets) for name in names}
+        averages = reference.step(everyone)
+        for rank in range(n):
+            for name, got in outputs[rank].items():
+                assert torch.equal(got.isnan(), outputs[0][name].isnan())
+                assert torch.equal(got.nan_to_num(), outputs[0][name].nan_to_num())
+                np.testing.assert_allclose(got.numpy(), averages[name], rtol=tolerance, atol=tolerance, err_msg=f"{name}, step {step}")
+            for name, tensor in simulation.compressors[rank].residues.tensors.items():
+                want = reference.residues[rank].get(name, np.zeros(tensor.shape, np.float32))
+                if step == 3:  # taken back, to rounding; from here on both go on from the same
+                    np.testing.assert_allclose(tensor.residue.view(tensor.shape).numpy(), want, rtol=1e-5, atol=1e-5)
+                    reference.residues[rank][name] = tensor.residue.view(tensor.shape).numpy().copy()
+                else:
+                    np.testing.assert_array_equal(tensor.residue.view(tensor.shape).numpy(), want, err_msg=f"{name}, step {step}")
+    assert reference.step_number == simulation.compressors[0].stats()["step"] == steps - 1
+    return simulation
+
+
+MODES = [
+    {},
+    {"lookahead": True},
+    {"leader": "staggered", "bucket_bytes": 5000},
+    {"leader": "staggered", "bucket_bytes": 5000, "lookahead": True},
+    {"selection": "exact", "rate": 30},
+    {"wire_dtype": "float16", "tolerance": 2e-2},
+    {"warmup_steps": 5, "beta": 1.0, "dense": ["auto:first"]},
+    {"warmup_steps": 5, "lookahead": True, "rates": {"n64*": 10, "matrix": 1000}},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_simulated_workers_are_those_of_the_reference(n, mode):
+    hold_against_reference(n, **mode)
+
+
+@pytest.mark.parametrize(("n", "mode"), [(16, MODES[0]), (16, MODES[3]), (64, MODES[1]), (64, MODES[2])], ids=str)
+def test_many_workers(n, mode):
+    # The more workers, the larger what is added up.
+    hold_against_reference(n, steps=5, **({"tolerance": 1e-5} | mode))
+
+
+def test_kernels_that_run_beside_backward(monkeypatch):
+    monkeypatch.setattr("scalecom_hvd.torch.bucket.WORTH_A_THREAD", 1)
+    hold_against_reference(3, steps=20, bucket_bytes=5000)
+    hold_against_reference(3, steps=20, bucket_bytes=5000, lookahead=True)
+
+
+def test_the_order_of_arrival_changes_nothing():
+    straight, turned = (simulate(3, leader="staggered", bucket_bytes=5000) for _ in range(2))
+    names = list(SHAPES)
+    for step in range(6):
+        grads = made_up(3, step)
+        for worker in grads[1:]:
+            worker["second"] = np.zeros(SHAPES["second"], np.float32)
+        some = as_tensors(grads)
+        for worker in some[1:]:
+            worker["second"] = None
+        first = straight.step(as_tensors(grads), [names] * 3)
+        second = turned.step(some, [names, names[::-1], names[1:] + names[:1]])
+        for a, b in zip(first, second, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in names)
+
+
+def test_sums_and_predivision():
+    averages = simulate(4).step(as_tensors(made_up(4, 0)))[0]
+    sums = simulate(4, op=horovod.Sum).step(as_tensors(made_up(4, 0)))[0]
+    predivided = simulate(4, predivide=8.0).step(as_tensors(made_up(4, 0)))[0]
+    for name in SHAPES:
+        torch.testing.assert_close(sums[name], 4 * averages[name])
+        torch.testing.assert_close(predivided[name], averages[name])
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("where", ["broadcast", "average", "scatter"])
+def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch):
+    """Before the sums are made the step is taken back, and training goes on."""
+    simulation = simulate(4, lookahead=lookahead)
+    for step in range(3):
+        simulation.step(as_tensors(made_up(4, step)))
+    before = residues_of(simulation)
+
+    def fail(*_):
+        raise OSError("no route to host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulation.reducers[2].buckets[0] if where == "scatter" else simulation.transports[2], where, fail)
+        with pytest.raises(OSError, match="no route to host"):
+            simulation.step(as_tensors(made_up(4, 3)))
+    if where == "average":
+        for mine, old in zip(residues_of(simulation), before, strict=True):
+            for name in mine:
+                torch.testing.assert_close(mine[name], old[name], rtol=1e-5, atol=1e-5)
+    for step in range(4, 7):
+        outputs = simulation.step(as_tensors(made_up(4, step)))
+        assert all(torch.equal(outputs[0][name], other[name]) for other in outputs for name in SHAPES)
+        assert all(output.isfinite().all() for output in outputs[0].values())
+
+
+def test_ranks_with_different_models_are_told_so():
+    simulation = Simulation(2, lambda rank: {"w": torch.nn.Parameter(torch.zeros(10 + rank))})
+    with pytest.raises(RuntimeError, match="differ between ranks"):
+        simulation.step([{"w": torch.zeros(10)}, {"w": torch.zeros(11)}])
+
+
+def on_two_ranks(*functions):
+    network = Network(2)
+    transports = [SimulatedTransport(network, rank) for rank in range(2)]
+    try:
+        return network.run([lambda f=f, t=t: f(t) for f, t in zip(functions, transports, strict=True)])
+    finally:
+        network.close()
+
+
+def test_ranks_that_wait_for_each_other_are_found():
+    with pytest.raises(RuntimeError, match="for ever.*scalecom.left, scalecom.right"):
+        on_two_ranks(lambda t: t.wait(t.average(torch.ones(1), "left")), lambda t: t.wait(t.average(torch.ones(1), "right")))
+
+
+def test_a_name_in_flight_cannot_be_used_again_but_a_name_that_has_met_can():
+    def twice(transport):
+        for handle in [transport.average(torch.ones(1), "same") for _ in range(2)]:
+            transport.wait(handle)
+
+    def one_after_the_other(transport):
+        total = torch.full((1,), float(transport.position))
+        for _ in range(3):
+            transport.wait(transport.average(total, "same"))
+            total += transport.position
+        return total.item()
+
+    with pytest.raises(ValueError, match="Duplicate tensor name"):
+        on_two_ranks(twice, twice)
+    assert on_two_ranks(one_after_the_other, one_after_the_other) == [1.5, 2.5]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda t: t.average(torch.ones(3), "same"),
+        lambda t: t.average(torch.ones(2, dtype=torch.float64), "same"),
+        lambda t: t.broadcast(torch.ones(2), 1, "same"),
+    ],
+    ids=["shape", "dtype", "kind"],
+)
+def test_different_collectives_of_one_name_are_an_error_on_all(other):
+    caught = []
+
+    def waits(submit):
+        def run(transport):
+            try:
+                transport.wait(submit(transport))
+            except horovod.HorovodInternalError as error:
+                caught.append(str(error))
+
+        return run
+
+    on_two_ranks(waits(lambda t: t.average(torch.ones(2), "same")), waits(other))
+    assert len(caught) == 2
+    assert "different collectives by one name" in caught[0]
+
+
+def test_every_rank_numbers_its_exchanges_for_itself():
+    network = Network(2)
+    first, second = ([SimulatedTransport(network, rank) for rank in range(2)] for _ in range(2))
+    for transports in (first, second):
+        numbers = [transport.claim_name() for transport in transports]
+        assert numbers[0] == numbers[1]
+        for transport in transports:
+            transport.use_name(numbers[0])
+    assert [transport._prefix for transport in (*first, *second)] == ["scalecom", "scalecom", "scalecom.1", "scalecom.1"]
+    network.close()
