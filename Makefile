@@ -3,7 +3,7 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu demo test lint accuracy bench bench-keras bench-kernels bench-gpu scaling clean
+.PHONY: setup setup-gpu demo test soak lint accuracy bench bench-keras bench-kernels bench-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
@@ -11,6 +11,7 @@ help:
 	@echo "make setup-gpu     the same with NCCL (HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME)"
 	@echo "make demo          trains a ResNet, a Keras ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
 	@echo "make test          ruff and all tests, on 1, 2 and 4 ranks"
+	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
 	@echo "make accuracy      the accuracy table of the README (minutes)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
 	@echo "make scaling       the scaling model, from what make bench measured"
@@ -36,6 +37,9 @@ test: setup
 lint: setup
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+
+soak: setup
+	@$(RUN) scripts/soak.py --minutes $(or $(MINUTES),3)
 
 accuracy: setup
 	@$(RUN) scripts/accuracy.py

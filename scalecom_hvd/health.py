@@ -16,6 +16,8 @@ log = logging.getLogger("scalecom_hvd")
 
 # Steps between two looks at the norms, which read all residues and gradients once more: a hundredth of what a step reads anyway.
 LOOK_EVERY = 100
+# Steps in a row that are skipped before it is said aloud: loss scaling that finds its scale skips fewer.
+SKIPS_IN_A_ROW = 20
 # Below so many sends per coordinate, every compressor loses accuracy.
 SENDS_WANTED = 5
 
@@ -67,6 +69,21 @@ class Health:
         self.ratio: float | None = None
         self._residues = self._gradients = (0.0, 0.0, 0.0)
         self._warned = False
+        self._skips = 0
+
+    def skip(self, step: int) -> None:
+        """A step did not count; logs a warning when so many in a row did not that none may ever again."""
+        self._skips += 1
+        if self._skips == SKIPS_IN_A_ROW:
+            log.warning(
+                "step %d was skipped %d times in a row: each time some rank had a gradient that is not finite, or beyond 2**100. Look for "
+                "NaN in the data and the loss of every rank, or lower the learning rate or the loss scale",
+                step, SKIPS_IN_A_ROW,
+            )  # fmt: skip
+
+    def take(self) -> None:
+        """A step counted."""
+        self._skips = 0
 
     def look(self, step: int, residues: float, gradients: float, limit: float) -> None:
         """Take in the norms of all residues and of their gradients in one step; logs a warning, once, if residues keep growing."""

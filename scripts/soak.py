@@ -38,8 +38,8 @@ PLANS = [
     Plan(settings={"rate": 20, "lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
     Plan(optimizer="stock", settings={"rate": 20, "wire_dtype": "float16"}),
 ]
-# Only the neighbours of a worker that dies notice at once; the others wait so long.
-GLOO_TIMEOUT = 10
+# Seconds. Only the neighbours of a worker that dies notice at once, the others wait so long; and so long a newcomer may take to start.
+GLOO_TIMEOUT = 15
 MEGABYTES_PER_1000_STEPS = 5.0
 
 Diary = list[dict[str, Any]]
@@ -301,7 +301,7 @@ def watch(plan: Plan, ranks: int, seconds: float, dice: random.Random, bar: tqdm
                 time.sleep(0.2)
             while time.time() - began < seconds:
                 time.sleep(dice.uniform(0.5, 2))
-                trouble.make(limit=60)
+                trouble.make(limit=90)
                 bar.set_postfix_str(f"{trouble.survived.total()} faults survived")
                 bar.update(round(min(time.time() - began, seconds)) - bar.n % round(seconds) if seconds >= 1 else 0)
             if job.stop(60) != 0:

@@ -201,11 +201,18 @@ def save_checkpoint(folder: Path, step: int, model: keras.Model, optimizer: Any,
     """Save the state after `step` steps: rank 0 the model and the optimizer, every rank its own residues."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(compression, hvd.ScaleCom):
-        tf.train.Checkpoint(scalecom=compression).write(str(folder / training.residues_name(step, hvd.rank())))
+        _write(tf.train.Checkpoint(scalecom=compression), folder, training.residues_name(step, hvd.rank()))
     if hvd.rank() == 0:
-        tf.train.Checkpoint(model=model, optimizer=optimizer).write(str(folder / training.model_name(step)))
+        _write(tf.train.Checkpoint(model=model, optimizer=optimizer), folder, training.model_name(step))
     hvd.allreduce(tf.zeros(1), name="checkpoint.written")  # waits for all ranks
     training.commit_checkpoint(folder, step, hvd)
+
+
+def _write(checkpoint: tf.train.Checkpoint, folder: Path, name: str) -> None:
+    """Write a checkpoint's files, which count once the checkpoint is committed; by then they are on the disk."""
+    checkpoint.write(str(folder / name))
+    training.keep([folder / f"{name}.index", *folder.glob(f"{name}.data-*")])
+    training.keep_names(folder)
 
 
 def load_checkpoint(folder: Path, model: keras.Model, optimizer: Any, compression: Any) -> int:

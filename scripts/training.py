@@ -8,16 +8,18 @@ part, train_keras.py Keras's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
@@ -204,17 +206,47 @@ def residues_name(step: int, rank: int) -> str:
     return f"step-{step:06d}.residues-{rank}"
 
 
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let `write` write a file that is there whole or not at all, whenever the program, or the machine, goes down.
+
+    An older file of this name stays until the new one is on the disk.
+    """
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        write(file)
+    keep([part])
+    os.replace(part, path)
+    keep_names(path.parent)
+
+
+def keep(paths: Iterable[Path]) -> None:
+    """Return when what these files hold is on the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def keep_names(folder: Path) -> None:
+    """Return when it is on the disk which files there are in a folder; some network file systems cannot say so."""
+    with contextlib.suppress(OSError):
+        keep([folder])
+
+
 def commit_checkpoint(folder: Path, step: int, hvd: ModuleType) -> None:
     """Make the files of `step` the newest checkpoint, and remove older ones. Call it when all ranks have written.
 
     `latest.json` is replaced only then, so a run that dies while it writes resumes from the checkpoint before.
     """
     if hvd.rank() == 0:
-        latest = folder / "latest.json.part"
-        latest.write_text(json.dumps({"step": step, "ranks": hvd.size()}))
-        os.replace(latest, folder / "latest.json")
+        latest = json.dumps({"step": step, "ranks": hvd.size()})
+        write_whole(folder / "latest.json", lambda file: file.write(latest.encode()))
         for old in folder.glob("step-*"):
-            if not old.name.startswith(f"{model_name(step)}."):
+            if old.is_dir():  # TensorFlow's, of a run that was killed while it wrote
+                shutil.rmtree(old)
+            elif not old.name.startswith(f"{model_name(step)}."):
                 old.unlink()
 
 

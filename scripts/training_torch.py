@@ -129,9 +129,7 @@ def _residues_file(folder: Path, step: int, rank: int) -> Path:
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:
-    part = path.with_name(path.name + ".part")
-    torch.save(state, part)
-    os.replace(part, path)
+    training.write_whole(path, lambda file: torch.save(state, file))
 
 
 def traffic_per_step(args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -22,7 +22,6 @@ The optimizer calls `ready` from its hooks and `result` from synchronize(). Impo
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,8 +37,6 @@ from scalecom_hvd.torch.beside import Beside
 from scalecom_hvd.torch.bucket import Bucket, Wait, empty_sparse_gradient
 from scalecom_hvd.torch.residues import Residues, describe, digest_of
 from scalecom_hvd.torch.transport import Transport
-
-log = logging.getLogger("scalecom_hvd")
 
 Groups = Sequence[Sequence[str]]
 
@@ -319,7 +316,7 @@ class Reducer:
         self._arrived.clear()
 
     def _end_step(self) -> None:
-        self.residues.step += 1
+        self.residues.note_step()
         if self._whole and self.residues.step >= self.config.warmup_steps:
             if self.config.lookahead:
                 self.settle()
@@ -385,7 +382,7 @@ class Reducer:
         # Which of its devices a rank uses is its own affair, but not which tensors share one.
         compare_ranks(self._transport.exchange_objects({"buckets": plan}, "agreement.buckets"), ("buckets",))
         self._make_buckets(plan)
-        self.residues.ranks = self._transport.size
+        self.residues.note_ranks(self._transport.size)
         self._agreed = True
 
     def _plan(self, arrived: list[str], loaded: Groups | None) -> list[list[str]]:

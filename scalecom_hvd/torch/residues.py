@@ -145,10 +145,28 @@ class Residues:
         residues, grads = (math.hypot(*each) for each in zip(*norms, strict=True))
         self.health.look(self.step, residues, grads, growth_limit(self.rates.values()))
 
+    def note_ranks(self, ranks: int) -> bool:
+        """That is how many ranks there are; gives whether there were others before, which the log then says."""
+        others = self.ranks not in (None, ranks)
+        if others:
+            log.warning(
+                "resuming on %d ranks what ran on %d: newcomers start with empty residues, those of ranks that are gone are lost",
+                ranks,
+                self.ranks,
+            )
+        self.ranks = ranks
+        return others
+
     def note_skipped_step(self) -> None:
         """A gradient was not finite on some rank: this step is counted, but did not happen."""
         self.skipped_steps += 1
         log.info("step %d is skipped: a gradient was not finite on some rank (%d skipped so far)", self.step, self.skipped_steps)
+        self.health.skip(self.step)
+
+    def note_step(self) -> None:
+        """A step counted."""
+        self.step += 1
+        self.health.take()
 
     def norm(self) -> float:
         """The Euclidean norm of all residues together; reads them all."""

@@ -10,7 +10,6 @@ Used by compressor.py alone; imports residues, transport and the rooms below.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,8 +22,6 @@ from scalecom_hvd.buckets import traffic
 from scalecom_hvd.torch.moves import Moves, OffsetLayout
 from scalecom_hvd.torch.residues import CompressedTensor, Residues, describe, digest_of
 from scalecom_hvd.torch.transport import Transport
-
-log = logging.getLogger("scalecom_hvd")
 
 
 class Sent(NamedTuple):
@@ -159,11 +156,9 @@ class StockExchange:
     def _begin_step(self) -> None:
         self.settle()
         residues = self._residues
-        if residues.ranks not in (None, self._transport.size):
-            # Resumed on another number of ranks: newcomers have no offsets, and this is no place to wait for any, so nobody uses them.
-            log.warning("resuming on %d ranks what ran on %d: newcomers start with empty residues", self._transport.size, residues.ranks)
+        if residues.note_ranks(self._transport.size):
+            # Newcomers have no offsets, and this is no place to wait for any, so nobody uses them.
             residues.chosen_ahead.clear()
-        residues.ranks = self._transport.size
         if not self._next:
             self._moves = {name: Moves([tensor]) for name, tensor in residues.tensors.items()}
             self._make_buffers()
@@ -198,7 +193,7 @@ class StockExchange:
             for number, (device, buffer) in enumerate(self._next.items()):
                 self._handles[device] = self._transport.broadcast(buffer, leader, f"offsets.{number}")
                 self._bytes["offsets"] += buffer.numel()
-        residues.step += 1
+        residues.note_step()
 
     def _next_leader(self) -> int:
         return (self._residues.step + 1) % self._transport.size

@@ -12,6 +12,7 @@ K, SMALL = 248_190, 35_000  # one in a hundred of each large tensor; elements of
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.xdist_group("hosts")
 @pytest.mark.skipif(os.geteuid() != 0, reason="hosts are namespaces, which need root")
 def test_the_smallest_benchmark(run, tmp_path):
     hosts.install()

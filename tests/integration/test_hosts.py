@@ -18,7 +18,8 @@ from hosts import Hosts
 SCRIPT = hosts.__file__
 WORKER = str(Path(__file__).with_name("worker_hosts.py"))
 
-pytestmark = pytest.mark.timeout(60, func_only=True)
+# They look at what else is on the machine, so one after the other.
+pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.xdist_group("hosts")]
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,18 @@
 """The training scripts as a user runs them: both launchers, resuming, one process, wrong input."""
 
+import json
+import os
+import random
+import subprocess
 import sys
+import time
 
+import launch
+import psutil
 import pytest
 import torch
+import training
+import training_torch
 from conftest import ROOT
 
 SCRIPTS = ROOT / "scripts"
@@ -31,6 +40,73 @@ def test_stopped_and_resumed_is_as_never_stopped(launched, tmp_path, launcher, s
             assert same(*pair), name
             compared += 1
     assert compared >= 3
+
+
+def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_path):
+    """A checkpoint after every step, so that kills fall in the midst of writing one."""
+    folder, ranks, steps = tmp_path / "killed", 2, 60
+    program = [SCRIPTS / "train_image.py", *SHORT, "--rate", "20", "--lookahead", "--steps", str(steps)]
+    program += ["--checkpoint-dir", folder, "--checkpoint-every", "1", "--resume"]
+    moments = random.Random(time.time_ns())
+    reached = 0
+    for _ in range(3):
+        killed_after = moments.uniform(0, 0.1)
+        kill_after_step(reached + 4, killed_after, folder, launch.command("mpirun", ranks, [str(part) for part in program]))
+        reached, whole = newest(folder)
+        assert whole.keys() == {"", *(f".residues-{rank}" for rank in range(ranks))}, f"killed {killed_after} s after a step"
+        assert [whole[f".residues-{rank}"]["step"] for rank in range(ranks)] == [reached] * ranks
+    assert f'"step": {steps},' in launched("mpirun", ranks, program)
+    reached, whole = newest(folder)
+    assert reached == steps
+    assert len(list(folder.iterdir())) == len(whole) + 1, "something is left of what was not completed"
+
+
+def test_a_file_counts_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
+    """Which a machine that goes down shows, and no process that is killed."""
+    done = []
+    for name in ("fsync", "replace"):
+        called = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, called=called: done.append(name) or called(*args))
+    file = tmp_path / "step.pt"
+    training_torch._write(file, {"step": 1})
+    assert done == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+
+    def write_half(opened):
+        opened.write(b"half")
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        training.write_whole(file, write_half)
+    assert torch.load(file, weights_only=True) == {"step": 1}
+
+
+def kill_after_step(step, seconds, folder, command):
+    """Start a training, and kill all its processes at once some time after the checkpoint of `step`."""
+    with (folder.parent / "output.txt").open("w+") as output:
+        process = subprocess.Popen(
+            command, env=launch.environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            deadline = time.monotonic() + 150
+            while not (folder / "latest.json").exists() or json.loads((folder / "latest.json").read_text())["step"] < step:
+                if time.monotonic() > deadline or process.poll() is not None:
+                    pytest.fail(f"no checkpoint of step {step}: {(folder.parent / 'output.txt').read_text()}")
+                time.sleep(0.002)
+            time.sleep(seconds)
+            assert process.poll() is None, "it ended before it was killed"
+        finally:
+            family = [*psutil.Process(process.pid).children(recursive=True), process]
+            for member in family:
+                member.kill()
+            psutil.wait_procs(family[:-1])
+            process.wait()
+
+
+def newest(folder) -> tuple[int, dict]:
+    """The step of the newest checkpoint, and its files by what their names end in."""
+    step = json.loads((folder / "latest.json").read_text())["step"]
+    prefix = f"step-{step:06d}"
+    return step, {path.stem.removeprefix(prefix): torch.load(path, weights_only=True) for path in folder.glob(f"{prefix}*.pt")}
 
 
 def same(a, b) -> bool:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from models import feed, gradients, parameters, same_on_all_ranks
 
+import scalecom_hvd
 import scalecom_hvd.torch as hvd
 
 SHAPES = {"first": (60, 50), "second": (5000,)}
@@ -78,40 +79,77 @@ def test_join_with_nothing_compressed_is_horovods():
     assert hvd.join() in range(hvd.size())
 
 
-def test_other_settings_on_one_rank():
-    model = parameters(SHAPES)
-    optimizer = make(model, hvd.ScaleCom(rate=20 if hvd.rank() else 40))
-    feed(model, gradients(SHAPES, hvd.rank(), 0))
-    with pytest.raises(RuntimeError, match="settings differ between ranks.*rate is 40.0 on rank 0 and 20.0 on rank 1"):
-        optimizer.step()
+def start_differently(what, rank):
+    """A model with an optimizer, which on `rank` 1 differs in one thing. Gives both; names differ between the cases (see below)."""
+    changed = rank == 1
+    shapes = {f"{what}.{name}": shape for name, shape in SHAPES.items()}
+    settings, options = {"rate": 20}, {}
+    dtype = torch.float32
+    if what == "setting":
+        settings["rate"] = 40 if changed else 20
+    elif what == "shape":
+        shapes[f"{what}.second"] = (5001,) if changed else (5000,)
+    elif what == "dtype":
+        dtype = torch.bfloat16 if changed else torch.float32
+    elif what == "a parameter more" and changed:
+        shapes[f"{what}.third"] = (3000,)
+    elif what == "a parameter less" and changed:
+        del shapes[f"{what}.second"]
+    elif what == "name" and changed:
+        shapes = {"other": shapes.pop(f"{what}.first"), **shapes}
+    elif what == "sparse_as_dense":
+        options["sparse_as_dense"] = changed
+    elif what == "groups":
+        options["groups"] = 2 if changed else 1
+    model = parameters(shapes, dtype)
+    return model, settings, options
 
 
-def test_another_model_on_one_rank():
-    model = parameters({"first": (60, 50), "second": (5000 + (hvd.rank() == 1),)})
-    optimizer = make(model)
-    feed(model, {n: p.detach().numpy() for n, p in model.items()})
-    with pytest.raises(RuntimeError, match=r"tensors differ between ranks.*second is \[\[5000\].*\[\[5001\]"):
-        optimizer.step()
-
-
-def test_another_version_on_one_rank(monkeypatch):
-    import scalecom_hvd
-
-    if hvd.rank() == 1:
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("setting", "settings differ between ranks.*rate is 20.0 on rank 0 and 40.0 on rank 1"),
+        ("sparse_as_dense", "settings differ between ranks.*sparse_as_dense is False on rank 0 and True on rank 1"),
+        ("shape", r"tensors differ between ranks.*shape.second is \[\[5000\].*\[\[5001\]"),
+        ("dtype", "tensors differ between ranks.*dtype.first is .*float32.* on rank 0 and .*bfloat16.* on rank 1"),
+        ("a parameter more", "tensors differ between ranks.*third is missing on rank 0"),
+        ("a parameter less", "tensors differ between ranks.*second is .* on rank 0 and missing on rank 1"),
+        ("name", "tensors differ between ranks.*name.first is .* on rank 0 and missing on rank 1"),
+        ("groups", "groups differ between ranks"),
+        ("version", "version differ between ranks.* on rank 0 and 9.9 on rank 1"),
+    ],
+)
+def test_one_rank_is_started_differently(what, message, monkeypatch):
+    if what == "version" and hvd.rank() == 1:
         monkeypatch.setattr(scalecom_hvd, "__version__", "9.9")
-    model = parameters(SHAPES)
-    optimizer = make(model)
-    feed(model, gradients(SHAPES, hvd.rank(), 0))
-    with pytest.raises(RuntimeError, match="version differ between ranks.* on rank 0 and 9.9 on rank 1"):
+    model, settings, options = start_differently(what, hvd.rank())
+    optimizer = make(model, hvd.ScaleCom(**settings), **options)
+    if what == "sparse_as_dense":  # a sparse gradient, since one rank sends it otherwise; its name is never used again
+        rows = torch.nn.functional.embedding(torch.tensor([1, 2]), model[f"{what}.first"], sparse=True)
+        (rows.sum() + model[f"{what}.second"].sum()).backward()
+    else:
+        feed(model, {n: p.detach().float().numpy() for n, p in model.items()})
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step()
 
 
-def test_other_settings_on_one_rank_in_the_stock_optimizer():
-    model = parameters(SHAPES)
-    compressor = hvd.ScaleCom(named_parameters=model.items(), rate=20, beta=0.5 if hvd.rank() == 1 else 1)
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("setting", "settings differ between ranks.*rate is 20.0 on rank 0 and 40.0 on rank 1"),
+        ("shape", "Mismatched ALLREDUCE tensor shapes"),  # Horovod's own error comes first
+        ("dtype", "tensors differ between ranks.*dtype.first is .*float32.* on rank 0 and .*bfloat16.* on rank 1"),
+        ("version", "version differ between ranks.* on rank 0 and 9.9 on rank 1"),
+    ],
+)
+def test_one_rank_is_started_differently_in_the_stock_optimizer(what, message, monkeypatch):
+    if what == "version" and hvd.rank() == 1:
+        monkeypatch.setattr(scalecom_hvd, "__version__", "9.9")
+    model, settings, _ = start_differently(what, hvd.rank())
+    compressor = hvd.ScaleCom(named_parameters=model.items(), **settings)
     optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor)
-    feed(model, gradients(SHAPES, hvd.rank(), 0))
-    with pytest.raises(RuntimeError, match="beta is 1.0 on rank 0 and 0.5 on rank 1"):
+    feed(model, {n: p.detach().float().numpy() for n, p in model.items()})
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step()
 
 

@@ -4,9 +4,10 @@ import copy
 import io
 
 import horovod.torch as stock
+import numpy as np
 import pytest
 import torch
-from models import feed, gradients, parameters, same_on_all_ranks
+from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 
 import scalecom_hvd.torch as hvd
 
@@ -216,6 +217,48 @@ def test_stock_resumes_what_ran_on_another_number_of_ranks(caplog):
     assert compressor.stats()["step"] == 6
     assert same_on_all_ranks(model.values())
     assert hvd.rank() > 0 or "resuming on" in caplog.text
+
+
+@pytest.fixture
+def halves():
+    """Every rank's half of the ranks."""
+    sets = [hvd.add_process_set(ranks) for ranks in (range(hvd.size() // 2), range(hvd.size() // 2, hvd.size()))]
+    yield sets[hvd.rank() >= hvd.size() // 2]
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+@pytest.mark.parametrize(("library", "mode"), [(hvd, {}), (hvd, {"lookahead": True}), (stock, {})], ids=["cyclic", "look-ahead", "stock"])
+def test_resuming_on_fewer_and_then_on_more_ranks(library, mode, halves, caplog):
+    """Survivors keep their residues, newcomers begin with none, and nothing else is lost."""
+
+    def resume(state, steps, ranks):
+        """Train on some ranks from a state on; gives the state after it."""
+        model = parameters(SHAPES)
+        compressor = hvd.ScaleCom(model.items() if library is stock else None, process_set=ranks, rate=20, min_numel=100, **mode)
+        optimizer = library.DistributedOptimizer(
+            torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor, process_set=ranks
+        )
+        before = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        if state is not None:
+            compressor.load_state_dict(state)
+            before |= {name: residue.numpy().copy() for name, residue in state["residues"].items()}
+        run(optimizer, model, steps)
+        came_in = {}
+        for name, mine in before.items():
+            mine = mine + sum(gradients(SHAPES, hvd.rank(), step)[name] for step in steps)
+            came_in[name] = hvd.allreduce(torch.from_numpy(mine), op=hvd.Sum, name=f"came_in.{name}", process_set=ranks).numpy()
+        assert_nothing_is_lost(model, compressor, came_in, ranks.size(), ranks)
+        assert compressor.stats()["step"] == steps[-1] + 1
+        return through_a_file(compressor.state_dict())
+
+    everyone = resume(None, range(3), hvd.global_process_set)
+    fewer = resume(everyone, range(3, 5), halves)
+    assert f"on {halves.size()} ranks what ran on {hvd.size()}" in caplog.text
+    caplog.clear()
+    newcomer = hvd.rank() >= hvd.size() // 2
+    resume(None if newcomer else fewer, range(5, 8), hvd.global_process_set)
+    assert newcomer or f"on {hvd.size()} ranks what ran on {halves.size()}" in caplog.text
 
 
 def test_stock_resumes_with_a_parameter_that_another_optimizer_trains():

@@ -61,6 +61,15 @@ def test_residues_that_keep_growing(caplog, norms, warnings):
     assert health.ratio == (pytest.approx(norms[-1][0] / largest) if largest else None)
 
 
+def test_steps_that_never_count(caplog):
+    health = Health()
+    for skips in (19, 25, 3):  # the second time it is said
+        for _ in range(skips):
+            health.skip(7)
+        health.take()
+    assert [record.getMessage()[:34] for record in caplog.records] == ["step 7 was skipped 20 times in a r"]
+
+
 def test_what_is_planned_changes_no_result():
     from scalecom_hvd.state import check_state
 
