@@ -85,9 +85,13 @@ class ScaleComReference:
     def _exchange(self, name: str, tensors: list[np.ndarray]) -> np.ndarray:
         shape, dtype = tensors[0].shape, tensors[0].dtype
         kind = self._residue_dtype(tensors[0])
-        g = [tensor.reshape(-1).astype(kind) for tensor in tensors]
+        with np.errstate(over="ignore"):
+            g = [tensor.reshape(-1).astype(kind) for tensor in tensors]
+        if self._is_sent_whole(name):
+            wide = np.promote_types(dtype, np.float32)
+            whole = mean([tensor.astype(wide) for tensor in tensors]).astype(dtype)
         if self.rates[name] == 1:
-            return mean(g).reshape(shape).astype(dtype)
+            return whole
         for residues in self.residues:
             residues.setdefault(name, np.zeros(shape, kind))
         m = [residues[name].reshape(-1) for residues in self.residues]
@@ -101,7 +105,7 @@ class ScaleComReference:
             # Residues stay as they are. A look-ahead leader chooses on the gradient just seen, the best guess there is.
             guess = np.where(is_good(g[following]), g[following], 0)
             self._chosen_ahead[name] = select(m[following] + guess, lanes, self.config.selection)
-            return mean(g).reshape(shape).astype(dtype)
+            return whole
 
         if ahead:
             I = self._chosen_ahead[name]  # noqa: E741

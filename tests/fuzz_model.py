@@ -279,8 +279,9 @@ class Truth:
 
     def _in_residue_units(self, grads: list[dict], scale: float) -> dict[str, list[np.ndarray]]:
         return {
-            name: [(self._arrived(g, name).to(kind) * (1 / scale if name in self.compressed else 1)).numpy() for g in grads]
-            for name, kind in self._kinds.items()
+            # In a dtype that holds them; the reference brings them into the residue's.
+            name: [(self._arrived(g, name).to(wide) * (1 / scale if name in self.compressed else 1)).numpy() for g in grads]
+            for name, wide in ((n, torch.promote_types(dtype, torch.float32)) for n, dtype in self.setting.dtypes.items())
         }
 
     def _magnitude(self, name: str, arrays: dict[str, list[np.ndarray]]) -> np.ndarray:

@@ -302,8 +302,9 @@ class Reducer:
         # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
         sound = [bucket.is_sound().cpu() for bucket in self.buckets] + [g._values().isfinite().all().cpu() for g in sparse.values()]
         if all(map(bool, sound)):
-            if self.residues.look_due() and not self._whole:
-                self.residues.look([bucket.norms() for bucket in self.buckets if bucket.compressed])
+            compressing = [bucket for bucket in self.buckets if bucket.compressed]
+            if compressing and not self._whole and self.residues.look_due():
+                self.residues.look([bucket.norms() for bucket in compressing])
             for bucket in self.buckets:
                 bucket.scatter()
             self._end_step()

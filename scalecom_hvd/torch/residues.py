@@ -138,7 +138,7 @@ class Residues:
 
     def look_due(self) -> bool:
         """Whether this is a step in which norms are looked at."""
-        return self.step % LOOK_EVERY == 0 and bool(self.tensors)
+        return self.step % LOOK_EVERY == 0
 
     def look(self, norms: Iterable[tuple[float, float]]) -> None:
         """See whether residues grow: norms of residues and of a step's gradients, bucket by bucket."""

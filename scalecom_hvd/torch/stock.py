@@ -92,7 +92,10 @@ class StockExchange:
             self._agreed = False
 
     def meet(self) -> None:
-        """Ranks of an elastic run come together: they agree on the step, as no hook can wait for that. All ranks must be here."""
+        """Ranks of an elastic run come together: they agree on the step, as no hook can wait for that. All ranks of the
+        process set must be here."""
+        if not self._transport.included:
+            return
         mine = {"step": self._residues.step, "chosen_ahead": digest_of(self._residues.chosen_ahead)}
         everyone = self._transport.exchange_objects(mine, "elastic")
         self._residues.step = latest_step([other["step"] for other in everyone])
@@ -181,7 +184,7 @@ class StockExchange:
             for name in seen:
                 self._moves[name].undo()
             return
-        if residues.look_due() and seen and not self._whole:
+        if seen and not self._whole and residues.look_due():
             residues.look([self._moves[name].norms() for name in seen])
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
         for name in seen:

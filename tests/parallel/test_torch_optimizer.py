@@ -619,3 +619,18 @@ def test_residues_that_keep_growing_are_reported_once(library, caplog):
     messages = [record.getMessage() for record in caplog.records if record.name == "scalecom_hvd" and record.levelname == "WARNING"]
     assert [("sends per coordinate" in m, "residues keep growing" in m) for m in messages] == [(True, False), (False, True)]
     assert 100 < compressor.stats()["residue_ratio"] < 400
+
+
+def test_a_model_of_sparse_embeddings_alone():
+    """Its residue exists, as the first gradient may be dense, but nothing is ever sent from it."""
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(300, 20, sparse=True)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(embedding.parameters(), 0.1), embedding.named_parameters(), compression=hvd.ScaleCom(rate=20)
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        embedding(torch.tensor([hvd.rank(), 7])).sum().backward()
+        optimizer.step()
+    assert optimizer.compression.stats()["step"] == 2
+    assert same_on_all_ranks([embedding.weight])
