@@ -65,7 +65,11 @@ def warn_of_half_sums(wire_dtype: str | None, horovod: Any) -> None:
 def latest_step(steps: list[int]) -> int:
     """The step at which all ranks go on, given where each has come."""
     if len(set(steps)) > 1:
-        log.warning("ranks loaded different steps %s: going on at step %d; residues that were not loaded start at zero", steps, max(steps))
+        log.warning(
+            "ranks come from different steps %s: going on at step %d. Newcomers' residues are zero, others' those of their own step; model "
+            "and optimizer must be the same on all ranks (hvd.broadcast_parameters, hvd.broadcast_optimizer_state)",
+            steps, max(steps),
+        )  # fmt: skip
     return max(steps)
 
 

@@ -343,7 +343,7 @@ def report(results: list[tuple[Findings, Trouble]]) -> None:
     tried, survived = collections.Counter(), collections.Counter()
     for findings, trouble in results:
         tried += trouble.tried + findings.faults
-        survived += trouble.survived + findings.faults
+        survived += trouble.survived + (collections.Counter() if findings.complaints else findings.faults)
     width = max(map(len, tried), default=5)
     print(f"\n{'fault':{width}s}  tried  survived")
     for kind in sorted(tried):

@@ -180,7 +180,8 @@ class Trainer:
         return see
 
     def residues(self) -> dict[str, torch.Tensor]:
-        return {name: residue.clone() for name, residue in self.compression.state_dict()["residues"].items()}
+        # Not by state_dict(), which waits for look-ahead's offsets: a step is to begin, and a commit to be made, while they are in flight.
+        return {name: tensor.residue.view(tensor.shape).clone() for name, tensor in self.compression.residues.tensors.items()}
 
     def digest(self, tensors: dict[str, torch.Tensor]) -> str:
         return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors.values())).hexdigest()[:16]
@@ -240,7 +241,7 @@ class Trainer:
             self.expect(finite, "a sound step was not taken", batch)
             self.check_sent(batch, before, grads)
         self.made += 1
-        return float(loss.detach())
+        return float(hvd.allreduce(loss.detach()))  # without a name: newcomers must count such calls as the others do
 
     def check_void(self, batch: int, before: dict[str, torch.Tensor]) -> None:
         for name, now in self.residues().items():

@@ -258,6 +258,7 @@ class Reducer:
             norms = tf.concat([read(self.progress.norms)[:, 1:], tf.stack([[norm(residues)], [gradients]])], 1)
             limit = growth_limit(self._rates[name] for name in self._compressed)
             growing = keep_growing(tf.unstack(norms[0]), tf.unstack(norms[1]), limit) & ~read(self.progress.warned)
+            growing = growing & (tf.reduce_max(norms[1]) > 0)
             message = "scalecom_hvd: " + GROWTH_WARNING.replace("%d", "{}").replace("%.0f", "{}")
             ratio = tf.cast(tf.round(norms[0, -1] / tf.reduce_max(norms[1])), tf.int64)
 

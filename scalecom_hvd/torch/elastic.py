@@ -13,6 +13,7 @@ import copy
 from typing import Any
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import elastic as _elastic
 from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
@@ -28,7 +29,14 @@ class ResiduesHandler(_state.StateHandler):
         self.save()
 
     def save(self) -> None:
-        self._saved = copy.deepcopy(self.value.state_dict())
+        try:
+            state = self.value.state_dict()
+        except HorovodInternalError:
+            # A worker was lost after the step, with look-ahead's offsets in flight. The commit is whole without them: they would be dropped
+            # when Horovod starts again. Half a commit, the model of this step with residues of another, would not be.
+            self.value.abort()
+            state = self.value.state_dict()
+        self._saved = copy.deepcopy(state)
 
     def restore(self) -> None:
         # A worker may be lost anywhere, so a step may be half done, and what is in flight will never arrive.

@@ -3,7 +3,8 @@
 Horovod names a nameless collective by a counter of all collectives of the process (torch/mpi_ops_v2.cc, GetOpName), which
 counts the exchange's too. How many of those a rank has submitted when backward ends depends on when offsets arrived, so a
 nameless `hvd.allreduce(loss)` between backward() and step() would be called something else on every rank, and wait for ever.
-Here they are counted by themselves. Imports nothing of this package.
+Here they are counted by themselves, and from zero again whenever Horovod is started again, as Horovod counts: in elastic runs a newcomer
+has called none yet. Imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+from horovod.torch import mpi_ops
+
 _OPERATIONS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 
 
 def named_collectives(horovod: ModuleType) -> dict[str, Any]:
     """{function's name: the same function, which names what was not named} for all collectives of horovod.torch."""
-    counts: collections.Counter = collections.Counter()
+    counts = _Counts()
     names = [
         grouped + operation + form
         for operation in _OPERATIONS
@@ -30,7 +33,22 @@ def named_collectives(horovod: ModuleType) -> dict[str, Any]:
     return {name: _named(getattr(horovod, name), name, counts) for name in names}
 
 
-def _named(function: Any, what: str, counts: collections.Counter) -> Any:
+class _Counts:
+    """How often each collective was called without a name since Horovod started."""
+
+    def __init__(self) -> None:
+        self._started: Any = None
+        self._counts: collections.Counter = collections.Counter()
+
+    def next(self, key: Any) -> int:
+        if self._started is not mpi_ops._handle_map:  # every init() makes a new one (0.28.1, mpi_ops.py:71)
+            self._started = mpi_ops._handle_map
+            self._counts.clear()
+        self._counts[key] += 1
+        return self._counts[key] - 1
+
+
+def _named(function: Any, what: str, counts: _Counts) -> Any:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -39,8 +57,7 @@ def _named(function: Any, what: str, counts: collections.Counter) -> Any:
         if given.arguments.get("name") is None:
             # Per process set: ranks outside one do not count its calls.
             members = getattr(given.arguments.get("process_set"), "process_set_id", 0)
-            given.arguments["name"] = f"{what}.call.{counts[what, members]}"
-            counts[what, members] += 1
+            given.arguments["name"] = f"{what}.call.{counts.next((what, members))}"
         return function(*given.args, **given.kwargs)
 
     return collective

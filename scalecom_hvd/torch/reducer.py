@@ -143,8 +143,7 @@ class Reducer:
             self.buckets, self._bucket_of, self._agreed = [], {}, False
 
     def meet(self) -> None:
-        """Ranks of an elastic run come together: they agree at the next step, which is where this exchange always does."""
-        self.agree_anew()
+        """Ranks of an elastic run come together. Nothing to do: after a restart this exchange agrees anew at the next step."""
 
     def abort(self) -> None:
         """Forget the step in progress; its moves are taken back, so that nothing is lost from the residues."""
@@ -159,7 +158,6 @@ class Reducer:
         """Elastic runs start Horovod again when workers come or go: with other ranks, and nothing that was in flight is."""
         if self._transport.restarted():
             self._abort()
-            self.agree_anew()
 
     # One step.
 
@@ -347,6 +345,8 @@ class Reducer:
         self._arrived.clear()
         self._sparse = dict.fromkeys(self._sparse)
         self._outputs.clear()
+        # Ranks may have submitted different parts of the step: with new buffers and new names, none of it meets what comes next.
+        self.agree_anew()
 
     # The agreement, once, at the end of the first backward.
 

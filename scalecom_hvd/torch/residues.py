@@ -107,14 +107,16 @@ class Residues:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state of `state_dict`; raises ValueError that names what does not fit, and then changes nothing."""
         check_state(state, self.config)
-        check_finite({name: bool(residue.isfinite().all()) for name, residue in state["residues"].items()})
-        if self.rates is None:
-            self._loaded = dict(state["residues"])
-        else:
-            self._check_fits(state["residues"], state.get("offsets", {}))
-            self._copy_in(state["residues"])
+        residues, offsets = dict(state["residues"]), dict(state.get("offsets", {}))
+        check_finite({name: bool(residue.isfinite().all()) for name, residue in residues.items()})
+        if self.rates is not None:
+            self._check_fits(residues, offsets)
         self.step = int(state["step"])
-        self.chosen_ahead = dict(state.get("offsets", {}))
+        self.chosen_ahead = offsets
+        if self.rates is None:
+            self._loaded = residues
+        else:
+            self._copy_in(residues)
         self.ranks = state.get("ranks")
         # Who asks for buckets of another size gets them.
         self.buckets = state.get("buckets") if state["config"]["bucket_bytes"] == self.config.bucket_bytes else None
@@ -135,6 +137,8 @@ class Residues:
                 tensor.residue.copy_(residues[name].reshape(-1))
             else:  # saved before the first step, or by a single process: all of them were zero
                 tensor.residue.zero_()
+        # A state may have been read onto another device.
+        self.chosen_ahead = {name: chosen.to(self.tensors[name].residue.device) for name, chosen in self.chosen_ahead.items()}
 
     def look_due(self) -> bool:
         """Whether this is a step in which norms are looked at."""

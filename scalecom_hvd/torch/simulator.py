@@ -293,7 +293,6 @@ class Simulation:
         except Exception:
             for reducer in self.reducers:
                 reducer.abort()
-                reducer.agree_anew()
             raise
 
     def _step(self, rank: int, grads: Gradients, order: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -65,8 +65,7 @@ class StockExchange:
 
     def settle(self) -> None:
         """The offsets that the last step's end broadcast become this step's."""
-        if self._transport.restarted():
-            self.abort()
+        self._notice_restart()
         for device, handle in self._handles.items():
             self._transport.wait(handle)
             layout, buffer = self._layouts[device], self._next[device]
@@ -78,6 +77,11 @@ class StockExchange:
     def agree_anew(self) -> None:
         """Other residues were loaded: ranks compare at the next step's end."""
         self._agreed = False
+
+    def _notice_restart(self) -> None:
+        """Elastic runs start Horovod again when workers come or go: with other ranks, and nothing that was in flight is."""
+        if self._transport.restarted():
+            self.abort()
 
     def abort(self) -> None:
         """Forget the step in progress and the offsets in flight; its moves are taken back, so that nothing is lost from the residues."""
@@ -96,6 +100,7 @@ class StockExchange:
         process set must be here."""
         if not self._transport.included:
             return
+        self._notice_restart()
         mine = {"step": self._residues.step, "chosen_ahead": digest_of(self._residues.chosen_ahead)}
         everyone = self._transport.exchange_objects(mine, "elastic")
         self._residues.step = latest_step([other["step"] for other in everyone])
@@ -110,6 +115,7 @@ class StockExchange:
             return self._compress(grad)
 
     def _compress(self, grad: torch.Tensor) -> tuple[torch.Tensor, Sent]:
+        self._notice_restart()
         name = self._name_of(grad)
         if not self._pending:
             self._begin_step()
@@ -169,6 +175,8 @@ class StockExchange:
         self._bytes = {"offsets": 0, "values": 0, "dense": 0}
         self._scale = 1 / float(self._loss_scale())
         self._whole = residues.step < residues.config.warmup_steps or not residues.chosen_ahead
+        # Until ranks have agreed: where this one gathers in this step.
+        self._gathers_at = None if self._whole or self._agreed else digest_of(residues.chosen_ahead)
 
     def _end_step(self) -> None:
         """The last result has come. Every rank comes here without waiting for what others do later."""
@@ -228,12 +236,17 @@ class StockExchange:
             "settings": self._residues.config.to_dict(),
             "tensors": describe(self._parameters, self._residues),
             "name": self._transport.claim_name(),
+            "look-ahead offsets": self._gathers_at,
             "step": self._residues.step,
         }
         everyone = self._transport.exchange_objects(mine, "agreement")
-        compare_ranks(everyone, ("version", "settings", "tensors"))
+        try:
+            compare_ranks(everyone, ("version", "settings", "tensors", "look-ahead offsets"))
+        except RuntimeError:
+            self.abort()
+            raise
         self._transport.use_name(max(other["name"] for other in everyone))
-        self._residues.step = max(other["step"] for other in everyone)
+        self._residues.step = latest_step([other["step"] for other in everyone])
         self._members = set(self._seen)
         self._agreed = True
 

@@ -1,7 +1,7 @@
 """The collectives of one exchange: all that is said to Horovod while training is said here.
 
 The reducer and the compressor speak to this small interface, so that another transport can stand in its place. Names decide
-which tensors meet, so all ranks must use the same; see `Transport.names`. Imports agreement alone.
+which tensors meet, so all ranks must use the same; see `NamedExchange`. Imports agreement alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Transport(NamedExchange):
         _alive.add(self)
 
     def restarted(self) -> bool:
-        """Whether Horovod was shut down and started again since this was last asked, as in elastic runs: no handle from before is alive."""
+        """Whether Horovod was shut down and started again since this was last asked, as in elastic runs: no handle from before is alive.
+
+        A second `hvd.init()` without a shutdown looks the same, so all ranks must make it or none.
+        """
         before, self._started = self._started, mpi_ops._handle_map  # every init() makes a new one (0.28.1, mpi_ops.py:71)
         return self._started is not before
 

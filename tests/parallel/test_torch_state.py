@@ -102,7 +102,7 @@ def test_a_newcomer_starts_with_empty_residues(mode, caplog):
         compressor.load_state_dict(saved)
     run(optimizer, again, range(5, 6))
     assert compressor.stats()["step"] == 6
-    assert "ranks loaded different steps" in caplog.text
+    assert "ranks come from different steps" in caplog.text
     run(optimizer, again, range(6, 10))
     assert same_on_all_ranks(again.values())
 
@@ -340,3 +340,56 @@ def test_a_rank_that_loads_an_older_state_has_other_offsets(mode):
     run(optimizer, model, range(6, 9))
     assert compressor.stats()["bytes_values"] > 0
     assert same_on_all_ranks(model.values())
+
+
+def test_stock_refuses_ranks_with_states_of_different_steps():
+    """There ranks can compare at the first step's end only, but before any parameter is changed."""
+    model = parameters(SHAPES)
+    optimizer, compressor = make(stock, model)
+    run(optimizer, model, range(3))
+    older = through_a_file(compressor.state_dict())
+    run(optimizer, model, range(3, 5))
+    newer = through_a_file(compressor.state_dict())
+
+    compressor.load_state_dict(older if hvd.rank() == 1 else newer)
+    before = {name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()}
+    weights = {name: p.detach().clone() for name, p in model.items()}
+    with pytest.raises(RuntimeError, match="look-ahead offsets differ between ranks"):
+        run(optimizer, model, range(5, 6))
+    for name, residue in compressor.state_dict()["residues"].items():
+        torch.testing.assert_close(residue, before[name], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(model[name], weight) for name, weight in weights.items())
+
+
+def test_a_commit_is_whole_though_offsets_in_flight_never_arrive(monkeypatch):
+    """A worker that dies after a step leaves the others without the next offsets: their commit is of this step all the same."""
+    model = torch.nn.Linear(100, 60)
+    optimizer, compressor = make(hvd, dict(model.named_parameters()), lookahead=True)
+
+    def train(steps):
+        for step in steps:
+            optimizer.zero_grad()
+            feed(dict(model.named_parameters()), gradients({"weight": (60, 100), "bias": (60,)}, hvd.rank(), step))
+            optimizer.step()
+
+    train(range(3))
+    state = hvd.elastic.TorchState(model, optimizer, batch=3)
+    train(range(3, 5))
+    transport = optimizer._reducer._transport
+    wait = transport.wait
+    with monkeypatch.context() as patch:
+
+        def lost(handle):
+            wait(handle)
+            raise hvd.HorovodInternalError("a worker was lost")
+
+        patch.setattr(transport, "wait", lost)
+        state.batch = 5
+        state.save()
+    residues = {name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()}
+    train(range(5, 7))
+    state.restore()
+    assert (state.batch, compressor.stats()["step"]) == (5, 5)
+    assert all(torch.equal(residue, residues[name]) for name, residue in compressor.state_dict()["residues"].items())
+    train(range(5, 8))
+    assert same_on_all_ranks(model.parameters())
