@@ -202,7 +202,7 @@ class Truth:
 
     def given_up(self, grads: list[dict], scale: float, residues: list[dict[str, torch.Tensor]]) -> None:
         """A step failed in the middle on all ranks: nothing is lost, and look-ahead has no offsets any more."""
-        self._check_unchanged(self._in_residue_units(grads, scale), residues)
+        self._check_unchanged(self._in_residue_units(grads, scale, whole=False), residues)
         self.reference._chosen_ahead.clear()
 
     # One step.
@@ -230,9 +230,9 @@ class Truth:
 
     def _check(self, grads, scale, frozen, seen) -> bool:
         reference, config = self.reference, self.setting.config
-        arrays = self._in_residue_units(grads, scale)
         before = self.save()
-        whole = reference.step_number < config.warmup_steps or (config.lookahead and self.compressed and not reference._chosen_ahead)
+        whole = bool(reference.step_number < config.warmup_steps or (config.lookahead and self.compressed and not reference._chosen_ahead))
+        arrays = self._in_residue_units(grads, scale, whole)
         magnitude = {name: self._magnitude(name, arrays) for name in self.setting.shapes}
 
         averages = reference.step([{name: arrays[name][rank] for name in arrays} for rank in range(self.setting.n)])
@@ -277,12 +277,15 @@ class Truth:
         grad = grads[name]
         return torch.zeros(self.setting.shapes[name], dtype=self.setting.dtypes[name]) if grad is None else grad
 
-    def _in_residue_units(self, grads: list[dict], scale: float) -> dict[str, list[np.ndarray]]:
-        return {
-            # In a dtype that holds them; the reference brings them into the residue's.
-            name: [(self._arrived(g, name).to(wide) * (1 / scale if name in self.compressed else 1)).numpy() for g in grads]
-            for name, wide in ((n, torch.promote_types(dtype, torch.float32)) for n, dtype in self.setting.dtypes.items())
-        }
+    def _in_residue_units(self, grads: list[dict], scale: float, whole: bool) -> dict[str, list[np.ndarray]]:
+        """What the reference is given: in the residue's dtype, but what is sent whole in the gradient's own width."""
+        arrays = {}
+        for name, dtype in self.setting.dtypes.items():
+            takes_part = name in self.compressed and not whole
+            kind = self._kinds[name] if takes_part else torch.promote_types(dtype, torch.float32)
+            factor = 1 / scale if name in self.compressed else 1
+            arrays[name] = [(self._arrived(g, name).to(kind) * factor).numpy() for g in grads]
+        return arrays
 
     def _magnitude(self, name: str, arrays: dict[str, list[np.ndarray]]) -> np.ndarray:
         """How large what is added up in every element of a tensor can be."""

@@ -1,7 +1,8 @@
 """Random programs of training steps on real ranks, held against what must be true of every step (fuzz_model.py).
 
-Every rank makes the same programs from the same seed. FUZZ_SECONDS says for how long, FUZZ_SEED with which seed to begin (default: the
-same programs in every run); a program that fails is printed with its seed.
+Every rank makes the same programs from the same seed. By default they are the same ones in every run, as many as fit into some seconds but
+no more than PROGRAMS; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin. A program that fails is
+printed with its seed.
 """
 
 import copy
@@ -19,6 +20,7 @@ from fuzz_model import Seen, Truth, draw_setting, draw_step
 import scalecom_hvd.torch as hvd
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 12))
+PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 30
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
 RULES = ("step", "step", "step", "missing", "overflow", "scale", "freeze", "save", "resume", "go back")
 
@@ -111,7 +113,7 @@ class Training:
 def test_random_programs():
     torch.optim.SGD([torch.zeros(1)]).zero_grad()  # torch imports much of itself when it makes its first optimizer
     begun, seed = time.monotonic(), FIRST_SEED
-    while not on_some_rank(time.monotonic() - begun > SECONDS):
+    while not on_some_rank(time.monotonic() - begun > SECONDS or seed - FIRST_SEED == PROGRAMS):
         log, generator = [], random.Random(seed)
         try:
             setting = draw_setting(generator.choice, (hvd.size(),))
