@@ -50,7 +50,7 @@ PARTS = {
         f"{framework}, {launcher} -np {ranks}": (launch.command(launcher, ranks, program, tagged=launcher == "mpirun"), 600)
         for (framework, launcher, ranks), program in PARALLEL.items()
     },
-    "integration": ([sys.executable, *PYTEST, *SHARED, "--timeout=400", "tests/integration"], 1500),
+    "integration": ([sys.executable, *PYTEST, *SHARED, "--timeout=800", "tests/integration"], 1500),
 }
 
 

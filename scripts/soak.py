@@ -39,7 +39,7 @@ PLANS = [
     Plan(optimizer="stock", settings={"rate": 20, "wire_dtype": "float16"}),
 ]
 # Seconds. Only the neighbours of a worker that dies notice at once, the others wait so long; and so long a newcomer may take to start.
-GLOO_TIMEOUT = 15
+GLOO_TIMEOUT = 25
 MEGABYTES_PER_1000_STEPS = 5.0
 
 Diary = list[dict[str, Any]]
@@ -232,6 +232,7 @@ class Trouble:
         self.tried[kind] += 1
         began = time.time()
         wanted = set(spare) if kind != "a worker comes" else set()
+        victims = set(alive) - set(spare)
         while time.time() - began < limit:
             if not self.job.running:
                 raise ChildProcessError(f"the job ended after: {kind}")
@@ -241,7 +242,9 @@ class Trouble:
                 for commit in of(diary, "commit")[-1:]
                 if commit["time"] > began and pid in self.job.workers()
             }
-            gone_on = wanted <= later.keys() and len(later) >= 2 and len(set(later.values())) == 1
+            # A worker that was told to die, or whose host was taken away, trains for a while yet.
+            gone = victims.isdisjoint(self.job.workers())
+            gone_on = gone and wanted <= later.keys() and len(later) >= 2 and len(set(later.values())) == 1
             if gone_on and (kind != "a worker comes" or later.keys() - set(alive)):
                 self.survived[kind] += 1
                 return
@@ -277,7 +280,7 @@ class Trouble:
     def _stop(self, alive: dict[int, str]) -> list[int]:
         victim = self.dice.choice(sorted(alive))
         os.kill(victim, signal.SIGSTOP)
-        time.sleep(self.dice.uniform(0.5, GLOO_TIMEOUT / 2))
+        time.sleep(self.dice.uniform(0.5, 8))
         os.kill(victim, signal.SIGCONT)
         return list(alive)
 
@@ -290,20 +293,20 @@ class Trouble:
 def watch(plan: Plan, ranks: int, seconds: float, dice: random.Random, bar: tqdm) -> tuple[Findings, Trouble]:
     """One job for so many seconds."""
     with tempfile.TemporaryDirectory(prefix="soak.") as name:
-        folder, began = Path(name), time.time()
+        folder, began, start = Path(name), time.time(), bar.n
         job = Job(folder, plan, ranks)
         trouble = Trouble(job, ranks, dice)
         failure = ""
         try:
             while len(job.workers()) < ranks:
-                if not job.running or time.time() > began + 60:
+                if not job.running or time.time() > began + 120:
                     raise TimeoutError("the job did not start")
                 time.sleep(0.2)
             while time.time() - began < seconds:
                 time.sleep(dice.uniform(0.5, 2))
-                trouble.make(limit=90)
+                trouble.make(limit=120)
                 bar.set_postfix_str(f"{trouble.survived.total()} faults survived")
-                bar.update(round(min(time.time() - began, seconds)) - bar.n % round(seconds) if seconds >= 1 else 0)
+                bar.update(round(start + min(time.time() - began, seconds)) - bar.n)
             if job.stop(60) != 0:
                 raise ChildProcessError("the job did not end well")
         except (TimeoutError, ChildProcessError) as error:
@@ -334,7 +337,7 @@ def main() -> int:
         for number, plan in enumerate(PLANS):
             bar.set_description(f"{plan.optimizer} {plan.settings}")
             results.append(watch(dataclasses.replace(plan, seed=arguments.seed + number), arguments.ranks, seconds, dice, bar))
-            bar.n = round(seconds * (number + 1))
+            bar.update(round(seconds * (number + 1)) - bar.n)
     report(results)
     return 1 if any(findings.complaints for findings, _ in results) else 0
 

@@ -22,7 +22,8 @@ def test_the_smallest_benchmark(run, tmp_path):
     results = {r["method"]: r for r in json.loads((tmp_path / "results.json").read_text())["results"]}
     # Two hosts: half of the offsets, and every value once. TCP's headers are 5 %.
     expected = K / 2 + 4 * (K + SMALL)
-    assert results["ScaleCom look-ahead"]["bytes"] == pytest.approx(expected, rel=0.15)
+    # What Horovod says while nothing is sent comes on top, and grows with the time that a busy machine takes.
+    assert 0.95 * expected < results["ScaleCom look-ahead"]["bytes"] < 1.5 * expected
     assert results["dense"]["bytes"] == pytest.approx(4 * 24_800_000, rel=0.15)
     # Far from what it reaches, so that no busy machine fails it.
     assert results["ScaleCom look-ahead"]["exposed_ms"] < results["dense"]["exposed_ms"] / 3

@@ -9,7 +9,7 @@ import soak
 
 COMMIT_EVERY, KILLED_AT, LEADER_KILLED_AT, GROWN_AT, LAST = 5, 12, 22, 35, 60
 
-pytestmark = pytest.mark.timeout(150, func_only=True)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def diaries(tmp_path):
     def runner(ranks, **plan):
         job = soak.Job(tmp_path, soak.Plan(commit_every=COMMIT_EVERY, last=LAST, **plan), ranks)
         jobs.append(job)
-        assert job.wait(120) == 0, job.output()
+        assert job.wait(250) == 0, job.output()
         findings = soak.judge(job.diaries(), tmp_path)
         assert not findings.complaints, findings.complaints
         assert findings.compared >= LAST // COMMIT_EVERY - 1
