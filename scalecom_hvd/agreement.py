@@ -6,9 +6,13 @@ raise or none.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -60,6 +64,17 @@ def warn_of_half_sums(wire_dtype: str | None, horovod: Any) -> None:
             "wire_dtype='float16' over Gloo: Horovod 0.28.1 drops a few of its float16 sums (about 2 in a million). Run under MPI "
             "(mpirun, horovodrun --mpi), or without wire_dtype"
         )
+
+
+def digest_of(offsets: Mapping[str, np.ndarray]) -> str | None:
+    """The same for the same look-ahead offsets of the same tensors, for ranks to compare; None for none."""
+    if not offsets:
+        return None
+    digest = hashlib.sha256()
+    for name in sorted(offsets):
+        digest.update(name.encode())
+        digest.update(offsets[name].tobytes())
+    return digest.hexdigest()
 
 
 def latest_step(steps: list[int]) -> int:

@@ -54,12 +54,13 @@ GROWTH_WARNING = (
 
 def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float) -> Any:
     """Whether the last of three norms of residues is the largest of rising ones, and more than `limit` times each of the gradients' norms
-    (one of which may be near zero, for a batch that fits). Zeros stand for what was not seen yet. Works on numbers and on tensors."""
+    (one of which may be near zero, for a batch that fits, but not all). Zeros stand for what was not seen yet. Works on numbers and on
+    tensors."""
     earliest, earlier, now = residues
     rising = (earliest > 0) & (earlier > earliest) & (now > earlier)
     for gradient in gradients:
         rising = rising & (now > limit * gradient)
-    return rising
+    return rising & (sum(gradients) > 0)
 
 
 class Health:
@@ -90,6 +91,6 @@ class Health:
         self._residues, self._gradients = (*self._residues[1:], residues), (*self._gradients[1:], gradients)
         largest = max(self._gradients)
         self.ratio = residues / largest if largest > 0 else None
-        if not self._warned and self.ratio is not None and keep_growing(self._residues, self._gradients, limit):
+        if not self._warned and keep_growing(self._residues, self._gradients, limit):
             self._warned = True
             log.warning(GROWTH_WARNING, step, self.ratio)

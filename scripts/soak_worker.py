@@ -15,7 +15,6 @@ import io
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch as horovod
+import psutil
 import torch
 
 import scalecom_hvd.torch as hvd
@@ -292,7 +292,7 @@ class Trainer:
 
 def memory() -> float:
     """Resident memory of this process now, in MB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+    return psutil.Process().memory_info().rss / 1e6
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ Imports bucket and the rooms below.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ import tensorflow as tf
 from horovod.common.util import split_list
 
 import scalecom_hvd
-from scalecom_hvd.agreement import check_operation, compare_ranks, latest_step, warn_of_half_sums
+from scalecom_hvd.agreement import check_operation, compare_ranks, digest_of, latest_step, warn_of_half_sums
 from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.health import GROWTH_WARNING, LOOK_EVERY, check_length, growth_limit, keep_growing
@@ -139,8 +138,7 @@ class Reducer:
     def agreement(self) -> dict[str, Any]:
         """What ranks that come later must know. ahead: a digest of look-ahead's offsets, if there are any."""
         progress = self.progress.as_dict()
-        offsets = b"".join(progress["offsets"][name].tobytes() for name in sorted(progress["offsets"]))
-        ahead = hashlib.sha256(offsets).hexdigest() if offsets else None
+        ahead = digest_of(progress["offsets"])
         return self._description | {"members": sorted(self.members), "name": self.number, "step": progress["step"], "ahead": ahead}
 
     def join(self, agreed: Mapping[str, Any], sparse: Sequence[str]) -> None:
@@ -258,7 +256,6 @@ class Reducer:
             norms = tf.concat([read(self.progress.norms)[:, 1:], tf.stack([[norm(residues)], [gradients]])], 1)
             limit = growth_limit(self._rates[name] for name in self._compressed)
             growing = keep_growing(tf.unstack(norms[0]), tf.unstack(norms[1]), limit) & ~read(self.progress.warned)
-            growing = growing & (tf.reduce_max(norms[1]) > 0)
             message = "scalecom_hvd: " + GROWTH_WARNING.replace("%d", "{}").replace("%.0f", "{}")
             ratio = tf.cast(tf.round(norms[0, -1] / tf.reduce_max(norms[1])), tf.int64)
 

@@ -6,7 +6,7 @@ optimizer, which calls `compress` and `decompress` per tensor without saying whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import horovod.torch as horovod
@@ -154,13 +154,18 @@ class ScaleCom(Compressor):
         self._exchange.meet()
 
 
+def without_ties(named_parameters: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Each parameter with the first of its names: a tied one has several, and one gradient."""
+    first = {id(item[1]): item for item in reversed(named_parameters)}
+    return [item for item in named_parameters if first[id(item[1])] is item]
+
+
 def _by_name(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """{name: parameter}; a tied parameter goes by the first of its names, on every rank alike."""
     named_parameters = list(named_parameters)
     if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor) for item in named_parameters):
         raise ValueError("ScaleCom's named_parameters should be (name, parameter) tuples, as model.named_parameters() gives")
-    first_names = {id(parameter): name for name, parameter in reversed(named_parameters)}
-    distinct = [(name, parameter) for name, parameter in named_parameters if first_names[id(parameter)] == name]
+    distinct = without_ties(named_parameters)
     parameters = dict(distinct)
     twice = sorted({name for name, parameter in distinct if parameters[name] is not parameter})
     if twice:

@@ -4,7 +4,7 @@ Horovod names a nameless collective by a counter of all collectives of the proce
 counts the exchange's too. How many of those a rank has submitted when backward ends depends on when offsets arrived, so a
 nameless `hvd.allreduce(loss)` between backward() and step() would be called something else on every rank, and wait for ever.
 Here they are counted by themselves, and from zero again whenever Horovod is started again, as Horovod counts: in elastic runs a newcomer
-has called none yet. Imports nothing of this package.
+has called none yet. Imports transport alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from horovod.torch import mpi_ops
+from scalecom_hvd.torch.transport import Restarts
 
 _OPERATIONS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 
@@ -37,12 +37,11 @@ class _Counts:
     """How often each collective was called without a name since Horovod started."""
 
     def __init__(self) -> None:
-        self._started: Any = None
+        self._restarts = Restarts()
         self._counts: collections.Counter = collections.Counter()
 
     def next(self, key: Any) -> int:
-        if self._started is not mpi_ops._handle_map:  # every init() makes a new one (0.28.1, mpi_ops.py:71)
-            self._started = mpi_ops._handle_map
+        if self._restarts.noticed():
             self._counts.clear()
         self._counts[key] += 1
         return self._counts[key] - 1

@@ -19,7 +19,7 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression
 
 from scalecom_hvd.agreement import check_operation, warn_of_half_sums
-from scalecom_hvd.torch.compressor import ScaleCom
+from scalecom_hvd.torch.compressor import ScaleCom, without_ties
 from scalecom_hvd.torch.reducer import Reducer
 from scalecom_hvd.torch.transport import Transport
 
@@ -141,10 +141,8 @@ def _trained_parameters(optimizer: torch.optim.Optimizer, named_parameters: list
     }
     if named_parameters is None:
         return dict(trained.values())
-    # A tied parameter has several names and one gradient. Horovod refuses what is no (name, parameter), and names that come twice;
-    # its words are clear.
-    first_names = {id(item[1]): item for item in reversed(named_parameters) if isinstance(item, tuple) and id(item[1]) in trained}
-    return dict(item for item in named_parameters if isinstance(item, tuple) and first_names.get(id(item[1])) is item)
+    # Horovod refuses what is no (name, parameter), and names that come twice; its words are clear.
+    return dict(without_ties([item for item in named_parameters if isinstance(item, tuple) and id(item[1]) in trained]))
 
 
 def _group_names(groups: int | list | None, parameters: dict[str, torch.Tensor]) -> list[list[str]] | None:

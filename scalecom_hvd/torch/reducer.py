@@ -35,7 +35,7 @@ from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.beside import Beside
 from scalecom_hvd.torch.bucket import Bucket, Wait, empty_sparse_gradient
-from scalecom_hvd.torch.residues import Residues, describe, digest_of
+from scalecom_hvd.torch.residues import Residues, describe
 from scalecom_hvd.torch.transport import Transport
 
 Groups = Sequence[Sequence[str]]
@@ -300,9 +300,8 @@ class Reducer:
         # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
         sound = [bucket.is_sound().cpu() for bucket in self.buckets] + [g._values().isfinite().all().cpu() for g in sparse.values()]
         if all(map(bool, sound)):
-            compressing = [bucket for bucket in self.buckets if bucket.compressed]
-            if compressing and not self._whole and self.residues.look_due():
-                self.residues.look([bucket.norms() for bucket in compressing])
+            if self.residues.look_due() and not self._whole:
+                self.residues.look([bucket.norms() for bucket in self.buckets if bucket.compressed])
             for bucket in self.buckets:
                 bucket.scatter()
             self._end_step()
@@ -362,7 +361,7 @@ class Reducer:
             "name": self._transport.claim_name(),
             "step": self.residues.step,
             "buckets": self.residues.buckets,
-            "chosen_ahead": digest_of(self.residues.chosen_ahead),
+            "chosen_ahead": self.residues.digest_ahead(),
         }
         everyone = self._transport.exchange_objects(mine, "agreement")
         compare_ranks(everyone, ("version", "settings", "tensors", "groups"))

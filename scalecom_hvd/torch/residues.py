@@ -6,14 +6,14 @@ does to them is in moves.py. Used by everything above; imports kernels and the f
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from scalecom_hvd.agreement import digest_of
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.health import LOOK_EVERY, Health, check_length, growth_limit
 from scalecom_hvd.lanes import geometry
@@ -140,13 +140,17 @@ class Residues:
         # A state may have been read onto another device.
         self.chosen_ahead = {name: chosen.to(self.tensors[name].residue.device) for name, chosen in self.chosen_ahead.items()}
 
+    def digest_ahead(self) -> str | None:
+        """For ranks to compare: where this one gathers in look-ahead's next step; None where nothing is chosen."""
+        return digest_of({name: chosen.cpu().numpy() for name, chosen in self.chosen_ahead.items()})
+
     def look_due(self) -> bool:
         """Whether this is a step in which norms are looked at."""
         return self.step % LOOK_EVERY == 0
 
-    def look(self, norms: Iterable[tuple[float, float]]) -> None:
+    def look(self, norms: Sequence[tuple[float, float]]) -> None:
         """See whether residues grow: norms of residues and of a step's gradients, bucket by bucket."""
-        residues, grads = (math.hypot(*each) for each in zip(*norms, strict=True))
+        residues, grads = (math.hypot(*(pair[which] for pair in norms)) for which in (0, 1))
         self.health.look(self.step, residues, grads, growth_limit(self.rates.values()))
 
     def note_ranks(self, ranks: int) -> bool:
@@ -181,14 +185,3 @@ class Residues:
 def describe(parameters: dict[str, torch.Tensor], residues: Residues) -> dict[str, Any]:
     """What ranks must have in common, tensor by tensor: shape, dtype, kind of device and rate."""
     return {name: [list(p.shape), str(p.dtype), p.device.type, f"rate {residues.rates[name]:g}"] for name, p in sorted(parameters.items())}
-
-
-def digest_of(offsets: dict[str, torch.Tensor]) -> str | None:
-    """The same for the same offsets of the same tensors; None for none."""
-    if not offsets:
-        return None
-    digest = hashlib.sha256()
-    for name in sorted(offsets):
-        digest.update(name.encode())
-        digest.update(offsets[name].cpu().numpy().tobytes())
-    return digest.hexdigest()

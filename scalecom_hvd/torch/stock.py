@@ -20,7 +20,7 @@ import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks, latest_step
 from scalecom_hvd.buckets import traffic
 from scalecom_hvd.torch.moves import Moves, OffsetLayout
-from scalecom_hvd.torch.residues import CompressedTensor, Residues, describe, digest_of
+from scalecom_hvd.torch.residues import CompressedTensor, Residues, describe
 from scalecom_hvd.torch.transport import Transport
 
 
@@ -101,7 +101,7 @@ class StockExchange:
         if not self._transport.included:
             return
         self._notice_restart()
-        mine = {"step": self._residues.step, "chosen_ahead": digest_of(self._residues.chosen_ahead)}
+        mine = {"step": self._residues.step, "chosen_ahead": self._residues.digest_ahead()}
         everyone = self._transport.exchange_objects(mine, "elastic")
         self._residues.step = latest_step([other["step"] for other in everyone])
         if len({other["chosen_ahead"] for other in everyone}) > 1:
@@ -176,7 +176,7 @@ class StockExchange:
         self._scale = 1 / float(self._loss_scale())
         self._whole = residues.step < residues.config.warmup_steps or not residues.chosen_ahead
         # Until ranks have agreed: where this one gathers in this step.
-        self._gathers_at = None if self._whole or self._agreed else digest_of(residues.chosen_ahead)
+        self._gathers_at = None if self._whole or self._agreed else residues.digest_ahead()
 
     def _end_step(self) -> None:
         """The last result has come. Every rank comes here without waiting for what others do later."""
@@ -192,7 +192,7 @@ class StockExchange:
             for name in seen:
                 self._moves[name].undo()
             return
-        if seen and not self._whole and residues.look_due():
+        if residues.look_due() and not self._whole:
             residues.look([self._moves[name].norms() for name in seen])
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
         for name in seen:

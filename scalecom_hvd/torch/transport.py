@@ -30,6 +30,21 @@ def exchanges_alive() -> bool:
     return any(transport.included and transport.size > 1 for transport in _alive)
 
 
+class Restarts:
+    """Tells whether Horovod was shut down and started again, as in elastic runs: with other ranks, and no handle from before is alive.
+
+    A second `hvd.init()` without a shutdown looks the same, so all ranks must make it or none.
+    """
+
+    def __init__(self) -> None:
+        self._started = mpi_ops._handle_map
+
+    def noticed(self) -> bool:
+        """Whether it was since this was last asked."""
+        before, self._started = self._started, mpi_ops._handle_map  # every init() makes a new one (0.28.1, mpi_ops.py:71)
+        return self._started is not before
+
+
 class Transport(NamedExchange):
     """Horovod's collectives on a process set; `position` (0 .. size-1) is this rank's place in it.
 
@@ -46,16 +61,12 @@ class Transport(NamedExchange):
             "process_set": self._process_set,
         }
         self.spins = True
-        self._started = mpi_ops._handle_map
+        self._restarts = Restarts()
         _alive.add(self)
 
     def restarted(self) -> bool:
-        """Whether Horovod was shut down and started again since this was last asked, as in elastic runs: no handle from before is alive.
-
-        A second `hvd.init()` without a shutdown looks the same, so all ranks must make it or none.
-        """
-        before, self._started = self._started, mpi_ops._handle_map  # every init() makes a new one (0.28.1, mpi_ops.py:71)
-        return self._started is not before
+        """Whether Horovod was shut down and started again since this was last asked."""
+        return self._restarts.noticed()
 
     @property
     def included(self) -> bool:

@@ -28,9 +28,10 @@ def make(library, model, **settings):
 
 
 def run(optimizer, model, steps):
+    shapes = {name: tuple(p.shape) for name, p in model.items()}
     for step in steps:
         optimizer.zero_grad()
-        feed(model, gradients(SHAPES, hvd.rank(), step))
+        feed(model, gradients(shapes, hvd.rank(), step))
         optimizer.step()
 
 
@@ -291,33 +292,36 @@ def test_stock_resumes_with_a_parameter_that_another_optimizer_trains():
 def test_horovods_elastic_states_keep_residues(library, mode):
     model = torch.nn.Linear(100, 60)
     parameters_of = dict(model.named_parameters())
-    shapes = {name: tuple(p.shape) for name, p in parameters_of.items()}
     optimizer, compressor = make(library, parameters_of, **mode)
 
-    def train(steps):
-        for step in steps:
-            optimizer.zero_grad()
-            feed(parameters_of, gradients(shapes, hvd.rank(), step))
-            optimizer.step()
-
-    train(range(3))
+    run(optimizer, parameters_of, range(3))
     state = library.elastic.TorchState(model, optimizer, batch=3)  # Horovod's own knows residues too
     state.sync()
-    train(range(3, 5))
+    run(optimizer, parameters_of, range(3, 5))
     state.batch = 5
     state.save()
     saved = copy.deepcopy(compressor.state_dict())
-    train(range(5, 8))
+    run(optimizer, parameters_of, range(5, 8))
     went_on = {name: p.detach().clone() for name, p in parameters_of.items()}
     state.restore()
     restored = compressor.state_dict()
     assert (state.batch, restored["step"]) == (5, saved["step"])
     for name, residue in saved["residues"].items():
         assert torch.equal(restored["residues"][name], residue), name
-    train(range(5, 8))
+    run(optimizer, parameters_of, range(5, 8))
     for name, parameter in parameters_of.items():
         assert torch.equal(parameter, went_on[name]), name
     assert same_on_all_ranks(parameters_of.values())
+
+
+def let_rank_1_go_back(optimizer, compressor, model):
+    """Train, and load step 3 on rank 1, step 5 on all others; gives this rank's residues."""
+    run(optimizer, model, range(3))
+    older = through_a_file(compressor.state_dict())
+    run(optimizer, model, range(3, 5))
+    newer = through_a_file(compressor.state_dict())
+    compressor.load_state_dict(older if hvd.rank() == 1 else newer)
+    return {name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()}
 
 
 @pytest.mark.parametrize("mode", MODES[1::2], ids=str)
@@ -325,13 +329,7 @@ def test_a_rank_that_loads_an_older_state_has_other_offsets(mode):
     """Ranks that gather at different offsets would average apples with pears: where they differ, the next step is sent whole."""
     model = parameters(SHAPES)
     optimizer, compressor = make(hvd, model, **mode)
-    run(optimizer, model, range(3))
-    older = through_a_file(compressor.state_dict())
-    run(optimizer, model, range(3, 5))
-    newer = through_a_file(compressor.state_dict())
-
-    compressor.load_state_dict(older if hvd.rank() == 1 else newer)
-    before = {name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()}
+    before = let_rank_1_go_back(optimizer, compressor, model)
     run(optimizer, model, range(5, 6))
     assert compressor.stats()["step"] == 6
     assert compressor.stats()["bytes_values"] == 0
@@ -346,13 +344,7 @@ def test_stock_refuses_ranks_with_states_of_different_steps():
     """There ranks can compare at the first step's end only, but before any parameter is changed."""
     model = parameters(SHAPES)
     optimizer, compressor = make(stock, model)
-    run(optimizer, model, range(3))
-    older = through_a_file(compressor.state_dict())
-    run(optimizer, model, range(3, 5))
-    newer = through_a_file(compressor.state_dict())
-
-    compressor.load_state_dict(older if hvd.rank() == 1 else newer)
-    before = {name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()}
+    before = let_rank_1_go_back(optimizer, compressor, model)
     weights = {name: p.detach().clone() for name, p in model.items()}
     with pytest.raises(RuntimeError, match="look-ahead offsets differ between ranks"):
         run(optimizer, model, range(5, 6))
@@ -364,17 +356,12 @@ def test_stock_refuses_ranks_with_states_of_different_steps():
 def test_a_commit_is_whole_though_offsets_in_flight_never_arrive(monkeypatch):
     """A worker that dies after a step leaves the others without the next offsets: their commit is of this step all the same."""
     model = torch.nn.Linear(100, 60)
-    optimizer, compressor = make(hvd, dict(model.named_parameters()), lookahead=True)
+    parameters_of = dict(model.named_parameters())
+    optimizer, compressor = make(hvd, parameters_of, lookahead=True)
 
-    def train(steps):
-        for step in steps:
-            optimizer.zero_grad()
-            feed(dict(model.named_parameters()), gradients({"weight": (60, 100), "bias": (60,)}, hvd.rank(), step))
-            optimizer.step()
-
-    train(range(3))
+    run(optimizer, parameters_of, range(3))
     state = hvd.elastic.TorchState(model, optimizer, batch=3)
-    train(range(3, 5))
+    run(optimizer, parameters_of, range(3, 5))
     transport = optimizer._reducer._transport
     wait = transport.wait
     with monkeypatch.context() as patch:
@@ -387,9 +374,9 @@ def test_a_commit_is_whole_though_offsets_in_flight_never_arrive(monkeypatch):
         state.batch = 5
         state.save()
     residues = {name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()}
-    train(range(5, 7))
+    run(optimizer, parameters_of, range(5, 7))
     state.restore()
     assert (state.batch, compressor.stats()["step"]) == (5, 5)
     assert all(torch.equal(residue, residues[name]) for name, residue in compressor.state_dict()["residues"].items())
-    train(range(5, 8))
+    run(optimizer, parameters_of, range(5, 8))
     assert same_on_all_ranks(model.parameters())

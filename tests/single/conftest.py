@@ -3,6 +3,19 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 # fuzz_model.py is for tests on one process and on several; parallel.made_up is a module of theirs.
 sys.path[:0] = [str(TESTS.parent / "scripts"), str(TESTS)]
+
+
+@pytest.fixture
+def one_thread_per_rank():
+    """Simulated ranks are threads, of which each would have a pool of its own."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -20,6 +20,8 @@ from scalecom_hvd.torch.simulator import Simulation
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 0))
 EXAMPLES = 90
 
+pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
+
 
 class Broken(Exception):
     """What a collective raises where a program says so."""
@@ -162,14 +164,6 @@ class Training(RuleBasedStateMachine):
             run.network.close()
         if hasattr(self, "applied"):
             self.applied.__exit__(None, None, None)
-
-
-@pytest.fixture(autouse=True)
-def one_thread_per_rank():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def check(**fields):

@@ -11,13 +11,7 @@ from scalecom_hvd.torch.simulator import Network, SimulatedTransport, Simulation
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
 
-
-@pytest.fixture(autouse=True)
-def one_thread_per_rank():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
 
 def simulate(n, shapes=SHAPES, **fields):
