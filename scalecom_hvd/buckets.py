@@ -48,7 +48,7 @@ class Layout:
             self.n_values += geometry.k
 
 
-def traffic(n_workers: int, broadcast: int, averaged: int) -> int:
-    """Bytes that a rank sends on a ring, on average over ranks, for so many bytes broadcast and all-reduced."""
+def traffic(n_workers: int, broadcast: int, averaged: int, gathered: int = 0) -> int:
+    """Bytes that a rank sends on a ring, on average over ranks, for so many bytes broadcast, all-reduced, and gathered (its own)."""
     n = max(n_workers, 1)
-    return round((n - 1) / n * (broadcast + 2 * averaged))
+    return round((n - 1) / n * (broadcast + 2 * averaged)) + (n - 1) * gathered

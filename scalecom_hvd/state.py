@@ -32,6 +32,17 @@ def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
         )
 
 
+def check_method(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the state is one of the method with these settings ({} is ScaleCom, whose states name no method)."""
+    theirs = {name: state.get(name) for name in ("method", *settings)}
+    mine = {"method": None} | dict(settings)
+    if theirs != mine:
+        listed = ", ".join(f"{name}={theirs[name] or 'ScaleCom'!r} in the state and {mine[name] or 'ScaleCom'!r} now" for name in mine)
+        raise ValueError(
+            f"the residues were made by another method, or otherwise: {listed}. Go on without loading them (they start at zero)"
+        )
+
+
 def check_finite(finite: Mapping[str, bool]) -> None:
     """Raise ValueError that names the residues, unless all elements of each are finite."""
     spoilt = sorted(name for name, is_finite in finite.items() if not is_finite)

@@ -12,6 +12,8 @@ from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.compressor import ScaleCom
 from scalecom_hvd.torch.flops import rates_from_flops
+from scalecom_hvd.torch.methods import *  # noqa: F403
+from scalecom_hvd.torch.methods import __all__ as _METHODS
 from scalecom_hvd.torch.named import named_collectives as _named_collectives
 from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOptimizer  # exported, over Horovod's
 from scalecom_hvd.torch.transport import exchanges_alive as _exchanges_alive
@@ -30,4 +32,4 @@ def __getattr__(name: str) -> Any:
     return getattr(_horovod, name)
 
 
-__all__ = [name for name in dir(_horovod) if not name.startswith("_")] + ["ScaleCom", "ScaleComConfig", "rates_from_flops"]
+__all__ = [name for name in dir(_horovod) if not name.startswith("_")] + ["ScaleCom", "ScaleComConfig", "rates_from_flops", *_METHODS]

@@ -7,35 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
+from scalecom_hvd.torch.accumulators import Accumulators
 from scalecom_hvd.torch.moves import Moves
 from scalecom_hvd.torch.residues import CompressedTensor, Residues
+from scalecom_hvd.torch.transport import Wait
 
 # Elements whose pass takes longer (about 0.1 ms) than to hand it to a thread.
 WORTH_A_THREAD = 2**19
 
 
-class Wait(NamedTuple):
-    """What a bucket's step waits for. needs_others: it ends only when other ranks have done something in this step."""
-
-    what: str
-    done: Callable[[], bool]
-    wait: Callable[[], object]
-    needs_others: bool
-
-
 class Bucket:
     """Tensors that share one broadcast and one all-reduce, with the buffers both use, made once.
 
-    compressed: {name: tensor}, whose offsets and values travel.  dense: {name: parameter}, sent whole.
+    compressed: {name: tensor}, whose offsets and values travel.  dense: {name: parameter}, sent whole.  make_moves: what their residues
+    are moved by, Accumulators for methods other than ScaleCom.
     Values buffer: [values of all compressed tensors | dense tensors | one element that counts workers with non-finite gradients].
     """
 
-    def __init__(self, number: int, names: list[str], parameters: dict[str, torch.Tensor], residues: Residues) -> None:
+    def __init__(
+        self,
+        number: int,
+        names: list[str],
+        parameters: dict[str, torch.Tensor],
+        residues: Residues,
+        make_moves: Callable[[list[CompressedTensor]], Moves | Accumulators] = Moves,
+    ) -> None:
         self.number = number
         self.names = names
         self.parameters = {name: parameters[name] for name in names}
@@ -53,13 +54,13 @@ class Bucket:
         first = parameters[names[0]]
         self._device = first.device
         self._dense_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-        self._moves = Moves(list(self.compressed.values()))
+        self.moves = make_moves(list(self.compressed.values()))
         self.large = sum(tensor.residue.numel() for tensor in self.compressed.values()) >= WORTH_A_THREAD
-        self.offsets = self._moves.new_offsets(self._device)
+        self.offsets = self.moves.new_offsets(self._device)
         # Look-ahead keeps this step's offsets until it is known that the step counts, while the next ones arrive here.
         self.next_offsets = torch.zeros_like(self.offsets)
         wire_dtype = next((tensor.wire_dtype for tensor in self.compressed.values()), self._dense_dtype)
-        self._values = Values(self._moves.n_values, self.dense, wire_dtype, self._device)
+        self._values = Values(self.moves.n_values, self.dense, wire_dtype, self._device)
         self._whole_values: Values | None = None
         self._reduced: Values | None = None  # what this step's all-reduce is made in; None: the gradients themselves
         self._averaged: dict[str, torch.Tensor] = {}
@@ -67,10 +68,10 @@ class Bucket:
     @property
     def runs_beside_python(self) -> bool:
         """Whether moves are made on another thread while Python goes on: those of a kernel without Python that take long enough."""
-        return self.large and self._moves.native
+        return self.large and self.moves.native
 
     def offsets_of(self, tensor: CompressedTensor, buffer: torch.Tensor) -> torch.Tensor:
-        return self._moves.offsets_of(tensor, buffer)
+        return self.moves.offsets_of(tensor, buffer)
 
     # How far this step has come: the reducer's generator, which makes the moves below.
 
@@ -107,21 +108,21 @@ class Bucket:
         self.grads = {name: flat_gradient(parameter) for name, parameter in self.parameters.items()}
         frozen = [not self.parameters[name].requires_grad for name in self.compressed]
         self._scale = scale
-        self._moves.begin([self.grads[name] for name in self.compressed], scale, frozen)
+        self.moves.begin([self.grads[name] for name in self.compressed], scale, frozen)
 
     def filter(self, chosen: torch.Tensor | None = None) -> None:
-        self.bad = self.bad + self._moves.filter(chosen)
+        self.bad = self.bad + self.moves.filter(chosen)
 
     def choose_without_filter(self, chosen: torch.Tensor) -> None:
-        self._moves.choose_without_filter(chosen)
+        self.moves.choose_without_filter(chosen)
 
     def gather(self, n_workers: int) -> None:
         """Put the accumulators at the offsets into the values buffer."""
-        self.bad = self.bad + self._moves.gather(self.offsets, self._values.compressed, n_workers)
+        self.bad = self.bad + self.moves.gather(self.offsets, self._values.compressed, n_workers)
 
     def gather_and_filter(self, n_workers: int, chosen: torch.Tensor | None) -> None:
         """Both, in look-ahead's order."""
-        self.bad = self.bad + self._moves.gather_and_filter(self.offsets, self._values.compressed, n_workers, chosen)
+        self.bad = self.bad + self.moves.gather_and_filter(self.offsets, self._values.compressed, n_workers, chosen)
 
     def fill(self) -> dict[str, torch.Tensor]:
         """What is all-reduced, by what its name ends in: the values buffer, completed with dense tensors and the count; or, in a step that
@@ -142,14 +143,15 @@ class Bucket:
     def is_sound(self) -> torch.Tensor:
         """Whether no worker had a non-finite gradient, and all averages are finite in the gradients' dtype, as a 0-dimensional tensor."""
         # The smallest and the largest tell of all: one pass, and nothing as large as the gradients is made.
-        ends = [end for average in self._averaged.values() if average.numel() for end in torch.aminmax(average)]
+        averages = [*self._averaged.values(), *self.moves.averages_apart()]
+        ends = [end for average in averages if average.numel() for end in torch.aminmax(average)]
         sound = torch.stack(ends).isfinite().all() if ends else torch.tensor(True)
         if self._reduced is None:
             return sound
         sound = sound & (self._reduced.buffer[-1] == 0)
         halves = [name for name, grad in self.grads.items() if grad.dtype == torch.float16]
         if halves:
-            averages = self._reduced.whole if self.whole else self._reduced.whole | self._moves.values_of(self._values.compressed)
+            averages = self._reduced.whole if self.whole else self._reduced.whole | self.moves.values_of(self._values.compressed)
         for name in halves:
             average = averages[name].float()
             if name in self.compressed and not self.whole:
@@ -159,13 +161,13 @@ class Bucket:
 
     def norms(self) -> tuple[float, float]:
         """The norms of residues and of this step's gradients, before `scatter`."""
-        return self._moves.norms()
+        return self.moves.norms()
 
     def scatter(self) -> None:
         """Turn every gradient into the average over the ranks. From here on the step cannot be taken back."""
         self.scattered = True
         if not self.whole:
-            self._moves.scatter([self.grads[name] for name in self.compressed], self.offsets, self._values.compressed)
+            self.moves.scatter([self.grads[name] for name in self.compressed], self.offsets, self._values.compressed)
         if self._reduced is not None:
             self._reduced.copy_to(self.grads)
 
@@ -177,7 +179,7 @@ class Bucket:
     def undo(self) -> None:
         """Take the residues' moves of this step back, unless its averages are out already."""
         if not self.scattered:
-            self._moves.undo()
+            self.moves.undo()
 
     def end(self) -> dict[str, torch.Tensor]:
         """Close the step; gives what p.grad must become, by name."""
@@ -187,7 +189,7 @@ class Bucket:
 
     def forget(self) -> None:
         """Be ready for another step."""
-        self._moves.finish()
+        self.moves.finish()
         self.grads, self._averaged = {}, {}
         self.job = self._exchange = self._waits_for = None
         self.waiting = set(self.names)
@@ -199,7 +201,7 @@ class Bucket:
 
     def values_bytes(self) -> int:
         """How many bytes of the values buffer are values; the rest is dense."""
-        return self._moves.n_values * self._values.buffer.element_size()
+        return self.moves.n_values * self._values.buffer.element_size()
 
 
 class Values:

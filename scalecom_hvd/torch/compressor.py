@@ -2,6 +2,8 @@
 
 In this package's optimizer the object holds settings, residues and the loss scale, and reducer.py does the work. In the stock
 optimizer, which calls `compress` and `decompress` per tensor without saying which, stock.py does it with look-ahead.
+
+`ErrorFeedback` is what ScaleCom shares with the other methods (methods/), which work in this package's optimizer alone.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from horovod.torch.compression import Compressor
 
 from scalecom_hvd.agreement import warn_of_half_sums
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.state import check_method
 from scalecom_hvd.torch.residues import Residues
 from scalecom_hvd.torch.stock import StockExchange
 from scalecom_hvd.torch.transport import Transport
@@ -27,7 +30,7 @@ _STOCK_NEEDS_PARAMETERS = (
 
 
 class Exchange(Protocol):
-    """What a ScaleCom asks of whoever does the work: a Reducer or a StockExchange."""
+    """What a method asks of whoever does the work: a Reducer or a StockExchange."""
 
     def in_step(self) -> bool: ...
     def settle(self) -> None: ...
@@ -37,7 +40,93 @@ class Exchange(Protocol):
     def stats(self) -> dict[str, Any]: ...
 
 
-class ScaleCom(Compressor):
+class ErrorFeedback(Compressor):
+    """What every method here has in common: settings, residues, the loss scale, and the exchange that does the work for its optimizer.
+
+    config: a ScaleComConfig; default: the defaults overridden by SCALECOM_RATE, SCALECOM_BETA, ... of the environment.
+    loss_scale: a torch.amp.GradScaler, or a callable that gives the current scale, so that residues are kept in unscaled units.
+    fields: any field of ScaleComConfig, over `config`.
+    """
+
+    # How a reducer averages compressed tensors by this method; None: as ScaleCom does.
+    exchange: Any = None
+
+    def __init__(self, *, config: ScaleComConfig | None = None, loss_scale: Any = None, **fields: Any) -> None:
+        self.config = (config if config is not None else ScaleComConfig.from_env()).replace(**fields)
+        self.residues = Residues(self.config)
+        self.loss_scale = _scale_reader(loss_scale)
+        self._exchange: Exchange | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What ranks, and a state and who loads it, must have in common beside the config."""
+        return {"method": type(self).__name__}
+
+    def attach(self, parameters: dict[str, torch.Tensor], exchange: Exchange) -> None:
+        """Bind to an optimizer's parameters; called by DistributedOptimizer."""
+        if self._exchange is not None:
+            name = type(self).__name__
+            raise ValueError(f"this {name} already serves an optimizer; make one for each: their residues are different")
+        self.residues.attach(parameters)
+        self._exchange = exchange
+
+    def detach(self) -> None:
+        """Serve nobody again; called when the optimizer could not be made."""
+        self._exchange = None
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of this rank; all ranks must not call it, and calling it sends nothing.
+
+        step, skipped_steps (a gradient was not finite); leader: the position of the rank that chose last (for the first bucket);
+        bytes_offsets, bytes_values, bytes_dense, bytes_gathered: handed to Horovod in the last step, to be broadcast, all-reduced and
+        (by methods other than ScaleCom) gathered; bytes_traffic: what this rank sent for them on a ring, on average over ranks; rate:
+        elements of the model per element sent; collectives per step; residue_norm: Euclidean, over all residues (reads them all);
+        residue_ratio: that of residues to that of gradients, when it was last looked at (every 100 steps; None before).
+        """
+        numbers = {"step": self.residues.step, "skipped_steps": self.residues.skipped_steps}
+        if self._exchange is not None:
+            numbers |= self._exchange.stats()
+        return numbers | {"residue_norm": self.residues.norm(), "residue_ratio": self.residues.health.ratio}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residues and step, to be saved by every rank beside the model; torch.load(..., weights_only=True) reads it.
+
+        {"version", "step", "config", "residues": {name: tensor shaped like the parameter}}, and what look-ahead needs. Tensors are
+        the ones in use, not copies. Raises RuntimeError between backward() and step().
+        """
+        self._settle("state_dict() was called between backward() and step(): call it after optimizer.step()")
+        return self.residues.state_dict() | self.settings
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the residues that this rank saved. Call it on every rank, before training goes on.
+
+        Raises ValueError, naming it, for what does not fit: another model, another method, other settings, another version.
+        """
+        self._settle("load_state_dict() was called between backward() and step(): call it before backward()")
+        check_method(state, self.settings)
+        self.residues.load_state_dict(state)
+        if self._exchange is not None:
+            self._exchange.agree_anew()
+
+    def _settle(self, complaint: str) -> None:
+        if self._exchange is not None:
+            if self._exchange.in_step():
+                raise RuntimeError(f"{type(self).__name__}.{complaint}")
+            self._exchange.settle()
+
+    # Elastic runs; called by elastic.py.
+
+    def abort(self) -> None:
+        """Forget a step that cannot be completed, and what is in flight: a worker was lost. Nothing is lost from the residues."""
+        if self._exchange is not None:
+            self._exchange.abort()
+
+    def meet(self) -> None:
+        """What all ranks do when Horovod has been started again, or newcomers have come: they will go on at one step."""
+        self._exchange.meet()
+
+
+class ScaleCom(ErrorFeedback):
     """Cyclic local top-k compression with low-pass filtered residues (Chen et al., NeurIPS 2020).
 
     named_parameters: needed in the stock optimizer only: an iterable of (name, parameter), as model.named_parameters() gives.
@@ -58,23 +147,13 @@ class ScaleCom(Compressor):
         process_set: Any = None,
         **fields: Any,
     ) -> None:
-        self.config = (config if config is not None else ScaleComConfig.from_env()).replace(**fields)
-        self.residues = Residues(self.config)
-        self.loss_scale = _scale_reader(loss_scale)
+        super().__init__(config=config, loss_scale=loss_scale, **fields)
         self._process_set = process_set
         self._named_parameters = _by_name(named_parameters) if named_parameters is not None else None
-        self._exchange: Exchange | None = None
 
-    def attach(self, parameters: dict[str, torch.Tensor], exchange: Exchange) -> None:
-        """Bind to an optimizer's parameters; called by DistributedOptimizer."""
-        if self._exchange is not None:
-            raise ValueError("this ScaleCom already serves an optimizer; make one for each: their residues are different")
-        self.residues.attach(parameters)
-        self._exchange = exchange
-
-    def detach(self) -> None:
-        """Serve nobody again; called when the optimizer could not be made."""
-        self._exchange = None
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {}
 
     def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
         """What the stock optimizer sends of a gradient: k values, or all of it. Called in backward's hooks; waits for nothing in them."""
@@ -102,56 +181,9 @@ class ScaleCom(Compressor):
         """The averaged gradient for what `compress` gave; `ctx` None: nothing was compressed."""
         return tensor if ctx is None else self._exchange.decompress(tensor, ctx)
 
-    def stats(self) -> dict[str, Any]:
-        """Numbers of this rank; all ranks must not call it, and calling it sends nothing.
-
-        step, skipped_steps (a gradient was not finite); leader: the position of the rank that chose last (for the first bucket);
-        bytes_offsets, bytes_values, bytes_dense: handed to Horovod in the last step; bytes_traffic: what this rank sent for them on a
-        ring, on average over ranks; rate: elements of the model per element sent; collectives per step; residue_norm: Euclidean,
-        over all residues (reads them all); residue_ratio: that of residues to that of gradients, when it was last looked at (every 100
-        steps; None before).
-        """
-        numbers = {"step": self.residues.step, "skipped_steps": self.residues.skipped_steps}
-        if self._exchange is not None:
-            numbers |= self._exchange.stats()
-        return numbers | {"residue_norm": self.residues.norm(), "residue_ratio": self.residues.health.ratio}
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's residues and step, to be saved by every rank beside the model; torch.load(..., weights_only=True) reads it.
-
-        {"version", "step", "config", "residues": {name: tensor shaped like the parameter}}, and what look-ahead needs. Tensors are
-        the ones in use, not copies. Raises RuntimeError between backward() and step().
-        """
-        if self._exchange is not None:
-            if self._exchange.in_step():
-                raise RuntimeError("ScaleCom.state_dict() was called between backward() and step(): call it after optimizer.step()")
-            self._exchange.settle()
-        return self.residues.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the residues that this rank saved. Call it on every rank, before training goes on.
-
-        Raises ValueError, naming it, for what does not fit: another model, other settings, another version.
-        """
-        if self._exchange is not None:
-            if self._exchange.in_step():
-                raise RuntimeError("ScaleCom.load_state_dict() was called between backward() and step(): call it before backward()")
-            self._exchange.settle()
-        self.residues.load_state_dict(state)
-        if self._exchange is not None:
-            self._exchange.agree_anew()
-
-    # Elastic runs; called by elastic.py.
-
-    def abort(self) -> None:
-        """Forget a step that cannot be completed, and what is in flight: a worker was lost. Nothing is lost from the residues."""
-        if self._exchange is not None:
-            self._exchange.abort()
-
     def meet(self) -> None:
-        """What all ranks do when Horovod has been started again, or newcomers have come: they will go on at one step."""
         self._serve_stock()
-        self._exchange.meet()
+        super().meet()
 
 
 def without_ties(named_parameters: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

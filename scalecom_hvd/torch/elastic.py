@@ -1,8 +1,8 @@
 """horovod.torch.elastic, whose states keep residues: every rank commits and restores its own, and newcomers start with none.
 
-Horovod's TorchState asks a registry of handlers how to keep an object. Here handlers for ScaleCom, and for optimizers that use it, are put
-into that registry, so Horovod's own TorchState knows them from the import of scalecom_hvd.torch on. Rank 0's model and optimizer come to
-all ranks, its residues to none.
+Horovod's TorchState asks a registry of handlers how to keep an object. Here handlers for ScaleCom and the other methods, and for
+optimizers that use them, are put into that registry, so Horovod's own TorchState knows them from the import of scalecom_hvd.torch on.
+Rank 0's model and optimizer come to all ranks, its residues to none.
 
 Used by users alone; imports compressor.
 """
@@ -18,13 +18,13 @@ from horovod.torch import elastic as _elastic
 from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 
-from scalecom_hvd.torch.compressor import ScaleCom
+from scalecom_hvd.torch.compressor import ErrorFeedback
 
 
 class ResiduesHandler(_state.StateHandler):
-    """Keeps a ScaleCom's residues and step: this rank's own, of the last commit."""
+    """Keeps a method's residues and step: this rank's own, of the last commit."""
 
-    def __init__(self, compressor: ScaleCom) -> None:
+    def __init__(self, compressor: ErrorFeedback) -> None:
         super().__init__(compressor)
         self.save()
 
@@ -68,11 +68,11 @@ class OptimizerHandler(_state.OptimizerStateHandler):
 
 
 def _handler(optimizer: torch.optim.Optimizer) -> _state.StateHandler:
-    uses_scalecom = isinstance(getattr(optimizer, "_compression", None), ScaleCom)
-    return (OptimizerHandler if uses_scalecom else _state.OptimizerStateHandler)(optimizer)
+    has_residues = isinstance(getattr(optimizer, "_compression", None), ErrorFeedback)
+    return (OptimizerHandler if has_residues else _state.OptimizerStateHandler)(optimizer)
 
 
-_state.set_handler_registry([(ScaleCom, ResiduesHandler), (torch.optim.Optimizer, _handler), *_state.get_handler_registry()])
+_state.set_handler_registry([(ErrorFeedback, ResiduesHandler), (torch.optim.Optimizer, _handler), *_state.get_handler_registry()])
 
 
 def __getattr__(name: str) -> Any:

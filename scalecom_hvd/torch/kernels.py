@@ -22,7 +22,19 @@ from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import Lanes, Positions
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
-__all__ = ["CHOOSE_ACCUMULATOR", "CHOOSE_NOTHING", "CHOOSE_RESIDUE", "Kernel", "NativeKernel", "Place", "TorchKernel", "kernel_for"]
+__all__ = [
+    "CHOOSE_ACCUMULATOR",
+    "CHOOSE_NOTHING",
+    "CHOOSE_RESIDUE",
+    "Kernel",
+    "NativeKernel",
+    "Place",
+    "TorchKernel",
+    "choose_by_torch",
+    "kernel_for",
+    "largest",
+    "positions_of",
+]
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -113,28 +125,12 @@ class TorchKernel:
             residue = place.residue
             g, good = _usable(grad, residue, self._scale)
             if choose == CHOOSE_ACCUMULATOR:
-                self._choose(residue + g, place, chosen)
+                choose_by_torch(residue + g, place.geometry, place.offsets(chosen))
             residue.add_(g.mul_(0.0 if frozen else beta))
             if choose == CHOOSE_RESIDUE:
-                self._choose(residue, place, chosen)
+                choose_by_torch(residue, place.geometry, place.offsets(chosen))
             bad = bad + (good.numel() - good.count_nonzero())
         return bad
-
-    @staticmethod
-    def _choose(accumulator, place, chosen):
-        geometry, offsets = place.geometry, place.offsets(chosen)
-        if isinstance(geometry, Positions):
-            _choose_exact(accumulator, geometry, offsets)
-            return
-        size, lane = accumulator.abs(), 0
-        for elements, groups, width in geometry.groups():
-            block = size[elements]
-            rows = -(-block.numel() // (groups * width))
-            padding = groups * width * rows - block.numel()
-            if padding:
-                block = torch.cat([block, block.new_full((padding,), -1)])
-            offsets[lane : lane + groups * width] = block.view(groups, rows, width).argmax(1).view(-1)
-            lane += groups * width
 
     def gather(self, beta, share, offsets, values, sent, limit):
         bad = 0
@@ -144,7 +140,7 @@ class TorchKernel:
                 part.zero_()
                 copy.zero_()
                 continue
-            positions = _positions(place.geometry, place.offsets(offsets))
+            positions = positions_of(place.geometry, place.offsets(offsets))
             value = residue[positions]
             if share != 0:
                 value.add_(_usable(grad[positions], residue, self._scale)[0].mul_(share))
@@ -165,7 +161,7 @@ class TorchKernel:
             kind = torch.float64 if output.dtype == torch.float64 else torch.float32
             output.zero_()
             scaled = place.values(values).to(kind) * (1 / self._scale)
-            output[_positions(place.geometry, place.offsets(offsets))] = scaled.to(output.dtype)
+            output[positions_of(place.geometry, place.offsets(offsets))] = scaled.to(output.dtype)
 
     def undo(self, beta, filtered, offsets, sent):
         for place, grad, frozen in self._each():
@@ -173,12 +169,28 @@ class TorchKernel:
                 continue
             residue = place.residue
             if offsets is not None:
-                residue[_positions(place.geometry, place.offsets(offsets))] += place.values(sent).to(residue.dtype) * beta
+                residue[positions_of(place.geometry, place.offsets(offsets))] += place.values(sent).to(residue.dtype) * beta
             if filtered:
                 residue.sub_(_usable(grad, residue, self._scale)[0].mul_(beta))
 
     def finish(self):
         self._grads = None
+
+
+def choose_by_torch(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.Tensor) -> None:
+    """offsets (k,) <- the winners of |accumulator| (N,): each lane's largest, first of equals; or the positions of the k largest of all."""
+    if isinstance(geometry, Positions):
+        offsets.copy_(largest(accumulator, geometry.k))
+        return
+    size, lane = accumulator.abs(), 0
+    for elements, groups, width in geometry.groups():
+        block = size[elements]
+        rows = -(-block.numel() // (groups * width))
+        padding = groups * width * rows - block.numel()
+        if padding:
+            block = torch.cat([block, block.new_full((padding,), -1)])
+        offsets[lane : lane + groups * width] = block.view(groups, rows, width).argmax(1).view(-1)
+        lane += groups * width
 
 
 class NativeKernel:
@@ -214,11 +226,11 @@ class NativeKernel:
         if choose == CHOOSE_ACCUMULATOR:
             for place, grad in zip(self._places, self._grads, strict=True):
                 accumulator = place.residue + _usable(grad, place.residue, self._scale)[0]
-                _choose_exact(accumulator, place.geometry, place.offsets(chosen))
+                place.offsets(chosen).copy_(largest(accumulator, place.geometry.k))
         bad = self._library.scalecom_filter(*self._tensors, beta, self._scale, CHOOSE_NOTHING, None)
         if choose == CHOOSE_RESIDUE:
             for place in self._places:
-                _choose_exact(place.residue, place.geometry, place.offsets(chosen))
+                place.offsets(chosen).copy_(largest(place.residue, place.geometry.k))
         return bad
 
     def gather(self, beta, share, offsets, values, sent, limit):
@@ -316,13 +328,13 @@ def _usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[to
     return g.masked_fill_(~good, 0), good
 
 
-def _choose_exact(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.Tensor) -> None:
-    """The k largest magnitudes, ascending by position; of equals the first, on every device alike (topk itself promises no order)."""
-    size = accumulator.abs()
-    smallest = size.topk(geometry.k, sorted=False).values.min()
+def largest(values: torch.Tensor, k: int) -> torch.Tensor:
+    """The k largest magnitudes' positions, ascending; of equals the first, on every device alike (topk itself promises no order)."""
+    size = values.abs()
+    smallest = size.topk(k, sorted=False).values.min()
     above = (size > smallest).nonzero().view(-1)
-    equal = (size == smallest).nonzero().view(-1)[: geometry.k - above.numel()]
-    offsets.copy_(torch.cat([above, equal]).sort().values)
+    equal = (size == smallest).nonzero().view(-1)[: k - above.numel()]
+    return torch.cat([above, equal]).sort().values
 
 
 @functools.lru_cache(maxsize=1024)
@@ -331,7 +343,7 @@ def _starts_and_strides(geometry: Lanes, device: torch.device) -> tuple[torch.Te
     return torch.from_numpy(np.ascontiguousarray(starts)).to(device), torch.from_numpy(np.ascontiguousarray(strides)).to(device)
 
 
-def _positions(geometry: Lanes, offsets: torch.Tensor) -> torch.Tensor:
+def positions_of(geometry: Lanes, offsets: torch.Tensor) -> torch.Tensor:
     starts, strides = _starts_and_strides(geometry, offsets.device)
     return starts + offsets.long() * strides
 

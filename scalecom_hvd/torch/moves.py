@@ -66,6 +66,10 @@ class Moves:
         """{name: values (k,)} in a buffer of values."""
         return {tensor.name: place.values(buffer) for tensor, place in zip(self.tensors, self._places, strict=True)}
 
+    def averages_apart(self) -> list[torch.Tensor]:
+        """Averages over ranks that are not in the buffer of values: none."""
+        return []
+
     def begin(self, grads: Sequence[torch.Tensor], scale: float, frozen: Sequence[bool]) -> None:
         """Take this step's gradients, (N,) contiguous each; `scale` is 1 / loss scale. They are kept until `finish`, since a step may have
         to be taken back.

@@ -19,7 +19,7 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression
 
 from scalecom_hvd.agreement import check_operation, warn_of_half_sums
-from scalecom_hvd.torch.compressor import ScaleCom, without_ties
+from scalecom_hvd.torch.compressor import ErrorFeedback, without_ties
 from scalecom_hvd.torch.reducer import Reducer
 from scalecom_hvd.torch.transport import Transport
 
@@ -36,7 +36,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     sparse_as_dense: bool = False,
     process_set: Any = horovod.global_process_set,
 ) -> torch.optim.Optimizer:
-    """horovod.torch.DistributedOptimizer, which besides Horovod's compressors takes `ScaleCom`, the class or an instance.
+    """horovod.torch.DistributedOptimizer, which besides Horovod's compressors takes `ScaleCom` and the methods beside it (RandomK,
+    LocalTopK, GTopK, GlobalTopK, ECQSGD), the class or an instance.
 
     With any other compression this is Horovod's own function, untouched. All arguments mean what they mean there; `groups` says
     which tensors share a bucket. The returned optimizer has one attribute more, `compression`: the ScaleCom with this rank's
@@ -45,7 +46,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Raises ValueError for what ScaleCom cannot do (Adasum, operations other than Average and Sum) and for settings that fit no
     parameter, TypeError for complex parameters.
     """
-    if not (compression is ScaleCom or isinstance(compression, ScaleCom)):
+    if not (isinstance(compression, ErrorFeedback) or (isinstance(compression, type) and issubclass(compression, ErrorFeedback))):
         return horovod_optimizer.DistributedOptimizer(
             optimizer,
             named_parameters,
@@ -78,6 +79,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         sparse_as_dense=sparse_as_dense,
         loss_scale=compressor.loss_scale,
         send_sparse=lambda p: wrapped._sparse_allreduce_grad_async(p, wrapped._parameter_names[p])[0],
+        method=compressor.exchange,
+        settings=compressor.settings,
     )
     # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing takes off again.
     compressor.attach(parameters, reducer)
@@ -126,7 +129,9 @@ def _optimizer_class(base: type, reducer: Reducer) -> type:
         _allreduce_grad_async=_allreduce_grad_async,
         _grouped_allreduce_grad_async=_grouped_allreduce_grad_async,
         load_state_dict=_load_state_dict,
-        compression=property(lambda self: self._compression, doc="The ScaleCom of this optimizer: stats(), state_dict()."),
+        compression=property(
+            lambda self: self._compression, doc="The ScaleCom, or other method, of this optimizer: stats(), state_dict()."
+        ),
     )
     return type(base.__name__, (base,), members)
 

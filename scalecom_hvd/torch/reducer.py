@@ -7,6 +7,7 @@ One step, per bucket (DESIGN 5):
     look-ahead  all gradients are here -> gather at the offsets that came during the last step, all-reduce;
                                           filter while it travels, in which the next leader chooses, and its broadcast
     sent whole  all gradients are here -> all-reduce (the dense warm-up, and the first step of look-ahead)
+    methods     all gradients are here -> what the method does (methods/), then the all-reduce of what is sent whole
     finish      all values are here    -> every rank sees whether any gradient was not finite; scatter, or take the step back
 
 A bucket's step is a generator (`_exchange`) that yields what it has to wait for: its own kernel, which runs on a thread beside backward
@@ -33,12 +34,16 @@ import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks, latest_step
 from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.torch.accumulators import Accumulators, Channel
 from scalecom_hvd.torch.beside import Beside
-from scalecom_hvd.torch.bucket import Bucket, Wait, empty_sparse_gradient
+from scalecom_hvd.torch.bucket import Bucket, empty_sparse_gradient
+from scalecom_hvd.torch.moves import Moves
 from scalecom_hvd.torch.residues import Residues, describe
-from scalecom_hvd.torch.transport import Transport
+from scalecom_hvd.torch.transport import Transport, Wait
 
 Groups = Sequence[Sequence[str]]
+# How a method other than ScaleCom averages one bucket: it submits, and yields what it waits for (see methods/base.py).
+Exchange = Callable[[Accumulators, Channel], Iterator[Wait]]
 
 
 class Reducer:
@@ -47,6 +52,7 @@ class Reducer:
     parameters: {name: parameter} of all that are trained, in the model's order (residues are attached to them).
     groups: names that shall share a bucket, None: buckets of about config.bucket_bytes in the order in which gradients arrive on rank 0.
     loss_scale: gives the current loss scale.
+    method: how compressed tensors are averaged, if not by ScaleCom.  settings: what ranks must have in common beside the config.
     """
 
     def __init__(
@@ -59,6 +65,8 @@ class Reducer:
         sparse_as_dense: bool = False,
         loss_scale: Callable[[], float] = lambda: 1.0,
         send_sparse: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None,
+        method: Exchange | None = None,
+        settings: dict[str, Any] | None = None,
     ) -> None:
         self.residues = residues
         self.config: ScaleComConfig = residues.config
@@ -70,6 +78,8 @@ class Reducer:
         self._sparse_as_dense = sparse_as_dense
         self._loss_scale = loss_scale
         self._send_sparse = send_sparse
+        self._method = method
+        self._settings = dict(settings or {})
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
         self._beside = Beside(self._go_on)
@@ -81,7 +91,7 @@ class Reducer:
         self._sparse: dict[str, Callable[[], torch.Tensor] | None] = {}
         self._outputs: dict[str, torch.Tensor] = {}
         self._whole = False
-        self._submitted = {"offsets": 0, "values": 0, "dense": 0, "collectives": 0}
+        self._submitted = {"offsets": 0, "values": 0, "gathered": 0, "dense": 0, "collectives": 0}
 
     # What the optimizer calls.
 
@@ -195,6 +205,8 @@ class Reducer:
         """One bucket's step from its gradients to its all-reduce; yields what it waits for. All gradients are here."""
         if self._whole:
             self._exchange_whole(bucket)
+        elif self._method is not None and bucket.compressed:
+            yield from self._exchange_by_method(bucket)
         elif self.config.lookahead:
             yield from self._exchange_with_lookahead(bucket)
         elif bucket.compressed:
@@ -240,6 +252,13 @@ class Reducer:
         yield from self._run(bucket, bucket.gather, self._transport.size)
         self._send_values(bucket)
 
+    def _exchange_by_method(self, bucket: Bucket) -> Iterator[Wait]:
+        bucket.begin(False, self._scale)
+        accumulators = bucket.moves
+        accumulators.step, bucket.bad = self.residues.step, accumulators.bad
+        yield from self._method(accumulators, Channel(self._transport, bucket.number, self._submitted))
+        self._send_values(bucket)
+
     def _run(self, bucket: Bucket, move: Callable[..., None], *arguments: Any) -> Iterator[Wait]:
         """Make a move of a bucket, beside backward where its kernel needs no Python."""
         if not bucket.runs_beside_python:
@@ -272,7 +291,7 @@ class Reducer:
         self._submitted["collectives"] += 1
 
     def _send_values(self, bucket: Bucket) -> None:
-        kind = "whole" if self._whole else "values"
+        kind = "whole" if self._whole else "values" if self._method is None else "dense"
         averaged = bucket.fill()
         bucket.values_handles = [self._transport.average(buffer, f"{kind}.{bucket.number}{ending}") for ending, buffer in averaged.items()]
         values = 0 if self._whole else bucket.values_bytes()
@@ -353,7 +372,7 @@ class Reducer:
         """Compare settings and tensors of all ranks, and settle on buckets, names and the step; raises RuntimeError on every rank alike."""
         mine = {
             "version": scalecom_hvd.__version__,
-            "settings": self.config.to_dict() | {"sparse_as_dense": self._sparse_as_dense},
+            "settings": self.config.to_dict() | self._settings | {"sparse_as_dense": self._sparse_as_dense},
             "tensors": describe(self._parameters, self.residues),
             "groups": [list(group) for group in self._groups] if self._groups is not None else None,
             "sparse": list(self._sparse),
@@ -415,7 +434,8 @@ class Reducer:
 
     def _make_buckets(self, plan: list[list[str]]) -> None:
         self.residues.buckets = plan
-        self.buckets = [Bucket(b, names, self._parameters, self.residues) for b, names in enumerate(plan)]
+        make_moves = Moves if self._method is None else Accumulators
+        self.buckets = [Bucket(b, names, self._parameters, self.residues, make_moves) for b, names in enumerate(plan)]
         # Kernels beside Python, and Horovod's thread, need the cores that spinning would take.
         self._transport.spins = not any(bucket.large for bucket in self.buckets)
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
@@ -435,7 +455,10 @@ class Reducer:
             "bytes_offsets": submitted["offsets"],
             "bytes_values": submitted["values"],
             "bytes_dense": submitted["dense"],
-            "bytes_traffic": traffic(self._transport.size, submitted["offsets"], submitted["values"] + submitted["dense"]),
+            "bytes_gathered": submitted["gathered"],
+            "bytes_traffic": traffic(
+                self._transport.size, submitted["offsets"], submitted["values"] + submitted["dense"], submitted["gathered"]
+            ),
             "rate": sum(dense.values()) / max(sum(sent.values()), 1),
             "collectives": submitted["collectives"],
         }

@@ -22,7 +22,7 @@ import horovod.torch as horovod
 import torch
 
 from scalecom_hvd.agreement import NamedExchange
-from scalecom_hvd.torch.compressor import ScaleCom
+from scalecom_hvd.torch.compressor import ErrorFeedback, ScaleCom
 from scalecom_hvd.torch.reducer import Groups, Reducer
 
 Gradients = Mapping[str, torch.Tensor | None]
@@ -179,6 +179,10 @@ class SimulatedTransport(NamedExchange):
         self.size = network.n
         self._reduction = (op, predivide)
 
+    @property
+    def share(self) -> float:
+        return 1 / self.size if self._reduction[0] == horovod.Average else 1.0
+
     def restarted(self) -> bool:
         return False
 
@@ -200,20 +204,23 @@ class SimulatedTransport(NamedExchange):
         what = ("average", op, predivide, buffer.dtype, tuple(buffer.shape))
         return self._submit(name, what, buffer, functools.partial(_reduce, divide=op == horovod.Average, predivide=predivide))
 
+    def gather(self, tensor: torch.Tensor, name: str) -> int:
+        return self._submit(name, ("gather", tensor.dtype, tuple(tensor.shape[1:])), tensor, _gather)
+
     def done(self, handle: int) -> bool:
         return self._network.done(handle)
 
     def until_done(self, handle: int) -> None:
         self._network.wait(self.position, handle, forget=False)
 
-    def wait(self, handle: int) -> None:
-        self._network.wait(self.position, handle)
+    def wait(self, handle: int) -> torch.Tensor | None:
+        return self._network.wait(self.position, handle)
 
     def exchange_objects(self, value: Any, name: str) -> list[Any]:
         handle = self._network.submit(self.position, f"scalecom.{name}", ("objects",), json.dumps(value), _read)
         return self._network.wait(self.position, handle)
 
-    def _submit(self, name: str, what: tuple, buffer: torch.Tensor, combine: Callable[[list[torch.Tensor]], None]) -> int:
+    def _submit(self, name: str, what: tuple, buffer: torch.Tensor, combine: Callable[[list[torch.Tensor]], Any]) -> int:
         return self._network.submit(self.position, f"{self._prefix}.{name}", what, buffer, combine)
 
 
@@ -238,15 +245,19 @@ def _reduce(buffers: list[torch.Tensor], divide: bool, predivide: float) -> None
         buffer.copy_(total)
 
 
+def _gather(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(tensors)
+
+
 def _read(texts: list[str]) -> list[Any]:
     return [json.loads(text) for text in texts]
 
 
 class Simulation:
-    """n ranks, each with its parameters, its ScaleCom and its Reducer.
+    """n ranks, each with its parameters, its compressor and its Reducer.
 
     make_parameters: gives a rank's {name: torch.nn.Parameter}, in the model's order; called with the rank.
-    fields: what ScaleCom takes: config=, loss_scale=, and fields of ScaleComConfig.
+    compression: the method.  fields: what it takes: config=, loss_scale=, and fields of ScaleComConfig.
     With many ranks, torch.set_num_threads(1) is much faster: every rank's thread would have a pool of its own.
     """
 
@@ -259,13 +270,14 @@ class Simulation:
         predivide: float = 1.0,
         groups: Groups | None = None,
         sparse_as_dense: bool = False,
+        compression: Callable[..., ErrorFeedback] = ScaleCom,
         **fields: Any,
     ) -> None:
         self.network = Network(n)
         weakref.finalize(self, self.network.close)
         self.transports = [SimulatedTransport(self.network, rank, op, predivide) for rank in range(n)]
         self.parameters = [make_parameters(rank) for rank in range(n)]
-        self.compressors = [ScaleCom(**fields) for _ in range(n)]
+        self.compressors = [compression(**fields) for _ in range(n)]
         self.reducers = []
         for parameters, compressor, transport in zip(self.parameters, self.compressors, self.transports, strict=True):
             reducer = Reducer(
@@ -275,6 +287,8 @@ class Simulation:
                 groups=groups,
                 sparse_as_dense=sparse_as_dense,
                 loss_scale=compressor.loss_scale,
+                method=compressor.exchange,
+                settings=compressor.settings,
             )
             compressor.attach(parameters, reducer)
             self.reducers.append(reducer)

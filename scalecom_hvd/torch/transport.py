@@ -11,7 +11,8 @@ import json
 import os
 import time
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import horovod.torch as horovod
 import torch
@@ -20,6 +21,16 @@ from horovod.torch import mpi_ops
 from scalecom_hvd.agreement import JOIN_REFUSED, NamedExchange
 
 SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
+
+
+class Wait(NamedTuple):
+    """What a bucket's step waits for. needs_others: it ends only when other ranks have done something in this step."""
+
+    what: str
+    done: Callable[[], bool]
+    wait: Callable[[], object]
+    needs_others: bool
+
 
 _alive: weakref.WeakSet[Transport] = weakref.WeakSet()
 
@@ -81,6 +92,11 @@ class Transport(NamedExchange):
     def position(self) -> int:
         return self._process_set.rank()
 
+    @property
+    def share(self) -> float:
+        """What `average` multiplies a sum over ranks by."""
+        return 1 / self.size if self._reduction["op"] == horovod.Average else 1.0
+
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> int:
         """Start sending the buffer of the rank at position `root` to all; gives a handle."""
         # Horovod counts roots by global rank, also inside a process set.
@@ -89,6 +105,10 @@ class Transport(NamedExchange):
     def average(self, buffer: torch.Tensor, name: str) -> int:
         """Start the all-reduce of the buffer, in place; gives a handle."""
         return horovod.allreduce_async_(buffer, name=f"{self._prefix}.{name}", **self._reduction)
+
+    def gather(self, tensor: torch.Tensor, name: str) -> int:
+        """Start joining every rank's tensor along the first dimension, in order of position; `wait` gives the result."""
+        return horovod.allgather_async(tensor, name=f"{self._prefix}.{name}", process_set=self._process_set)
 
     def done(self, handle: int) -> bool:
         """Whether waiting would return at once."""
@@ -107,11 +127,12 @@ class Transport(NamedExchange):
             else:
                 time.sleep(min(max((time.monotonic() - begun) / 10, SHORTEST_SLEEP), LONGEST_SLEEP))
 
-    def wait(self, handle: int) -> None:
-        """Wait for a collective. Safe only for those that every rank surely submits without waiting for this rank's next one."""
+    def wait(self, handle: int) -> torch.Tensor:
+        """Wait for a collective, and give its result. Safe only for those that every rank surely submits without waiting for this
+        rank's next one."""
         self.until_done(handle)
         try:
-            horovod.synchronize(handle)
+            return horovod.synchronize(handle)
         except horovod.HorovodInternalError as error:
             if "join" in str(error).lower():
                 raise RuntimeError(JOIN_REFUSED) from error

@@ -1,0 +1,176 @@
+"""What methods other than ScaleCom are given of a bucket: accumulators, a way to say what was sent, and collectives.
+
+`Accumulators` stands where `Moves` stands for ScaleCom, and keeps residues in the same way, m <- (1 - beta) m + beta (acc - sent), written
+when the step is known to count, so that one that does not count changes nothing. Simple rather than fast: it holds two tensors as large
+as the bucket. Used by reducer.py and the methods; imports moves and the rooms below.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from scalecom_hvd.config import largest_gradient
+from scalecom_hvd.torch.kernels import choose_by_torch, positions_of
+from scalecom_hvd.torch.moves import OffsetLayout
+from scalecom_hvd.torch.residues import CompressedTensor
+from scalecom_hvd.torch.transport import Transport, Wait
+
+
+class Accumulators:
+    """The accumulators m + g of a bucket's compressed tensors, one after the other, in `flat` (N,), float32 or float64.
+
+    parts: the tensors' views of it.  counts: how many elements each tensor sends, k = ceil(N / rate).  geometries: their lanes.
+    step: the number of this step.  Elements of gradients that are not finite count as zero here, and make the step void for all ranks.
+    """
+
+    native = False
+    n_values = 0
+
+    def __init__(self, tensors: Sequence[CompressedTensor]) -> None:
+        self.tensors = list(tensors)
+        self.sizes = [tensor.residue.numel() for tensor in self.tensors]
+        self.starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self.geometries = [tensor.geometry for tensor in self.tensors]
+        self.counts = [geometry.k for geometry in self.geometries]
+        self.step = 0
+        self._offsets = OffsetLayout(self.tensors)
+        dtypes = {tensor.residue.dtype for tensor in self.tensors}
+        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._flat: torch.Tensor | None = None
+        self.finish()
+
+    # What a method uses.
+
+    @property
+    def flat(self) -> torch.Tensor:
+        assert self._flat is not None
+        return self._flat
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return list(self.flat.split(self.sizes))
+
+    def choose(self) -> torch.Tensor:
+        """The places where this worker's accumulators are largest, tensor by tensor, as offsets in one buffer of bytes."""
+        buffer = self._offsets.new_buffer(self.flat.device)
+        for part, tensor in zip(self.parts, self.tensors, strict=True):
+            choose_by_torch(part, tensor.geometry, self._offsets.view(tensor, buffer))
+        return buffer
+
+    def places_at(self, offsets: torch.Tensor) -> torch.Tensor:
+        """The places in `flat`, (sum of counts,) int64, that a buffer of `choose` stands for."""
+        return self.places([positions_of(tensor.geometry, self._offsets.view(tensor, offsets)) for tensor in self.tensors])
+
+    def places(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The places in `flat` of positions in every tensor."""
+        return torch.cat([own + start for own, start in zip(positions, self.starts, strict=True)])
+
+    def send(self, places: Any, values: torch.Tensor) -> None:
+        """This worker sent `values` at these places (an index tensor without repeats, or slice(None)): the rest stays in its residue."""
+        self.flat[places] -= values
+
+    def receive(self, places: Any, values: torch.Tensor) -> None:
+        """The average over ranks holds `values` at these places; those of a place named several times add up, other places are zero."""
+        if isinstance(places, slice):
+            self._average[places] += values
+        else:
+            self._average.index_add_(0, places, values.to(self._dtype))
+
+    # What a bucket does with it, as with Moves.
+
+    def new_offsets(self, device: torch.device) -> torch.Tensor:
+        """Nobody chooses for others: no offsets are broadcast."""
+        return torch.zeros(0, dtype=torch.uint8, device=device)
+
+    def begin(self, grads: Sequence[torch.Tensor], scale: float, frozen: Sequence[bool]) -> None:
+        """Take this step's gradients, as Moves.begin does. A frozen tensor's accumulator is zero, and its residue stays as it is."""
+        self._grads, self._scale, self._frozen = list(grads), scale, list(frozen)
+        if not grads:
+            return
+        if self._flat is None:
+            self._flat = torch.empty(sum(self.sizes), dtype=self._dtype, device=grads[0].device)
+            self._average = torch.empty_like(self._flat)
+        self._average.zero_()
+        torch._foreach_copy_(self.parts, self._grads)
+        self.flat.mul_(scale)
+        self._bad = torch.zeros((), dtype=torch.int64, device=self.flat.device)
+        for part, tensor, is_frozen in zip(self.parts, self.tensors, frozen, strict=True):
+            if is_frozen:
+                part.zero_()
+                continue
+            # A residue of less than the accumulators' precision cannot take more than it could by itself.
+            good = part.abs() <= largest_gradient(str(tensor.residue.dtype).removeprefix("torch."))
+            self._bad += good.numel() - good.count_nonzero()
+            part.masked_fill_(~good, 0).add_(tensor.residue)
+
+    @property
+    def bad(self) -> torch.Tensor:
+        """How many elements of this step's gradients are not finite, or too large."""
+        return self._bad
+
+    def values_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """{name: averages (N,)}; ScaleCom's are k values in the buffer."""
+        return {tensor.name: part for tensor, part in zip(self.tensors, self._average.split(self.sizes), strict=True)}
+
+    def averages_apart(self) -> list[torch.Tensor]:
+        """The averages: they are not in a bucket's buffer."""
+        return [self._average] if self.tensors else []
+
+    def norms(self) -> tuple[float, float]:
+        """The Euclidean norms of all residues, and of this step's gradients in the residues' units."""
+        residues = math.hypot(*(float(tensor.residue.norm()) for tensor in self.tensors))
+        return residues, math.hypot(*(float(grad.to(self._dtype).norm()) for grad in self._grads)) * self._scale
+
+    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
+        """The step counts: residues take what was not sent, and every output becomes the average, in the gradient's units."""
+        averages = self._average.split(self.sizes) if self.tensors else ()
+        for tensor, kept, average, output, frozen in zip(
+            self.tensors, self.parts if self.tensors else (), averages, outputs, self._frozen, strict=True
+        ):
+            if not frozen:
+                tensor.residue.mul_(1 - tensor.beta).add_(kept, alpha=tensor.beta)
+            output.copy_(average / self._scale)
+
+    def undo(self) -> None:
+        """Nothing was changed yet."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Close the step, and let go of the gradients."""
+        self._grads: list[torch.Tensor] = []
+
+
+class Channel:
+    """The collectives of one bucket's step, for a method; `averaged = yield from channel.average(values, "values")`.
+
+    Every rank must ask for the same ones in the same order.
+    size, position: the number of ranks, and this one's place.  share: what a sum over ranks is multiplied by, 1 / size for hvd.Average.
+    """
+
+    def __init__(self, transport: Transport, bucket: int, submitted: dict[str, int]) -> None:
+        self._transport, self._submitted = transport, submitted
+        self.bucket, self.size, self.position, self.share = bucket, transport.size, transport.position, transport.share
+
+    def average(self, values: torch.Tensor, name: str) -> Generator[Wait, None, torch.Tensor]:
+        """The average over ranks (hvd.Sum: the sum), in place."""
+        self._submitted["values"] += values.numel() * values.element_size()
+        yield from self._wait(self._transport.average, values, name)
+        return values
+
+    def gather(self, tensor: torch.Tensor, name: str) -> Generator[Wait, None, list[torch.Tensor]]:
+        """Every rank's tensor, all of one shape, in order of position; not to be changed."""
+        self._submitted["gathered"] += tensor.numel() * tensor.element_size()
+        joined = yield from self._wait(self._transport.gather, tensor, name)
+        return list(joined.split(len(tensor)))
+
+    def _wait(self, submit: Any, tensor: torch.Tensor, name: str) -> Generator[Wait, None, torch.Tensor]:
+        handle = submit(tensor, f"{name}.{self.bucket}")
+        self._submitted["collectives"] += 1
+        done, wait = (functools.partial(f, handle) for f in (self._transport.done, self._transport.until_done))
+        yield Wait(name, done, wait, needs_others=True)
+        return self._transport.wait(handle)

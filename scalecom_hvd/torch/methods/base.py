@@ -1,0 +1,61 @@
+"""What a method other than ScaleCom is: a class with one generator, `exchange`. A new one is a subclass of `Method`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.torch.accumulators import Accumulators, Channel
+from scalecom_hvd.torch.compressor import ErrorFeedback
+from scalecom_hvd.torch.transport import Wait
+
+# Settings that say how ScaleCom's leader chooses and sends.
+_SCALECOM_ALONE = ("leader", "lookahead", "wire_dtype")
+
+
+class Method(ErrorFeedback):
+    """A way to average gradients with error feedback, for this package's DistributedOptimizer.
+
+    config, loss_scale, fields: as for ScaleCom. Raises ValueError for settings that mean nothing to the method (`unused`).
+    """
+
+    # Fields of ScaleComConfig that this method has no use for.
+    unused: tuple[str, ...] = _SCALECOM_ALONE
+
+    def __init__(self, *, config: ScaleComConfig | None = None, loss_scale: Any = None, **fields: Any) -> None:
+        super().__init__(config=config, loss_scale=loss_scale, **fields)
+        meaningless = [name for name in self.unused if getattr(self.config, name) != getattr(ScaleComConfig(), name)]
+        if meaningless:
+            raise ValueError(f"{meaningless[0]} means nothing to {type(self).__name__}: leave it out (or in its environment variable)")
+
+    def exchange(self, bucket: Accumulators, channel: Channel) -> Generator[Wait, Any, None]:
+        """Average a bucket's accumulators over ranks.
+
+        bucket.flat (N,) holds them. Say what this rank sent, `bucket.send(places, values)`, and what the average is,
+        `bucket.receive(places, values)`, with `yield from channel.average(...)` or `.gather(...)` in between, the same on every rank.
+        What was not sent stays in the residue. A step may turn out not to count: nothing but `bucket` may be changed here.
+        """
+        raise NotImplementedError
+
+    def stats(self) -> dict[str, Any]:
+        """As ScaleCom's, without a leader."""
+        return {name: number for name, number in super().stats().items() if name != "leader"}
+
+    def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
+        """Refused: Horovod's own optimizer asks for tensors one by one, and gives no place to wait."""
+        name = self.__name__ if isinstance(self, type) else type(self).__name__ if isinstance(self, Method) else "this method"
+        raise TypeError(
+            f"{name} works in this package's DistributedOptimizer alone: import scalecom_hvd.torch as hvd. In horovod.torch's own, take "
+            "ScaleCom(named_parameters=...)"
+        )
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """Random numbers that depend on these numbers alone, such as (seed, step, bucket): the same on every rank that gives the same."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % 2**63
+    return torch.Generator().manual_seed(seed)
