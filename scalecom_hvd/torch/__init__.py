@@ -10,6 +10,7 @@ from horovod.torch import *  # noqa: F403
 import scalecom_hvd.torch.elastic  # noqa: F401  in place of Horovod's `elastic`; tells Horovod's elastic states of residues
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.torch.compressor import ScaleCom
 from scalecom_hvd.torch.flops import rates_from_flops
 from scalecom_hvd.torch.methods import *  # noqa: F403
@@ -32,4 +33,10 @@ def __getattr__(name: str) -> Any:
     return getattr(_horovod, name)
 
 
-__all__ = [name for name in dir(_horovod) if not name.startswith("_")] + ["ScaleCom", "ScaleComConfig", "rates_from_flops", *_METHODS]
+__all__ = [name for name in dir(_horovod) if not name.startswith("_")] + [
+    "Diagnostics",
+    "ScaleCom",
+    "ScaleComConfig",
+    "rates_from_flops",
+    *_METHODS,
+]

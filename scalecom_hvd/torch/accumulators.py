@@ -115,7 +115,8 @@ class Accumulators:
 
     def values_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """{name: averages (N,)}; ScaleCom's are k values in the buffer."""
-        return {tensor.name: part for tensor, part in zip(self.tensors, self._average.split(self.sizes), strict=True)}
+        averages = self._average.split(self.sizes) if self.tensors else ()
+        return {tensor.name: part for tensor, part in zip(self.tensors, averages, strict=True)}
 
     def averages_apart(self) -> list[torch.Tensor]:
         """The averages: they are not in a bucket's buffer."""
@@ -133,7 +134,8 @@ class Accumulators:
             self.tensors, self.parts if self.tensors else (), averages, outputs, self._frozen, strict=True
         ):
             if not frozen:
-                tensor.residue.mul_(1 - tensor.beta).add_(kept, alpha=tensor.beta)
+                # Each operation rounded for itself: add_ with alpha fuses them on some processors, and residues would differ in bits.
+                tensor.residue.mul_(1 - tensor.beta).add_(kept.mul_(tensor.beta))
             output.copy_(average / self._scale)
 
     def undo(self) -> None:

@@ -17,6 +17,7 @@ from horovod.torch.compression import Compressor
 
 from scalecom_hvd.agreement import warn_of_half_sums
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.state import check_method
 from scalecom_hvd.torch.residues import Residues
 from scalecom_hvd.torch.stock import StockExchange
@@ -38,6 +39,7 @@ class Exchange(Protocol):
     def abort(self) -> None: ...
     def meet(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
+    def watch(self, diagnostics: Diagnostics) -> None: ...
 
 
 class ErrorFeedback(Compressor):
@@ -45,16 +47,25 @@ class ErrorFeedback(Compressor):
 
     config: a ScaleComConfig; default: the defaults overridden by SCALECOM_RATE, SCALECOM_BETA, ... of the environment.
     loss_scale: a torch.amp.GradScaler, or a callable that gives the current scale, so that residues are kept in unscaled units.
+    diagnostics: a number of steps, or Diagnostics: every so many steps see how alike workers are, and how good the choice is.
     fields: any field of ScaleComConfig, over `config`.
     """
 
     # How a reducer averages compressed tensors by this method; None: as ScaleCom does.
     exchange: Any = None
 
-    def __init__(self, *, config: ScaleComConfig | None = None, loss_scale: Any = None, **fields: Any) -> None:
+    def __init__(
+        self,
+        *,
+        config: ScaleComConfig | None = None,
+        loss_scale: Any = None,
+        diagnostics: Diagnostics | int | None = None,
+        **fields: Any,
+    ) -> None:
         self.config = (config if config is not None else ScaleComConfig.from_env()).replace(**fields)
         self.residues = Residues(self.config)
         self.loss_scale = _scale_reader(loss_scale)
+        self.diagnostics = Diagnostics.of(diagnostics)
         self._exchange: Exchange | None = None
 
     @property
@@ -67,6 +78,8 @@ class ErrorFeedback(Compressor):
         if self._exchange is not None:
             name = type(self).__name__
             raise ValueError(f"this {name} already serves an optimizer; make one for each: their residues are different")
+        if self.diagnostics is not None:
+            exchange.watch(self.diagnostics)
         self.residues.attach(parameters)
         self._exchange = exchange
 
@@ -82,6 +95,8 @@ class ErrorFeedback(Compressor):
         (by methods other than ScaleCom) gathered; bytes_traffic: what this rank sent for them on a ring, on average over ranks; rate:
         elements of the model per element sent; collectives per step; residue_norm: Euclidean, over all residues (reads them all);
         residue_ratio: that of residues to that of gradients, when it was last looked at (every 100 steps; None before).
+        diagnostics, where they were asked for: the numbers of the last look, as diagnostics.look gives them, and its step (None before the
+        first), the same on all ranks; what ranks gather for them is not counted in the bytes above.
         """
         numbers = {"step": self.residues.step, "skipped_steps": self.residues.skipped_steps}
         if self._exchange is not None:
@@ -132,6 +147,8 @@ class ScaleCom(ErrorFeedback):
     named_parameters: needed in the stock optimizer only: an iterable of (name, parameter), as model.named_parameters() gives.
     config: a ScaleComConfig; default: the defaults overridden by SCALECOM_RATE, SCALECOM_BETA, ... of the environment.
     loss_scale: a torch.amp.GradScaler, or a callable that gives the current scale, so that residues are kept in unscaled units.
+    diagnostics: a number of steps, or Diagnostics: every so many steps see how alike workers are, and how good the choice is; in this
+    package's optimizer alone.
     process_set: in the stock optimizer, the process set given to it.
     fields: any field of ScaleComConfig, over `config`.
 
@@ -144,10 +161,11 @@ class ScaleCom(ErrorFeedback):
         *,
         config: ScaleComConfig | None = None,
         loss_scale: Any = None,
+        diagnostics: Diagnostics | int | None = None,
         process_set: Any = None,
         **fields: Any,
     ) -> None:
-        super().__init__(config=config, loss_scale=loss_scale, **fields)
+        super().__init__(config=config, loss_scale=loss_scale, diagnostics=diagnostics, **fields)
         self._process_set = process_set
         self._named_parameters = _by_name(named_parameters) if named_parameters is not None else None
 

@@ -17,7 +17,7 @@ Why this cannot deadlock: a rank waits for others only in `finish`, and there fi
 from them (all buckets' broadcasts, or all-reduces), then what needs the offsets; `settle` waits only for what every rank submitted in
 its last step. Nothing is waited for in a hook, so ranks may see their gradients in any order, or not at all (those take part with zeros).
 
-The optimizer calls `ready` from its hooks and `result` from synchronize(). Imports residues, transport and the rooms below.
+The optimizer calls `ready` from its hooks and `result` from synchronize(). Imports probe, bucket, transport and the rooms below.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks, latest_step
 from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.torch.accumulators import Accumulators, Channel
 from scalecom_hvd.torch.beside import Beside
 from scalecom_hvd.torch.bucket import Bucket, empty_sparse_gradient
 from scalecom_hvd.torch.moves import Moves
+from scalecom_hvd.torch.probe import Probe
 from scalecom_hvd.torch.residues import Residues, describe
 from scalecom_hvd.torch.transport import Transport, Wait
 
@@ -80,6 +82,7 @@ class Reducer:
         self._send_sparse = send_sparse
         self._method = method
         self._settings = dict(settings or {})
+        self._probe: Probe | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
         self._beside = Beside(self._go_on)
@@ -160,6 +163,11 @@ class Reducer:
         with self._lock:
             self._abort()
 
+    def watch(self, diagnostics: Diagnostics) -> None:
+        """Look at steps from now on, and have `stats` tell what was seen."""
+        self._probe = Probe(diagnostics)
+        self._settings |= diagnostics.settings
+
     def leader(self, bucket: int, step: int) -> int:
         """The position of the rank that chooses for a bucket at a step."""
         return (step + (bucket if self.config.leader == "staggered" else 0)) % (self._transport.size or 1)
@@ -215,6 +223,14 @@ class Reducer:
             bucket.begin(False, self._scale)
             self._send_values(bucket)
 
+    def _look_due(self) -> bool:
+        return self._probe is not None and self._probe.due(self.residues.step) and not self._whole
+
+    def _begin(self, bucket: Bucket) -> None:
+        bucket.begin(False, self._scale)
+        if self._look_due():
+            self._probe.before(bucket, self._scale)
+
     def _exchange_whole(self, bucket: Bucket) -> None:
         bucket.begin(True, self._scale)
         offsets_follow = self.config.lookahead and self.residues.step + 1 >= self.config.warmup_steps
@@ -229,7 +245,7 @@ class Reducer:
             # Every rank submitted this at the end of its last step.
             yield self._offsets_of(bucket, needs_others=False)
         self._take_offsets(bucket)
-        bucket.begin(False, self._scale)
+        self._begin(bucket)
         # Gather first: the next leader chooses on residues from which this step's values are gone. The filter comes before the
         # all-reduce because it counts non-finite gradients; both are one pass, and counting alone would cost another.
         chooses = self.leader(bucket.number, self.residues.step + 1) == self._transport.position
@@ -238,7 +254,7 @@ class Reducer:
         self._broadcast_ahead(bucket)
 
     def _exchange_with_offsets_of_now(self, bucket: Bucket) -> Iterator[Wait]:
-        bucket.begin(False, self._scale)
+        self._begin(bucket)
         leader = self.leader(bucket.number, self.residues.step)
         if leader == self._transport.position:
             yield from self._run(bucket, bucket.filter, bucket.offsets)
@@ -253,7 +269,7 @@ class Reducer:
         self._send_values(bucket)
 
     def _exchange_by_method(self, bucket: Bucket) -> Iterator[Wait]:
-        bucket.begin(False, self._scale)
+        self._begin(bucket)
         accumulators = bucket.moves
         accumulators.step, bucket.bad = self.residues.step, accumulators.bad
         yield from self._method(accumulators, Channel(self._transport, bucket.number, self._submitted))
@@ -323,7 +339,10 @@ class Reducer:
                 self.residues.look([bucket.norms() for bucket in self.buckets if bucket.compressed])
             for bucket in self.buckets:
                 bucket.scatter()
+            looks = self._look_due()
             self._end_step()
+            if looks:
+                self._probe.look(self.residues.step - 1, self.buckets, self._transport)
         else:
             self._skip_step()
         for bucket in self.buckets:
@@ -436,6 +455,8 @@ class Reducer:
         self.residues.buckets = plan
         make_moves = Moves if self._method is None else Accumulators
         self.buckets = [Bucket(b, names, self._parameters, self.residues, make_moves) for b, names in enumerate(plan)]
+        if self._probe is not None:
+            self._probe.draw(self.buckets)
         # Kernels beside Python, and Horovod's thread, need the cores that spinning would take.
         self._transport.spins = not any(bucket.large for bucket in self.buckets)
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
@@ -461,4 +482,4 @@ class Reducer:
             ),
             "rate": sum(dense.values()) / max(sum(sent.values()), 1),
             "collectives": submitted["collectives"],
-        }
+        } | ({"diagnostics": self._probe.last} if self._probe is not None else {})

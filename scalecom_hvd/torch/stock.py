@@ -19,6 +19,7 @@ import torch
 import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks, latest_step
 from scalecom_hvd.buckets import traffic
+from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.torch.moves import Moves, OffsetLayout
 from scalecom_hvd.torch.residues import CompressedTensor, Residues, describe
 from scalecom_hvd.torch.transport import Transport
@@ -82,6 +83,13 @@ class StockExchange:
         """Elastic runs start Horovod again when workers come or go: with other ranks, and nothing that was in flight is."""
         if self._transport.restarted():
             self.abort()
+
+    def watch(self, diagnostics: Diagnostics) -> None:
+        """Refused: tensors come one by one here, in any order, and no step is seen whole."""
+        raise ValueError(
+            "diagnostics are not seen in horovod.torch's own DistributedOptimizer: use scalecom_hvd.torch's DistributedOptimizer (import "
+            "scalecom_hvd.torch as hvd), or leave out diagnostics"
+        )
 
     def abort(self) -> None:
         """Forget the step in progress and the offsets in flight; its moves are taken back, so that nothing is lost from the residues."""

@@ -19,7 +19,7 @@ _SCALECOM_ALONE = ("leader", "lookahead", "wire_dtype")
 class Method(ErrorFeedback):
     """A way to average gradients with error feedback, for this package's DistributedOptimizer.
 
-    config, loss_scale, fields: as for ScaleCom. Raises ValueError for settings that mean nothing to the method (`unused`).
+    config, loss_scale, diagnostics, fields: as for ScaleCom. Raises ValueError for settings that mean nothing to the method (`unused`).
     """
 
     # Fields of ScaleComConfig that this method has no use for.
@@ -51,6 +51,10 @@ class Method(ErrorFeedback):
             f"{name} works in this package's DistributedOptimizer alone: import scalecom_hvd.torch as hvd. In horovod.torch's own, take "
             "ScaleCom(named_parameters=...)"
         )
+
+    def decompress(self, tensor: Any, ctx: Any = None) -> torch.Tensor:
+        """The average as it is: this package's optimizer has exchanged it before Horovod asks."""
+        return tensor
 
 
 def generator(*numbers: int) -> torch.Generator:

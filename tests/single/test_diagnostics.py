@@ -1,0 +1,385 @@
+"""Every number of the diagnostics against its definition, computed anew on the whole model; and what a user may ask for."""
+
+import csv
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from parallel.made_up import gradients
+
+import scalecom_hvd.torch as hvd
+from scalecom_hvd.diagnostics import COLUMNS, NAMES, Piece, draw, look, quantiles
+from scalecom_hvd.lanes import geometry
+from scalecom_hvd.reference import select
+from scalecom_hvd.torch import probe
+from scalecom_hvd.torch.simulator import Simulation
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (6401,)}
+SETTINGS = {"rate": 20, "beta": 0.3, "min_numel": 100}
+
+pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
+
+
+def simulate(n, compression=hvd.ScaleCom, shapes=SHAPES, **fields):
+    return Simulation(
+        n,
+        lambda rank: {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()},
+        compression=compression,
+        **(SETTINGS | fields),
+    )
+
+
+def alike(n, step, shapes=SHAPES):
+    """Gradients that have something in common, so that no number is that of pure noise."""
+    common = gradients(shapes, 1000, step)
+    return [{name: common[name] + noise for name, noise in gradients(shapes, rank, step).items()} for rank in range(n)]
+
+
+def as_tensors(grads):
+    return [{name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads]
+
+
+def residues_of(simulation):
+    return [{name: t.residue.numpy().copy() for name, t in compressor.residues.tensors.items()} for compressor in simulation.compressors]
+
+
+def seen(simulation):
+    """What every rank saw; it must be the same."""
+    numbers = [compressor.stats()["diagnostics"] for compressor in simulation.compressors]
+    assert all(other == numbers[0] for other in numbers)
+    return numbers[0]
+
+
+def check(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        if want[name] is None:
+            assert got[name] is None, name
+        else:
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+
+
+def cosine_distances(vectors):
+    return [1 - a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) for a, b in itertools.combinations(vectors, 2)]
+
+
+def by_definition(step, before, grads, averages, after, config):
+    """All numbers, tensor by tensor and pair by pair."""
+    names = list(before[0])
+    n = len(before)
+    m = [{name: residues[name].astype(np.float64) for name in names} for residues in before]
+    g = [{name: worker[name].reshape(-1).astype(np.float64) for name in names} for worker in grads]
+    acc = [{name: m[i][name] + g[i][name] for name in names} for i in range(n)]
+    y = {name: sum(acc[i][name] for i in range(n)) / n for name in names}
+    s = {name: averages[name].reshape(-1).astype(np.float64) for name in names}
+    beta = config.beta
+    sent = [{name: acc[i][name] - (after[i][name] - (1 - beta) * m[i][name]) / beta for name in names} for i in range(n)]
+
+    missed, k, left, left_by_top, union = 0, 0, 0.0, 0.0, 0
+    for name in names:
+        chosen = set(np.flatnonzero(s[name]))
+        best = set(np.argsort(-np.abs(y[name]), kind="stable")[: len(chosen)])
+        missed, k = missed + len(chosen - best), k + len(chosen)
+        left += sum((y[name] - s[name]) ** 2)
+        left_by_top += sum(y[name][place] ** 2 for place in range(y[name].size) if place not in best)
+        lanes = geometry(y[name].size, config.rate, config.selection)
+        union += len(set().union(*(select(acc[i][name].astype(np.float32), lanes, config.selection) for i in range(n))))
+
+    def flat(arrays):
+        return np.concatenate([arrays[name] for name in names])
+
+    whole = sum(flat(y) ** 2)
+    norms = [np.linalg.norm(flat(m[i])) for i in range(n)]
+    sorted_residues = [np.sort(flat(m[i])) for i in range(n)]
+    pairs = [(sorted_residues[i], sorted_residues[i + 1]) for i in range(min(n - 1, 8))]
+    empty = norms[0] == 0
+    gradient = np.linalg.norm(sum(flat(g[i]) for i in range(n)) / n)
+    return {
+        "step": step,
+        "residue_distance": None if empty or n == 1 else np.mean(cosine_distances([flat(m[i]) for i in range(n)])),
+        "accumulator_distance": None if n == 1 else np.mean(cosine_distances([flat(acc[i]) for i in range(n)])),
+        "distance_to_top_k": missed / k,
+        "contraction": left / whole,
+        "contraction_top_k": left_by_top / whole,
+        "energy_sent": np.mean([sum(flat(sent[i]) ** 2) / sum(flat(acc[i]) ** 2) for i in range(n)]),
+        "residue_norm_mean": np.mean(norms),
+        "residue_norm_min": min(norms),
+        "residue_norm_max": max(norms),
+        "residue_norm_ratio": np.mean(norms) / gradient,
+        "union_density": union / flat(y).size,
+        "sent_density": k / flat(y).size,
+        "quantile_correlation": None if empty or n == 1 else np.mean([np.corrcoef(a, b)[0, 1] for a, b in pairs]),
+        "quantile_slope_max": None if empty or n == 1 else max(abs(np.std(a) / np.std(b) - 1) for a, b in pairs),
+        "sample_size": flat(y).size,
+    }
+
+
+@pytest.mark.parametrize(
+    ("n", "compression", "fields"),
+    [
+        (1, hvd.ScaleCom, {}),
+        (2, hvd.ScaleCom, {}),
+        (11, hvd.ScaleCom, {}),
+        (3, hvd.ScaleCom, {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000}),
+        (3, hvd.ScaleCom, {"selection": "exact", "wire_dtype": "float16"}),
+        (1, hvd.LocalTopK, {}),
+        (3, hvd.LocalTopK, {}),
+        (3, hvd.LocalTopK, {"selection": "exact", "beta": 1.0}),
+        (3, hvd.RandomK, {"beta": 1.0}),
+        (3, hvd.GTopK, {}),
+        (3, hvd.GlobalTopK, {}),
+        (3, hvd.ECQSGD, {}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value),
+)
+def test_every_number_is_what_its_definition_says(n, compression, fields):
+    simulation = simulate(n, compression, diagnostics=hvd.Diagnostics(every=2), **fields)
+    config = simulation.compressors[0].config
+    for step in range(5):
+        grads = alike(n, step)
+        before = residues_of(simulation)
+        averages = simulation.step(as_tensors(grads))[0]
+        if step == 0 and config.lookahead:
+            assert seen(simulation) is None  # sent whole
+        elif step % 2 == 0:
+            averages = {name: average.numpy() for name, average in averages.items()}
+            check(seen(simulation), by_definition(step, before, grads, averages, residues_of(simulation), config))
+        else:
+            assert seen(simulation) is None or seen(simulation)["step"] == step - 1
+    if compression is hvd.GlobalTopK:
+        assert seen(simulation)["distance_to_top_k"] == 0
+    if compression is hvd.LocalTopK:
+        assert seen(simulation)["union_density"] == seen(simulation)["sent_density"]
+
+
+def test_sums_loss_scales_late_and_frozen_gradients():
+    """The numbers are those of averages in unscaled units; what is missing counts as zeros, what is frozen as nothing at all."""
+    plain = simulate(3, diagnostics=1)
+    scaled = simulate(3, diagnostics=1, loss_scale=lambda: 4.0, op=hvd.Sum)
+    for simulation in (plain, scaled):
+        for parameters in simulation.parameters:
+            parameters["second"].requires_grad_(False)
+    for step in range(4):
+        grads = alike(3, step)
+        del grads[1]["third"]
+        for worker in grads:
+            worker["second"] = np.ones(SHAPES["second"], np.float32)
+        plain.step(as_tensors(grads))
+        scaled.step(as_tensors([{name: 4 * array for name, array in worker.items()} for worker in grads]))
+        check(seen(scaled), seen(plain))
+    frozen = {"second": np.zeros(3000, np.float32)}
+    before = [residues | frozen for residues in residues_of(plain)]
+    grads = [worker | {"second": np.zeros(SHAPES["second"], np.float32)} for worker in alike(3, 4)]
+    averages = {name: average.numpy() for name, average in plain.step(as_tensors(grads))[0].items()}
+    after = [residues | frozen for residues in residues_of(plain)]
+    want = by_definition(4, before, grads, averages, after, plain.compressors[0].config)
+    check(seen(plain), want)
+
+
+def test_a_void_step_is_not_looked_at():
+    simulation = simulate(2, diagnostics=2)
+    simulation.step(as_tensors(alike(2, 0)))
+    first = seen(simulation)
+    simulation.step(as_tensors(alike(2, 1)))
+    spoilt = alike(2, 2)
+    spoilt[1]["first"][3, 3] = np.nan
+    simulation.step(as_tensors(spoilt))
+    assert seen(simulation) == first
+    assert first["step"] == 0
+    simulation.step(as_tensors(alike(2, 2)))
+    assert seen(simulation)["step"] == 2
+
+
+def test_warm_up_is_not_looked_at():
+    simulation = simulate(2, diagnostics=1, warmup_steps=2)
+    for step in range(4):
+        simulation.step(as_tensors(alike(2, step)))
+        assert (seen(simulation) or {}).get("step") == (step if step >= 2 else None)
+
+
+@pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": hvd.LocalTopK}, {"compression": hvd.ECQSGD}], ids=str)
+def test_looking_changes_nothing(fields):
+    watched, alone = simulate(3, diagnostics=1, **fields), simulate(3, **fields)
+    for step in range(6):
+        mine, theirs = (simulation.step(as_tensors(alike(3, step))) for simulation in (watched, alone))
+        assert all(torch.equal(mine[rank][name], theirs[rank][name]) for rank in range(3) for name in SHAPES)
+    for mine, theirs in zip(residues_of(watched), residues_of(alone), strict=True):
+        assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
+    got, want = watched.compressors[0].stats(), alone.compressors[0].stats()
+    assert "diagnostics" not in want
+    assert {name: number for name, number in got.items() if name != "diagnostics"} == want
+
+
+@pytest.mark.parametrize("selection", ["lanes", "exact"])
+def test_a_sample_is_close_to_the_whole(selection):
+    shapes = {"small": (50, 41), "large": (200, 301)}
+    whole, some = (
+        simulate(4, shapes=shapes, diagnostics=hvd.Diagnostics(1, sample=sample), selection=selection) for sample in (10**6, 20_000)
+    )
+    for step in range(5):
+        for simulation in (whole, some):
+            simulation.step(as_tensors(alike(4, step, shapes)))
+    got, want = seen(some), seen(whole)
+    assert want["sample_size"] == 50 * 41 + 200 * 301
+    assert got["sample_size"] == pytest.approx(20_000, rel=0.01)
+    for name in NAMES:
+        if name.startswith("residue_norm_m"):
+            # Norms are those of the sample.
+            part = (got["sample_size"] / want["sample_size"]) ** 0.5
+            assert got[name] == pytest.approx(want[name] * part, rel=0.05), name
+        elif name != "sample_size":
+            assert got[name] == pytest.approx(want[name], rel=0.1, abs=0.02), name
+
+
+@pytest.mark.parametrize("selection", ["lanes", "exact"])
+@pytest.mark.parametrize("rate", [7, 100, 2.5])
+def test_the_sample_is_of_whole_lanes_in_proportion_to_sizes(selection, rate):
+    tensors = {"b": geometry(50_001, rate, selection), "a": geometry(12_000, rate, selection), "tiny": geometry(130, rate, selection)}
+    pieces = draw(tensors, 6000)
+    assert list(pieces) == ["a", "b", "tiny"]
+    again = draw(dict(reversed(tensors.items())), 6000)
+    for name, piece in pieces.items():
+        lanes = tensors[name]
+        assert np.array_equal(piece.positions, again[name].positions)
+        assert np.unique(piece.positions).size == piece.positions.size
+        assert piece.positions.min() >= 0
+        assert piece.positions.max() < lanes.numel
+        assert piece.positions.size == pytest.approx(6000 * lanes.numel / 62_131, rel=0.02, abs=2 * rate)
+        if selection == "exact":
+            assert piece.k == max(round(piece.positions.size / rate), 1)
+            continue
+        starts, strides = lanes.starts_and_strides()
+        of_lane = {tuple(range(start, lanes.numel, stride)[: lanes.rows]) for start, stride in zip(starts, strides, strict=True)}
+        ends = np.cumsum(piece.lengths)
+        for lane in np.split(piece.positions, ends[:-1]):
+            assert tuple(lane) in of_lane
+    everything = draw(tensors, 62_131)
+    assert all(sorted(piece.positions) == list(range(tensors[name].numel)) for name, piece in everything.items())
+
+
+def test_equals_count_as_chosen_well_as_far_as_they_can():
+    piece = Piece(np.arange(4), None, 1)
+    accumulators = np.array([[3.0, 1, 1, 0]])
+
+    def distance(average):
+        return look(np.zeros((1, 4)), accumulators, np.array(average), np.zeros(1), [piece])["distance_to_top_k"]
+
+    assert distance([3.0, 1, 0, 0]) == 0
+    assert distance([3.0, 0, 1, 0]) == 0
+    assert distance([0.0, 1, 1, 0]) == 0.5
+    assert distance([0.0, 1, 0, 0]) == 1
+    assert distance([0.0, 0, 0, 0]) is None
+
+
+def test_nothing_but_zeros():
+    numbers = look(np.zeros((2, 4)), np.zeros((2, 4)), np.zeros(4), np.full(2, np.nan), [Piece(np.arange(4), np.array([2, 2]), 2)])
+    for name in ("residue_distance", "accumulator_distance", "distance_to_top_k", "contraction", "energy_sent", "quantile_correlation"):
+        assert numbers[name] is None
+    assert numbers["sent_density"] == 0
+
+
+def test_quantiles():
+    residues = np.random.default_rng(0).standard_normal((3, 1001))
+    got = quantiles(residues, [0, 0.5, 1])
+    np.testing.assert_array_equal(got, np.stack([residues.min(1), np.median(residues, 1), residues.max(1)], axis=1))
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_is_appended_to_by_the_first_rank(tmp_path):
+    path = tmp_path / "new" / "diagnostics.csv"
+    diagnostics = hvd.Diagnostics(every=2, csv=path)
+    simulation = simulate(2, diagnostics=diagnostics)
+    last = []
+    for step in range(4):
+        simulation.step(as_tensors(alike(2, step)))
+        last.append(seen(simulation))
+    resumed = simulate(2, diagnostics=hvd.Diagnostics(every=2, csv=path))
+    for compressor, before in zip(resumed.compressors, simulation.compressors, strict=True):
+        compressor.load_state_dict(before.state_dict())
+    resumed.step(as_tensors(alike(2, 4)))
+    rows = rows_of(path)
+    assert [row["step"] for row in rows] == ["0", "2", "4"]
+    assert tuple(rows[0]) == COLUMNS
+    assert rows[0]["residue_distance"] == ""
+    assert {name: float(value) for name, value in rows[1].items()} == last[2]
+
+
+def test_what_cannot_be_written_does_not_end_training(tmp_path, caplog):
+    simulation = simulate(2, diagnostics=hvd.Diagnostics(1, csv=tmp_path / "rows"))
+    (tmp_path / "rows").mkdir()
+    with caplog.at_level(logging.WARNING, "scalecom_hvd"):
+        for step in range(3):
+            simulation.step(as_tensors(alike(2, step)))
+    said = [record.message for record in caplog.records if "not written" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith(f"diagnostics are not written to {tmp_path / 'rows'} any more: ")
+    assert seen(simulation)["step"] == 2
+
+
+def test_tensorboard(tmp_path, monkeypatch):
+    written = []
+
+    class Summary:
+        def add_scalar(self, tag, value, step):
+            written.append((tag, value, step))
+
+        def flush(self):
+            written.append("flush")
+
+    opened = []
+    monkeypatch.setattr(probe, "open_tensorboard", lambda *arguments: opened.append(arguments) or Summary())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    simulation = simulate(2, diagnostics=hvd.Diagnostics(2, tensorboard=tmp_path))
+    for step in range(3):
+        simulation.step(as_tensors(alike(2, step)))
+    assert opened == [(str(tmp_path), 0)]
+    assert [entry for entry in written if entry[0] == "scalecom/contraction"] == [
+        ("scalecom/contraction", pytest.approx(0.7, abs=0.3), 0),
+        ("scalecom/contraction", seen(simulation)["contraction"], 2),
+    ]
+    assert not [entry for entry in written if entry[0] == "scalecom/residue_distance" and entry[2] == 0]
+    assert written.count("flush") == 2
+
+
+def test_tensorboard_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        hvd.Diagnostics(tensorboard="runs")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (lambda: hvd.ScaleCom(diagnostics=0), ValueError, "every is the number of steps from one look to the next: at least 1, not 0"),
+        (
+            lambda: hvd.ScaleCom(diagnostics=True),
+            TypeError,
+            r"a number of steps, such as 50, or hvd.Diagnostics\(every=50, csv=...\), not True",
+        ),
+        (lambda: hvd.RandomK(diagnostics="often"), TypeError, "not 'often'"),
+        (lambda: hvd.Diagnostics(every=2.5), TypeError, "a whole number, not 2.5"),
+        (lambda: hvd.Diagnostics(sample=-1), ValueError, "sample is a number of elements: at least 1, not -1"),
+        (lambda: hvd.Diagnostics(csv=7), TypeError, "csv must be a path, not 7"),
+        (lambda: hvd.Diagnostics(csv="/"), ValueError, "/ is a directory"),
+        (lambda: hvd.Diagnostics(csv=__file__), ValueError, "holds other columns"),
+    ],
+)
+def test_what_is_refused(wrong, error, words):
+    with pytest.raises(error, match=words):
+        wrong()
+
+
+@pytest.mark.parametrize("method", [hvd.ScaleCom, hvd.RandomK, hvd.ECQSGD, hvd.LocalTopK, hvd.GTopK, hvd.GlobalTopK])
+def test_every_method_takes_it(method):
+    assert method().diagnostics is None
+    assert method(diagnostics=50).diagnostics == hvd.Diagnostics()
+    assert method(rate=30, diagnostics=hvd.Diagnostics(5, sample=10)).diagnostics.settings == {
+        "diagnostics.every": 5,
+        "diagnostics.sample": 10,
+    }
