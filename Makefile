@@ -3,7 +3,7 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu demo test soak lint accuracy bench bench-keras bench-kernels bench-gpu scaling clean
+.PHONY: setup setup-gpu demo test soak lint accuracy study bench bench-keras bench-kernels bench-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test          ruff and all tests, on 1, 2 and 4 ranks"
 	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
 	@echo "make accuracy      the accuracy table of the README (minutes)"
+	@echo "make study         trains every method on four tasks, and writes study/answers.md with pictures (under an hour; QUICK=1: minutes)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
 	@echo "make scaling       the scaling model, from what make bench measured"
 	@echo "make bench-keras   step times of Keras on this machine's ranks, dense and with ScaleCom, in one run"
@@ -44,6 +45,9 @@ soak: setup
 accuracy: setup
 	@$(RUN) scripts/accuracy.py
 
+study: setup
+	@$(RUN) scripts/study.py $(if $(QUICK),--quick --output study/quick)
+
 bench: setup
 	@$(RUN) scripts/bench.py
 
@@ -60,4 +64,4 @@ bench-kernels: setup
 	@$(RUN) scripts/bench_kernels.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info demo bench scalecom_hvd/native/_*.so
+	rm -rf $(VENV) build *.egg-info demo bench study scalecom_hvd/native/_*.so

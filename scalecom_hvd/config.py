@@ -38,12 +38,13 @@ class ScaleComConfig:
     # Tensors with fewer elements are sent whole: biases and norms cost nothing and matter much.
     min_numel: int = 2048
     # Globs on parameter names sent whole; "auto:first" and "auto:output" stand for the first and the last layer. A model with tied
-    # weights does not list its output layer last, so there name it: dense=["embedding.*"].
-    dense: tuple[str, ...] = ()
+    # weights does not list its output layer last, so there name it: dense=["embedding.*"]. A model of one layer has neither.
+    # By default the output layer, which costs little and matters most (make study); where it is large, see what the log says.
+    dense: tuple[str, ...] = ("auto:output",)
     # {glob on the parameter's name: rate}, first match wins; others get `rate`.
     rates: Mapping[str, float] | None = None
-    # That many first steps are sent whole. A tenth of the run prevents most accuracy loss.
-    warmup_steps: int = 0
+    # That many first steps are sent whole. A tenth to a fifth of a short run prevents most accuracy loss (make study).
+    warmup_steps: int = 100
     # "lanes": the largest element of each lane (fast). "exact": the true top-k (slow; for studies).
     selection: str = "lanes"
     # "cyclic": one leader for all buckets, t mod n. "staggered": (t + b) mod n for bucket b, so all ranks share the selecting.
@@ -238,7 +239,7 @@ def _automatic(glob: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         return name if name.startswith("allreduce.noname.") else name.rpartition(".")[0] or name
 
     weights = [name for name, shape in shapes.items() if len(shape) >= 2]
-    if not weights:
-        return []
+    if len({layer(name) for name in weights}) < 2:
+        return []  # else nothing would be left to compress
     wanted = layer(weights[0] if glob == "auto:first" else weights[-1])
     return [name for name in shapes if layer(name) == wanted]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scalecom_hvd.config import ScaleComConfig
@@ -20,6 +20,10 @@ LOOK_EVERY = 100
 SKIPS_IN_A_ROW = 20
 # Below so many sends per coordinate, every compressor loses accuracy.
 SENDS_WANTED = 5
+# Elements of a model, and the share of it sent whole, from which on that is worth a warning: a twentieth is five times what a rate of 100
+# leaves.
+MODEL_WORTH_A_WARNING = 1_000_000
+WHOLE_WORTH_A_WARNING = 0.05
 
 
 def growth_limit(rates: Iterable[float]) -> float:
@@ -29,6 +33,19 @@ def growth_limit(rates: Iterable[float]) -> float:
     its turn of `rate` steps, at rate / sqrt(3). So beyond a quarter of the rate what arrives is mostly old.
     """
     return max(rates, default=1.0) / 4
+
+
+def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> None:
+    """Log one warning if what is sent whole takes most of the compression away from a model that is not small."""
+    total = sum(numels.values())
+    whole = {name: numel for name, numel in numels.items() if rates[name] <= 1}
+    if total < MODEL_WORTH_A_WARNING or len(whole) == len(numels) or sum(whole.values()) < WHOLE_WORTH_A_WARNING * total:
+        return
+    log.warning(
+        "%.0f %% of the model's elements are sent whole, most of them %s, and so is at least that much of dense training's traffic. To "
+        "compress them too, leave them out of dense= (dense=[] sends no layer whole), or lower min_numel",
+        100 * sum(whole.values()) / total, max(whole, key=whole.get),
+    )  # fmt: skip
 
 
 def check_length(config: ScaleComConfig, rates: Iterable[float]) -> None:

@@ -64,9 +64,12 @@ class ScaleComReference:
             return {name: np.full(shape, np.nan, grads[0][name].dtype) for name, shape in self.shapes.items()}
 
         self.selections = {}
-        averages = {name: self._exchange(name, [np.asarray(g[name]) for g in grads]) for name in self.shapes}
+        averages = self._average([{name: np.asarray(g[name]) for name in self.shapes} for g in grads])
         self.step_number += 1
         return averages
+
+    def _average(self, grads: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        return {name: self._exchange(name, [g[name] for g in grads]) for name in self.shapes}
 
     def _is_good(self, name: str, grad: np.ndarray) -> bool:
         if self._is_sent_whole(name):
@@ -138,19 +141,24 @@ def select(accumulator: np.ndarray, lanes: Lanes, selection: str) -> np.ndarray:
 
     "lanes": the largest magnitude of each lane, lane by lane. "exact": the k largest of all, in ascending order.
     """
-    size = np.abs(accumulator)
     if selection == "exact":
-        smallest = np.partition(size, lanes.numel - lanes.k)[lanes.numel - lanes.k]
-        above = np.flatnonzero(size > smallest)
-        equal = np.flatnonzero(size == smallest)[: lanes.k - above.size]
-        return np.sort(np.concatenate([above, equal]))
-    winners = []
+        return largest(accumulator, lanes.k)
+    size, winners = np.abs(accumulator), []
     for elements, groups, width in lanes.groups():
         block = size[elements]
         padded = np.full(-(-block.size // (groups * width)) * groups * width, -1, block.dtype)
         padded[: block.size] = block
         winners.append(padded.reshape(groups, -1, width).argmax(axis=1).reshape(-1))
     return lanes.indices(np.concatenate(winners)) if winners else np.zeros(0, np.int64)
+
+
+def largest(flat: np.ndarray, k: int) -> np.ndarray:
+    """The places of the k largest magnitudes, ascending; first of equals."""
+    size = np.abs(flat)
+    smallest = np.partition(size, size.size - k)[size.size - k]
+    above = np.flatnonzero(size > smallest)
+    equal = np.flatnonzero(size == smallest)[: k - above.size]
+    return np.sort(np.concatenate([above, equal]))
 
 
 def is_good(g: np.ndarray) -> np.ndarray:

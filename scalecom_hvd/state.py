@@ -34,10 +34,10 @@ def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
 
 def check_method(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise ValueError unless the state is one of the method with these settings ({} is ScaleCom, whose states name no method)."""
-    theirs = {name: state.get(name) for name in ("method", *settings)}
-    mine = {"method": None} | dict(settings)
+    mine = {"method": "ScaleCom"} | dict(settings)
+    theirs = {"method": "ScaleCom"} | {name: state[name] for name in mine if name in state}
     if theirs != mine:
-        listed = ", ".join(f"{name}={theirs[name] or 'ScaleCom'!r} in the state and {mine[name] or 'ScaleCom'!r} now" for name in mine)
+        listed = ", ".join(f"{name}={theirs.get(name)!r} in the state and {mine[name]!r} now" for name in mine)
         raise ValueError(
             f"the residues were made by another method, or otherwise: {listed}. Go on without loading them (they start at zero)"
         )

@@ -57,7 +57,7 @@ class Setting:
 
     @property
     def config(self) -> ScaleComConfig:
-        return ScaleComConfig(**self.fields)
+        return ScaleComConfig(**{"dense": (), "warmup_steps": 0} | self.fields)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: torch.nn.Parameter(torch.zeros(shape, dtype=self.dtypes[name])) for name, shape in self.shapes.items()}

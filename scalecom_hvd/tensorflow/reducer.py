@@ -17,6 +17,7 @@ Imports bucket and the rooms below.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ import scalecom_hvd
 from scalecom_hvd.agreement import check_operation, compare_ranks, digest_of, latest_step, warn_of_half_sums
 from scalecom_hvd.buckets import cut, traffic
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.health import GROWTH_WARNING, LOOK_EVERY, check_length, growth_limit, keep_growing
+from scalecom_hvd.health import GROWTH_WARNING, LOOK_EVERY, check_length, check_share_whole, growth_limit, keep_growing
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, dtype_of, read, runs_eagerly, set_value, shape_of, value_of
 from scalecom_hvd.tensorflow.transport import Transport, is_elastic
@@ -103,6 +104,7 @@ class Reducer:
         everyone = self._transport.exchange_objects(mine, "agreement")
         compare_ranks(everyone, tuple(self._description))
         check_length(self.config, self._rates.values())
+        check_share_whole(self._rates, {name: math.prod(shape_of(self.variables[name])) for name in self._rates if name in self.variables})
         warn_of_half_sums(self.config.wire_dtype, horovod)
         self.settle({name for other in everyone for name in other["present"]}, max(other["name"] for other in everyone))
         step = latest_step([other["step"] for other in everyone])

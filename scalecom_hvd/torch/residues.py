@@ -15,7 +15,7 @@ import torch
 
 from scalecom_hvd.agreement import digest_of
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.health import LOOK_EVERY, Health, check_length, growth_limit
+from scalecom_hvd.health import LOOK_EVERY, Health, check_length, check_share_whole, growth_limit
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.state import STATE_VERSION, check_finite, check_residues, check_state
 from scalecom_hvd.torch.kernels import kernel_for
@@ -81,6 +81,7 @@ class Residues:
             if self.rates[name] > 1
         }
         check_length(self.config, self.rates.values())
+        check_share_whole(self.rates, {name: parameter.numel() for name, parameter in parameters.items()})
         if self._loaded is not None:
             self._check_fits(self._loaded, self.chosen_ahead)
             self._copy_in(self._loaded)

@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("worker_frameworks.py")
 
 def hold_to_reference(directory, framework, mode, ranks) -> None:
     settings, groups = MODES[mode]
-    reference = ScaleComReference(ranks, SHAPES, ScaleComConfig(**settings), groups)
+    reference = ScaleComReference(ranks, SHAPES, ScaleComConfig(**{"dense": (), "warmup_steps": 0} | settings), groups)
     with np.load(directory / f"{framework}-{mode}.npz") as saved:
         averages = dict(saved)
     digests = [json.loads((directory / f"{framework}-{mode}-{rank}.json").read_text()) for rank in range(ranks)]

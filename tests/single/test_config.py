@@ -186,7 +186,12 @@ SHAPES = {
 
 
 def test_which_tensors_are_compressed():
-    assert ScaleComConfig(rate=30).rates_for(SHAPES) == {name: 1 if name in ("conv.bias", "head.bias") else 30 for name in SHAPES}
+    assert ScaleComConfig(rate=30).rates_for(SHAPES) == {
+        name: 1 if name in ("conv.bias", "head.weight", "head.bias") else 30 for name in SHAPES
+    }  # the output layer by default
+    assert ScaleComConfig(rate=30, dense=()).rates_for(SHAPES)["head.weight"] == 30
+    one_layer = {"weight": (100, 100), "bias": (100,)}
+    assert ScaleComConfig(dense=["auto:first", "auto:output"]).rates_for(one_layer) == {"weight": 100, "bias": 1}
     chosen = ScaleComConfig(rates={"conv.*": 25, "*.weight": 400}, dense=["auto:first", "auto:output", "norm.*"]).rates_for(SHAPES)
     assert chosen == {
         "embed.weight": 1, "conv.weight": 25, "conv.bias": 1, "norm.weight": 1, "head.weight": 1, "head.bias": 1, "final_norm.weight": 400

@@ -23,7 +23,9 @@ def test_rates_follow_the_flops_per_gradient():
         rates = hvd.rates_from_flops(model, torch.zeros(batch, 3, 8, 8), batch_size=batch)
         assert rates == {"0.weight": 1, "1.weight": 25, "3.weight": 25, "5.weight": 50, "7.weight": 400}
     assert model.training
-    assert hvd.ScaleComConfig(rates=rates, min_numel=0).rates_for({n: tuple(p.shape) for n, p in model.named_parameters()}) == rates
+    assert (
+        hvd.ScaleComConfig(rates=rates, dense=(), min_numel=0).rates_for({n: tuple(p.shape) for n, p in model.named_parameters()}) == rates
+    )
 
 
 def test_inputs_of_all_kinds():

@@ -210,7 +210,7 @@ def test_a_value_beyond_the_largest_is_not_sent(kernel, dtype):
 def test_no_gradient_poisons_the_residue_for_ever(kernel, lookahead, huge, monkeypatch):
     """What gradients in their millions of steps may be, the steps after them count again. The oracle says the same."""
     monkeypatch.setenv("SCALECOM_KERNEL", kernel)
-    config = ScaleComConfig(rate=10, min_numel=0, lookahead=lookahead, beta=0.5)
+    config = ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=0, lookahead=lookahead, beta=0.5)
     parameter = torch.zeros(700)
     tensor = CompressedTensor("p", parameter, 10, config)
     moves, reference = Moves([tensor]), ScaleComReference(1, {"p": (700,)}, config)

@@ -20,7 +20,7 @@ def worker_gradients(n, step, shapes=SHAPES):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_one_step_is_section_one_of_the_design(n, beta):
     """The two moves, multiplied out, are the paper's equations."""
-    config = ScaleComConfig(rate=10, beta=beta, min_numel=100)
+    config = ScaleComConfig(dense=(), warmup_steps=0, rate=10, beta=beta, min_numel=100)
     reference = ScaleComReference(n, SHAPES, config)
     memory = [np.zeros(2000) for _ in range(n)]
     lanes = Lanes(2000, 10)
@@ -43,7 +43,9 @@ def test_one_step_is_section_one_of_the_design(n, beta):
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_sent_plus_residue_is_what_came_in(lookahead, wire):
-    reference = ScaleComReference(3, SHAPES, ScaleComConfig(rate=10, min_numel=100, lookahead=lookahead, wire_dtype=wire))
+    reference = ScaleComReference(
+        3, SHAPES, ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=100, lookahead=lookahead, wire_dtype=wire)
+    )
     sent, came = np.zeros(SHAPES["w"]), np.zeros(SHAPES["w"])
     for t in range(40):
         grads = worker_gradients(3, t)
@@ -71,14 +73,14 @@ def test_exact_selection_takes_the_k_largest_and_the_first_of_equals():
 
 
 def test_leaders_take_turns():
-    config = ScaleComConfig(leader="staggered")
+    config = ScaleComConfig(dense=(), warmup_steps=0, leader="staggered")
     reference = ScaleComReference(3, {"a": (5000,), "b": (5000,)}, config, buckets=[["a"], ["b"]])
     assert [reference.leader("a", t) for t in range(4)] == [0, 1, 2, 0]
     assert [reference.leader("b", t) for t in range(4)] == [1, 2, 0, 1]
 
 
 def test_a_step_with_a_value_not_finite_never_happened():
-    reference = ScaleComReference(2, SHAPES, ScaleComConfig(rate=10, min_numel=100))
+    reference = ScaleComReference(2, SHAPES, ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=100))
     reference.step(worker_gradients(2, 0))
     before = [r["w"].copy() for r in reference.residues]
     grads = worker_gradients(2, 1)
@@ -92,7 +94,7 @@ def test_a_step_with_a_value_not_finite_never_happened():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_gradient_that_could_overflow_a_residue_is_none(dtype):
     """Compressed tensors alone have residues: what is sent whole only has to be finite."""
-    reference = ScaleComReference(2, SHAPES, ScaleComConfig(rate=10, min_numel=100))
+    reference = ScaleComReference(2, SHAPES, ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=100))
     largest = np.dtype(dtype).type(largest_gradient(dtype))
     beyond = np.nextafter(largest, largest.dtype.type(np.inf))
     for name, value, counts in (
@@ -113,7 +115,7 @@ def test_a_gradient_that_could_overflow_a_residue_is_none(dtype):
 
 def test_a_step_sent_whole_only_has_to_be_finite():
     """No residue takes it up; a look-ahead leader does not choose by it."""
-    reference = ScaleComReference(1, SHAPES, ScaleComConfig(rate=10, min_numel=100, lookahead=True))
+    reference = ScaleComReference(1, SHAPES, ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=100, lookahead=True))
     grads = worker_gradients(1, 0)
     grads[0] = {name: grad.astype(np.float32) for name, grad in grads[0].items()}
     grads[0]["w"][3, 3] = 1e38
@@ -130,7 +132,9 @@ def test_a_step_sent_whole_only_has_to_be_finite():
 def test_empty_and_one_element_tensors(selection, lookahead):
     """One element is always sent; of an empty tensor there is nothing to send, and nobody stumbles over it."""
     shapes = {"empty": (0, 3), "one": (1,), "scalar": ()}
-    reference = ScaleComReference(2, shapes, ScaleComConfig(rate=100, min_numel=0, selection=selection, lookahead=lookahead))
+    reference = ScaleComReference(
+        2, shapes, ScaleComConfig(dense=(), warmup_steps=0, rate=100, min_numel=0, selection=selection, lookahead=lookahead)
+    )
     for t in range(4):
         grads = worker_gradients(2, t, {"one": (1,), "scalar": ()})
         grads = [{"empty": np.zeros((0, 3)), **{name: np.asarray(g) for name, g in worker.items()}} for worker in grads]
@@ -145,7 +149,7 @@ def test_empty_and_one_element_tensors(selection, lookahead):
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_gradients_of_zero_change_nothing(lookahead):
-    reference = ScaleComReference(2, SHAPES, ScaleComConfig(rate=10, min_numel=100, lookahead=lookahead))
+    reference = ScaleComReference(2, SHAPES, ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=100, lookahead=lookahead))
     for _ in range(3):
         averages = reference.step([{name: np.zeros(shape) for name, shape in SHAPES.items()}] * 2)
         assert not any(average.any() for average in averages.values())

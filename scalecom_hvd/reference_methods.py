@@ -1,0 +1,172 @@
+"""The oracle of the methods beside ScaleCom, in plain NumPy, to be read beside their papers.
+
+A method is a function: of the accumulators (n, N) of n workers, which hold a bucket's N compressed elements one tensor after the other, it
+says what every worker sends, zero elsewhere. All the rest the methods have in common (Stich et al., 2018):
+
+    acc_i = m_i + grad_i            g = (1/n) * sum_i sent_i            m_i <- (1 - beta) * m_i + beta * (acc_i - sent_i)
+
+Random numbers are taken as arguments: they are the framework's. Imports NumPy, lanes and the oracle of ScaleCom alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.lanes import Lanes, geometry
+from scalecom_hvd.reference import ScaleComReference, largest, mean, select
+
+CHUNK = 512
+
+
+class Bucket(NamedTuple):
+    """What a method knows beside the accumulators: where and when this is, and each tensor's lanes and elements."""
+
+    number: int
+    step: int
+    tensors: list[tuple[Lanes, slice]]
+    selection: str
+
+    @property
+    def k(self) -> int:
+        return sum(lanes.k for lanes, _ in self.tensors)
+
+
+Send = Callable[[np.ndarray, Bucket], np.ndarray]
+
+
+class MethodReference(ScaleComReference):
+    """`n_workers` simulated workers that send by a method; see ScaleComReference for what it shares.
+
+    send: the method, one of the functions below.  buckets: names of tensors that share a bucket, in its order.
+    """
+
+    def __init__(
+        self,
+        n_workers: int,
+        shapes: Mapping[str, tuple] | Sequence[tuple],
+        config: ScaleComConfig,
+        send: Send,
+        buckets: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        super().__init__(n_workers, shapes, config, buckets)
+        self.send = send
+        self.buckets = [list(names) for names in buckets or [self.shapes]]
+
+    def step(self, grads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """As ScaleComReference's, and a step whose averages overflow never happened either."""
+        residues, number = [dict(mine) for mine in self.residues], self.step_number
+        with np.errstate(over="ignore", invalid="ignore"):
+            averages = super().step(grads)
+        if all(np.isfinite(average).all() for average in averages.values()):
+            return averages
+        self.residues, self.step_number = residues, number
+        return {name: np.full_like(average, np.nan) for name, average in averages.items()}
+
+    def _average(self, grads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        whole = {name for name in self.shapes if self._is_sent_whole(name)}
+        averages = {name: self._exchange(name, [g[name] for g in grads]) for name in whole}
+        for number, names in enumerate(self.buckets):
+            compressed = [name for name in names if name not in whole]
+            if compressed:
+                averages |= self._exchange_bucket(number, compressed, grads)
+        return averages
+
+    def _exchange_bucket(self, number: int, names: list[str], grads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        kind = self._residue_dtype(grads[0][names[0]])
+        tensors, start = [], 0
+        for name in names:
+            lanes = geometry(grads[0][name].size, self.rates[name], self.config.selection)
+            tensors.append((lanes, slice(start, start + lanes.numel)))
+            start += lanes.numel
+        for mine in self.residues:
+            for name in names:
+                mine.setdefault(name, np.zeros(self.shapes[name], kind))
+
+        m = np.stack([np.concatenate([mine[name].reshape(-1) for name in names]) for mine in self.residues])
+        g = np.stack([np.concatenate([worker[name].reshape(-1).astype(kind) for name in names]) for worker in grads])
+        beta, rest = kind.type(self.config.beta), kind.type(1 - self.config.beta)
+        accumulators = m + g
+        sent = self.send(accumulators, Bucket(number, self.step_number, tensors, self.config.selection))
+        m = rest * m + beta * (accumulators - sent)
+        average = mean(sent)
+
+        for name, (_, elements) in zip(names, tensors, strict=True):
+            for i, mine in enumerate(self.residues):
+                mine[name] = m[i, elements].reshape(self.shapes[name])
+        return {
+            name: average[elements].reshape(self.shapes[name]).astype(grads[0][name].dtype)
+            for name, (_, elements) in zip(names, tensors, strict=True)
+        }
+
+
+def local_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """Every worker its own largest (Aji and Heafield, 2017)."""
+    return np.stack([only(acc, choose(acc, bucket, bucket.selection)) for acc in accumulators])
+
+
+def global_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """Every worker where the average is largest."""
+    chosen = choose(mean(accumulators), bucket, "exact")
+    return np.stack([only(acc, chosen) for acc in accumulators])
+
+
+def random_k(draw: Callable[[Bucket], Sequence[np.ndarray]]) -> Send:
+    """Every worker at the same places, drawn at random (Stich et al., 2018). draw: gives the places in each of a bucket's tensors."""
+
+    def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+        chosen = np.concatenate([elements.start + own for own, (_, elements) in zip(draw(bucket), bucket.tensors, strict=True)])
+        return np.stack([only(acc, chosen) for acc in accumulators])
+
+    return send
+
+
+def gtopk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """gTop-k (Shi et al., 2019): groups of workers merge two at a time, and keep the k largest sums of what their members still send.
+
+    What is dropped stays with the worker that had it; the k is the whole bucket's.
+    """
+    sent = [only(acc, largest(acc, bucket.k)) for acc in accumulators]
+    groups = [[i] for i in range(len(sent))]
+    while len(groups) > 1:
+        groups = [[i for group in groups[first : first + 2] for i in group] for first in range(0, len(groups), 2)]
+        for group in groups:
+            kept = largest(np.sum([sent[i] for i in group], 0), bucket.k)
+            for i in group:
+                sent[i] = only(sent[i], kept)
+    return np.stack(sent)
+
+
+def ecqsgd(bits: int, uniform: Callable[[Bucket, int, tuple[int, ...]], np.ndarray]) -> Send:
+    """ECQ-SGD (Wu et al., 2018): every element, in 2s + 1 levels of its chunk's largest magnitude, rounded up or down at random.
+
+    uniform: random numbers in [0, 1) for a bucket, a worker's number and a shape.
+    """
+    s = 2 ** (bits - 1) - 1
+
+    def quantise(acc: np.ndarray, random: np.ndarray) -> np.ndarray:
+        chunks = np.pad(acc, (0, random.size - acc.size)).reshape(random.shape)
+        scale = np.abs(chunks).max(1, keepdims=True)
+        levels = np.floor(chunks / np.maximum(scale, np.finfo(acc.dtype).tiny) * s + random.astype(acc.dtype)).clip(-s, s)
+        return (levels / s * scale).reshape(-1)[: acc.size]
+
+    def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+        shape = (-(-accumulators.shape[1] // CHUNK), CHUNK)
+        return np.stack([quantise(acc, uniform(bucket, i, shape)) for i, acc in enumerate(accumulators)])
+
+    return send
+
+
+def choose(flat: np.ndarray, bucket: Bucket, selection: str) -> np.ndarray:
+    """The places in a bucket of every tensor's largest magnitudes."""
+    return np.concatenate([elements.start + select(flat[elements], lanes, selection) for lanes, elements in bucket.tensors])
+
+
+def only(flat: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """What a worker sends that sends these places alone."""
+    sent = np.zeros_like(flat)
+    sent[places] = flat[places]
+    return sent

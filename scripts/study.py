@@ -1,0 +1,112 @@
+"""Does ScaleCom keep accuracy, when not, and against what else: trains what study_questions.py names, and writes a page of answers.
+
+    python scripts/study.py                      everything: less than an hour on two cores
+    python scripts/study.py --quick              the same questions, smaller
+    python scripts/study.py --task my_task.py    the same of a model of your own (see study_tasks.py)
+    python scripts/study.py --only accuracy      one experiment
+
+Every finished run leaves a file in --output/runs, and a second call does only what is missing. The page is --output/answers.md, with its
+pictures beside it. Workers are simulated: n of them in one process, by the very exchange that real ranks run; one process per core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import study_page
+import study_questions
+import study_run
+import study_tasks
+import training
+from study_run import Run
+from tqdm import tqdm
+
+STANDARD_TASKS = ("resnet", "mobilenet", "lstm", "transformer")
+LONG = 30_000  # in units of Run.cost
+EXPERIMENTS = ("accuracy", "large", "workers", "similarity", "choices", "bounded")
+
+
+def main() -> None:
+    args = argument_parser().parse_args()
+    try:
+        tasks = tuple(args.task or (("resnet", "lstm") if args.quick else STANDARD_TASKS))
+        for task in tasks:
+            study_tasks.find(task)
+    except training.WrongInput as error:
+        sys.exit(f"study.py: {error}")
+    cases = [case for case in study_questions.cases(tasks, args.seeds, args.quick) if not args.only or case.experiment in args.only]
+    folder = args.output / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    train_missing({run.name: run for case in cases for run in case.runs}.values(), folder, args.processes)
+    results = {run.name: load(run, folder) for case in cases for run in case.runs}
+    page = study_page.write(args.output, cases, results, args.bench)
+    print(page.read_text())
+    print(f"written to {page}, pictures beside it")
+
+
+def train_missing(runs: Iterable[Run], folder: Path, processes: int) -> None:
+    """Do the runs that left no file yet, `processes` at a time. An error ends all; what is finished is kept."""
+    # In order, but those first that would keep one core busy while the others have nothing left to do.
+    missing = sorted((run for run in runs if load(run, folder) is None), key=lambda run: -run.cost if run.cost > LONG else 0)
+    if not missing:
+        return
+    began = time.monotonic()
+    total = sum(run.cost for run in missing)
+    with (
+        concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), study_run.start_process) as pool,
+        tqdm(
+            total=round(total),
+            unit="",
+            desc=f"{len(missing)} runs",
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+        ) as bar,
+    ):
+        jobs = {pool.submit(study_run.train, run): run for run in missing}
+        try:
+            for number, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
+                run = jobs[job]
+                store(run, folder, job.result())
+                bar.set_postfix_str(f" {number} done, last: {run.task} {run.method}")
+                bar.update(round(run.cost))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    print(f"{len(missing)} runs in {(time.monotonic() - began) / 60:.1f} minutes on {processes} processes", file=sys.stderr)
+
+
+def store(run: Run, folder: Path, result: dict[str, Any]) -> None:
+    part = folder / f"{run.name}.json.part"
+    part.write_text(json.dumps(result) + "\n")
+    os.replace(part, folder / f"{run.name}.json")
+
+
+def load(run: Run, folder: Path) -> dict[str, Any] | None:
+    path = folder / f"{run.name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("study"), help="folder for runs, page and pictures (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one seed, shorter runs")
+    parser.add_argument(
+        "--task", action="append", help=f"repeatable: {', '.join(study_tasks.TASKS)}, or a file (default: the first four but plain)"
+    )
+    parser.add_argument("--only", action="append", choices=EXPERIMENTS, help="repeatable; default: all")
+    parser.add_argument("--seeds", type=lambda text: tuple(int(seed) for seed in text.split(",")), default=(1, 2, 3), help="default: 1,2,3")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
+    parser.add_argument("--bench", type=Path, default=Path("bench/results.json"), help="what make bench measured (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The study as its reader runs it: the short form answers every question, and a model of one's own goes through the same runs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+STUDY = Path(__file__).resolve().parents[2] / "scripts" / "study.py"
+
+OWN = """
+import study_tasks
+import torch
+from torch.nn import functional as F
+
+
+class Lines(study_tasks.Task):
+    title, metric, unit, steps, batch_size, lr = "lines", "accuracy", "%", 30, 8, 0.1
+
+    def model(self, norm):
+        return torch.nn.Sequential(torch.nn.Linear(40, 80), torch.nn.ReLU(), torch.nn.Linear(80, 2))
+
+    def batch(self, seed, step, worker, workers, size, unlike):
+        x = torch.randn(size, 40, generator=study_tasks.generator(seed, step, worker))
+        return x, (x.sum(1) > 0).long()
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model):
+        x, y = self.batch(0, 0, 0, 1, 500, False)
+        return 100 * float((model(x).argmax(1) == y).float().mean())
+
+    def example(self, size):
+        return (torch.zeros(size, 40),)
+
+
+TASK = Lines()
+"""
+
+
+@pytest.mark.xdist_group("study")
+def test_the_short_study_answers_every_question(run, tmp_path):
+    command = [sys.executable, STUDY, "--quick", "--output", tmp_path]
+    page = run(command, limit=420)
+    sys.path.insert(0, str(STUDY.parent))
+    import study_answers
+
+    for question, _, picture in study_answers.QUESTIONS:
+        assert f"**{question}**" in page
+        assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
+    results = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*.json")]
+    score = {
+        (result["run"]["method"], result["run"]["control"]): result["score"]
+        for result in results
+        if result["run"]["task"] == "resnet" and result["run"]["steps"] == 150 and not result["looks"]
+    }
+    # Few steps, but enough to tell training from none.
+    assert score["ScaleCom", "compressed tensors frozen"] < score["ScaleCom", None] - 5
+    assert score["dense", None] > 90
+
+    # A run that was cut short, here one file less, goes on where it was; what is there is not made again.
+    files = sorted((tmp_path / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
+    kept, lost = files[0], next(path for path in files if path.name.startswith("resnet-dense"))
+    before, same = kept.stat().st_mtime_ns, json.loads(lost.read_text())
+    lost.unlink()
+    run(command, limit=120)
+    assert kept.stat().st_mtime_ns == before
+    again = json.loads(lost.read_text())
+    assert {**again, "seconds": 0} == {**same, "seconds": 0}
+
+
+def test_a_model_of_ones_own(run, tmp_path):
+    task = tmp_path / "lines.py"
+    task.write_text(OWN)
+    page = run([sys.executable, STUDY, "--task", task, "--quick", "--output", tmp_path / "study"], limit=200)
+    assert "lines" in page
+    assert "random-k 100x" in page
+    assert (tmp_path / "study" / "accuracy.png").exists()
+
+
+def test_wrong_input_is_refused(run, tmp_path):
+    assert "neither one of resnet" in run([sys.executable, STUDY, "--task", "nonsense", "--output", tmp_path], fails=True)
+    (tmp_path / "empty.py").write_text("")
+    assert "must define TASK" in run([sys.executable, STUDY, "--task", tmp_path / "empty.py", "--output", tmp_path], fails=True)

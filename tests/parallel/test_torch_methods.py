@@ -1,0 +1,465 @@
+"""The methods beside ScaleCom, and one that a user wrote: each held to its oracle, and to what holds for ScaleCom in the files beside this.
+
+What all methods share is tested with every one of them: a method that says what it sends wrongly loses gradients, or spoils a step.
+"""
+
+import copy
+import io
+
+import horovod.torch as stock
+import numpy as np
+import pytest
+import torch
+from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+
+import scalecom_hvd.torch as hvd
+from scalecom_hvd import reference_methods as oracle
+from scalecom_hvd.torch.methods.base import generator
+from scalecom_hvd.torch.methods.local_topk import pack, unpack
+from scalecom_hvd.torch.methods.randomk import draw
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
+SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
+DTYPES = {"double": torch.float64, "half": torch.float16}
+# Around a group of lanes and a chunk of ECQSGD; every dtype; "one" and "scalar" compressed too.
+ODD_SHAPES = {
+    "scalar": (),
+    "one": (1,),
+    "n63": (63,),
+    "double": (1500,),
+    "n65": (65,),
+    "n6400": (6400,),
+    "half": (700,),
+    "n6401": (6401,),
+    "whole": (30,),
+    "matrix": (37, 211),
+}
+ODD = {"rate": 100, "min_numel": 0, "dense": ["whole"], "bucket_bytes": 40_000}
+
+
+class ScaledSign(hvd.Method):
+    """As a user writes it: the signs of the largest, times the mean of their magnitudes in the bucket."""
+
+    def exchange(self, bucket, channel):
+        offsets = bucket.choose()
+        places = bucket.places_at(offsets)
+        size = bucket.flat[places].abs().mean()
+        values = bucket.flat[places].sign() * size
+        bucket.send(places, values)
+        for payload in (yield from channel.gather(pack(values, offsets), "signs")):
+            theirs, at = unpack(payload, values)
+            bucket.receive(bucket.places_at(at[: len(offsets)]), theirs * channel.share)
+
+
+def scaled_sign(accumulators, bucket):
+    sent = oracle.local_topk(accumulators, bucket)
+    return np.stack([np.sign(mine) * np.abs(mine).sum() / mine.dtype.type(bucket.k) for mine in sent])
+
+
+METHODS = [(hvd.RandomK, {}), (hvd.LocalTopK, {}), (hvd.GTopK, {}), (hvd.GlobalTopK, {}), (hvd.ECQSGD, {}), (ScaledSign, {})]
+BITS = [(hvd.ECQSGD, {"bits": bits}) for bits in (2, 8)]
+EXACT = [(method, {"selection": "exact"}) for method in (hvd.RandomK, hvd.LocalTopK)]
+
+
+def described(value):
+    return value.__name__ if isinstance(value, type) else str(value)
+
+
+every_method = pytest.mark.parametrize(("method", "fields"), METHODS, ids=described)
+
+
+def rules(compressor):
+    """The oracle's function for a method, with the random numbers that it draws."""
+
+    def drawn(bucket):
+        random = generator(compressor.seed, bucket.step, bucket.number)
+        return [draw(lanes, random).numpy() for lanes, _ in bucket.tensors]
+
+    def uniform(bucket, worker, shape):
+        return torch.rand(shape, generator=generator(compressor.seed, bucket.step, bucket.number, worker)).numpy()
+
+    return {
+        hvd.RandomK: lambda: oracle.random_k(drawn),
+        hvd.LocalTopK: lambda: oracle.local_topk,
+        hvd.GTopK: lambda: oracle.gtopk,
+        hvd.GlobalTopK: lambda: oracle.global_topk,
+        hvd.ECQSGD: lambda: oracle.ecqsgd(compressor.bits, uniform),
+        ScaledSign: lambda: scaled_sign,
+    }[type(compressor)]()
+
+
+def parameters_of(shapes):
+    return {name: torch.nn.Parameter(torch.zeros(shape, dtype=DTYPES.get(name, torch.float32))) for name, shape in shapes.items()}
+
+
+def make(model, method, fields, lr=1.0, momentum=0.0, library=hvd, op=hvd.Average, **more):
+    compressor = method(**(SETTINGS | fields | more))
+    optimizer = library.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=lr, momentum=momentum), model.items(), compression=compressor, op=op
+    )
+    return optimizer, compressor
+
+
+def run(optimizer, model, steps, shapes=SHAPES, skips=lambda rank, step: []):
+    for step in steps:
+        optimizer.zero_grad()
+        feed(model, gradients(shapes, hvd.rank(), step), skip=skips(hvd.rank(), step))
+        optimizer.step()
+
+
+def came_in(steps, shapes=SHAPES, skips=lambda rank, step: []):
+    """{name: the sum of all ranks' gradients}."""
+    total = {name: np.zeros(shape, np.float64) for name, shape in shapes.items()}
+    for rank in range(hvd.size()):
+        for step in steps:
+            for name, grad in gradients(shapes, rank, step).items():
+                total[name] += 0 if name in skips(rank, step) else grad
+    return total
+
+
+def residues_of(compressor):
+    return {name: tensor.residue.clone() for name, tensor in compressor.residues.tensors.items()}
+
+
+def hold_to_the_oracle(method, fields, steps, change=lambda grads, rank, step: None, op=hvd.Average, **more):
+    """Feed the same gradients to ranks and to the oracle: every residue is the same to the bit, every average to rounding.
+
+    (The user's method takes a mean, which torch and NumPy add up in different orders.)
+    change: may change a rank's gradients of a step in place; one that becomes None does not arrive there.
+    """
+    n, rank = hvd.size(), hvd.rank()
+    model = parameters_of(ODD_SHAPES)
+    optimizer, compressor = make(model, method, ODD | fields, lr=0.1, op=op, **more)
+    reference = oracle.MethodReference(n, ODD_SHAPES, compressor.config, rules(compressor))
+    for step in range(steps):
+        everyone = []
+        for r in range(n):
+            grads = gradients(ODD_SHAPES, r, step)
+            change(grads, r, step)
+            everyone.append(grads)
+        optimizer.zero_grad()
+        feed(model, everyone[rank], skip=[name for name, grad in everyone[rank].items() if grad is None])
+        optimizer.synchronize()
+        if step == 0:
+            reference.buckets = compressor.residues.buckets
+        averages = reference.step(
+            [
+                {
+                    name: np.zeros(shape, kind) if worker[name] is None else worker[name].astype(kind)
+                    for name, shape in ODD_SHAPES.items()
+                    for kind in [str(model[name].dtype).removeprefix("torch.")]
+                }
+                for worker in everyone
+            ]
+        )
+        for name, parameter in model.items():
+            want = averages[name].astype(np.float64) * (n if op == hvd.Sum else 1)
+            tolerance = {"half": 2e-3, "double": 1e-12}.get(name, 2e-6)
+            np.testing.assert_allclose(parameter.grad.double().numpy(), want, tolerance, tolerance, err_msg=f"{name} at step {step}")
+        for name, residue in residues_of(compressor).items():
+            kept = reference.residues[rank].get(name, np.zeros(ODD_SHAPES[name])).reshape(-1)
+            tolerance = 1e-5 if method is ScaledSign else 0
+            np.testing.assert_allclose(residue.numpy(), kept, tolerance, tolerance, err_msg=f"{name} at step {step}")
+        assert compressor.stats()["step"] == reference.step_number
+        if not np.isnan(averages["n63"]).any():
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    assert same_on_all_ranks(model.values())
+    return compressor
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "beta", "steps"),
+    [(*one, 0.3, 20) for one in METHODS + BITS + EXACT] + [(*one, 1.0, 6) for one in METHODS],
+    ids=described,
+)
+def test_parity(method, fields, beta, steps):
+    compressor = hold_to_the_oracle(method, fields, steps, beta=beta)
+    assert len(compressor.residues.buckets) >= 3
+    assert compressor.residues.tensors.keys() == ODD_SHAPES.keys() - {"whole"}
+
+
+@every_method
+def test_sums(method, fields):
+    hold_to_the_oracle(method, fields, steps=3, op=hvd.Sum, beta=0.5)
+
+
+@every_method
+def test_warm_up_and_rates(method, fields):
+    compressor = hold_to_the_oracle(method, fields, steps=6, warmup_steps=2, min_numel=60, rates={"n6*": 7, "matrix": 2.5})
+    assert "one" not in compressor.residues.tensors
+
+
+@every_method
+def test_a_gradient_that_is_not_finite_on_one_rank(method, fields):
+    """The step never happened; what is sent whole only has to have a finite sum, what a residue takes up to be small enough."""
+    bad = {0: ("n6401", np.nan), 2: ("matrix", np.inf), 3: ("half", -np.inf), 4: ("n65", 1e38), 6: ("double", np.nan), 7: ("whole", np.inf)}
+
+    def change(grads, rank, step):
+        if step in bad and rank == step % hvd.size():
+            name, value = bad[step]
+            grads[name].reshape(-1)[11] = value
+        if step == 8:  # finite, and its sum is not
+            grads["whole"][5] = 3e38
+
+    compressor = hold_to_the_oracle(method, fields, 11, change, beta=0.5)
+    assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (4, 7)
+
+
+@every_method
+def test_averages_of_compressed_tensors_that_overflow(method, fields):
+    """Sums of finite float16 gradients; their residues are float32 and would hold them."""
+    model = parameters_of({"half": (3000,), "whole": (10,)})
+    optimizer, compressor = make(model, method, fields, lr=0.01, op=hvd.Sum)
+    for step in range(4):
+        optimizer.zero_grad()
+        before = residues_of(compressor)
+        overflows = step in (1, 2)
+        feed(model, {name: np.full(p.shape, 5e4 if overflows else 0.5) for name, p in model.items()})
+        optimizer.synchronize()
+        assert all(p.grad.isnan().all() == overflows and p.grad.isfinite().any() != overflows for p in model.values())
+        assert not overflows or all(torch.equal(residue, before[name]) for name, residue in residues_of(compressor).items())
+    assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (2, 2)
+
+
+@every_method
+def test_accumulators_whose_sum_overflows(method, fields):
+    """Float32: with gradients that a residue takes up this needs residues near the largest number there is."""
+    model = parameters({"weight": (3000,)})
+    optimizer, compressor = make(model, method, fields, op=hvd.Sum)
+    run(optimizer, model, range(1), {"weight": (3000,)})
+    compressor.residues.tensors["weight"].residue.fill_(3e38)
+    feed(model, gradients({"weight": (3000,)}, hvd.rank(), 1))
+    optimizer.synchronize()
+    assert model["weight"].grad.isnan().all()
+    assert (compressor.residues.tensors["weight"].residue == 3e38).all()
+    assert compressor.stats()["skipped_steps"] == 1
+
+
+@every_method
+def test_a_missing_gradient_counts_as_zero(method, fields):
+    names = list(ODD_SHAPES)
+
+    def change(grads, rank, step):
+        if step > 0:
+            for name in (names[(rank + step) % len(names)], names[(3 * rank + 1) % len(names)]):
+                grads[name] = None
+
+    hold_to_the_oracle(method, fields, 6, change, beta=0.5)
+
+
+@every_method
+def test_nothing_is_lost(method, fields):
+    def skips(rank, step):
+        return ["second"] if (rank + step) % 5 == 4 else []
+
+    model = parameters(SHAPES)
+    optimizer, compressor = make(model, method, fields, bucket_bytes=10_000)
+    run(optimizer, model, range(30), skips=skips)
+    assert same_on_all_ranks(model.values())
+    assert_nothing_is_lost(model, compressor, came_in(range(30), skips=skips), hvd.size())
+
+
+@every_method
+def test_a_frozen_parameters_residue_stays(method, fields):
+    model = parameters(SHAPES)
+    optimizer, compressor = make(model, method, fields)
+    run(optimizer, model, range(3))
+    model["second"].requires_grad_(False)
+    before, value = residues_of(compressor), model["second"].detach().clone()
+    run(optimizer, model, range(3, 6), skips=lambda rank, step: ["second"])
+    after = residues_of(compressor)
+    assert torch.equal(after["second"], before["second"])
+    assert after["second"].any()
+    assert not torch.equal(after["first"], before["first"])
+    assert torch.equal(model["second"], value)
+    model["second"].requires_grad_(True)
+    run(optimizer, model, range(6, 9))
+    assert same_on_all_ranks(model.values())
+    total = came_in(range(9), skips=lambda rank, step: ["second"] if 3 <= step < 6 else [])
+    assert_nothing_is_lost(model, compressor, total, hvd.size())
+
+
+@every_method
+def test_resuming_is_bit_identical(method, fields):
+    settings = {"beta": 0.5, "bucket_bytes": 10_000, "momentum": 0.9, "lr": 0.1, "warmup_steps": 2}
+    straight, resumed = parameters(SHAPES), parameters(SHAPES)
+    optimizer, compressor = make(straight, method, fields, **settings)
+    run(optimizer, straight, range(4))
+    file = io.BytesIO()
+    torch.save([compressor.state_dict(), optimizer.state_dict(), {name: p.detach() for name, p in straight.items()}], file)
+    run(optimizer, straight, range(4, 7))
+
+    file.seek(0)
+    state, momentum, values = torch.load(file, weights_only=True)
+    optimizer, compressor = make(resumed, method, fields, **settings)
+    compressor.load_state_dict(state)
+    optimizer.load_state_dict(momentum)
+    with torch.no_grad():
+        for name, parameter in resumed.items():
+            parameter.copy_(values[name])
+    run(optimizer, resumed, range(4, 7))
+    assert compressor.stats()["step"] == 7
+    for name in SHAPES:
+        assert torch.equal(resumed[name], straight[name]), name
+
+
+def test_states_of_another_method_are_refused():
+    states = {}
+    for method, fields in [*METHODS, (hvd.ScaleCom, {})]:
+        model = parameters(SHAPES)
+        optimizer, compressor = make(model, method, fields)
+        run(optimizer, model, range(2))
+        states[method.__name__] = copy.deepcopy(compressor.state_dict())
+    for mine, fields in [*METHODS, (hvd.ScaleCom, {})]:
+        for theirs, state in states.items():
+            if theirs != mine.__name__:
+                with pytest.raises(ValueError, match=rf"another method.*method='{theirs}' in the state and '{mine.__name__}' now"):
+                    mine(**(SETTINGS | fields)).load_state_dict(state)
+    for changed, message in (
+        (hvd.ECQSGD(**SETTINGS, bits=2), "bits=4 in the state and 2 now"),
+        (hvd.ECQSGD(**SETTINGS, seed=5), "seed=.* in the state and 5 now"),
+        (hvd.ECQSGD(**SETTINGS, beta=0.5), "beta=1.0 in the state and 0.5 now"),
+        (hvd.ECQSGD(**(SETTINGS | {"min_numel": 2000})), "min_numel=100 in the state and 2000 now"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            changed.load_state_dict(states["ECQSGD"])
+    with pytest.raises(ValueError, match="seed=.* in the state and 5 now"):
+        hvd.RandomK(**SETTINGS, seed=5).load_state_dict(states["RandomK"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (hvd.LocalTopK(), hvd.RandomK(), "method is LocalTopK on rank 0 and RandomK on rank 1"),
+        (hvd.ScaleCom(), hvd.GTopK(), "method is missing on rank 0 and GTopK on rank 1"),
+        (hvd.GlobalTopK(), hvd.ScaleCom(), "method is GlobalTopK on rank 0 and missing on rank 1"),
+        (hvd.ECQSGD(bits=2), hvd.ECQSGD(bits=8), "bits is 2 on rank 0 and 8 on rank 1"),
+        (hvd.RandomK(seed=1), hvd.RandomK(), "seed is 1 on rank 0 and 0 on rank 1"),
+    ],
+    ids=described,
+)
+def test_one_rank_is_started_with_another(one, other, message):
+    model = parameters(SHAPES)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=other if hvd.rank() == 1 else one
+    )
+    feed(model, gradients(SHAPES, hvd.rank(), 0))
+    with pytest.raises(RuntimeError, match=f"settings differ between ranks.*{message}"):
+        optimizer.step()
+
+
+@every_method
+def test_residues_do_not_depend_on_the_loss_scale(method, fields):
+    plain, scaled = parameters(SHAPES), parameters(SHAPES)
+    scale = 1.0
+    a, b = make(plain, method, fields, beta=0.5), make(scaled, method, fields, beta=0.5, loss_scale=lambda: scale)
+    for step in range(5):
+        scale = 2.0 ** ((step * 5) % 17)
+        grads = gradients(SHAPES, hvd.rank(), step)
+        for (optimizer, _), model, factor in ((a, plain, 1.0), (b, scaled, scale)):
+            optimizer.zero_grad()
+            feed(model, {name: g * np.float32(factor) for name, g in grads.items()})
+            optimizer.synchronize()
+            for p in model.values():
+                p.grad /= factor
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    other = residues_of(b[1])
+    assert all(torch.equal(residue, other[name]) for name, residue in residues_of(a[1]).items())
+    assert all(torch.equal(plain[name], scaled[name]) for name in SHAPES)
+
+
+@every_method
+def test_clipping_between_synchronize_and_step(method, fields):
+    model = parameters(SHAPES)
+    optimizer, compressor = make(model, method, fields)
+    for step in range(4):
+        before = {name: p.detach().clone() for name, p in model.items()}
+        optimizer.zero_grad()
+        feed(model, gradients(SHAPES, hvd.rank(), step))
+        optimizer.synchronize()
+        averages = {name: p.grad.clone() for name, p in model.items()}
+        norm = torch.nn.utils.clip_grad_norm_(model.values(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert norm > 0.5
+        for name, p in model.items():
+            torch.testing.assert_close(before[name] - p.detach(), averages[name] * 0.5 / norm, rtol=1e-4, atol=1e-6)
+    assert compressor.stats()["step"] == 4
+    assert same_on_all_ranks(model.values())
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "dtype"),
+    [(*one, torch.float16) for one in METHODS] + [(*METHODS[0], dtype) for dtype in (torch.float32, torch.float64)],
+    ids=described,
+)
+def test_rate_one_equals_stock_horovod(method, fields, dtype):
+    ours, theirs = parameters(SHAPES, dtype), parameters(SHAPES, dtype)
+    run(make(ours, method, fields, rate=1)[0], ours, range(3))
+    plain = stock.DistributedOptimizer(torch.optim.SGD(theirs.values(), lr=1.0), theirs.items())
+    run(plain, theirs, range(3))
+    tolerance = 4e-3 if dtype == torch.float16 else 1e-5
+    for name in SHAPES:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
+
+
+def padded(size):
+    return -(-size // 8) * 8
+
+
+# Of 6 401 and 1 500 elements in one bucket, at a rate of 300 and so with offsets of two bytes: k = 22 + 5, 16 chunks of 512.
+BYTES = {
+    "RandomK": (4 * 27, 0),
+    "LocalTopK": (0, padded(4 * 27 + 2 * 27)),
+    "LocalTopK exact": (0, padded(4 * 27 + 4 * 27)),
+    "GTopK": (0, padded(4 * 27 + 4 * 27)),
+    "GlobalTopK": (4 * 7901, 0),
+    "ECQSGD 2": (0, 16 * 4 + 16 * 512 // 4),
+    "ECQSGD 4": (0, 16 * 4 + 16 * 512 // 2),
+    "ECQSGD 8": (0, 16 * 4 + 16 * 512),
+}
+
+
+@pytest.mark.parametrize("which", BYTES)
+def test_bytes(which):
+    name, _, setting = which.partition(" ")
+    fields = {"selection": setting} if name == "LocalTopK" and setting else {"bits": int(setting)} if setting else {}
+    shapes = {"long": (6401,), "short": (1500,), "whole": (10,)}
+    model = parameters(shapes)
+    optimizer, compressor = make(model, getattr(hvd, name), fields, rate=300)
+    run(optimizer, model, range(2), shapes)
+    stats, n = compressor.stats(), hvd.size()
+    values, gathered = BYTES[which]
+    dense = 4 * (10 + 1)  # and the element that counts ranks with bad gradients
+    assert (stats["bytes_offsets"], stats["bytes_values"], stats["bytes_gathered"], stats["bytes_dense"]) == (0, values, gathered, dense)
+    assert stats["bytes_traffic"] == round(2 * (n - 1) / n * (values + dense)) + (n - 1) * gathered
+    assert stats["collectives"] == 2
+    assert stats["rate"] == pytest.approx(1 if name == "ECQSGD" else 7911 / 37)
+    assert "leader" not in stats
+
+
+@every_method
+def test_horovods_own_optimizer_is_refused(method, fields):
+    for compression in (method, method(**fields)):
+        model = parameters(SHAPES)
+        optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression)
+        with pytest.raises(TypeError, match=r"this package's DistributedOptimizer alone: import scalecom_hvd.torch as hvd"):
+            feed(model, gradients(SHAPES, hvd.rank(), 0))
+        del optimizer
+
+
+@every_method
+def test_settings_that_mean_nothing_are_refused(method, fields, monkeypatch):
+    for setting, value in {"lookahead": True, "leader": "staggered", "wire_dtype": "float16", "selection": "exact"}.items():
+        if setting in method.unused:
+            with pytest.raises(ValueError, match=f"{setting} means nothing to {method.__name__}"):
+                method(**{setting: value})
+    with pytest.raises(ValueError, match="did you mean"):
+        method(rat=3)
+    monkeypatch.setenv("SCALECOM_LOOKAHEAD", "true")
+    with pytest.raises(ValueError, match="lookahead means nothing.*environment"):
+        method(**fields)
+    with pytest.raises(ValueError, match="bits must be 2, 4 or 8.*not 3"):
+        hvd.ECQSGD(bits=3, lookahead=False)

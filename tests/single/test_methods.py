@@ -1,0 +1,232 @@
+"""The methods beside ScaleCom in one process: their parts by themselves, and any number of simulated ranks against the oracle."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from parallel.made_up import gradients
+
+import scalecom_hvd.torch as hvd
+from scalecom_hvd import reference_methods as oracle
+from scalecom_hvd.lanes import Lanes, Positions
+from scalecom_hvd.torch.methods.base import generator
+from scalecom_hvd.torch.methods.ecqsgd import CHUNK, dequantise, pack_levels, quantise, unpack_levels
+from scalecom_hvd.torch.methods.gtopk import merge
+from scalecom_hvd.torch.methods.local_topk import pack, unpack
+from scalecom_hvd.torch.methods.randomk import draw
+from scalecom_hvd.torch.simulator import Simulation
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "scalar": ()}
+BUCKETS = [["scalar", "first", "bias"], ["second"]]
+
+pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
+
+
+# ECQSGD's parts.
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_packed_levels_come_back(bits):
+    s = 2 ** (bits - 1) - 1
+    levels = torch.arange(-s, s + 1, dtype=torch.int8).repeat(8)  # every level in every place of a byte
+    packed = pack_levels(levels, bits)
+    assert (packed.dtype, packed.numel()) == (torch.uint8, levels.numel() * bits // 8)
+    assert torch.equal(unpack_levels(packed, bits), levels)
+
+
+def test_levels_are_packed_with_the_first_in_the_lowest_bits():
+    assert pack_levels(torch.tensor([1, -1, 0, 1], dtype=torch.int8), 2).tolist() == [0b01_00_11_01]
+    assert pack_levels(torch.tensor([7, -7], dtype=torch.int8), 4).tolist() == [0b1001_0111]
+    assert pack_levels(torch.tensor([-127], dtype=torch.int8), 8).tolist() == [0b1000_0001]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_rounding_is_to_a_neighbour_and_right_on_average(bits, dtype):
+    random = torch.Generator().manual_seed(bits)
+    chunks = torch.randn(3, CHUNK, generator=random).to(dtype) * torch.tensor([[1e-6], [1.0], [1e6]])
+    draws, total = 1000, torch.zeros(3, CHUNK, dtype=torch.float64)
+    step = chunks.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    for _ in range(draws):
+        values = dequantise(*quantise(chunks, bits, torch.rand(chunks.shape, generator=random).to(dtype)), bits)
+        assert ((values - chunks).abs() <= step * (1 + 1e-5)).all()
+        total += values
+    # The mean of so many draws of deviation at most step / 2 is, in 1536 elements, nowhere six of its own deviations away.
+    assert ((total / draws - chunks).abs() <= 6 * step / 2 / draws**0.5).all()
+    largest = chunks.abs().argmax(1, keepdim=True)
+    assert torch.equal(values.gather(1, largest), chunks.gather(1, largest))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_levels_stay_inside_their_bits(bits):
+    """With any random number below one, and where a scale is zero, denormal or as large as can be."""
+    s, below_one = 2 ** (bits - 1) - 1, 1 - 2.0**-24
+    for size in (0.0, 1e-45, 1e-39, 1.0, 2.0**125):
+        chunks = torch.tensor([[-size, 0.0, size / 3, size]])
+        for random in (0.0, 0.5, below_one):
+            scales, levels = quantise(chunks, bits, torch.full((1, 4), random))
+            assert levels.abs().max() <= s
+            values = dequantise(scales, levels, bits)
+            assert values.isfinite().all()
+            assert values.abs().max() <= size
+
+
+# RandomK's draw.
+
+
+@pytest.mark.parametrize(
+    ("numel", "rate"), [(1, 100), (63, 10), (65, 10), (640, 10), (641, 10), (701, 10), (1000, 7), (999, 2.5), (50, 1000)]
+)
+def test_a_draw_hits_every_lane_once_and_reaches_every_element(numel, rate):
+    lanes, random = Lanes(numel, rate), torch.Generator().manual_seed(1)
+    starts, strides = lanes.starts_and_strides()
+    lane_of = np.full(numel, -1)
+    for lane in range(lanes.k):
+        end = lanes.full_lanes * lanes.rows if lane < lanes.full_lanes else numel
+        members = np.arange(starts[lane], end, strides[lane])[: lanes.rows]
+        lane_of[members] = lane
+    assert (lane_of >= 0).all()
+    hits = np.zeros(numel, int)
+    draws = 60 * lanes.rows if numel > 50 else 600
+    for _ in range(draws):
+        places = draw(lanes, random).numpy()
+        assert np.array_equal(lane_of[places], np.arange(lanes.k))
+        hits[places] += 1
+    expected = draws / np.bincount(lane_of)[lane_of]
+    assert (np.abs(hits - expected) <= 6 * np.sqrt(expected)).all()
+
+
+def test_an_exact_draw_is_any_places_without_repeats():
+    random, hits = torch.Generator().manual_seed(1), np.zeros(101, int)
+    for _ in range(600):
+        places = draw(Positions(101, 10), random).numpy()
+        assert len(np.unique(places)) == 11
+        hits[places] += 1
+    assert (np.abs(hits - 600 * 11 / 101) <= 6 * np.sqrt(600 * 11 / 101)).all()
+
+
+def test_numbers_drawn_depend_on_every_number_given():
+    first = [torch.rand(1, generator=generator(*numbers)).item() for numbers in np.ndindex(3, 3, 3)]
+    assert len(set(first)) == 27
+    assert torch.rand(1, generator=generator(-1, 2**40)).item() == torch.rand(1, generator=generator(-1, 2**40)).item()
+
+
+# What is sent.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_packed_values_and_bytes_come_back_from_among_others(count, dtype):
+    payloads, wanted = [], []
+    for i in range(3):
+        values, more = torch.randn(count, dtype=dtype), torch.full((count,), i, dtype=torch.uint8)
+        payloads.append(pack(values, more))
+        wanted.append((values, more))
+    for payload, (values, more) in zip(torch.cat(payloads).split(len(payloads[0])), wanted, strict=True):
+        theirs, rest = unpack(payload, values)
+        assert torch.equal(theirs, values)
+        assert torch.equal(rest[:count], more)
+        assert len(payload) % 8 == 0
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_gtopks_merge_gives_what_ranks_sent(n):
+    """The paper's tree, spelled out; places overlap, are alike on all ranks, and cancel."""
+    k, numel = 5, 12
+    for trial in range(24):
+        random = np.random.default_rng([n, trial])
+        places = [np.sort(random.permutation(numel)[:k]) for _ in range(n)]
+        if trial % 4 == 0:
+            places = [places[0]] * n
+        values = [random.standard_normal(k) if trial % 3 else random.choice([-1.0, 1.0, 2.0], k) for _ in range(n)]
+        choices = [(torch.from_numpy(p), torch.from_numpy(v)) for p, v in zip(places, values, strict=True)]
+        merged = [merge(list(choices), k, rank) for rank in range(n)]
+        (chosen, sums), _ = merged[0]
+        assert len(chosen) == k
+        assert len(set(chosen.tolist())) == k
+        result, sent = np.zeros(numel), np.zeros(numel)
+        result[chosen.numpy()] = sums.numpy()
+        for rank, ((theirs, same), mine) in enumerate(merged):
+            assert torch.equal(theirs, chosen)
+            assert torch.equal(same, sums)
+            assert set(mine.tolist()) <= set(places[rank].tolist()) & set(chosen.tolist())
+            whole = np.zeros(numel)
+            whole[places[rank]] = values[rank]
+            sent[mine.numpy()] += whole[mine.numpy()]
+        np.testing.assert_allclose(result, sent, atol=1e-12)
+        if n == 1:
+            assert torch.equal(merged[0][1], choices[0][0])
+
+
+# Simulated ranks.
+
+METHODS = {
+    "RandomK": (functools.partial(hvd.RandomK, seed=7), lambda: oracle.random_k(drawn)),
+    "LocalTopK": (hvd.LocalTopK, lambda: oracle.local_topk),
+    "GTopK": (hvd.GTopK, lambda: oracle.gtopk),
+    "GlobalTopK": (hvd.GlobalTopK, lambda: oracle.global_topk),
+    "ECQSGD": (functools.partial(hvd.ECQSGD, seed=7), lambda: oracle.ecqsgd(4, uniform)),
+}
+
+
+def drawn(bucket):
+    random = generator(7, bucket.step, bucket.number)
+    return [draw(lanes, random).numpy() for lanes, _ in bucket.tensors]
+
+
+def uniform(bucket, worker, shape):
+    return torch.rand(shape, generator=generator(7, bucket.step, bucket.number, worker)).numpy()
+
+
+def simulate(n, method, **fields):
+    settings = {"rate": 20, "beta": 0.3, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0, "groups": BUCKETS} | fields
+    return Simulation(
+        n, lambda rank: {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}, compression=method, **settings
+    )
+
+
+def made_up(n, step):
+    return [gradients(SHAPES, rank, step) for rank in range(n)]
+
+
+def as_tensors(grads):
+    return [{name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads]
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_simulated_ranks_are_those_of_the_oracle(name, n):
+    method, send = METHODS[name]
+    simulation = simulate(n, method)
+    reference = oracle.MethodReference(n, SHAPES, simulation.compressors[0].config, send(), BUCKETS)
+    for step in range(12):
+        everyone = made_up(n, step)
+        if step in (3, 7):
+            everyone[-1]["second"][1, 17] = np.nan
+        outputs = simulation.step(as_tensors(everyone))
+        averages = reference.step(everyone)
+        for rank in range(n):
+            for tensor, got in outputs[rank].items():
+                np.testing.assert_array_equal(got.numpy(), outputs[0][tensor].numpy())
+                np.testing.assert_allclose(got.numpy(), averages[tensor], rtol=1e-6, atol=1e-6, err_msg=f"{tensor}, step {step}")
+            for tensor in simulation.compressors[rank].residues.tensors.values():
+                want = reference.residues[rank].get(tensor.name, np.zeros(tensor.shape, np.float32))
+                np.testing.assert_array_equal(tensor.residue.view(tensor.shape).numpy(), want, err_msg=f"{tensor.name}, step {step}")
+    assert simulation.compressors[0].residues.buckets == BUCKETS
+    assert reference.step_number == simulation.compressors[0].stats()["step"] == 10
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_simulations_give_the_same_bits(name):
+    one, other = (simulate(3, METHODS[name][0]) for _ in range(2))
+    for step in range(6):
+        grads = made_up(3, step)
+        for a, b in zip(one.step(as_tensors(grads)), other.step(as_tensors(grads)), strict=True):
+            assert all(torch.equal(a[tensor], b[tensor]) for tensor in SHAPES)
+
+
+@pytest.mark.parametrize("method", [hvd.RandomK, hvd.ECQSGD])
+def test_another_seed_gives_other_numbers(method):
+    outputs = [simulate(2, method, seed=seed).step(as_tensors(made_up(2, 0)))[0]["first"] for seed in (0, 1)]
+    assert not torch.equal(*outputs)

@@ -1,0 +1,32 @@
+"""What the README shows works as it stands there: its example of a method of one's own."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalecom_hvd.torch.simulator import Simulation
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+@pytest.mark.usefixtures("one_thread_per_rank")
+def test_the_method_of_ones_own():
+    (example,) = [block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "(hvd.Method)" in block]
+    scope = {}
+    exec(example, scope)
+    ranks = 3
+    simulation = Simulation(
+        ranks, lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))}, compression=scope["SignTopK"], rate=20, min_numel=0
+    )
+    came, went = torch.zeros(60, 50), torch.zeros(60, 50)
+    random = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        grads = [torch.randn(60, 50, generator=random) for _ in range(ranks)]
+        came += sum(grads) / ranks
+        averages = simulation.step([{"w": grad} for grad in grads])
+        went += averages[0]["w"]
+    kept = sum(compressor.residues.tensors["w"].residue.view(60, 50) for compressor in simulation.compressors) / ranks
+    assert 0 < went.count_nonzero() < came.numel()
+    torch.testing.assert_close(went + kept, came)
