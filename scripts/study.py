@@ -38,11 +38,15 @@ EXPERIMENTS = ("accuracy", "large", "workers", "similarity", "choices", "bounded
 def main() -> None:
     args = argument_parser().parse_args()
     try:
-        tasks = tuple(args.task or (("resnet", "lstm") if args.quick else STANDARD_TASKS))
-        for task in tasks:
-            study_tasks.find(task)
+        study(args)
     except training.WrongInput as error:
         sys.exit(f"study.py: {error}")
+
+
+def study(args: argparse.Namespace) -> None:
+    tasks = tuple(args.task or (("resnet", "lstm") if args.quick else STANDARD_TASKS))
+    for task in tasks:
+        study_tasks.find(task)
     cases = [case for case in study_questions.cases(tasks, args.seeds, args.quick) if not args.only or case.experiment in args.only]
     folder = args.output / "runs"
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +103,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=Path("study"), help="folder for runs, page and pictures (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="one seed, shorter runs")
     parser.add_argument(
-        "--task", action="append", help=f"repeatable: {', '.join(study_tasks.TASKS)}, or a file (default: the first four but plain)"
+        "--task", action="append", help=f"repeatable: {', '.join(study_tasks.TASKS)}, or a file (default: {', '.join(STANDARD_TASKS)})"
     )
     parser.add_argument("--only", action="append", choices=EXPERIMENTS, help="repeatable; default: all")
     parser.add_argument("--seeds", type=lambda text: tuple(int(seed) for seed in text.split(",")), default=(1, 2, 3), help="default: 1,2,3")

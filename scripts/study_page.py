@@ -493,8 +493,7 @@ def draw_choices(study: Study, path: Path) -> Path | None:
             axis.axvline(0, color="black", linewidth=0.8)
             if usual.deviation:
                 axis.axvspan(-usual.deviation, usual.deviation, color="grey", alpha=0.2)
-            axis.set(title=f"{usual.task.title}: better (right) or worse than recommended, {usual.task.unit}")
-            axis.title.set_fontsize(9)
+            axis.set(title=usual.task.title, xlabel=f"change against what is recommended, {usual.task.unit}; right is better")
 
     return panels(len(tasks), path, draw, (6.4, 4.6))
 
