@@ -41,7 +41,7 @@ class ScaleComConfig:
     # weights does not list its output layer last, so there name it: dense=["embedding.*"]. A model of one layer has neither.
     # By default the output layer, which costs little and matters most (make study); where it is large, see what the log says.
     dense: tuple[str, ...] = ("auto:output",)
-    # {glob on the parameter's name: rate}, first match wins; others get `rate`.
+    # {glob on the parameter's name: rate}, first match wins; others get `rate`. What `dense` names is sent whole all the same.
     rates: Mapping[str, float] | None = None
     # That many first steps are sent whole. A tenth to a fifth of a short run prevents most accuracy loss (make study).
     warmup_steps: int = 100
@@ -235,8 +235,10 @@ def _automatic(glob: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The parameters of the first or the last layer that has a weight (two dimensions or more), in the order given."""
 
     def layer(name: str) -> str:
-        # Horovod's own names for nameless parameters share a prefix without sharing a layer.
-        return name if name.startswith("allreduce.noname.") else name.rpartition(".")[0] or name
+        # conv1.weight and, in TensorFlow, conv1/kernel. What differs in a last number alone (members of a ParameterList, TensorFlow's
+        # second variable of a name, Horovod's names for nameless parameters) shares a prefix without sharing a layer.
+        cut = max(name.rfind("."), name.rfind("/"))
+        return name if cut < 0 or name[cut + 1 :].isdigit() else name[:cut]
 
     weights = [name for name, shape in shapes.items() if len(shape) >= 2]
     if len({layer(name) for name in weights}) < 2:

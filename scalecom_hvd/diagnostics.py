@@ -306,17 +306,18 @@ class Writer:
         self._summary: Any = None
 
     def write(self, numbers: Numbers) -> None:
+        # Whatever goes wrong in writing: the step counts, and the other ranks are about to go on.
         log.info("diagnostics of %s", ", ".join(f"{name} {value:.4g}" for name, value in numbers.items() if value is not None))
         try:
             if self._csv is not None:
                 append_to_csv(self._csv, numbers)
-        except (OSError, ValueError) as error:
+        except Exception as error:
             log.warning("diagnostics are not written to %s any more: %s", self._csv, error)
             self._csv = None
         try:
             if self._tensorboard is not None:
                 self._write_summary(numbers)
-        except (OSError, ImportError) as error:
+        except Exception as error:
             log.warning("diagnostics are not written to TensorBoard's %s any more: %s", self._tensorboard, error)
             self._tensorboard = None
 

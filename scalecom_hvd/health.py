@@ -43,7 +43,7 @@ def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> 
         return
     log.warning(
         "%.0f %% of the model's elements are sent whole, most of them %s, and so is at least that much of dense training's traffic. To "
-        "compress them too, leave them out of dense= (dense=[] sends no layer whole), or lower min_numel",
+        "compress them too, leave them out of dense= (dense=[] sends no layer whole) and of rates=, or lower min_numel",
         100 * sum(whole.values()) / total, max(whole, key=whole.get),
     )  # fmt: skip
 

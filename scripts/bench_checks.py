@@ -159,7 +159,9 @@ def training_step(settings: dict[str, Any]) -> tuple[Callable[[], object], Calla
     model = {f"{i}": torch.nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
     noise = [torch.randn(shape) for shape in shapes]
     grads = [torch.empty(shape) for shape in shapes]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.values(), 1e-4), model.items(), compression=hvd.ScaleCom(**settings))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), 1e-4), model.items(), compression=hvd.ScaleCom(dense=[], warmup_steps=0, **settings)
+    )
 
     def step() -> None:
         optimizer.zero_grad()

@@ -16,13 +16,15 @@ from collections.abc import Callable
 
 import launch
 
+# What is timed is a compressed step, of every layer.
+COMPRESSED = {"rate": 100, "dense": [], "warmup_steps": 0}
 METHODS = {
     "no communication": None,
     "dense": {},
-    "ScaleCom cyclic": {"rate": 100},
-    "ScaleCom staggered": {"rate": 100, "leader": "staggered"},
-    "ScaleCom look-ahead": {"rate": 100, "leader": "staggered", "lookahead": True},
-    "the same, plain operations": {"rate": 100, "leader": "staggered", "lookahead": True},
+    "ScaleCom cyclic": COMPRESSED,
+    "ScaleCom staggered": COMPRESSED | {"leader": "staggered"},
+    "ScaleCom look-ahead": COMPRESSED | {"leader": "staggered", "lookahead": True},
+    "the same, plain operations": COMPRESSED | {"leader": "staggered", "lookahead": True},
 }
 SETTLING_STEPS = 5
 

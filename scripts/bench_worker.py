@@ -22,6 +22,8 @@ from local_topk import LocalTopK
 
 import scalecom_hvd.torch as hvd
 
+# What is timed is a compressed step, of every layer.
+ALL_COMPRESSED = {"dense": [], "warmup_steps": 0}
 # {name: settings of ScaleCom}
 SCALECOM = {
     "ScaleCom cyclic": {},
@@ -48,7 +50,7 @@ class Training:
             self.reduce = self.local.reduce
         elif method != "no communication":
             kind = {"dense": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(method)
-            compression = kind or hvd.ScaleCom(rate=rate, **(SCALECOM[method] | options))
+            compression = kind or hvd.ScaleCom(rate=rate, **(ALL_COMPRESSED | SCALECOM[method] | options))
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, parameters, compression=compression)
 
     def step(self) -> None:

@@ -68,17 +68,22 @@ def traffic(method: str, s: Setting) -> tuple[float, float]:
     return ring * k * 4, k * (s.workers - 1) / s.workers
 
 
+def broadcast_of_offsets(method: str, s: Setting, c: Constants) -> float:
+    """The time in ms that a step's broadcasts take if nothing hides them."""
+    shared = max(1.0, s.workers / c.cores)
+    per_byte = 8e-6 / (s.gbit * c.reached) + 1e-6 * c.megabyte[method] * shared
+    return BUCKETS * shared * (c.negotiation + math.ceil(math.log2(s.workers)) * c.hop) + traffic(method, s)[1] * per_byte
+
+
 def predict(method: str, s: Setting, c: Constants) -> float:
     """A step's time in ms."""
-    values, offsets = traffic(method, s)
+    values, _ = traffic(method, s)
     n, shared = s.workers, max(1.0, s.workers / c.cores)
     per_byte = 8e-6 / (s.gbit * c.reached) + 1e-6 * c.megabyte[method] * shared
     negotiation, hop = c.negotiation * shared, c.hop * shared
     hops = (n - 1) if method == "local top-k" else 2 * (n - 1)
     exchange = BUCKETS * (negotiation + hops * hop) + values * per_byte
-    broadcast = 0.0
-    if method.startswith("ScaleCom"):
-        broadcast = BUCKETS * (negotiation + math.ceil(math.log2(n)) * hop) + offsets * per_byte
+    broadcast = broadcast_of_offsets(method, s, c) if method.startswith("ScaleCom") else 0.0
     if method == "ScaleCom look-ahead":
         # The next step's offsets travel until its buckets are ready, so they take part only where the network is busy all the time.
         tail, total, hidden = exchange / BUCKETS, exchange + broadcast, s.compute * (1 - (1 - BACKWARD) / BUCKETS)

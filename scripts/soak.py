@@ -33,10 +33,12 @@ from soak_worker import Plan
 from tqdm import tqdm
 
 WORKER = Path(__file__).with_name("soak_worker.py")
+# Faults are to meet compressed steps, from the first one on.
+COMPRESSED = {"rate": 20, "dense": [], "warmup_steps": 0}
 PLANS = [
-    Plan(settings={"rate": 20}),
-    Plan(settings={"rate": 20, "lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
-    Plan(optimizer="stock", settings={"rate": 20, "wire_dtype": "float16"}),
+    Plan(settings=COMPRESSED),
+    Plan(settings=COMPRESSED | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
+    Plan(optimizer="stock", settings=COMPRESSED | {"wire_dtype": "float16"}),
 ]
 # Seconds. Only the neighbours of a worker that dies notice at once, the others wait so long; and so long a newcomer may take to start.
 GLOO_TIMEOUT = 25

@@ -48,10 +48,18 @@ def study(args: argparse.Namespace) -> None:
     for task in tasks:
         study_tasks.find(task)
     cases = [case for case in study_questions.cases(tasks, args.seeds, args.quick) if not args.only or case.experiment in args.only]
+    if not cases:
+        raise training.WrongInput(f"there is nothing to ask about {', '.join(tasks)} in {', '.join(args.only)}: leave --only out")
     folder = args.output / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     train_missing({run.name: run for case in cases for run in case.runs}.values(), folder, args.processes)
     results = {run.name: load(run, folder) for case in cases for run in case.runs}
+    stale = sum(result.get("code") != study_run.fingerprint() for result in results.values())
+    if stale:
+        print(
+            f"{stale} of {len(results)} results were made by another version of the code: remove {folder} to make them anew",
+            file=sys.stderr,
+        )
     page = study_page.write(args.output, cases, results, args.bench)
     print(page.read_text())
     print(f"written to {page}, pictures beside it")

@@ -1,11 +1,13 @@
-"""The questions that the method's reviewers asked, and how each is answered: two lines that follow from the runs' numbers.
+"""The questions that the method's reviewers asked, and how each is answered: a verdict and its numbers, which follow from the runs.
 
-An answer is a function of the Study; it gives None where its experiment was not run. Sentences are chosen by the numbers in them.
+An answer is a function of the Study; it gives None where its experiment was not run. Words are chosen by the numbers beside them. Changes
+are signed so that + is better, of accuracy and of bits alike. A case of which any run came apart has no mean, and loses every comparison.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import scaling_model
@@ -14,40 +16,60 @@ from study_questions import BETAS, RATE
 if TYPE_CHECKING:
     from study_page import Scores, Study
 
-# Differences below this are no difference: of accuracy in percentage points, and of bits per character.
-NOTHING = {"%": 0.3, "bits": 0.02}
+# Differences below this are called noise: of accuracy in percentage points, and of bits per character.
+NOISE = {"%": 0.3, "bits": 0.02}
+
+Pair = tuple["Scores", float]  # scores, and by how much they are better than what they are compared with; infinite if one came apart
 
 
-def amount(scores: Scores, worse: float) -> str:
-    """A loss, in words."""
+def change(scores: Scores, better: float) -> str:
+    """A signed difference; + is better."""
+    if math.isinf(better):
+        return "the other came apart" if better > 0 else "came apart"
+    return f"{better:+.{scores.task.digits}f}"
+
+
+def in_words(scores: Scores, better: float) -> str:
     unit = "points" if scores.task.unit == "%" else scores.task.unit
-    if abs(worse) < NOTHING.get(scores.task.unit, 0):
-        return f"no more than noise ({-worse if scores.task.higher_is_better else worse:+.{scores.task.digits}f} {unit})"
-    return f"{abs(worse):.{scores.task.digits}f} {unit} {'worse' if worse > 0 else 'better'}"
+    if math.isinf(better):
+        return change(scores, better)
+    if abs(better) < NOISE.get(scores.task.unit, 0):
+        return f"no more than noise ({change(scores, better)} {unit})"
+    return f"{abs(better):.{scores.task.digits}f} {unit} {'better' if better > 0 else 'worse'}"
 
 
-def compare(study: Study, one: str, other: str) -> list[tuple[Scores, float | None]]:
-    """For every task: the scores of a method of experiment 1, and by how much they are worse than those of another."""
+def compare(study: Study, one: str, other: str) -> list[Pair]:
+    """Experiment 1, for every task: a method's scores, and by how much they are better than another's."""
     found = []
     for task in study.tasks:
         mine, theirs = study.get("accuracy", f"{task}: {one}"), study.get("accuracy", f"{task}: {other}")
-        if mine is not None and theirs is not None:
-            found.append((mine, mine.loss_from(theirs)))
+        if mine is not None and theirs is not None and (better := mine.better_than(theirs)) is not None:
+            found.append((mine, better))
     return found
 
 
-def listed(found: list[tuple[Scores, float | None]]) -> str:
-    return "; ".join(f"{scores.task.title}: {'came apart' if worse is None else amount(scores, worse)}" for scores, worse in found)
+def count(pairs: Iterable[Pair]) -> tuple[int, int, int]:
+    """How many are better, worse, and no more than noise apart."""
+    pairs = list(pairs)
+    better = sum(value > NOISE.get(scores.task.unit, 0) for scores, value in pairs)
+    worse = sum(value < -NOISE.get(scores.task.unit, 0) for scores, value in pairs)
+    return better, worse, len(pairs) - better - worse
+
+
+def listed(pairs: Iterable[Pair]) -> str:
+    return "; ".join(f"{scores.task.title}: {in_words(scores, better)}" for scores, better in pairs)
+
+
+def per_cent(value: float | None) -> str:
+    return "?" if value is None else f"{100 * value:.0f} %"
 
 
 def keeps_accuracy(study: Study) -> str | None:
-    found = compare(study, f"ScaleCom {RATE}x", "dense")
-    if not found:
+    pairs = compare(study, f"ScaleCom {RATE}x", "dense")
+    if not pairs:
         return None
-    sends = ", ".join(f"{scores.task.title} {scores.run.steps / RATE:.1f}" for scores, _ in found)
-    return (
-        f"At {RATE}x, against dense: {listed(found)}. A coordinate is sent steps / rate times on average ({sends}): longer runs lose less."
-    )
+    sends = ", ".join(f"{scores.run.steps / RATE:.1f}" for scores, _ in pairs)
+    return f"At {RATE}x, against dense: {listed(pairs)}. These runs are short, {sends} sends per coordinate; what counts is steps / rate."
 
 
 def what_the_task_can_tell(study: Study) -> str | None:
@@ -60,40 +82,26 @@ def better_than_random(study: Study) -> str | None:
     pairs = [pair for rate in study.rates for pair in compare(study, f"ScaleCom {rate}x", f"RandomK {rate}x")]
     if not pairs:
         return None
-    alive = [(scores, worse) for scores, worse in pairs if worse is not None]
-    wins = sum(worse < -NOTHING.get(scores.task.unit, 0) for scores, worse in alive)
-    losses = sum(worse > NOTHING.get(scores.task.unit, 0) for scores, worse in alive)
-    verdict = "Yes" if wins > 2 * losses else "No" if losses > wins else "Not always"
+    better, worse, equal = count(pairs)
+    verdict = "Yes" if better > worse + equal else "No" if worse >= better else "Sometimes"
     at = compare(study, f"ScaleCom {RATE}x", f"RandomK {RATE}x")
-    return f"{verdict}: in {wins} of {len(pairs)} comparisons (tasks times rates) better, in {losses} worse. At {RATE}x, {listed(at)}."
-
-
-def small_batches(study: Study) -> str | None:
-    lines = []
-    for setting in ("batch of 2", "batch of 16"):
-        dense, mine, random, local = (study.get("similarity", f"{setting}: {m}") for m in ("dense", "ScaleCom", "RandomK", "LocalTopK"))
-        if dense is None or mine is None or mine.mean is None or dense.mean is None:
-            return None
-        distance = mine.typical("distance_to_top_k")
-        lines.append(
-            f"{setting} per worker: dense {dense.text()}, ScaleCom {mine.text()}, local top-k {local.text()}, random-k {random.text()}; "
-            f"{100 * distance:.0f} % of the leader's choice is outside of the true top-k"
-        )
-    return ". ".join(lines) + "."
-
-
-def unlike_shards(study: Study) -> str | None:
-    usual, unlike = study.get("similarity", "batch of 16: ScaleCom"), study.get("similarity", "unlike shards: ScaleCom")
-    dense, local, random = (study.get("similarity", f"unlike shards: {m}") for m in ("dense", "LocalTopK", "RandomK"))
-    if unlike is None or dense is None:
-        return None
-    distances = [f"{100 * s.typical('distance_to_top_k'):.0f} %" for s in (usual, unlike)]
-    worse = unlike.loss_from(dense)
-    verdict = "it came apart" if worse is None else f"it is {amount(unlike, worse)} than dense"
     return (
-        f"Every worker with labels of its own: dense {dense.text()}, ScaleCom {unlike.text()}, local top-k {local.text()}, random-k "
-        f"{random.text()}: {verdict}. The leader's choice misses {distances[1]} of the true top-k, with alike shards {distances[0]}."
+        f"{verdict}: of {len(pairs)} tasks and rates {better} better, {worse} worse, {equal} equal within noise. At {RATE}x, {listed(at)}."
     )
+
+
+def true_top_k(study: Study) -> str | None:
+    pairs = compare(study, f"ScaleCom {RATE}x", f"GlobalTopK {RATE}x")
+    if not pairs:
+        return None
+    seen = [
+        f"{label.partition(':')[0]}, {per_cent(scores.typical('distance_to_top_k'))} (energy left behind: "
+        f"{per_cent(scores.typical('contraction'))}, by the true top-k {per_cent(scores.typical('contraction_top_k'))})"
+        for label, scores in study.of("similarity")
+        if label.endswith("beta 1")
+    ]
+    missed = f" Of the leader's choice, outside of the true top-k: {'; '.join(seen)}." if seen else ""
+    return f"ScaleCom against the oracle at {RATE}x: {listed(pairs)}.{missed}"
 
 
 def taper(study: Study) -> str | None:
@@ -102,19 +110,116 @@ def taper(study: Study) -> str | None:
         dense, shown = study.get("accuracy", f"{task}: dense"), []
         for rate in study.rates:
             scores = study.get("accuracy", f"{task}: ScaleCom {rate}x")
-            if scores is not None:
-                worse = scores.loss_from(dense)
-                change = "came apart" if worse is None else signed_loss(scores, worse)
-                shown.append(f"{rate}x {change} for {dense.bytes / scores.bytes:.0f} times fewer bytes")
+            if scores is not None and (better := scores.better_than(dense)) is not None:
+                shown.append(f"{rate}x {change(scores, better)} for {dense.bytes / scores.bytes:.0f} times fewer bytes")
         if shown:
             lines.append(f"{dense.task.title}: {', '.join(shown)}")
     return (
-        f"Change against dense, by rate. {'; '.join(lines)}. In models this small, what is sent whole limits the bytes." if lines else None
+        f"Against dense (+ is better), by rate. {'; '.join(lines)}. In models this small, what is sent whole limits the bytes."
+        if lines
+        else None
     )
 
 
-def signed_loss(scores: Scores, worse: float) -> str:
-    return f"{-worse if scores.task.higher_is_better else worse:+.{scores.task.digits}f}"
+def small_batches(study: Study) -> str | None:
+    lines = []
+    for setting in ("batch of 16", "batch of 2"):
+        cases = {m: study.get("similarity", f"{setting}: {m}") for m in ("dense", "ScaleCom", "RandomK", "LocalTopK")}
+        if None in cases.values():
+            continue
+        mine = cases["ScaleCom"]
+        lines.append(
+            f"{setting} per worker: dense {cases['dense'].text()}, ScaleCom {mine.text()}, local top-k {cases['LocalTopK'].text()}, "
+            f"random-k {cases['RandomK'].text()}; of the leader's choice "
+            f"{per_cent(mine.typical('distance_to_top_k'))} is outside of the true top-k"
+        )
+    return f"{'. '.join(lines)}." if lines else None
+
+
+def unlike_shards(study: Study) -> str | None:
+    usual, unlike = study.get("similarity", "batch of 16: ScaleCom"), study.get("similarity", "unlike shards: ScaleCom")
+    dense, local, random = (study.get("similarity", f"unlike shards: {m}") for m in ("dense", "LocalTopK", "RandomK"))
+    if unlike is None or dense is None or (better := unlike.better_than(dense)) is None:
+        return None
+    return (
+        f"Every worker with labels of its own, against dense: {in_words(unlike, better)} (dense {dense.text()}, ScaleCom {unlike.text()}, "
+        f"local top-k {local.text()}, random-k {random.text()}). The leader's choice misses "
+        f"{per_cent(unlike.typical('distance_to_top_k'))} of the true top-k, with alike shards "
+        f"{per_cent(usual.typical('distance_to_top_k'))}."
+    )
+
+
+def similar(study: Study) -> str | None:
+    found = [
+        f"{label.replace(': ', ', ')} {value:.2f}"
+        for label, scores in study.of("similarity")
+        if ": beta" in label and (value := scores.typical("residue_distance")) is not None
+    ]
+    return (
+        f"Mean cosine distance of residues, second half: {'; '.join(found)}. 0 is the same direction, 1 none in common." if found else None
+    )
+
+
+def rescues(study: Study) -> str | None:
+    lines = []
+    for setting in ("large learning rate, group norm", "batch of 256, group norm", "large learning rate, batch norm", "standard"):
+        one, tenth, dense = (study.get("large", f"{setting}: {what}") for what in ("beta 1", "beta 0.1", "dense"))
+        if one is not None and tenth is not None and (better := tenth.better_than(one)) is not None:
+            lines.append(f"{setting}: {in_words(tenth, better)} (dense {dense.text()}, beta 1 {one.text()}, beta 0.1 {tenth.text()})")
+    return f"Beta 0.1 against beta 1. {'. '.join(lines)}." if lines else None
+
+
+def beta_sensitivity(study: Study) -> str | None:
+    lines = []
+    for setting in dict.fromkeys(label.rpartition(": ")[0] for label, _ in study.of("large")):
+        found = {beta: scores for beta in BETAS if (scores := study.get("large", f"{setting}: beta {beta:g}")) is not None}
+        alive = {beta: scores for beta, scores in found.items() if scores.mean is not None}
+        if not alive:
+            continue
+        first = next(iter(alive.values()))
+        best = (max if first.task.higher_is_better else min)(alive.values(), key=lambda scores: scores.mean)
+        near = [beta for beta, scores in alive.items() if -scores.better_than(best) <= NOISE.get(scores.task.unit, 0)]
+        lines.append(f"{setting}: {', '.join(f'{beta:g}' for beta in near)}")
+    return f"The best beta, and those within noise of it. {'; '.join(lines)}." if lines else None
+
+
+def just_momentum(study: Study) -> str | None:
+    lines, same = [], []
+    for setting in ("large learning rate, group norm", "batch of 256, group norm"):
+        filtered, own, one, dense = (
+            study.get("large", f"{setting}: {what}")
+            for what in ("beta 1, gradients filtered", "beta 0.1", "beta 1", "dense, gradients filtered")
+        )
+        if filtered is None or own is None or (better := filtered.better_than(own)) is None:
+            continue
+        same.append(better >= -NOISE["%"])
+        lines.append(
+            f"{setting}: residues filtered {own.text()}, gradients filtered {filtered.text()}, neither {one.text()} (dense, gradients "
+            f"filtered: {dense.text()})"
+        )
+    if not lines:
+        return None
+    verdict = "It does what a momentum on gradients would do here" if all(same) else "No" if not any(same) else "In part"
+    return f"{verdict}. The same filter, 0.1, on residues or on every gradient before ScaleCom with beta 1. {'. '.join(lines)}."
+
+
+def bounded(study: Study) -> str | None:
+    from study_page import bound_of
+
+    lines, steps = [], 0
+    for label, scores in study.of("bounded"):
+        recorded = [(m, g) for _, m, g in scores.results[0]["norms"] if math.isfinite(m)]
+        half = len(recorded) // 2
+        if not half:
+            continue
+        before, after = (max(m for m, _ in part) for part in (recorded[:half], recorded[half:]))
+        used = max(m for m, _ in recorded) / (bound_of(scores) * max(g for _, g in recorded))
+        trend = "no longer growing" if after <= 1.05 * before else "still growing"
+        lines.append(
+            f"{label}: {trend} (largest {before:.3g} in the first half, {after:.3g} in the second), {100 * used:.1f} % of the bound"
+        )
+        steps = scores.run.steps
+    return f"Over {steps} steps at a constant learning rate, {'; '.join(lines)}." if lines else None
 
 
 def synchronisation(study: Study) -> str:
@@ -123,95 +228,24 @@ def synchronisation(study: Study) -> str:
     c = study.speeds.constants
     if c is None:
         return f"{answer} Times need what `make bench` measures: run it, and this study again."
-    own, lines = scaling_model.own_cores(c), []
-    for n in (8, 64, 512):
-        s = scaling_model.Setting(n, 10, 150)
-        cost = scaling_model.predict("ScaleCom staggered", s, own) - scaling_model.predict("ScaleCom look-ahead", s, own)
-        lines.append(f"{cost:.1f} ms on {n}")
-    return f"{answer} By the model fitted to `make bench`, at 10 Gbit/s it costs {', '.join(lines)} workers."
-
-
-def beta_sensitivity(study: Study) -> str | None:
-    lines = []
-    settings = list(dict.fromkeys(label.rpartition(": ")[0] for label, _ in study.of("large")))
-    for setting in settings:
-        found = {beta: study.get("large", f"{setting}: beta {beta:g}") for beta in BETAS}
-        found = {beta: s for beta, s in found.items() if s is not None}
-        alive = {beta: s for beta, s in found.items() if s.mean is not None and not s.diverged}
-        if not alive:
-            continue
-        best = min(alive, key=lambda beta: -alive[beta].mean if alive[beta].task.higher_is_better else alive[beta].mean)
-        others = ", ".join(f"{beta:g}: {s.text()}" for beta, s in found.items())
-        lines.append(f"{setting}: best {best:g} ({others})")
-    return f"{'. '.join(lines)}." if lines else None
-
-
-def rescues(study: Study) -> str | None:
-    lines = []
-    for setting in ("large learning rate, group norm", "batch of 256, group norm", "large learning rate, batch norm", "standard"):
-        dense, one, tenth = (study.get("large", f"{setting}: {what}") for what in ("dense", "beta 1", "beta 0.1"))
-        if dense is not None and one is not None and tenth is not None:
-            lines.append(f"{setting}: dense {dense.text()}, beta 1 {one.text()}, beta 0.1 {tenth.text()}")
-    return f"{'. '.join(lines)}." if lines else None
-
-
-def just_momentum(study: Study) -> str | None:
-    lines = []
-    for setting in ("large learning rate, group norm", "batch of 256, group norm"):
-        dense = study.get("large", f"{setting}: dense")
-        filtered = [(beta, s) for beta in (0.3, 0.1) if (s := study.get("large", f"{setting}: dense, filtered by {beta:g}"))]
-        if dense is not None and filtered:
-            shown = ", ".join(f"by {beta:g} {s.text()}" for beta, s in filtered)
-            lines.append(f"{setting}: dense {dense.text()}, dense with every gradient through the same filter {shown}")
-    if not lines:
-        return None
-    return (
-        f"No: at rate 1 nothing stays in a residue, so the filter does nothing there. Applied to dense gradients, where it is a momentum: "
-        f"{'. '.join(lines)}."
-    )
-
-
-def bounded(study: Study) -> str | None:
-    from study_page import bound_of
-
-    lines = []
-    for label, scores in study.of("bounded"):
-        recorded = scores.results[0]["norms"]
-        half = len(recorded) // 2
-        largest = max(g for *_, g in recorded)
-        before, after = (max(m for _, m, _ in part) for part in (recorded[:half], recorded[half:]))
-        used = max(m for _, m, _ in recorded) / (bound_of(scores) * largest)
-        trend = (
-            "no longer growing" if after <= 1.05 * before else f"still growing ({before:.3g} in the first half, {after:.3g} in the second)"
-        )
-        lines.append(f"{label}: {trend}, at most {100 * used:.1f} % of the bound")
-    steps = study.of("bounded")[0][1].run.steps if lines else 0
-    return f"Over {steps} steps at a constant learning rate, {'; '.join(lines)}." if lines else None
-
-
-def from_local_top_k(study: Study) -> str | None:
-    pairs = compare(study, f"ScaleCom {RATE}x", f"LocalTopK {RATE}x")
-    if not pairs:
-        return None
-    grown = []
-    for n in counts(study):
-        local, mine = (study.get("workers", f"{n}: {method}") for method in ("LocalTopK", "ScaleCom"))
-        if local is not None and mine is not None:
-            grown.append(f"{local.bytes / mine.bytes:.1f} times on {n} workers")
-    more = f" Local top-k sends more: {', '.join(grown)}." if grown else ""
-    return f"ScaleCom against local top-k at {RATE}x: {listed(pairs)}.{more} No setting has to change: beta 1 is the same error feedback."
+    settings = {n: scaling_model.Setting(n, 10, 150) for n in (8, 64, 512)}
+    method, own = "ScaleCom staggered", scaling_model.own_cores(c)
+    costs = [f"{scaling_model.broadcast_of_offsets(method, s, own):.1f} ms on {n}" for n, s in settings.items()]
+    return f"{answer} By the model fitted to `make bench` (24.8 M parameters), at 10 Gbit/s: {', '.join(costs)} workers."
 
 
 def on_a_ring(study: Study) -> str | None:
     if not counts(study):
         return None
-    rows = []
+    rows, growth = [], {}
     for method in ("dense", "ScaleCom", "LocalTopK", "RandomK"):
-        sent = [study.get("workers", f"{n}: {method}") for n in counts(study)]
-        rows.append(f"{method} {' / '.join(f'{scores.bytes / 1000:.0f}' for scores in sent if scores is not None)}")
+        sent = [scores.bytes / 1000 for n in counts(study) if (scores := study.get("workers", f"{n}: {method}")) is not None]
+        rows.append(f"{method} {' / '.join(f'{kilobytes:.0f}' for kilobytes in sent)}")
+        growth[method] = sent[-1] / sent[0]
     return (
-        "One all-reduce of the values at shared places, whose bytes do not grow with n: kB per worker and step on "
-        f"{' / '.join(map(str, counts(study)))} workers: {'; '.join(rows)}. Random-k needs no offsets, at the price in accuracy above."
+        f"An all-reduce of values at shared places: from {counts(study)[0]} to {counts(study)[-1]} workers its bytes grow "
+        f"{growth['ScaleCom']:.1f} times (as any all-reduce's do, by 2(n-1)/n), those of an all-gather {growth['LocalTopK']:.1f} times. kB "
+        f"per worker and step on {' / '.join(map(str, counts(study)))}: {'; '.join(rows)}."
     )
 
 
@@ -220,18 +254,17 @@ def counts(study: Study) -> list[int]:
     return sorted({int(label.partition(": ")[0]) for label, _ in study.of("workers")})
 
 
-def true_top_k(study: Study) -> str | None:
-    pairs = compare(study, f"ScaleCom {RATE}x", f"GlobalTopK {RATE}x")
+def from_local_top_k(study: Study) -> str | None:
+    pairs = compare(study, f"ScaleCom {RATE}x", f"LocalTopK {RATE}x")
     if not pairs:
         return None
-    distances = [
-        f"{label.partition(':')[0]} {100 * s.typical('distance_to_top_k'):.0f} %, with {100 * s.typical('contraction_top_k'):.0f} % of the "
-        f"average's energy left by the true top-k and {100 * s.typical('contraction'):.0f} % by the leader's"
-        for label, s in study.of("similarity")
-        if label.endswith("beta 1") and s.typical("distance_to_top_k") is not None
-    ]
-    seen = f" Of the leader's choice, outside of the true top-k: {'; '.join(distances)}." if distances else ""
-    return f"ScaleCom against the oracle at {RATE}x: {listed(pairs)}.{seen}"
+    ratios = []
+    for n in counts(study):
+        local, mine = (study.get("workers", f"{n}: {method}") for method in ("LocalTopK", "ScaleCom"))
+        if local is not None and mine is not None:
+            ratios.append(f"{local.bytes / mine.bytes:.1f} on {n} workers")
+    more = f" Bytes of local top-k for one of ScaleCom: {', '.join(ratios)}." if ratios else ""
+    return f"ScaleCom against local top-k at {RATE}x: {listed(pairs)}.{more} No setting has to change: beta 1 is the same error feedback."
 
 
 def best_by_time(study: Study) -> str | None:
@@ -244,12 +277,12 @@ def best_by_time(study: Study) -> str | None:
             continue
         parts = []
         for gbit in (1, 10):
-            times = {method: seconds_to(study, method, scores, steps, spent, gbit) for method, scores, steps, spent in found}
+            times = {method: seconds_to(study, scores, steps, spent, gbit) for method, scores, steps, spent in found}
             best = min(times, key=times.get)
             own = f", ScaleCom {times['dense'] / times['ScaleCom']:.1f}" if best != "ScaleCom" else ""
             parts.append(f"at {gbit} Gbit/s {named(best)} ({times['dense'] / times[best]:.1f} times as fast as dense{own})")
         lines.append(f"{found[0][1].task.title}: {', '.join(parts)}")
-    return f"{'; '.join(lines)}." if lines else None
+    return f"{'; '.join(lines)}. Time is compute and bytes on the wire; what choosing costs the processor is left out." if lines else None
 
 
 def defaults(study: Study) -> str | None:
@@ -269,22 +302,13 @@ def defaults(study: Study) -> str | None:
         shown = []
         for what in tried:
             scores = study.get("choices", f"{task}: {what}")
-            if scores is not None and (worse := scores.loss_from(usual)) is not None:
-                shown.append(f"{what} {signed_loss(scores, worse)}")
+            if scores is not None and (better := scores.better_than(usual)) is not None:
+                shown.append(f"{what} {change(scores, better)}")
         if shown:
             lines.append(f"{usual.task.title} ({usual.text()} {usual.task.unit}): {', '.join(shown)}")
-    return f"One choice at a time, against what is recommended. {'. '.join(lines)}." if lines else None
-
-
-def similar(study: Study) -> str | None:
-    found = [
-        f"{label.replace(': ', ', ')} {s.typical('residue_distance'):.2f}"
-        for label, s in study.of("similarity")
-        if s.typical("residue_distance") is not None and ": beta" in label
-    ]
     return (
-        f"Mean cosine distance of residues over the second half: {'; '.join(found)}. 0 is the same direction, 1 is none in common."
-        if found
+        f"One choice at a time, against the output layer and a tenth of the steps whole; + is better. {'. '.join(lines)}."
+        if lines
         else None
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib
 import scaling_model
 import study_tasks
-from study_answers import QUESTIONS
+from study_answers import QUESTIONS, change
 from study_questions import BETAS, MANY, METHODS, RATE, Case
 
 matplotlib.use("Agg")
@@ -32,30 +32,31 @@ def named(method: str) -> str:
 
 
 class Scores:
-    """One case: the runs of all seeds. `mean` is None where no run gave a number."""
+    """One case: the runs of all seeds. `mean` is None where any of them came apart: what is left would be a flattering choice."""
 
     def __init__(self, case: Case, results: Sequence[dict[str, Any]]) -> None:
         self.case, self.results, self.run = case, results, case.runs[0]
         self.task = study_tasks.find(self.run.task)
-        scores = [result["score"] for result in results if result["score"] is not None]
-        self.mean = statistics.mean(scores) if scores else None
-        self.deviation = statistics.stdev(scores) if len(scores) > 1 else None
-        self.diverged = sum(result["diverged"] for result in results)
+        self.diverged = sum(result["diverged"] or result["score"] is None for result in results)
+        scores = [result["score"] for result in results]
+        self.mean = None if self.diverged else statistics.mean(scores)
+        self.deviation = statistics.stdev(scores) if len(scores) > 1 and not self.diverged else None
         self.bytes = results[0]["bytes_per_step"]
         self.rate = results[0]["rate"]
 
-    def loss_from(self, other: Scores) -> float | None:
-        """By how much worse than `other` this is, in the metric's units; positive is worse."""
-        if self.mean is None or other.mean is None:
+    def better_than(self, other: Scores) -> float | None:
+        """By how much, in the metric's units; negative is worse. Infinite where one of both came apart, None where both did."""
+        if self.mean is None and other.mean is None:
             return None
-        return (other.mean - self.mean) * (1 if self.task.higher_is_better else -1)
+        if self.mean is None or other.mean is None:
+            return -math.inf if self.mean is None else math.inf
+        return (self.mean - other.mean) * (1 if self.task.higher_is_better else -1)
 
     def text(self) -> str:
         if self.mean is None:
-            return "diverged"
+            return f"came apart ({self.diverged} of {len(self.results)})"
         spread = f" ± {self.deviation:.{self.task.digits}f}" if self.deviation is not None else ""
-        lost = f" ({self.diverged} of {len(self.results)} came apart)" if self.diverged else ""
-        return f"{self.mean:.{self.task.digits}f}{spread}{lost}"
+        return f"{self.mean:.{self.task.digits}f}{spread}"
 
     def looks(self, name: str) -> list[tuple[int, float]]:
         """[(step, mean over seeds)] of a diagnostic."""
@@ -108,27 +109,23 @@ class Study:
 
 
 class Speeds:
-    """Step times of the model of `make bench` for traffic as a task's: its compute, the processor's time, and the bytes on the wire.
+    """Step times of the model of `make bench`, with its compute and traffic in proportion to a task's.
 
-    Where `make bench` was run, the share of the nominal speed and the processor's times are those fitted to it (scaling_model.py).
-    Nothing is hidden behind backward here, for any method alike.
+    constants: those fitted to `make bench` (scaling_model.py), None where it was not run; the share of the nominal speed that is reached is
+    then taken to be 0.95. Nothing is hidden behind backward, and no method's processor time is counted, for all alike.
     """
 
     def __init__(self, bench: Path) -> None:
         self.constants: scaling_model.Constants | None = None
-        self._reached, self._step = 0.95, dict.fromkeys(scaling_model.METHODS, 0.0)
         if bench.exists():
             found = json.loads(bench.read_text())
             results = [r for r in found["results"] if r["case"] == "transformer" and r["method"] in scaling_model.METHODS]
             self.constants = scaling_model.fit(results, found["machine"]["cores"])
-            self._reached = self.constants.reached
-            self._step |= self.constants.step
 
-    def step_seconds(self, method: str, share_of_model: float, gbit: float) -> float:
+    def step_seconds(self, share_of_model: float, gbit: float) -> float:
         """A step in which a worker sends `share_of_model` times the model's bytes."""
-        like = {"LocalTopK": "local top-k", "GTopK": "local top-k", "ScaleCom": "ScaleCom staggered", "RandomK": "ScaleCom staggered"}
-        processor = self._step.get(like.get(method, "dense"), 0.0)
-        return (COMPUTE_MS + processor) / 1000 + share_of_model * 4 * NUMEL * 8 / (gbit * 1e9 * self._reached)
+        reached = self.constants.reached if self.constants else 0.95
+        return COMPUTE_MS / 1000 + share_of_model * 4 * NUMEL * 8 / (gbit * 1e9 * reached)
 
 
 def write(folder: Path, cases: Sequence[Case], results: dict[str, dict[str, Any] | None], bench: Path) -> Path:
@@ -177,12 +174,8 @@ def accuracy_table(study: Study) -> list[str]:
         for label, scores in study.of("accuracy"):
             if label.startswith(f"{task}: "):
                 dense = study.get("accuracy", f"{task}: dense")
-                worse = scores.loss_from(dense)
-                difference = (
-                    ""
-                    if scores is dense or worse is None
-                    else signed(-worse if scores.task.higher_is_better else worse, scores.task.digits)
-                )
+                better = None if scores is dense else scores.better_than(dense)
+                difference = "" if better is None else change(scores, better)
                 method, _, rest = label.removeprefix(f"{task}: ").partition(" ")
                 shown = (
                     f"{named(method)} {rest}".strip()
@@ -192,11 +185,7 @@ def accuracy_table(study: Study) -> list[str]:
                     else f"{method} {rest}".strip()
                 )
                 rows.append([scores.task.title, scores.run.steps, shown, scores.text(), difference, f"{scores.bytes / 1000:.1f}"])
-    return markdown(["task", "steps", "method", "acc9 / bits", "against dense", "kB per worker and step"], rows)
-
-
-def signed(value: float, digits: int) -> str:
-    return f"{value:+.{digits}f}"
+    return markdown(["task", "steps", "method", "acc9 / bits", "against dense (+ is better)", "kB per worker and step"], rows)
 
 
 def large_table(study: Study) -> list[str]:
@@ -255,9 +244,9 @@ def choices_table(study: Study) -> list[str]:
     for label, scores in study.of("choices"):
         task, _, what = label.partition(": ")
         usual = study.get("choices", f"{task}: as recommended")
-        worse = scores.loss_from(usual)
-        change = "" if scores is usual or worse is None else signed(-worse, scores.task.digits)
-        rows.append([scores.task.title, what, scores.text(), change, f"{scores.bytes / 1000:.1f}"])
+        better = None if scores is usual else scores.better_than(usual)
+        difference = "" if better is None else change(scores, better)
+        rows.append([scores.task.title, what, scores.text(), difference, f"{scores.bytes / 1000:.1f}"])
     return markdown(["task", "choice", "acc9 / bits", "better (+) or worse (-) than recommended", "kB per worker and step"], rows)
 
 
@@ -289,9 +278,9 @@ def reached(study: Study, task: str) -> list[tuple[str, Scores, float, float]]:
     return found
 
 
-def seconds_to(study: Study, method: str, scores: Scores, steps: float, spent: float, gbit: float) -> float:
+def seconds_to(study: Study, scores: Scores, steps: float, spent: float, gbit: float) -> float:
     """`steps` steps of the model of make bench, with traffic in proportion."""
-    return steps * study.speeds.step_seconds(method, spent / steps / (4 * scores.results[0]["parameters"]), gbit)
+    return steps * study.speeds.step_seconds(spent / steps / (4 * scores.results[0]["parameters"]), gbit)
 
 
 def bytes_table(study: Study) -> list[str]:
@@ -301,7 +290,7 @@ def bytes_table(study: Study) -> list[str]:
             if math.isnan(steps):
                 rows.append([scores.task.title, f"{target_of(study, task):.3f}", named(method), "not reached", "", "", ""])
                 continue
-            times = [f"{seconds_to(study, method, scores, steps, spent, gbit):.0f}" for gbit in (1, 10)]
+            times = [f"{seconds_to(study, scores, steps, spent, gbit):.0f}" for gbit in (1, 10)]
             rows.append([scores.task.title, f"{target_of(study, task):.3f}", named(method), f"{steps:.0f}", f"{spent / 1e6:.1f}", *times])
     return markdown(["task", "training loss", "method", "steps", "MB per worker", "s at 1 Gbit/s", "s at 10 Gbit/s"], rows)
 
@@ -310,29 +299,23 @@ def bounded_table(study: Study) -> list[str]:
     rows = []
     for label, scores in study.of("bounded"):
         norms = scores.results[0]["norms"]
-        ratio = [m / g for _, m, g in norms if g > 0]
-        largest = max(g for *_, g in norms)
-        rows.append(
-            [
-                label,
-                norms[-1][0],
-                f"{max(m for _, m, _ in norms):.3g}",
-                f"{norms[-1][1]:.3g}",
-                f"{max(ratio):.1f}",
-                f"{bound_of(scores) * largest:.3g}",
-            ]
-        )
-    return markdown(["setting", "steps", "largest residue", "last", "largest |m| / |g|", "bound"], rows)
+        residues, gradients = [m for _, m, _ in norms], [g for *_, g in norms]
+        numbers = (max(residues), residues[-1], max(gradients), bound_of(scores) * max(gradients))
+        rows.append([label, norms[-1][0], *(f"{number:.3g}" for number in numbers)])
+    return markdown(
+        ["setting", "steps", "largest residue of a worker", "last", "largest gradient of a worker", "bound to be expected"], rows
+    )
 
 
 def bound_of(scores: Scores) -> float:
-    """What a residue's norm cannot exceed, in norms of the largest gradient.
+    """Which norm of a residue is to be expected at most, in norms of the largest gradient.
 
     If every step sends at least a share d of the accumulator's energy, |acc - sent|^2 <= (1 - d) |m + g|^2, then with the filter
         |m'| <= (1 - beta) |m| + beta sqrt(1 - d) (|m| + |g|),
     so |m| cannot grow where |m| (1 - sqrt(1 - d)) >= sqrt(1 - d) |g|. Hence |m| <= sqrt(1 - d) / (1 - sqrt(1 - d)) max |g|, whatever beta,
     which is about 2/d for small d (the bound of error feedback: Stich et al., 2018, Karimireddy et al., 2019). A leader sends the largest
-    of each lane of its own, so its d is at least 1/rate; a coordinate drawn at random carries 1/rate of the others' energy on average.
+    of each lane of its own, so its d is at least 1/rate in each tensor. For the others that holds if the leader's places carry at least the
+    energy that places drawn at random would, which is 1/rate on average: an expectation, not a guarantee.
     """
     share = math.sqrt(1 - 1 / dict(scores.run.options)["rate"])
     return share / (1 - share)
@@ -405,7 +388,7 @@ def draw_large(study: Study, path: Path) -> Path | None:
                 capsize=2,
                 label="ScaleCom",
             )
-            lines = {"dense": "-", "dense, filtered by 0.3": "--", "dense, filtered by 0.1": ":", "RandomK": "-."}
+            lines = {"dense": "-", "dense, gradients filtered": "--", "beta 1, gradients filtered": ":", "RandomK": "-."}
             for what, style in lines.items():
                 scores = study.get("large", f"{setting}: {what}")
                 if scores is not None and scores.mean is not None:
@@ -428,7 +411,7 @@ def draw_workers(study: Study, path: Path) -> Path | None:
     counts = sorted({int(label.partition(": ")[0]) for label, _ in found})
 
     def line(axis, method, value):
-        points = [(n, value(study.get("workers", f"{n}: {method}"))) for n in counts]
+        points = [(n, value(scores)) for n in counts if (scores := study.get("workers", f"{n}: {method}")) is not None]
         points = [(n, y) for n, y in points if y is not None]
         axis.plot([n for n, _ in points], [y for _, y in points], "o-", color=COLOURS[method], label=named(method))
 
@@ -438,9 +421,9 @@ def draw_workers(study: Study, path: Path) -> Path | None:
             line(axes[1], method, lambda scores: scores.bytes / 1000)
         for method in ("ScaleCom", "LocalTopK"):
             line(axes[2], method, lambda scores: scores.typical("residue_distance"))
-        line(axes[3], "LocalTopK", lambda scores: 100 * scores.typical("union_density"))
-        line(axes[3], "ScaleCom", lambda scores: 100 * scores.typical("sent_density"))
-        titles = ("acc9, %", "kB per worker and step", "mean cosine distance of residues", "average's density, %: build-up")
+        line(axes[3], "LocalTopK", lambda scores: scores.typical("union_density"))
+        line(axes[3], "ScaleCom", lambda scores: scores.typical("sent_density"))
+        titles = ("acc9, %", "kB per worker and step", "mean cosine distance of residues", "density of the average: build-up")
         for axis, title in zip(axes, titles, strict=True):
             axis.set(title=title, xlabel="workers", xscale="log")
             axis.set_xticks(counts, [str(n) for n in counts])
@@ -484,8 +467,8 @@ def draw_choices(study: Study, path: Path) -> Path | None:
             bars = [
                 (label.partition(": ")[2], s) for label, s in study.of("choices") if label.startswith(f"{task}: ") and s.mean is not None
             ]
-            bars = [(label, scores) for label, scores in bars if scores is not usual][::-1]
-            axis.barh([label for label, _ in bars], [-scores.loss_from(usual) for _, scores in bars], color="C0")
+            bars = [(label, scores) for label, scores in bars if scores is not usual and usual.mean is not None][::-1]
+            axis.barh([label for label, _ in bars], [scores.better_than(usual) for _, scores in bars], color="C0")
             for place, (_, scores) in enumerate(bars):
                 sign = 1 if scores.task.higher_is_better else -1
                 each = [sign * (result["score"] - usual.mean) for result in scores.results if result["score"] is not None]
@@ -515,7 +498,7 @@ def draw_bytes(study: Study, path: Path) -> Path | None:
         width = 0.38
         names = [named(method) for method, *_ in found]
         for place, gbit in enumerate((1, 10)):
-            heights = [0 if math.isnan(steps) else seconds_to(study, m, s, steps, spent, gbit) for m, s, steps, spent in found]
+            heights = [0 if math.isnan(steps) else seconds_to(study, s, steps, spent, gbit) for _, s, steps, spent in found]
             bars = below.bar([i + place * width for i in range(len(found))], heights, width, label=f"{gbit} Gbit/s", color=f"C{place}")
             below.bar_label(
                 bars, ["-" if math.isnan(row[2]) else f"{height:.0f}" for row, height in zip(found, heights, strict=True)], fontsize=7
@@ -540,7 +523,7 @@ def draw_bounded(study: Study, path: Path) -> Path | None:
             largest = max(g for *_, g in norms)
             axes[0].plot([step for step, _, _ in norms], [m for _, m, _ in norms], color=f"C{i}", label=label)
             axes[0].axhline(bound_of(scores) * largest, color=f"C{i}", linestyle="--")
-        axes[0].set(title="a worker's residue, and its bound (dashed)", yscale="log", xlabel="step", ylabel="norm")
+        axes[0].set(title="the largest residue of a worker, and its bound (dashed)", yscale="log", xlabel="step", ylabel="norm")
         axes[0].legend(fontsize=7)
 
     return panels(1, path, draw, (6.4, 4.0))

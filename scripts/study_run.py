@@ -6,12 +6,15 @@ All workers have the same parameters at every step, so one model computes every 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import study_tasks
@@ -33,9 +36,10 @@ class Run:
 
     method: "dense", or the name of a class in scalecom_hvd.torch, with `options` ((name, value), ...); warmup: share of steps sent whole;
     None: what is sent whole is left to the library's defaults.
-    control: "residues thrown away", "compressed tensors frozen", or a number b: no compression, but gradients pass through the same
-    low-pass filter, f <- (1 - b) f + b g, before they are averaged.
-    clip, momentum_first, decay_first: clipping norm after the exchange, or before it; momentum and weight decay before the exchange.
+    control: "residues thrown away", "compressed tensors frozen" (after the dense warm-up), or a number b: every worker's gradients pass
+    through the same low-pass filter, f <- (1 - b) f + b g from f = g on, before anything else.
+    clip, clip_first: clipping norm after the exchange, or before it.  momentum_first: momentum, and with it weight decay, before the
+    exchange; decay_first: weight decay alone.
     """
 
     task: str
@@ -68,6 +72,8 @@ class Run:
     def name(self) -> str:
         """What its file is called: the same for the same run, and for no other."""
         fields = json.dumps(dataclasses.asdict(self.resolved()), sort_keys=True)
+        if self.task.endswith(".py"):
+            fields += Path(self.task).read_text()
         return f"{self.task.rpartition('/')[2].removesuffix('.py')}-{self.method}-{hashlib.sha256(fields.encode()).hexdigest()[:16]}"
 
     @property
@@ -96,13 +102,14 @@ def train(run: Run) -> dict[str, Any]:
         parameters,
         lr=run.lr,
         momentum=0.0 if run.momentum_first else task.momentum,
-        weight_decay=0.0 if run.decay_first else task.weight_decay,
+        weight_decay=0.0 if run.decay_first or run.momentum_first else task.weight_decay,
     )
     before = Before(run, task, parameters)
     compressor = simulation.compressors[0]
     traffic, diverged = 0, False
     result: dict[str, Any] = {"losses": [], "bytes": [], "looks": [], "norms": []}
     recent: list[float] = []
+    largest = 0.0
     for step in range(run.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run, step)
@@ -115,12 +122,15 @@ def train(run: Run) -> dict[str, Any]:
             gradient = torch.autograd.grad(loss, parameters)
             grads.append(dict(zip(named, before(worker, gradient), strict=True)))
             losses.append(float(loss.detach()))
+        gradient_norms = norms_of(grads, compressor.residues.tensors)
+        largest = max(largest, *gradient_norms)
         averages = simulation.step(grads)[0]
         if run.control == "residues thrown away":
             for each in simulation.compressors:
                 for tensor in each.residues.tensors.values():
                     tensor.residue.zero_()
-        frozen = compressor.residues.tensors if run.control == "compressed tensors frozen" else ()
+        after_warmup = step >= compressor.config.warmup_steps
+        frozen = compressor.residues.tensors if run.control == "compressed tensors frozen" and after_warmup else ()
         for name, parameter in named.items():
             parameter.grad = torch.zeros_like(parameter) if name in frozen else averages[name]
         if run.clip is not None:
@@ -132,7 +142,9 @@ def train(run: Run) -> dict[str, Any]:
         if (step + 1) % max(run.steps // 50, 1) == 0:
             result["losses"].append([step + 1, sum(recent) / len(recent)])
             result["bytes"].append([step + 1, traffic])
-            result["norms"].append([step + 1, *norms(simulation, grads)])
+            residues = [{n: t.residue for n, t in each.residues.tensors.items()} for each in simulation.compressors]
+            result["norms"].append([step + 1, max(norms_of(residues)), largest])
+            largest = 0.0
             if not math.isfinite(recent[-1]) or recent[-1] > DIVERGED * result["losses"][0][1] + 1:
                 diverged = True
                 break
@@ -152,6 +164,7 @@ def train(run: Run) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in parameters),
         "bytes_per_step": stats["bytes_traffic"],
         "rate": stats["rate"],
+        "code": fingerprint(),
         "seconds": round(time.perf_counter() - began, 2),
     }
 
@@ -184,7 +197,7 @@ class Before:
 
     def __call__(self, worker: int, gradient: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         run, grads = self._run, [g.contiguous() for g in gradient]
-        if run.decay_first:
+        if run.decay_first or run.momentum_first:
             torch._foreach_add_(grads, [p.detach() for p in self._parameters], alpha=self._decay)
         if run.clip_first is not None:
             norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
@@ -199,9 +212,12 @@ class Before:
         return grads
 
     def _keep(self, worker: int, grads: list[torch.Tensor], kept: float, added: float) -> list[torch.Tensor]:
-        state = self._state.setdefault(worker, [torch.zeros_like(g) for g in grads])
-        torch._foreach_mul_(state, kept)
-        torch._foreach_add_(state, grads, alpha=added)
+        if worker not in self._state:
+            self._state[worker] = [g.clone() for g in grads]
+        else:
+            torch._foreach_mul_(self._state[worker], kept)
+            torch._foreach_add_(self._state[worker], grads, alpha=added)
+        state = self._state[worker]
         return [s.clone() for s in state]
 
 
@@ -214,11 +230,19 @@ def learning_rate(run: Run, step: int) -> float:
     return run.lr * (1 + math.cos(math.pi * (step - warmup) / max(1, run.steps - warmup))) / 2
 
 
-def norms(simulation: Simulation, grads: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
-    """Worker 0's residues' norm, and that of the averaged gradient of compressed tensors."""
-    tensors = simulation.compressors[0].residues.tensors
-    gradient = math.sqrt(sum(float(grads[0][name].square().sum()) for name in tensors))
-    return simulation.compressors[0].residues.norm(), gradient
+def norms_of(workers: list[dict[str, torch.Tensor]], names: Iterable[str] | None = None) -> list[float]:
+    """Every worker's norm of these tensors together (of all, without names); zero of none."""
+    some = [[tensors[name] for name in (tensors if names is None else names)] for tensors in workers]
+    return [math.hypot(*map(float, torch._foreach_norm(tensors))) if tensors else 0.0 for tensors in some]
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Of the code that a result depends on."""
+    root = Path(hvd.__file__).resolve().parents[1]
+    own = [Path(__file__).with_name(f"{name}.py") for name in ("study_run", "study_tasks", "train_image", "train_char_lm", "digits")]
+    sources = [path for path in sorted(root.rglob("*")) if path.suffix in (".py", ".c", ".h")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, *own])).hexdigest()[:16]
 
 
 def set_momentum_of_statistics(model: nn.Module, momentum: float) -> None:

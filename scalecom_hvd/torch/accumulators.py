@@ -165,10 +165,11 @@ class Channel:
         return values
 
     def gather(self, tensor: torch.Tensor, name: str) -> Generator[Wait, None, list[torch.Tensor]]:
-        """Every rank's tensor, all of one shape, in order of position; not to be changed."""
+        """Every rank's tensor, all of one shape, in order of position."""
         self._submitted["gathered"] += tensor.numel() * tensor.element_size()
         joined = yield from self._wait(self._transport.gather, tensor, name)
-        return list(joined.split(len(tensor)))
+        # Copies: bytes are viewed as other dtypes where they begin on a word alone, and simulated ranks share what is joined.
+        return [part.clone() for part in joined.split(len(tensor))]
 
     def _wait(self, submit: Any, tensor: torch.Tensor, name: str) -> Generator[Wait, None, torch.Tensor]:
         handle = submit(tensor, f"{name}.{self.bucket}")

@@ -201,6 +201,24 @@ def test_which_tensors_are_compressed():
     assert list(ScaleComConfig(dense=["auto:output"]).rates_for(nameless).values()) == [100, 100, 1]
 
 
+def test_the_defaults_are_those_the_study_supports():
+    config = ScaleComConfig()
+    assert (config.rate, config.beta, config.dense, config.warmup_steps) == (100, 1, ("auto:output",), 100)
+    assert (config.leader, config.lookahead, config.selection, config.wire_dtype) == ("cyclic", False, "lanes", None)
+
+
+def test_layers_in_the_names_of_either_framework():
+    whole = ScaleComConfig(dense=["auto:output"]).rates_for
+    torch = {"body.0.weight": (99, 99), "head.weight": (99, 99), "head.bias": (3000,)}
+    assert list(whole(torch).values()) == [100, 1, 1]
+    keras = {"dense/kernel": (99, 99), "dense_1/kernel": (99, 99), "dense_1/bias": (3000,)}
+    assert list(whole(keras).values()) == [100, 1, 1]
+    repeated = {"w": (99, 99), "w.1": (99, 99), "w.2": (99, 99)}  # TensorFlow's variables of one name
+    assert list(whole(repeated).values()) == [100, 100, 1]
+    listed = {"layers.0.0": (99, 99), "layers.0.1": (99, 99)}  # a ParameterList
+    assert list(whole(listed).values()) == [100, 1]
+
+
 def test_unknown_parameters_are_refused():
     with pytest.raises(ValueError, match="dense names 'haed.*', which matches no parameter; the model has head"):
         ScaleComConfig(dense=["haed.*"]).rates_for(SHAPES)

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.health import Health, check_length, growth_limit
+from scalecom_hvd.health import Health, check_length, check_share_whole, growth_limit
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +75,14 @@ def test_what_is_planned_changes_no_result():
 
     state = {"version": 1, "step": 3, "config": ScaleComConfig().to_dict(), "residues": {}}
     check_state(state, ScaleComConfig(planned_steps=1000))
+
+
+def test_much_of_a_large_model_sent_whole_is_said(caplog):
+    numels = {"body": 1_000_000, "head": 100_000}
+    check_share_whole({"body": 100, "head": 100}, numels)
+    check_share_whole({"body": 100, "head": 1}, {"body": 10_000, "head": 1_000})  # small
+    check_share_whole({"body": 1, "head": 1}, numels)  # nothing is to be compressed
+    check_share_whole({"body": 100, "head": 1}, {"body": 10_000_000, "head": 100_000})
+    assert not caplog.records
+    check_share_whole({"body": 100, "head": 1}, numels)
+    assert "9 % of the model's elements are sent whole, most of them head" in caplog.text

@@ -17,15 +17,20 @@ def test_the_method_of_ones_own():
     scope = {}
     exec(example, scope)
     ranks = 3
+    # Two widths of offsets in one bucket, the wider of an odd number of bytes in all.
     simulation = Simulation(
-        ranks, lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))}, compression=scope["SignTopK"], rate=20, min_numel=0
+        ranks,
+        lambda rank: {name: torch.nn.Parameter(torch.zeros(60, 50)) for name in ("w", "other")},
+        compression=scope["SignTopK"],
+        rates={"w": 20, "other": 999},
+        min_numel=0,
     )
     came, went = torch.zeros(60, 50), torch.zeros(60, 50)
     random = torch.Generator().manual_seed(0)
     for _ in range(5):
         grads = [torch.randn(60, 50, generator=random) for _ in range(ranks)]
         came += sum(grads) / ranks
-        averages = simulation.step([{"w": grad} for grad in grads])
+        averages = simulation.step([{"w": grad, "other": torch.randn(60, 50, generator=random)} for grad in grads])
         went += averages[0]["w"]
     kept = sum(compressor.residues.tensors["w"].residue.view(60, 50) for compressor in simulation.compressors) / ranks
     assert 0 < went.count_nonzero() < came.numel()

@@ -212,3 +212,18 @@ def test_every_rank_numbers_its_exchanges_for_itself():
             transport.use_name(numbers[0])
     assert [transport._prefix for transport in (*first, *second)] == ["scalecom", "scalecom", "scalecom.1", "scalecom.1"]
     network.close()
+
+
+def test_what_a_user_gets_who_sets_nothing(monkeypatch):
+    """A hundred steps whole, then all but the output layer compressed."""
+    monkeypatch.delenv("SCALECOM_DENSE")
+    monkeypatch.delenv("SCALECOM_WARMUP_STEPS")
+    shapes = {"body.weight": (100, 100), "head.weight": (100, 50)}
+    simulation = Simulation(2, lambda rank: {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+    sent = []
+    for _ in range(102):
+        averages = simulation.step([{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)])
+        sent.append({name: int(average.count_nonzero()) for name, average in averages[0].items()})
+    assert sent[99] == {"body.weight": 10_000, "head.weight": 5_000}
+    assert sent[100] == sent[101] == {"body.weight": 100, "head.weight": 5_000}
+    assert simulation.compressors[0].stats()["bytes_values"] == 400

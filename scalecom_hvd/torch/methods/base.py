@@ -24,12 +24,15 @@ class Method(ErrorFeedback):
 
     # Fields of ScaleComConfig that this method has no use for.
     unused: tuple[str, ...] = _SCALECOM_ALONE
+    # Whether every element travels, so that stats()["rate"] is 1.
+    sends_all = False
 
     def __init__(self, *, config: ScaleComConfig | None = None, loss_scale: Any = None, **fields: Any) -> None:
         super().__init__(config=config, loss_scale=loss_scale, **fields)
         meaningless = [name for name in self.unused if getattr(self.config, name) != getattr(ScaleComConfig(), name)]
         if meaningless:
-            raise ValueError(f"{meaningless[0]} means nothing to {type(self).__name__}: leave it out (or in its environment variable)")
+            name = meaningless[0]
+            raise ValueError(f"{name} means nothing to {type(self).__name__}: leave it out, and unset SCALECOM_{name.upper()} if it is set")
 
     def exchange(self, bucket: Accumulators, channel: Channel) -> Generator[Wait, Any, None]:
         """Average a bucket's accumulators over ranks.
@@ -42,7 +45,8 @@ class Method(ErrorFeedback):
 
     def stats(self) -> dict[str, Any]:
         """As ScaleCom's, without a leader."""
-        return {name: number for name, number in super().stats().items() if name != "leader"}
+        numbers = {name: number for name, number in super().stats().items() if name != "leader"}
+        return numbers | ({"rate": 1.0} if self.sends_all and "rate" in numbers else {})
 
     def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
         """Refused: Horovod's own optimizer asks for tensors one by one, and gives no place to wait."""

@@ -29,6 +29,7 @@ class ECQSGD(Method):
     """
 
     unused = (*Method.unused, "selection")
+    sends_all = True
 
     def __init__(self, *, bits: int = 4, seed: int = 0, **fields: Any) -> None:
         super().__init__(**fields)
@@ -40,10 +41,6 @@ class ECQSGD(Method):
     def settings(self) -> dict[str, Any]:
         return super().settings | {"bits": self.bits, "seed": self.seed}
 
-    def stats(self) -> dict[str, Any]:
-        """As ScaleCom's, without a leader; every element is sent, so `rate` is 1."""
-        return super().stats() | {"rate": 1.0}
-
     def exchange(self, bucket: Accumulators, channel: Channel) -> Generator[Wait, Any, None]:
         chunks = pad(bucket.flat, (0, -len(bucket.flat) % CHUNK)).view(-1, CHUNK)
         random = torch.rand(chunks.shape, generator=generator(self.seed, bucket.step, channel.bucket, channel.position))
@@ -52,7 +49,7 @@ class ECQSGD(Method):
         everyone = yield from channel.gather(pack(scales, pack_levels(levels, self.bits)), "levels")
         for payload in everyone:
             theirs, packed = unpack(payload, scales)
-            values = dequantise(theirs, unpack_levels(packed[: levels.numel() * self.bits // 8], self.bits).view(levels.shape), self.bits)
+            values = dequantise(theirs, unpack_levels(packed, self.bits).view(levels.shape), self.bits)
             bucket.receive(slice(None), values.view(-1)[: len(bucket.flat)] * channel.share)
 
 

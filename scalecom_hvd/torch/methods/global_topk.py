@@ -19,6 +19,7 @@ class GlobalTopK(Method):
     """
 
     unused = (*Method.unused, "selection")
+    sends_all = True
 
     def exchange(self, bucket: Accumulators, channel: Channel) -> Generator[Wait, Any, None]:
         average = yield from channel.average(bucket.flat.clone(), "accumulators")

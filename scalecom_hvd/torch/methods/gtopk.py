@@ -35,7 +35,7 @@ class GTopK(Method):
         choices = []
         for payload in everyone:
             theirs, at = unpack(payload, values)
-            choices.append((at[: 4 * k].view(torch.int32).long(), theirs))
+            choices.append((at.view(torch.int32).long(), theirs))
         (chosen, sums), mine = merge(choices, k, channel.position)
         bucket.send(mine, bucket.flat[mine])
         bucket.receive(chosen, sums * channel.share)

@@ -6,7 +6,6 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from scalecom_hvd.torch.accumulators import Accumulators, Channel
 from scalecom_hvd.torch.methods.base import Method
@@ -29,13 +28,12 @@ class LocalTopK(Method):
         everyone = yield from channel.gather(pack(values, offsets), "chosen")
         for payload in everyone:
             theirs, at = unpack(payload, values)
-            bucket.receive(bucket.places_at(at[: len(offsets)]), theirs * channel.share)
+            bucket.receive(bucket.places_at(at), theirs * channel.share)
 
 
 def pack(values: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """Values, then bytes, in one buffer of bytes that begins on an eighth byte wherever such buffers are joined."""
-    payload = torch.cat([values.view(torch.uint8), more])
-    return pad(payload, (0, -len(payload) % 8))
+    """Values, then bytes, in one buffer of bytes."""
+    return torch.cat([values.view(torch.uint8), more])
 
 
 def unpack(payload: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
