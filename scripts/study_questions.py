@@ -21,8 +21,8 @@ RATE = 100
 SECOND = ("mobilenet", "transformer")
 # Where beta = 1 breaks: a large learning rate, held, and no batch normalisation, which would hide it.
 LARGE_RATE = {"lr": 0.15, "schedule": "constant", "steps": 300}
-LARGE_BATCH = {"lr": 0.4, "schedule": "constant", "steps": 150, "batch_size": 64, "norm": "group"}
-MANY = {"steps": 150, "batch_size": 8, "norm": "group"}
+LARGE_BATCH = {"lr": 0.25, "schedule": "constant", "steps": 150, "batch_size": 64, "norm": "group"}
+MANY = {"steps": 250, "batch_size": 8, "norm": "group"}
 FILTER = 0.1
 CONTROLS = ("residues thrown away", "compressed tensors frozen")
 
