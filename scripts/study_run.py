@@ -86,12 +86,13 @@ class Run:
 
 def train(run: Run) -> dict[str, Any]:
     """Train, and give {"score", "losses": [[step, mean loss of the last steps], ...], "bytes": [[step, traffic of a worker so far], ...],
-    "looks": diagnostics, "diverged", "seconds", ...}."""
+    "norms": [[step, largest residue and largest gradient of a worker since the last], ...], "looks": diagnostics, "diverged", ...}."""
     began = time.perf_counter()
     run = run.resolved()
     task = study_tasks.find(run.task)
     torch.manual_seed(run.seed)
     model = task.model(run.norm).train()
+    normalisations = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     named = dict(model.named_parameters())
     parameters = list(named.values())
     options = dict(run.options)
@@ -109,21 +110,21 @@ def train(run: Run) -> dict[str, Any]:
     traffic, diverged = 0, False
     result: dict[str, Any] = {"losses": [], "bytes": [], "looks": [], "norms": []}
     recent: list[float] = []
-    largest = 0.0
+    largest = {"residue": 0.0, "gradient": 0.0}
     for step in range(run.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run, step)
         grads, losses = [], []
         for worker in range(run.workers):
             # Running statistics are worker 0's, as they are rank 0's on real ranks.
-            set_momentum_of_statistics(model, 0.1 if worker == 0 else 0.0)
+            for module in normalisations:
+                module.momentum = 0.1 if worker == 0 else 0.0
             batch = task.batch(run.seed, step, worker, run.workers, run.batch_size, run.unlike)
             loss = task.loss(model, batch)
             gradient = torch.autograd.grad(loss, parameters)
             grads.append(dict(zip(named, before(worker, gradient), strict=True)))
             losses.append(float(loss.detach()))
-        gradient_norms = norms_of(grads, compressor.residues.tensors)
-        largest = max(largest, *gradient_norms)
+        largest["gradient"] = max(largest["gradient"], *norms_of(grads, compressor.residues.tensors))
         averages = simulation.step(grads)[0]
         if run.control == "residues thrown away":
             for each in simulation.compressors:
@@ -137,14 +138,15 @@ def train(run: Run) -> dict[str, Any]:
             nn.utils.clip_grad_norm_(parameters, run.clip)
         optimizer.step()
 
+        residues = [{name: tensor.residue for name, tensor in each.residues.tensors.items()} for each in simulation.compressors]
+        largest["residue"] = max(largest["residue"], *norms_of(residues))
         traffic += simulation.reducers[0].stats()["bytes_traffic"]
         recent.append(sum(losses) / len(losses))
         if (step + 1) % max(run.steps // 50, 1) == 0:
             result["losses"].append([step + 1, sum(recent) / len(recent)])
             result["bytes"].append([step + 1, traffic])
-            residues = [{n: t.residue for n, t in each.residues.tensors.items()} for each in simulation.compressors]
-            result["norms"].append([step + 1, max(norms_of(residues)), largest])
-            largest = 0.0
+            result["norms"].append([step + 1, largest["residue"], largest["gradient"]])
+            largest = dict.fromkeys(largest, 0.0)
             if not math.isfinite(recent[-1]) or recent[-1] > DIVERGED * result["losses"][0][1] + 1:
                 diverged = True
                 break
@@ -243,12 +245,6 @@ def fingerprint() -> str:
     own = [Path(__file__).with_name(f"{name}.py") for name in ("study_run", "study_tasks", "train_image", "train_char_lm", "digits")]
     sources = [path for path in sorted(root.rglob("*")) if path.suffix in (".py", ".c", ".h")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, *own])).hexdigest()[:16]
-
-
-def set_momentum_of_statistics(model: nn.Module, momentum: float) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.momentum = momentum
 
 
 def start_process() -> None:

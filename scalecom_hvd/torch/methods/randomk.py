@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 from typing import Any
 
@@ -44,8 +45,14 @@ def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:
     """k positions (int64) in a tensor, at random: one in each lane, uniformly; in exact geometry any, without repeats."""
     if isinstance(geometry, Positions):
         return torch.randperm(geometry.numel, generator=random)[: geometry.k]
-    starts, strides = geometry.starts_and_strides()
-    # Some lanes of the last group may be shorter by one.
-    rows = np.minimum(geometry.rows, (geometry.numel - starts - 1) // strides + 1)
+    starts, strides, rows = _lanes(geometry)
     row = (torch.rand(geometry.k, generator=random, dtype=torch.float64).numpy() * rows).astype(np.int64)
     return torch.from_numpy(starts + row * strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lanes(geometry: Lanes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each lane's first element, the distance between its elements, and how many it has."""
+    starts, strides = geometry.starts_and_strides()
+    # Some lanes of the last group may be shorter by one.
+    return starts, strides, np.minimum(geometry.rows, (geometry.numel - starts - 1) // strides + 1)
