@@ -151,8 +151,8 @@ def _draw_from(geometry: Lanes, share: float, seed: int) -> Piece:
     if isinstance(geometry, Positions):
         positions = some(geometry.numel)
         return Piece(positions, None, max(round(positions.size * geometry.k / geometry.numel), 1))
-    starts, strides = (each[some_lanes] for some_lanes in [some(geometry.k)] for each in geometry.starts_and_strides())
-    lengths = np.minimum(geometry.rows, (geometry.numel - starts - 1) // strides + 1)
+    lanes = some(geometry.k)
+    starts, strides, lengths = (each[lanes] for each in (*geometry.starts_and_strides(), geometry.lengths()))
     row = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return Piece(np.repeat(starts, lengths) + row * np.repeat(strides, lengths), lengths, len(lengths))
 

@@ -79,6 +79,11 @@ class Lanes:
         strides = np.where(lane < self.full_lanes, self.width, self.k - self.full_lanes)
         return starts, strides
 
+    def lengths(self) -> np.ndarray:
+        """How many elements each lane has (int64, shape (k,)): some of the last group may be shorter by one."""
+        starts, strides = self.starts_and_strides()
+        return np.minimum(self.rows, (self.numel - starts - 1) // strides + 1)
+
     def groups(self) -> list[tuple[slice, int, int]]:
         """The tensor as at most two blocks `(elements, groups, width)`: all full groups together, then the last group.
 

@@ -1,6 +1,6 @@
 """Does ScaleCom keep accuracy, when not, and against what else: trains what study_questions.py names, and writes a page of answers.
 
-    python scripts/study.py                      everything: less than an hour on two cores
+    python scripts/study.py                      everything: about an hour on two cores
     python scripts/study.py --quick              the same questions, smaller
     python scripts/study.py --task my_task.py    the same of a model of your own (see study_tasks.py)
     python scripts/study.py --only accuracy      one experiment
@@ -86,19 +86,14 @@ def train_missing(runs: Iterable[Run], folder: Path, processes: int) -> None:
         try:
             for number, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
                 run = jobs[job]
-                store(run, folder, job.result())
+                result = json.dumps(job.result()) + "\n"
+                training.write_whole(folder / f"{run.name}.json", lambda file, result=result: file.write(result.encode()))
                 bar.set_postfix_str(f" {number} done, last: {run.task} {run.method}")
                 bar.update(round(run.cost))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     print(f"{len(missing)} runs in {(time.monotonic() - began) / 60:.1f} minutes on {processes} processes", file=sys.stderr)
-
-
-def store(run: Run, folder: Path, result: dict[str, Any]) -> None:
-    part = folder / f"{run.name}.json.part"
-    part.write_text(json.dumps(result) + "\n")
-    os.replace(part, folder / f"{run.name}.json")
 
 
 def load(run: Run, folder: Path) -> dict[str, Any] | None:

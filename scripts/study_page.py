@@ -35,14 +35,13 @@ class Scores:
     """One case: the runs of all seeds. `mean` is None where any of them came apart: what is left would be a flattering choice."""
 
     def __init__(self, case: Case, results: Sequence[dict[str, Any]]) -> None:
-        self.case, self.results, self.run = case, results, case.runs[0]
+        self.results, self.run = results, case.runs[0]
         self.task = study_tasks.find(self.run.task)
         self.diverged = sum(result["diverged"] or result["score"] is None for result in results)
         scores = [result["score"] for result in results]
         self.mean = None if self.diverged else statistics.mean(scores)
         self.deviation = statistics.stdev(scores) if len(scores) > 1 and not self.diverged else None
         self.bytes = results[0]["bytes_per_step"]
-        self.rate = results[0]["rate"]
 
     def better_than(self, other: Scores) -> float | None:
         """By how much, in the metric's units; negative is worse. Infinite where one of both came apart, None where both did."""

@@ -22,6 +22,7 @@ import train_image
 import training
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
+from training_torch import generator
 
 
 class Task:
@@ -186,7 +187,3 @@ def find(name: str) -> Task:
     if not isinstance(getattr(module, "TASK", None), Task):
         raise training.WrongInput(f"--task {name}: the file must define TASK, an object of a subclass of study_tasks.Task")
     return module.TASK
-
-
-def generator(*numbers: int) -> torch.Generator:
-    return torch.Generator().manual_seed(training.seed_from(*numbers))

@@ -7,25 +7,23 @@ as the bucket. Used by reducer.py and the methods; imports moves and the rooms b
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 
-from scalecom_hvd.config import largest_gradient
-from scalecom_hvd.torch.kernels import choose_by_torch, positions_of
-from scalecom_hvd.torch.moves import OffsetLayout
+from scalecom_hvd.torch.kernels import choose_by_torch, positions_of, usable
+from scalecom_hvd.torch.moves import OffsetLayout, norm
 from scalecom_hvd.torch.residues import CompressedTensor
-from scalecom_hvd.torch.transport import Transport, Wait
+from scalecom_hvd.torch.transport import Transport, Wait, wait_for
 
 
 class Accumulators:
     """The accumulators m + g of a bucket's compressed tensors, one after the other, in `flat` (N,), float32 or float64.
 
     parts: the tensors' views of it.  counts: how many elements each tensor sends, k = ceil(N / rate).  geometries: their lanes.
-    step: the number of this step.  Elements of gradients that are not finite count as zero here, and make the step void for all ranks.
+    step: the number of this step.  bad: how many elements of its gradients are not finite, or too large. They count as zero here, and
+    make the step void for all ranks.
     """
 
     native = False
@@ -39,8 +37,8 @@ class Accumulators:
         self.counts = [geometry.k for geometry in self.geometries]
         self.step = 0
         self._offsets = OffsetLayout(self.tensors)
-        dtypes = {tensor.residue.dtype for tensor in self.tensors}
-        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        # Residues of a bucket are of one dtype: it is what would travel.
+        self._dtype = self.tensors[0].residue.dtype if self.tensors else torch.float32
         self._flat: torch.Tensor | None = None
         self.finish()
 
@@ -96,22 +94,14 @@ class Accumulators:
             self._flat = torch.empty(sum(self.sizes), dtype=self._dtype, device=grads[0].device)
             self._average = torch.empty_like(self._flat)
         self._average.zero_()
-        torch._foreach_copy_(self.parts, self._grads)
-        self.flat.mul_(scale)
-        self._bad = torch.zeros((), dtype=torch.int64, device=self.flat.device)
-        for part, tensor, is_frozen in zip(self.parts, self.tensors, frozen, strict=True):
+        self.bad = torch.zeros((), dtype=torch.int64, device=self.flat.device)
+        for part, tensor, grad, is_frozen in zip(self.parts, self.tensors, grads, frozen, strict=True):
             if is_frozen:
                 part.zero_()
                 continue
-            # A residue of less than the accumulators' precision cannot take more than it could by itself.
-            good = part.abs() <= largest_gradient(str(tensor.residue.dtype).removeprefix("torch."))
-            self._bad += good.numel() - good.count_nonzero()
-            part.masked_fill_(~good, 0).add_(tensor.residue)
-
-    @property
-    def bad(self) -> torch.Tensor:
-        """How many elements of this step's gradients are not finite, or too large."""
-        return self._bad
+            g, good = usable(grad, tensor.residue, scale)
+            self.bad += good.numel() - good.count_nonzero()
+            torch.add(g, tensor.residue, out=part)
 
     def values_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """{name: averages (N,)}; ScaleCom's are k values in the buffer."""
@@ -124,15 +114,14 @@ class Accumulators:
 
     def norms(self) -> tuple[float, float]:
         """The Euclidean norms of all residues, and of this step's gradients in the residues' units."""
-        residues = math.hypot(*(float(tensor.residue.norm()) for tensor in self.tensors))
-        return residues, math.hypot(*(float(grad.to(self._dtype).norm()) for grad in self._grads)) * self._scale
+        return norm([tensor.residue for tensor in self.tensors]), norm(self._grads) * self._scale
 
     def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
         """The step counts: residues take what was not sent, and every output becomes the average, in the gradient's units."""
-        averages = self._average.split(self.sizes) if self.tensors else ()
-        for tensor, kept, average, output, frozen in zip(
-            self.tensors, self.parts if self.tensors else (), averages, outputs, self._frozen, strict=True
-        ):
+        if not self.tensors:
+            return
+        averages = self._average.split(self.sizes)
+        for tensor, kept, average, output, frozen in zip(self.tensors, self.parts, averages, outputs, self._frozen, strict=True):
             if not frozen:
                 # Each operation rounded for itself: add_ with alpha fuses them on some processors, and residues would differ in bits.
                 tensor.residue.mul_(1 - tensor.beta).add_(kept.mul_(tensor.beta))
@@ -174,6 +163,5 @@ class Channel:
     def _wait(self, submit: Any, tensor: torch.Tensor, name: str) -> Generator[Wait, None, torch.Tensor]:
         handle = submit(tensor, f"{name}.{self.bucket}")
         self._submitted["collectives"] += 1
-        done, wait = (functools.partial(f, handle) for f in (self._transport.done, self._transport.until_done))
-        yield Wait(name, done, wait, needs_others=True)
+        yield wait_for(self._transport, name, handle, needs_others=True)
         return self._transport.wait(handle)

@@ -34,6 +34,7 @@ __all__ = [
     "kernel_for",
     "largest",
     "positions_of",
+    "usable",
 ]
 
 log = logging.getLogger("scalecom_hvd")
@@ -123,7 +124,7 @@ class TorchKernel:
         bad = 0
         for place, grad, frozen in self._each():
             residue = place.residue
-            g, good = _usable(grad, residue, self._scale)
+            g, good = usable(grad, residue, self._scale)
             if choose == CHOOSE_ACCUMULATOR:
                 choose_by_torch(residue + g, place.geometry, place.offsets(chosen))
             residue.add_(g.mul_(0.0 if frozen else beta))
@@ -143,7 +144,7 @@ class TorchKernel:
             positions = positions_of(place.geometry, place.offsets(offsets))
             value = residue[positions]
             if share != 0:
-                value.add_(_usable(grad[positions], residue, self._scale)[0].mul_(share))
+                value.add_(usable(grad[positions], residue, self._scale)[0].mul_(share))
             finite = value.isfinite()
             value.masked_fill_(~finite, 0)
             part.copy_(value.clamp_(-limit, limit) if part.dtype == torch.float16 else value)
@@ -171,7 +172,7 @@ class TorchKernel:
             if offsets is not None:
                 residue[positions_of(place.geometry, place.offsets(offsets))] += place.values(sent).to(residue.dtype) * beta
             if filtered:
-                residue.sub_(_usable(grad, residue, self._scale)[0].mul_(beta))
+                residue.sub_(usable(grad, residue, self._scale)[0].mul_(beta))
 
     def finish(self):
         self._grads = None
@@ -225,7 +226,7 @@ class NativeKernel:
     def _filter_exactly(self, beta, choose, chosen):
         if choose == CHOOSE_ACCUMULATOR:
             for place, grad in zip(self._places, self._grads, strict=True):
-                accumulator = place.residue + _usable(grad, place.residue, self._scale)[0]
+                accumulator = place.residue + usable(grad, place.residue, self._scale)[0]
                 place.offsets(chosen).copy_(largest(accumulator, place.geometry.k))
         bad = self._library.scalecom_filter(*self._tensors, beta, self._scale, CHOOSE_NOTHING, None)
         if choose == CHOOSE_RESIDUE:
@@ -319,7 +320,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """scale*g in the residue's dtype with zero for bad elements (a new tensor), and where it is good."""
     g = grad.to(residue.dtype, copy=True)
     if scale != 1:

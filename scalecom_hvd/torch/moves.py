@@ -34,6 +34,12 @@ class OffsetLayout:
         return buffer[self.layout.offsets[tensor.name]].view(tensor.offset_dtype)
 
 
+def norm(tensors: Sequence[torch.Tensor]) -> float:
+    """The Euclidean norm of all of them together; reads them all."""
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    return math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
+
+
 class Moves:
     """One step's moves (the algorithm's (1) and (2), see reference.py) on some compressed tensors of one device and wire dtype.
 
@@ -142,10 +148,6 @@ class Moves:
 
     def norms(self) -> tuple[float, float]:
         """The Euclidean norms of all residues, and of this step's gradients in the residues' units. Reads them all."""
-
-        def norm(tensors: Sequence[torch.Tensor]) -> float:
-            wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-            return math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
 
         return norm([tensor.residue for tensor in self.tensors]), norm(self._grads) * self._scale
 

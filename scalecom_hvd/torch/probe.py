@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.diagnostics import Diagnostics, Numbers, Piece, Writer, draw, look, share_sent
 from scalecom_hvd.torch.bucket import Bucket
+from scalecom_hvd.torch.kernels import usable
 from scalecom_hvd.torch.transport import Transport
 
 
@@ -54,11 +54,10 @@ class Probe:
         """A bucket's gradients are at hand, and nothing has moved."""
         for name, tensor in bucket.compressed.items():
             places = self._places[name]
-            residue, gradient = tensor.residue[places], bucket.grads[name][places].to(tensor.residue.dtype) * scale
-            # What is bad elsewhere in the gradient makes the step void; what is bad on this rank alone must not spoil a sum here.
-            good = gradient.abs() <= largest_gradient(str(residue.dtype).removeprefix("torch."))
+            residue = tensor.residue[places]
+            gradient, _ = usable(bucket.grads[name][places], residue, scale)
             frozen = not bucket.parameters[name].requires_grad
-            self._before[name] = Before(residue, residue + gradient.where(good, 0), scale, frozen)
+            self._before[name] = Before(residue, residue + gradient, scale, frozen)
 
     def look(self, step: int, buckets: Sequence[Bucket], transport: Transport) -> None:
         """The step counted, and its averages are in the buckets' gradients. All ranks are here, so they may wait for each other."""

@@ -22,7 +22,6 @@ The optimizer calls `ready` from its hooks and `result` from synchronize(). Impo
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,7 +40,7 @@ from scalecom_hvd.torch.bucket import Bucket, empty_sparse_gradient
 from scalecom_hvd.torch.moves import Moves
 from scalecom_hvd.torch.probe import Probe
 from scalecom_hvd.torch.residues import Residues, describe
-from scalecom_hvd.torch.transport import Transport, Wait
+from scalecom_hvd.torch.transport import Transport, Wait, wait_for
 
 Groups = Sequence[Sequence[str]]
 # How a method other than ScaleCom averages one bucket: it submits, and yields what it waits for (see methods/base.py).
@@ -285,8 +284,7 @@ class Reducer:
         bucket.job.result()
 
     def _offsets_of(self, bucket: Bucket, needs_others: bool) -> Wait:
-        done, wait = (functools.partial(f, bucket.offsets_handle) for f in (self._transport.done, self._transport.until_done))
-        return Wait("offsets", done, wait, needs_others)
+        return wait_for(self._transport, "offsets", bucket.offsets_handle, needs_others)
 
     def _take_offsets(self, bucket: Bucket) -> None:
         """Look-ahead: the offsets that the last step's end broadcast become this step's."""

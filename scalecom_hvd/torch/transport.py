@@ -6,6 +6,7 @@ which tensors meet, so all ranks must use the same; see `NamedExchange`. Imports
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -144,3 +145,9 @@ class Transport(NamedExchange):
         sizes = horovod.allgather(torch.tensor([payload.numel()]), name=f"scalecom.{name}.sizes", process_set=self._process_set)
         joined = horovod.allgather(payload, name=f"scalecom.{name}", process_set=self._process_set)
         return [json.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
+
+
+def wait_for(transport: Transport, what: str, handle: int, needs_others: bool) -> Wait:
+    """Waiting for a collective that this rank has submitted."""
+    done, wait = (functools.partial(f, handle) for f in (transport.done, transport.until_done))
+    return Wait(what, done, wait, needs_others)

@@ -53,6 +53,4 @@ def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:
 @functools.lru_cache(maxsize=1024)
 def _lanes(geometry: Lanes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Each lane's first element, the distance between its elements, and how many it has."""
-    starts, strides = geometry.starts_and_strides()
-    # Some lanes of the last group may be shorter by one.
-    return starts, strides, np.minimum(geometry.rows, (geometry.numel - starts - 1) // strides + 1)
+    return (*geometry.starts_and_strides(), geometry.lengths())
