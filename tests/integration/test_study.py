@@ -39,10 +39,12 @@ TASK = Lines()
 """
 
 
+# About 150 s on two quiet cores; CI's are shared with another job, and were three times slower.
+@pytest.mark.timeout(2400)
 @pytest.mark.xdist_group("study")
 def test_the_short_study_answers_every_question(run, tmp_path):
     command = [sys.executable, STUDY, "--quick", "--output", tmp_path]
-    page = run(command, limit=420)
+    page = run(command, limit=1800)
     sys.path.insert(0, str(STUDY.parent))
     import study_answers
 
@@ -64,16 +66,17 @@ def test_the_short_study_answers_every_question(run, tmp_path):
     kept, lost = files[0], next(path for path in files if path.name.startswith("resnet-dense"))
     before, same = kept.stat().st_mtime_ns, json.loads(lost.read_text())
     lost.unlink()
-    run(command, limit=120)
+    run(command, limit=500)
     assert kept.stat().st_mtime_ns == before
     again = json.loads(lost.read_text())
     assert {**again, "seconds": 0} == {**same, "seconds": 0}
 
 
+@pytest.mark.timeout(1000)
 def test_a_model_of_ones_own(run, tmp_path):
     task = tmp_path / "lines.py"
     task.write_text(OWN)
-    page = run([sys.executable, STUDY, "--task", task, "--quick", "--output", tmp_path / "study"], limit=200)
+    page = run([sys.executable, STUDY, "--task", task, "--quick", "--output", tmp_path / "study"], limit=900)
     assert "lines" in page
     assert "random-k 100x" in page
     assert (tmp_path / "study" / "accuracy.png").exists()
