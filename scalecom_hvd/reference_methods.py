@@ -36,6 +36,9 @@ class Bucket(NamedTuple):
 
 
 Send = Callable[[np.ndarray, Bucket], np.ndarray]
+Places = Callable[[np.ndarray, Bucket], list[np.ndarray]]
+Uniform = Callable[[Bucket, int, tuple[int, ...]], np.ndarray]
+Quantise = Callable[[np.ndarray, Sequence[int], Callable[[tuple[int, ...]], np.ndarray]], np.ndarray]
 
 
 class MethodReference(ScaleComReference):
@@ -103,25 +106,66 @@ class MethodReference(ScaleComReference):
         }
 
 
-def local_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+# Where workers send: of the accumulators, each worker's places.
+
+
+def own(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
     """Every worker its own largest (Aji and Heafield, 2017)."""
-    return np.stack([only(acc, choose(acc, bucket, bucket.selection)) for acc in accumulators])
+    return [choose(acc, bucket, bucket.selection) for acc in accumulators]
+
+
+def leaders(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
+    """Every worker where the leader's are largest (Chen et al., 2020)."""
+    n = len(accumulators)
+    return [choose(accumulators[bucket.step % n], bucket, bucket.selection)] * n
+
+
+def drawn(draw: Callable[[Bucket, int], Sequence[np.ndarray]]) -> Places:
+    """Places drawn at random (Stich et al., 2018). draw: gives a worker's places in each of a bucket's tensors."""
+
+    def places(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
+        everyone = [zip(draw(bucket, i), bucket.tensors, strict=True) for i in range(len(accumulators))]
+        return [np.concatenate([elements.start + own for own, (_, elements) in mine]) for mine in everyone]
+
+    return places
+
+
+# What they send there.
+
+
+def local_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """The values as they are, where each worker's are largest."""
+    return sending(own)(accumulators, bucket)
+
+
+def random_k(draw: Callable[[Bucket], Sequence[np.ndarray]]) -> Send:
+    """The values as they are, at the same places, drawn at random."""
+    return sending(drawn(lambda bucket, worker: draw(bucket)))
+
+
+def sending(places: Places, quantise: Quantise | None = None, uniform: Uniform | None = None) -> Send:
+    """What workers send at these places: their values, or what a quantiser makes of each tensor's.
+
+    uniform: random numbers in [0, 1) for a bucket, a worker's number and a shape.
+    """
+
+    def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+        everyone = []
+        for worker, (acc, chosen) in enumerate(zip(accumulators, places(accumulators, bucket), strict=True)):
+            sent = only(acc, chosen)
+            if quantise is not None:
+                counts = [lanes.k for lanes, _ in bucket.tensors]
+                sent[chosen] = quantise(acc[chosen], counts, lambda shape, worker=worker: uniform(bucket, worker, shape))
+            everyone.append(sent)
+        return np.stack(everyone)
+
+    return send
 
 
 def global_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
     """Every worker where the average is largest."""
     chosen = choose(mean(accumulators), bucket, "exact")
     return np.stack([only(acc, chosen) for acc in accumulators])
-
-
-def random_k(draw: Callable[[Bucket], Sequence[np.ndarray]]) -> Send:
-    """Every worker at the same places, drawn at random (Stich et al., 2018). draw: gives the places in each of a bucket's tensors."""
-
-    def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
-        chosen = np.concatenate([elements.start + own for own, (_, elements) in zip(draw(bucket), bucket.tensors, strict=True)])
-        return np.stack([only(acc, chosen) for acc in accumulators])
-
-    return send
 
 
 def gtopk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
@@ -140,24 +184,60 @@ def gtopk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
     return np.stack(sent)
 
 
-def ecqsgd(bits: int, uniform: Callable[[Bucket, int, tuple[int, ...]], np.ndarray]) -> Send:
-    """ECQ-SGD (Wu et al., 2018): every element, in 2s + 1 levels of its chunk's largest magnitude, rounded up or down at random.
-
-    uniform: random numbers in [0, 1) for a bucket, a worker's number and a shape.
-    """
-    s = 2 ** (bits - 1) - 1
-
-    def quantise(acc: np.ndarray, random: np.ndarray) -> np.ndarray:
-        chunks = np.pad(acc, (0, random.size - acc.size)).reshape(random.shape)
-        scale = np.abs(chunks).max(1, keepdims=True)
-        levels = np.floor(chunks / np.maximum(scale, np.finfo(acc.dtype).tiny) * s + random.astype(acc.dtype)).clip(-s, s)
-        return (levels / s * scale).reshape(-1)[: acc.size]
+def ecqsgd(bits: int, uniform: Uniform) -> Send:
+    """ECQ-SGD (Wu et al., 2018): every element, in 2s + 1 levels of its chunk's largest magnitude, rounded up or down at random."""
+    quantise = qsgd(2 ** (bits - 1) - 1, CHUNK)
 
     def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
-        shape = (-(-accumulators.shape[1] // CHUNK), CHUNK)
-        return np.stack([quantise(acc, uniform(bucket, i, shape)) for i, acc in enumerate(accumulators)])
+        return np.stack([quantise(acc, [acc.size], lambda shape, i=i: uniform(bucket, i, shape)) for i, acc in enumerate(accumulators)])
 
     return send
+
+
+# Quantisers: of a worker's values, how many of them are each tensor's, and random numbers of a shape, what is sent for them.
+
+
+def qsgd(s: int, chunk: int, norm: str | int = "max", divide: float = 1.0) -> Quantise:
+    """2s + 1 levels of each chunk's norm, rounded up or down at random (Alistarh et al., 2017), divided by `divide` (Basu et al., 2019)."""
+
+    def quantise(values: np.ndarray, counts: Sequence[int], random: Callable[[tuple], np.ndarray]) -> np.ndarray:
+        kind = values.dtype.type
+        chunks, back = in_chunks(values, counts, chunk)
+        scale = np.abs(chunks).max(1) if norm == "max" else np.sqrt(np.square(chunks.astype(np.float64)).sum(1)).astype(kind)
+        scale = scale[:, None]
+        shares = chunks / np.maximum(scale, np.finfo(kind).tiny) * kind(s)
+        levels = np.floor(shares + random(chunks.shape).astype(kind)).clip(-s, s)
+        return (levels / kind(s) * (scale / kind(divide) if divide != 1 else scale)).reshape(-1)[back]
+
+    return quantise
+
+
+def sign(chunk: int) -> Quantise:
+    """The sign times the mean magnitude in each chunk (Basu et al., 2019)."""
+
+    def quantise(values: np.ndarray, counts: Sequence[int], random: Callable[[tuple], np.ndarray]) -> np.ndarray:
+        chunks, back = in_chunks(values, counts, chunk)
+        lengths = np.bincount(back // chunk)
+        scale = (np.abs(chunks).astype(np.float64).sum(1) / lengths).astype(values.dtype)[:, None]
+        return np.where(chunks < 0, -scale, scale).reshape(-1)[back]
+
+    return quantise
+
+
+def float16(limit: float) -> Quantise:
+    """Half precision, cut off at a limit."""
+    return lambda values, counts, random: values.clip(-limit, limit).astype(np.float16).astype(values.dtype)
+
+
+def in_chunks(values: np.ndarray, counts: Sequence[int], chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every tensor's values in rows of a chunk each, the last padded with zeros, and where each value lies in them all."""
+    rows, back, row = [], [], 0
+    for own in np.split(values, np.cumsum(counts)[:-1]):
+        padded = np.pad(own, (0, -own.size % chunk))
+        rows.append(padded.reshape(-1, chunk))
+        back.append(row * chunk + np.arange(own.size))
+        row += len(rows[-1])
+    return np.concatenate(rows), np.concatenate(back)
 
 
 def choose(flat: np.ndarray, bucket: Bucket, selection: str) -> np.ndarray:

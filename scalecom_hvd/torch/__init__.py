@@ -17,6 +17,7 @@ from scalecom_hvd.torch.methods import *  # noqa: F403
 from scalecom_hvd.torch.methods import __all__ as _METHODS
 from scalecom_hvd.torch.named import named_collectives as _named_collectives
 from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOptimizer  # exported, over Horovod's
+from scalecom_hvd.torch.quantisers import QSGD, Float16, Quantiser, Sign
 from scalecom_hvd.torch.transport import exchanges_alive as _exchanges_alive
 
 globals().update(_named_collectives(_horovod))
@@ -34,9 +35,13 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [name for name in dir(_horovod) if not name.startswith("_")] + [
+    "QSGD",
     "Diagnostics",
+    "Float16",
+    "Quantiser",
     "ScaleCom",
     "ScaleComConfig",
+    "Sign",
     "rates_from_flops",
     *_METHODS,
 ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scalecom_hvd.torch.kernels import choose_by_torch, positions_of, usable
+from scalecom_hvd.torch.kernels import CHOOSE_RESIDUE, Kernel, Place, kernel_for, positions_of, usable
 from scalecom_hvd.torch.moves import OffsetLayout, norm
 from scalecom_hvd.torch.residues import CompressedTensor
 from scalecom_hvd.torch.transport import Transport, Wait, wait_for
@@ -40,6 +40,7 @@ class Accumulators:
         # Residues of a bucket are of one dtype: it is what would travel.
         self._dtype = self.tensors[0].residue.dtype if self.tensors else torch.float32
         self._flat: torch.Tensor | None = None
+        self._chooser: Kernel | None = None
         self.finish()
 
     # What a method uses.
@@ -55,10 +56,20 @@ class Accumulators:
 
     def choose(self) -> torch.Tensor:
         """The places where this worker's accumulators are largest, tensor by tensor, as offsets in one buffer of bytes."""
-        buffer = self._offsets.new_buffer(self.flat.device)
-        for part, tensor in zip(self.parts, self.tensors, strict=True):
-            choose_by_torch(part, tensor.geometry, self._offsets.view(tensor, buffer))
+        buffer = self.new_choice()
+        if self._chooser is None:
+            starts = [self._offsets.layout.offsets[tensor.name].start for tensor in self.tensors]
+            places = [Place(part, *where, 0) for part, *where in zip(self.parts, self.geometries, starts, strict=True)]
+            self._chooser = kernel_for(self.flat.device, self._dtype, self._dtype)(places, [self._dtype] * len(places))
+        # The kernel of ScaleCom's leader, with the accumulators in the place of residues, to which nothing is added.
+        self._chooser.begin(self.parts, [False] * len(self.tensors), 1.0)
+        self._chooser.filter(0.0, CHOOSE_RESIDUE, buffer)
+        self._chooser.finish()
         return buffer
+
+    def new_choice(self) -> torch.Tensor:
+        """A buffer for what another rank chose."""
+        return self._offsets.new_buffer(self.flat.device)
 
     def places_at(self, offsets: torch.Tensor) -> torch.Tensor:
         """The places in `flat`, (sum of counts,) int64, that a buffer of `choose` stands for."""
@@ -140,28 +151,43 @@ class Channel:
     """The collectives of one bucket's step, for a method; `averaged = yield from channel.average(values, "values")`.
 
     Every rank must ask for the same ones in the same order.
-    size, position: the number of ranks, and this one's place.  share: what a sum over ranks is multiplied by, 1 / size for hvd.Average.
+    size, position: the number of ranks, and this one's place.  leader: the place of the rank whose turn it is to choose for others.
+    share: what a sum over ranks is multiplied by, 1 / size for hvd.Average.
     """
 
-    def __init__(self, transport: Transport, bucket: int, submitted: dict[str, int]) -> None:
+    def __init__(self, transport: Transport, bucket: int, leader: int, submitted: dict[str, int]) -> None:
         self._transport, self._submitted = transport, submitted
-        self.bucket, self.size, self.position, self.share = bucket, transport.size, transport.position, transport.share
+        self.bucket, self.leader = bucket, leader
+        self.size, self.position, self.share = transport.size, transport.position, transport.share
 
     def average(self, values: torch.Tensor, name: str) -> Generator[Wait, None, torch.Tensor]:
         """The average over ranks (hvd.Sum: the sum), in place."""
         self._submitted["values"] += values.numel() * values.element_size()
-        yield from self._wait(self._transport.average, values, name)
+        yield from self._wait(self._transport.average(values, f"{name}.{self.bucket}"), name)
         return values
+
+    def broadcast(self, offsets: torch.Tensor) -> Generator[Wait, None, torch.Tensor]:
+        """The leader's offsets, in place: others bring a buffer as large."""
+        self._submitted["offsets"] += offsets.numel()
+        yield from self._wait(self._transport.broadcast(offsets, self.leader, f"offsets.{self.bucket}"), "offsets")
+        return offsets
 
     def gather(self, tensor: torch.Tensor, name: str) -> Generator[Wait, None, list[torch.Tensor]]:
         """Every rank's tensor, all of one shape, in order of position."""
         self._submitted["gathered"] += tensor.numel() * tensor.element_size()
-        joined = yield from self._wait(self._transport.gather, tensor, name)
+        joined = yield from self._wait(self._transport.gather(tensor, f"{name}.{self.bucket}"), name)
         # Copies: bytes are viewed as other dtypes where they begin on a word alone, and simulated ranks share what is joined.
         return [part.clone() for part in joined.split(len(tensor))]
 
-    def _wait(self, submit: Any, tensor: torch.Tensor, name: str) -> Generator[Wait, None, torch.Tensor]:
-        handle = submit(tensor, f"{name}.{self.bucket}")
+    def _wait(self, handle: int, name: str) -> Generator[Wait, None, torch.Tensor]:
         self._submitted["collectives"] += 1
         yield wait_for(self._transport, name, handle, needs_others=True)
         return self._transport.wait(handle)
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """Random numbers that depend on these numbers alone, such as (seed, step, bucket): the same on every rank that gives the same."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % 2**63
+    return torch.Generator().manual_seed(seed)

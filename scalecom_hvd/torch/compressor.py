@@ -8,7 +8,7 @@ optimizer, which calls `compress` and `decompress` per tensor without saying whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol
 
 import horovod.torch as horovod
@@ -19,9 +19,11 @@ from scalecom_hvd.agreement import warn_of_half_sums
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.state import check_method
+from scalecom_hvd.torch.accumulators import Accumulators, Channel
+from scalecom_hvd.torch.quantisers import Float16, Quantiser, Unrounded, average_values, quantiser_of
 from scalecom_hvd.torch.residues import Residues
 from scalecom_hvd.torch.stock import StockExchange
-from scalecom_hvd.torch.transport import Transport
+from scalecom_hvd.torch.transport import Transport, Wait
 
 _STOCK_NEEDS_PARAMETERS = (
     "in horovod.torch's own DistributedOptimizer ScaleCom must know the parameters: write "
@@ -48,11 +50,14 @@ class ErrorFeedback(Compressor):
     config: a ScaleComConfig; default: the defaults overridden by SCALECOM_RATE, SCALECOM_BETA, ... of the environment.
     loss_scale: a torch.amp.GradScaler, or a callable that gives the current scale, so that residues are kept in unscaled units.
     diagnostics: a number of steps, or Diagnostics: every so many steps see how alike workers are, and how good the choice is.
+    quantiser: what the sent values become, None or one of quantisers.py.
     fields: any field of ScaleComConfig, over `config`.
     """
 
     # How a reducer averages compressed tensors by this method; None: as ScaleCom does.
     exchange: Any = None
+    # Whether ranks choose different places, so that no sum can be made of their values.
+    always_gathers = False
 
     def __init__(
         self,
@@ -60,18 +65,24 @@ class ErrorFeedback(Compressor):
         config: ScaleComConfig | None = None,
         loss_scale: Any = None,
         diagnostics: Diagnostics | int | None = None,
+        quantiser: Quantiser | type[Quantiser] | None = None,
         **fields: Any,
     ) -> None:
         self.config = (config if config is not None else ScaleComConfig.from_env()).replace(**fields)
         self.residues = Residues(self.config)
         self.loss_scale = _scale_reader(loss_scale)
         self.diagnostics = Diagnostics.of(diagnostics)
+        self.quantiser = quantiser_of(quantiser)
         self._exchange: Exchange | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """What ranks, and a state and who loads it, must have in common beside the config."""
-        return {"method": type(self).__name__}
+        return {"method": type(self).__name__} | self._quantised
+
+    @property
+    def _quantised(self) -> dict[str, Any]:
+        return {} if isinstance(self.quantiser, Unrounded) else {"quantiser": repr(self.quantiser)}
 
     def attach(self, parameters: dict[str, torch.Tensor], exchange: Exchange) -> None:
         """Bind to an optimizer's parameters; called by DistributedOptimizer."""
@@ -97,10 +108,16 @@ class ErrorFeedback(Compressor):
         residue_ratio: that of residues to that of gradients, when it was last looked at (every 100 steps; None before).
         diagnostics, where they were asked for: the numbers of the last look, as diagnostics.look gives them, and its step (None before the
         first), the same on all ranks; what ranks gather for them is not counted in the bytes above.
+        quantiser, where there is one, and values: whether its values are "gathered" or "averaged" (None before ranks agreed).
         """
         numbers = {"step": self.residues.step, "skipped_steps": self.residues.skipped_steps}
         if self._exchange is not None:
             numbers |= self._exchange.stats()
+        if self._quantised and self.residues.ranks is not None:
+            gathered = self.always_gathers or self.quantiser.is_gathered(self.residues.ranks)
+            numbers |= self._quantised | {"values": "gathered" if gathered else "averaged"}
+        elif self._quantised:
+            numbers |= self._quantised | {"values": None}
         return numbers | {"residue_norm": self.residues.norm(), "residue_ratio": self.residues.health.ratio}
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,6 +167,8 @@ class ScaleCom(ErrorFeedback):
     diagnostics: a number of steps, or Diagnostics: every so many steps see how alike workers are, and how good the choice is; in this
     package's optimizer alone.
     process_set: in the stock optimizer, the process set given to it.
+    quantiser: what the values become before they travel: QSGD, Sign (of less than 16 bits: gathered, while that is less traffic; in this
+    package's optimizer alone, without look-ahead), or Float16, which is wire_dtype="float16".
     fields: any field of ScaleComConfig, over `config`.
 
     One object serves one optimizer. Raises ValueError or TypeError for settings that cannot work.
@@ -163,15 +182,31 @@ class ScaleCom(ErrorFeedback):
         loss_scale: Any = None,
         diagnostics: Diagnostics | int | None = None,
         process_set: Any = None,
+        quantiser: Quantiser | type[Quantiser] | None = None,
         **fields: Any,
     ) -> None:
-        super().__init__(config=config, loss_scale=loss_scale, diagnostics=diagnostics, **fields)
+        super().__init__(config=config, loss_scale=loss_scale, diagnostics=diagnostics, quantiser=quantiser, **fields)
+        if isinstance(self.quantiser, Float16):
+            # Its values are summed in half precision, as they always could be.
+            self.config, self.quantiser = self.config.replace(wire_dtype="float16"), Unrounded()
+            self.residues = Residues(self.config)
+        if self._quantised:
+            for name in ("lookahead", "wire_dtype"):
+                if getattr(self.config, name):
+                    raise ValueError(f"{name} and a quantiser of less than 16 bits exclude each other: leave one of them out")
+            self.exchange = self._exchange_rounded
         self._process_set = process_set
         self._named_parameters = _by_name(named_parameters) if named_parameters is not None else None
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {}
+        return self._quantised  # a state that names no method is ScaleCom's
+
+    def _exchange_rounded(self, bucket: Accumulators, channel: Channel) -> Generator[Wait, Any, None]:
+        """ScaleCom's exchange with a quantiser: the leader's offsets, then everybody's rounded values there."""
+        offsets = bucket.choose() if channel.position == channel.leader else bucket.new_choice()
+        offsets = yield from channel.broadcast(offsets)
+        yield from average_values(bucket, channel, bucket.places_at(offsets), self.quantiser)
 
     def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
         """What the stock optimizer sends of a gradient: k values, or all of it. Called in backward's hooks; waits for nothing in them."""
@@ -189,6 +224,10 @@ class ScaleCom(ErrorFeedback):
     def _serve_stock(self) -> None:
         """Attach to the parameters given to this object, unless it serves an optimizer already. Needs Horovod to be running."""
         if self._exchange is None:
+            if self._quantised:
+                raise TypeError(
+                    f"quantiser={self.quantiser!r} works in this package's DistributedOptimizer alone: import scalecom_hvd.torch as hvd"
+                )
             if self._named_parameters is None:
                 raise TypeError(_STOCK_NEEDS_PARAMETERS)
             parameters = {name: p for name, p in self._named_parameters.items() if p.requires_grad}

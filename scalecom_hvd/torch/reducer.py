@@ -271,7 +271,8 @@ class Reducer:
         self._begin(bucket)
         accumulators = bucket.moves
         accumulators.step, bucket.bad = self.residues.step, accumulators.bad
-        yield from self._method(accumulators, Channel(self._transport, bucket.number, self._submitted))
+        leader = self.leader(bucket.number, self.residues.step)
+        yield from self._method(accumulators, Channel(self._transport, bucket.number, leader, self._submitted))
         self._send_values(bucket)
 
     def _run(self, bucket: Bucket, move: Callable[..., None], *arguments: Any) -> Iterator[Wait]:

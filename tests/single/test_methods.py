@@ -10,8 +10,7 @@ from parallel.made_up import gradients
 import scalecom_hvd.torch as hvd
 from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.lanes import Lanes, Positions
-from scalecom_hvd.torch.methods.base import generator
-from scalecom_hvd.torch.methods.ecqsgd import CHUNK, dequantise, pack_levels, quantise, unpack_levels
+from scalecom_hvd.torch.accumulators import generator
 from scalecom_hvd.torch.methods.gtopk import merge
 from scalecom_hvd.torch.methods.local_topk import pack, unpack
 from scalecom_hvd.torch.methods.randomk import draw
@@ -21,55 +20,6 @@ SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "scalar": ()}
 BUCKETS = [["scalar", "first", "bias"], ["second"]]
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
-
-
-# ECQSGD's parts.
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_packed_levels_come_back(bits):
-    s = 2 ** (bits - 1) - 1
-    levels = torch.arange(-s, s + 1, dtype=torch.int8).repeat(8)  # every level in every place of a byte
-    packed = pack_levels(levels, bits)
-    assert (packed.dtype, packed.numel()) == (torch.uint8, levels.numel() * bits // 8)
-    assert torch.equal(unpack_levels(packed, bits), levels)
-
-
-def test_levels_are_packed_with_the_first_in_the_lowest_bits():
-    assert pack_levels(torch.tensor([1, -1, 0, 1], dtype=torch.int8), 2).tolist() == [0b01_00_11_01]
-    assert pack_levels(torch.tensor([7, -7], dtype=torch.int8), 4).tolist() == [0b1001_0111]
-    assert pack_levels(torch.tensor([-127], dtype=torch.int8), 8).tolist() == [0b1000_0001]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_rounding_is_to_a_neighbour_and_right_on_average(bits, dtype):
-    random = torch.Generator().manual_seed(bits)
-    chunks = torch.randn(3, CHUNK, generator=random).to(dtype) * torch.tensor([[1e-6], [1.0], [1e6]])
-    draws, total = 1000, torch.zeros(3, CHUNK, dtype=torch.float64)
-    step = chunks.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
-    for _ in range(draws):
-        values = dequantise(*quantise(chunks, bits, torch.rand(chunks.shape, generator=random).to(dtype)), bits)
-        assert ((values - chunks).abs() <= step * (1 + 1e-5)).all()
-        total += values
-    # The mean of so many draws of deviation at most step / 2 is, in 1536 elements, nowhere six of its own deviations away.
-    assert ((total / draws - chunks).abs() <= 6 * step / 2 / draws**0.5).all()
-    largest = chunks.abs().argmax(1, keepdim=True)
-    assert torch.equal(values.gather(1, largest), chunks.gather(1, largest))
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_levels_stay_inside_their_bits(bits):
-    """With any random number below one, and where a scale is zero, denormal or as large as can be."""
-    s, below_one = 2 ** (bits - 1) - 1, 1 - 2.0**-24
-    for size in (0.0, 1e-45, 1e-39, 1.0, 2.0**125):
-        chunks = torch.tensor([[-size, 0.0, size / 3, size]])
-        for random in (0.0, 0.5, below_one):
-            scales, levels = quantise(chunks, bits, torch.full((1, 4), random))
-            assert levels.abs().max() <= s
-            values = dequantise(scales, levels, bits)
-            assert values.isfinite().all()
-            assert values.abs().max() <= size
 
 
 # RandomK's draw.

@@ -26,9 +26,13 @@ class Method(ErrorFeedback):
     unused: tuple[str, ...] = _SCALECOM_ALONE
     # Whether every element travels, so that stats()["rate"] is 1.
     sends_all = False
+    # Whether it takes a quantiser for its values.
+    rounds = False
 
-    def __init__(self, *, config: ScaleComConfig | None = None, loss_scale: Any = None, **fields: Any) -> None:
-        super().__init__(config=config, loss_scale=loss_scale, **fields)
+    def __init__(self, **fields: Any) -> None:
+        if fields.get("quantiser") is not None and not self.rounds:
+            raise ValueError(f"a quantiser means nothing to {type(self).__name__}: leave it out, or take ScaleCom, LocalTopK or RandomK")
+        super().__init__(**fields)
         meaningless = [name for name in self.unused if getattr(self.config, name) != getattr(ScaleComConfig(), name)]
         if meaningless:
             name = meaningless[0]
@@ -59,11 +63,3 @@ class Method(ErrorFeedback):
     def decompress(self, tensor: Any, ctx: Any = None) -> torch.Tensor:
         """The average as it is: this package's optimizer has exchanged it before Horovod asks."""
         return tensor
-
-
-def generator(*numbers: int) -> torch.Generator:
-    """Random numbers that depend on these numbers alone, such as (seed, step, bucket): the same on every rank that gives the same."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * 1_000_003 + number + 1) % 2**63
-    return torch.Generator().manual_seed(seed)

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from scalecom_hvd.lanes import Lanes, Positions
-from scalecom_hvd.torch.accumulators import Accumulators, Channel
-from scalecom_hvd.torch.methods.base import Method, generator
+from scalecom_hvd.torch.accumulators import Accumulators, Channel, generator
+from scalecom_hvd.torch.methods.base import Method
+from scalecom_hvd.torch.quantisers import Quantiser, average_values, rounded
 from scalecom_hvd.torch.transport import Wait
 
 
@@ -20,25 +21,37 @@ class RandomK(Method):
 
     One place of each lane; with selection="exact", any k places. Not scaled up to be unbiased: residues see to what is not sent
     (Stich et al., *Sparsified SGD with Memory*, 2018, arXiv 1809.07599, has it as rand_k).
-    seed: the same on all ranks.  fields: of ScaleComConfig; leader, lookahead and wire_dtype mean nothing here.
-    Traffic: 2(n-1)/n of 4k bytes, no offsets.
+    seed: the same on all ranks.  shared: False draws other places for each rank, which all ranks can draw; their values are gathered.
+    quantiser: of the values, None or one of quantisers.py.  fields: of ScaleComConfig; leader, lookahead and wire_dtype mean nothing here.
+    Traffic: 2(n-1)/n of 4k bytes, no offsets; (n-1) 4k if not shared; less with a quantiser.
     """
 
-    def __init__(self, *, seed: int = 0, **fields: Any) -> None:
-        super().__init__(**fields)
-        self.seed = int(seed)
+    rounds = True
+
+    def __init__(self, *, seed: int = 0, shared: bool = True, quantiser: Quantiser | None = None, **fields: Any) -> None:
+        super().__init__(quantiser=quantiser, **fields)
+        self.seed, self.shared = int(seed), bool(shared)
+        self.always_gathers = not self.shared
 
     @property
     def settings(self) -> dict[str, Any]:
-        return super().settings | {"seed": self.seed}
+        return super().settings | {"seed": self.seed} | ({} if self.shared else {"shared": False})
 
     def exchange(self, bucket: Accumulators, channel: Channel) -> Generator[Wait, Any, None]:
-        random = generator(self.seed, bucket.step, channel.bucket)
-        places = bucket.places([draw(lanes, random) for lanes in bucket.geometries]).to(bucket.flat.device)
-        values = bucket.flat[places]
-        bucket.send(places, values)
-        average = yield from channel.average(values, "values")
-        bucket.receive(places, average)
+        if self.shared:
+            places = self._draw(bucket, generator(self.seed, bucket.step, channel.bucket))
+            yield from average_values(bucket, channel, places, self.quantiser)
+            return
+        # A number more than rounding has, so that the two do not draw alike.
+        everyone = [generator(self.seed, bucket.step, channel.bucket, rank, 0) for rank in range(channel.size)]
+        places = [self._draw(bucket, random) for random in everyone]
+        payload, sent = rounded(self.quantiser, bucket.flat[places[channel.position]], bucket.counts, bucket, channel)
+        bucket.send(places[channel.position], sent)
+        for at, theirs in zip(places, (yield from channel.gather(payload, "values")), strict=True):
+            bucket.receive(at, self.quantiser.unpack(theirs, sent, bucket.counts) * channel.share)
+
+    def _draw(self, bucket: Accumulators, random: torch.Generator) -> torch.Tensor:
+        return bucket.places([draw(lanes, random) for lanes in bucket.geometries]).to(bucket.flat.device)
 
 
 def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:

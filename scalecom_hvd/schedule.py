@@ -1,0 +1,88 @@
+"""When workers that take local steps synchronise: a number of steps, one that changes, or one of each worker's own.
+
+Framework-free. A schedule is a function of the step's number alone, so all ranks know, without asking, whose turn it is. Imports nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_FORMS = (
+    "local_steps must be a number of steps (4), the number in force from each step on ({0: 1, 500: 4, 2000: 16}), or one number for each "
+    "rank ([4, 8])"
+)
+
+
+class Schedule:
+    """local_steps: H, {first step: H}, or [H of rank 0, H of rank 1, ...].
+
+    With one H, worker r synchronises after steps H, 2H, ...; where H changes, the next synchronisation is H steps after the last, H being
+    what was in force then. With an H for each rank, every rank has its own synchronisation points (Basu et al., 2019, algorithm 2), and
+    those that have none at a step contribute nothing to it. Raises TypeError or ValueError for anything else.
+    """
+
+    def __init__(self, local_steps: int | Mapping[int, int] | Sequence[int]) -> None:
+        self.ranks: list[int] | None = None
+        self._changes: list[tuple[int, int]] = []
+        if isinstance(local_steps, Mapping):
+            if not all(_is_whole(step) and step >= 0 for step in local_steps):
+                raise ValueError(f"{_FORMS}: steps are whole numbers from 0 on, not {list(local_steps)!r}")
+            if 0 not in local_steps:
+                raise ValueError(f"{_FORMS}: {dict(local_steps)!r} does not say what is in force from step 0 on")
+            self._changes = [(step, _steps(local_steps[step])) for step in sorted(local_steps)]
+        elif isinstance(local_steps, Sequence) and not isinstance(local_steps, str):
+            if not local_steps:
+                raise ValueError(_FORMS)
+            self.ranks = [_steps(steps) for steps in local_steps]
+        else:
+            self._changes = [(0, _steps(local_steps))]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether ranks have synchronisation points of their own."""
+        return self.ranks is not None
+
+    def check_ranks(self, size: int) -> None:
+        """Raise ValueError if this is a schedule for another number of ranks."""
+        if self.ranks is not None and len(self.ranks) != size:
+            raise ValueError(f"local_steps names {len(self.ranks)} ranks, and there are {size}: give one number for each, or one for all")
+
+    def due(self, step: int, size: int) -> list[int]:
+        """The places of the ranks that synchronise after step number `step` (1, 2, ...)."""
+        if self.ranks is not None:
+            return [rank for rank, steps in enumerate(self.ranks) if step % steps == 0]
+        return list(range(size)) if self._number_of(step)[1] else []
+
+    def synchronisations(self, steps: int) -> int:
+        """After how many of the first `steps` steps some rank synchronises."""
+        if self.ranks is not None:
+            return sum(bool(self.due(step, 0)) for step in range(1, steps + 1))
+        return self._number_of(steps)[0]
+
+    def _number_of(self, step: int) -> tuple[int, bool]:
+        """How many synchronisations there are up to a step, itself included, and whether it is one."""
+        count = last = 0
+        for (_, steps), end in zip(self._changes, [change for change, _ in self._changes[1:]] + [step], strict=True):
+            # These steps were in force at every synchronisation before `end`, the last of which decides when the first after it comes.
+            further = max(-(-(end - last) // steps), 0)
+            if last + further * steps >= step:
+                return count + (step - last) // steps, step > last and (step - last) % steps == 0
+            last, count = last + further * steps, count + further
+        return count, False
+
+    def describe(self) -> Any:
+        """What ranks compare; a JSON value."""
+        return self.ranks or [list(change) for change in self._changes]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _steps(value: Any) -> int:
+    if not _is_whole(value):
+        raise TypeError(f"{_FORMS}, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{_FORMS}: {value} is less than one step")
+    return value

@@ -1,0 +1,263 @@
+"""Quantisers: chosen values travel in 1 to 16 bits, whoever chose them, and what rounding changes stays in the residue.
+
+A `Quantiser` turns values into bytes and back; `average_values` lets it do so between ranks that chose the same places. Horovod sums
+nothing narrower than 16 bits, so fewer bits are gathered, as long as that is less: each rank sends its k values of b bits n - 1 times, or
+2 (n-1)/n times the values of 32 bits, so while n b < 64. Used by the compressor and methods/; imports accumulators alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from scalecom_hvd.config import float16_limit
+from scalecom_hvd.torch.accumulators import Accumulators, Channel, generator
+from scalecom_hvd.torch.transport import Wait
+
+# Values that share a scale, where the quantiser does not ask for fewer: a scale of 32 bits adds a sixteenth of a bit to each.
+CHUNK = 512
+
+
+class Quantiser:
+    """Turns values (K,), float32 or float64, into bytes, and bytes into values of the same dtype.
+
+    bits: per value.  chunk: how many values of one tensor share a scale, which travels in the values' dtype beside them.
+    seed: of random rounding, which differs from rank to rank.
+    A subclass says what a chunk becomes, `quantise` and `restore`.
+    """
+
+    bits: int
+    chunk: int = CHUNK
+    seed: int = 0
+
+    def is_gathered(self, ranks: int) -> bool:
+        """Whether ranks that chose the same places gather these bits; else the rounded values are summed as they are."""
+        return ranks * self.bits < 64
+
+    def quantise(self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales (chunks,), and levels (chunks, chunk), int8, that fit into `bits` bits.
+
+        counts: (chunks,) how many values of each chunk there are; the others are zero.  random: gives
+        uniform numbers in [0, 1), shaped like the chunks.
+        """
+        raise NotImplementedError
+
+    def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        """Values (K,), of each one's chunk's scale (K,) and its level (K,)."""
+        raise NotImplementedError
+
+    def pack(self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int) -> torch.Tensor:
+        """The bytes that travel: scales, then levels. counts: how many of the values are each tensor's."""
+        slots, lengths = _slots(tuple(counts), self.chunk, values.device)
+        chunks = values.new_zeros(len(lengths), self.chunk)
+        chunks.view(-1)[slots] = values
+        scales, levels = self.quantise(chunks, lengths, lambda: torch.rand(chunks.shape, generator=random).to(values))
+        return torch.cat([scales.view(torch.uint8), pack_levels(levels.view(-1)[slots], self.bits)])
+
+    def unpack(self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """The values that bytes of `pack` stand for, as many as in `like` and of its dtype."""
+        slots, lengths = _slots(tuple(counts), self.chunk, like.device)
+        scales = payload[: len(lengths) * like.element_size()].view(like.dtype)
+        levels = unpack_levels(payload[len(lengths) * like.element_size() :], self.bits)[: like.numel()]
+        return self.restore(scales[slots // self.chunk], levels)
+
+    def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        """What ranks sum instead of gathering: the values that the bytes stand for."""
+        return sent
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({settings})"
+
+
+class QSGD(Quantiser):
+    """2s + 1 levels of the chunk's norm, rounded up or down at random (Alistarh et al., 2017, arXiv 1610.02132).
+
+    levels: s, at most 127; they travel in the 2, 4 or 8 bits that hold them.
+    norm: what the levels divide: "max", the chunk's largest magnitude (as that paper's experiments do), or 2, its Euclidean norm.
+    chunk: values that share a norm; default: as many, up to 512, as keep the variance below the values' energy (see `variance`), or 512 if
+    none do.
+    scaled: whether values are divided by 1 + `variance`. That makes any s a contraction, without which error feedback can grow without
+    bound, and it makes what is sent smaller than right on average (Basu et al., 2019, section 2). Default: where variance >= 1.
+    """
+
+    def __init__(
+        self, levels: int = 7, *, norm: str | int = "max", chunk: int | None = None, scaled: bool | None = None, seed: int = 0
+    ) -> None:
+        if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
+            raise ValueError(f"levels must be a whole number from 1 to 127, not {levels!r}: more do not fit into 8 bits")
+        if norm not in ("max", 2):
+            raise ValueError(f'norm must be "max" or 2, not {norm!r}')
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+            raise ValueError(f"chunk must be a whole number of values, at least 1, not {chunk!r}")
+        self.levels, self.norm, self.seed = levels, norm, int(seed)
+        small = (size for size in (512, 256, 128, 64, 32, 16, 8) if self._variance(size) < 1)
+        self.chunk = chunk if chunk is not None else next(small, CHUNK)
+        self.scaled = scaled if scaled is not None else self.variance >= 1
+
+    @property
+    def bits(self) -> int:
+        return next(bits for bits in (2, 4, 8) if 2 ** (bits - 1) > self.levels)
+
+    @property
+    def variance(self) -> float:
+        """What E |Q(x) - x|^2 / |x|^2 is at most, for x in one chunk of d values, without `scaled`.
+
+        norm 2: min(d / s^2, sqrt(d) / s) (Alistarh et al., lemma 3.1). "max": the worst x has one element at the maximum and all others
+        at a share u of the first level, where it is (d-1) u (1-u) / (s^2 + (d-1) u^2); over all u that is at most
+        (sqrt(1 + (d-1) / s^2) - 1) / 2.
+        """
+        return self._variance(self.chunk)
+
+    def _variance(self, d: int) -> float:
+        s = self.levels
+        if self.norm == 2:
+            return min(d / s**2, math.sqrt(d) / s)
+        return (math.sqrt(1 + (d - 1) / s**2) - 1) / 2
+
+    def quantise(self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        number = torch.finfo(chunks.dtype)
+        # Wide, so that no square overflows, and that the order of summands does not show.
+        norms = chunks.double().square().sum(1).sqrt().clamp_max(number.max) if self.norm == 2 else chunks.abs().amax(1)
+        scales = norms.to(chunks.dtype)
+        # A chunk of zeros has scale 0, and one of denormals a scale by which nothing can be divided.
+        shares = chunks / scales.clamp_min(number.tiny)[:, None] * self.levels
+        levels = (shares + random()).floor().clamp_(-self.levels, self.levels)
+        return scales / (1 + self.variance) if self.scaled else scales, levels.to(torch.int8)
+
+    def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        return levels.to(scales.dtype) / self.levels * scales
+
+
+class Sign(Quantiser):
+    """The sign, in one bit, times the mean magnitude in the chunk: with a top-k choice Qsparse's SignTop-k (Basu et al., 2019, section 2,
+    with the 1-norm). Not random, and wrong on average: residues see to that.
+
+    chunk: values that share a mean.
+    """
+
+    bits = 1
+
+    def __init__(self, *, chunk: int = CHUNK) -> None:
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise ValueError(f"chunk must be a whole number of values, at least 1, not {chunk!r}")
+        self.chunk = chunk
+
+    def quantise(self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        # Summed in float64, so that the order of summands does not show.
+        scales = chunks.abs().double().sum(1) / counts
+        return scales.to(chunks.dtype), -(chunks < 0).to(torch.int8)
+
+    def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        return torch.where(levels < 0, -scales, scales)
+
+
+class Float16(Quantiser):
+    """Half precision: summed in it where ranks chose the same places (as ScaleCom's wire_dtype="float16"), else gathered.
+
+    What is too large for n such values to have a finite sum is cut off, and stays in the residue.
+    """
+
+    bits = 16
+
+    def is_gathered(self, ranks: int) -> bool:
+        return False
+
+    def pack(self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int) -> torch.Tensor:
+        limit = float16_limit(ranks)
+        return values.clamp(-limit, limit).half().view(torch.uint8)
+
+    def unpack(self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        return payload.view(torch.float16).to(like.dtype)
+
+    def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        return payload.view(torch.float16)
+
+
+class Unrounded(Quantiser):
+    """Values as they are: what quantiser=None stands for."""
+
+    bits = 32
+
+    def pack(self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int) -> torch.Tensor:
+        return values.view(torch.uint8)
+
+    def unpack(self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        return payload.view(like.dtype)
+
+
+def quantiser_of(value: Any) -> Quantiser:
+    """What a user passed as quantiser=: None, a Quantiser, or its class."""
+    if value is None:
+        return Unrounded()
+    if isinstance(value, Quantiser):
+        return value
+    if isinstance(value, type) and issubclass(value, Quantiser):
+        return value()
+    raise TypeError(f"quantiser must be hvd.QSGD(levels=...), hvd.Sign(), hvd.Float16() or None, not {value!r}")
+
+
+def rounded(
+    quantiser: Quantiser, values: torch.Tensor, counts: Sequence[int], bucket: Accumulators, channel: Channel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes that this rank sends for its values in this step, and the values that they stand for."""
+    random = generator(quantiser.seed, bucket.step, channel.bucket, channel.position)
+    payload = quantiser.pack(values, counts, random, channel.size)
+    return payload, quantiser.unpack(payload, values, counts)
+
+
+def average_values(
+    bucket: Accumulators, channel: Channel, places: Any, quantiser: Quantiser, counts: Sequence[int] | None = None
+) -> Generator[Wait, Any, None]:
+    """Average the accumulators at places that are the same on all ranks: send, and receive, what the quantiser makes of them.
+
+    places: as of Accumulators.send.  counts: how many of them are each tensor's; default: those of every tensor's choice.
+    """
+    counts = bucket.counts if counts is None else counts
+    values = bucket.flat[places]
+    if isinstance(places, slice):
+        values = values.clone()  # it is a view of the accumulators, and is averaged in place
+    payload, sent = rounded(quantiser, values, counts, bucket, channel)
+    bucket.send(places, sent)
+    if quantiser.is_gathered(channel.size):
+        for theirs in (yield from channel.gather(payload, "values")):
+            bucket.receive(places, quantiser.unpack(theirs, sent, counts) * channel.share)
+    else:
+        average = yield from channel.average(quantiser.summands(payload, sent), "values")
+        bucket.receive(places, average.to(bucket.flat.dtype))
+
+
+def pack_levels(levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """Several levels in a byte, two's complement, the first in the lowest bits; the last byte may hold zeros beside them."""
+    each = 8 // bits
+    fields = levels.view(torch.uint8) & (2**bits - 1)
+    if each == 1:
+        return fields
+    fields = torch.nn.functional.pad(fields, (0, -fields.numel() % each)).view(-1, each)
+    packed = fields[:, 0].clone()
+    for i in range(1, each):
+        packed |= fields[:, i] << (bits * i)
+    return packed
+
+
+def unpack_levels(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `pack_levels`, as many as the bytes hold: int8."""
+    # Shifting signed bytes left, then right, extends the sign.
+    fields = torch.stack([packed << (8 - bits - i) for i in range(0, 8, bits)], 1) if bits < 8 else packed
+    return fields.contiguous().view(torch.int8).view(-1) >> (8 - bits)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(counts: tuple[int, ...], chunk: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each value lies when every tensor's begin on a chunk of their own, and how many values each chunk has."""
+    slots, lengths, begin = [], [], 0
+    for count in counts:
+        slots.append(torch.arange(begin, begin + count))
+        own = -(-count // chunk)
+        lengths += [chunk] * (own - 1) + [count - chunk * (own - 1)] if own else []
+        begin += own * chunk
+    return torch.cat(slots).to(device), torch.tensor(lengths, dtype=torch.float64).to(device)

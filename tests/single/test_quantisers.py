@@ -1,0 +1,191 @@
+"""Quantisers by themselves: right on average, no further off than their bounds say, packed into the bits they promise."""
+
+import numpy as np
+import pytest
+import torch
+
+import scalecom_hvd.torch as hvd
+from scalecom_hvd import reference_methods as oracle
+from scalecom_hvd.torch.accumulators import generator
+from scalecom_hvd.torch.quantisers import CHUNK, Unrounded, pack_levels, quantiser_of, unpack_levels
+
+UNSCALED = hvd.QSGD(7, norm=2, chunk=512, scaled=False)
+RANDOM = [hvd.QSGD(1), hvd.QSGD(7), hvd.QSGD(127), hvd.QSGD(3, norm=2), hvd.QSGD(7, norm=2), UNSCALED]
+ALL = [*RANDOM, hvd.QSGD(1, chunk=300), hvd.Sign(), hvd.Sign(chunk=7), hvd.Float16()]
+COUNTS = (1, 700, 512, 33, 600)
+
+
+def values_of(kind, seed, dtype=torch.float32):
+    """Values of several tensors, of different scale each, some of one sign, sparse or alike."""
+    random = torch.Generator().manual_seed(seed)
+    values = torch.randn(sum(COUNTS), generator=random, dtype=torch.float64)
+    if kind == "alike":
+        values = values.sign()
+    elif kind == "sparse":
+        values = values * (torch.rand(len(values), generator=random) < 0.02)
+    elif kind == "heavy":
+        values = values**5
+    parts = values.split(COUNTS)
+    return torch.cat([part * 10.0 ** (i - 2) for i, part in enumerate(parts)]).to(dtype)
+
+
+def sent(quantiser, values, seed=0, ranks=4):
+    payload = quantiser.pack(values, COUNTS, generator(seed), ranks)
+    return payload, quantiser.unpack(payload, values, COUNTS)
+
+
+def in_chunks(values, chunk):
+    rows, _ = oracle.in_chunks(values.double().numpy(), COUNTS, chunk)
+    return torch.from_numpy(rows)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_packed_levels_come_back(bits):
+    every = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.int8).repeat(9)
+    for count in (0, 1, 3, len(every)):  # every level in every place of a byte
+        packed = pack_levels(every[:count], bits)
+        assert (packed.dtype, packed.numel()) == (torch.uint8, -(-count * bits // 8))
+        assert torch.equal(unpack_levels(packed, bits)[:count], every[:count])
+
+
+def test_levels_are_packed_with_the_first_in_the_lowest_bits():
+    assert pack_levels(torch.tensor([0, -1, -1, 0, 0, 0, 0, -1, -1], dtype=torch.int8), 1).tolist() == [0b10000110, 1]
+    assert pack_levels(torch.tensor([1, -1, 0, 1], dtype=torch.int8), 2).tolist() == [0b01_00_11_01]
+    assert pack_levels(torch.tensor([7, -7], dtype=torch.int8), 4).tolist() == [0b1001_0111]
+    assert pack_levels(torch.tensor([-127], dtype=torch.int8), 8).tolist() == [0b1000_0001]
+
+
+@pytest.mark.parametrize("quantiser", ALL, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_bytes_are_those_that_were_promised(quantiser, dtype):
+    values = values_of("normal", 1, dtype)
+    payload, restored = sent(quantiser, values)
+    chunks = sum(-(-count // quantiser.chunk) for count in COUNTS)
+    scales = 0 if isinstance(quantiser, hvd.Float16) else chunks * dtype.itemsize
+    assert payload.dtype == torch.uint8
+    assert payload.numel() == scales + -(-len(values) * quantiser.bits // 8)
+    assert (restored.dtype, restored.shape) == (values.dtype, values.shape)
+
+
+@pytest.mark.parametrize("kind", ["normal", "alike", "sparse", "heavy"])
+@pytest.mark.parametrize("quantiser", RANDOM, ids=str)
+def test_random_rounding_is_right_on_average_and_within_its_variance(quantiser, kind):
+    """Means of many draws lie within six of their own deviations; the variance, chunk by chunk, within the bound of the papers."""
+    values = values_of(kind, 2)
+    draws = 400
+    shrink = 1 + quantiser.variance if quantiser.scaled else 1.0
+    drawn = torch.stack([sent(quantiser, values, seed)[1] for seed in range(draws)]).double() * shrink
+    exact = values.double()
+    deviation = (drawn - exact).square().mean(0).sqrt()
+    # Float32 rounds too. A rare event may not have been seen in so many draws: one at a share of 6 / draws of a level shows as nothing.
+    level = in_chunks(exact, quantiser.chunk).abs()
+    level = (level.amax(1) if quantiser.norm == "max" else level.square().sum(1).sqrt()) / quantiser.levels
+    rows = torch.from_numpy(oracle.in_chunks(exact.numpy(), COUNTS, quantiser.chunk)[1]) // quantiser.chunk
+    slack = level[rows] * 40 / draws + 1e-6 * exact.abs()
+    assert ((drawn.mean(0) - exact).abs() <= 6 * deviation / draws**0.5 + slack).all()
+
+    off = in_chunks((drawn - exact).square().mean(0), quantiser.chunk).sum(1)
+    energy = in_chunks(exact, quantiser.chunk).square().sum(1)
+    assert (off <= quantiser.variance * energy * 1.2 + 1e-12 * energy).all()
+    # Every value goes to a neighbouring level.
+    assert ((drawn - exact).abs() <= level[rows] * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("kind", ["normal", "alike", "sparse", "heavy"])
+@pytest.mark.parametrize(
+    "quantiser", [one for one in [*ALL, hvd.QSGD(1, chunk=512), hvd.QSGD(1, norm=2, chunk=512)] if one is not UNSCALED], ids=str
+)
+def test_what_stays_is_less_than_what_came(quantiser, kind):
+    """A contraction (Basu et al., definition 3): on average less than |x|^2 is left, so error feedback keeps residues bounded."""
+    values = values_of(kind, 3)
+    rest, energy = what_stays(quantiser, values)
+    assert (rest[energy > 0] < energy[energy > 0]).all()
+    assert (rest[energy == 0] == 0).all()
+
+
+def test_without_scaling_more_can_stay_than_came():
+    """Why QSGD scales: four bits of a Euclidean norm of 512 values are unbiased, and leave more than they send."""
+    rest, energy = what_stays(UNSCALED, values_of("normal", 3))
+    assert (rest > energy).any()
+
+
+def what_stays(quantiser, values):
+    """|x - sent|^2, the mean of many draws, and |x|^2, chunk by chunk."""
+    left = torch.stack([(values.double() - sent(quantiser, values, seed)[1]).square() for seed in range(100)]).mean(0)
+    return in_chunks(left, quantiser.chunk).sum(1), in_chunks(values, quantiser.chunk).square().sum(1)
+
+
+def test_the_default_chunk_keeps_the_variance_below_one_where_that_can_be():
+    assert (hvd.QSGD(1).chunk, hvd.QSGD(7).chunk, hvd.QSGD(127).chunk) == (8, 256, 512)
+    assert all(hvd.QSGD(s).variance < 1 and not hvd.QSGD(s).scaled for s in range(1, 128))
+    assert hvd.QSGD(7, norm=2).chunk == 32
+    assert hvd.QSGD(1, norm=2).scaled
+    assert hvd.QSGD(1, chunk=512).scaled
+    assert not hvd.QSGD(1, chunk=512, scaled=False).scaled
+    assert [hvd.QSGD(s).bits for s in (1, 2, 7, 8, 127)] == [2, 4, 4, 8, 8]
+
+
+@pytest.mark.parametrize("quantiser", [*ALL, Unrounded()], ids=str)
+def test_numbers_at_the_ends(quantiser):
+    """Where a scale is zero, denormal, or the largest number there is."""
+    for size in (0.0, 1e-45, 1e-39, 1.0, 2.0**125, 3.4e38):
+        values = torch.tensor([-size, 0.0, size / 3, size] * 10)
+        payload = quantiser.pack(values, (40,), generator(1), 4)
+        restored = quantiser.unpack(payload, values, (40,))
+        assert restored.isfinite().all()
+        assert (restored.abs() <= size * 4.5).all()  # a Euclidean norm of 3 chunks' values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("quantiser", ALL, ids=str)
+def test_the_oracle_agrees(quantiser, dtype):
+    for kind in ("normal", "alike", "sparse", "heavy"):
+        values = values_of(kind, 4, dtype)
+        if isinstance(quantiser, hvd.Sign):
+            rule = oracle.sign(quantiser.chunk)
+        elif isinstance(quantiser, hvd.Float16):
+            rule = oracle.float16(65504 / 4)
+        else:
+            rule = oracle.qsgd(quantiser.levels, quantiser.chunk, quantiser.norm, 1 + quantiser.variance if quantiser.scaled else 1.0)
+        wanted = rule(values.numpy(), COUNTS, lambda shape: torch.rand(shape, generator=generator(9)).numpy())
+        # Sums of float64 are not made wider, so there their order may show.
+        np.testing.assert_allclose(sent(quantiser, values, 9)[1].numpy(), wanted, rtol=1e-14 if dtype == torch.float64 else 0)
+
+
+def test_when_values_are_gathered():
+    """While n b < 64; half precision can always be summed."""
+    assert [n for n in range(1, 70) if hvd.Sign().is_gathered(n)] == list(range(1, 64))
+    assert [n for n in range(1, 70) if hvd.QSGD(7).is_gathered(n)] == list(range(1, 16))
+    assert [n for n in range(1, 70) if hvd.QSGD(127).is_gathered(n)] == list(range(1, 8))
+    assert not any(quantiser.is_gathered(2) for quantiser in (hvd.Float16(), Unrounded()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hvd.QSGD(0), "levels must be a whole number from 1 to 127"),
+        (lambda: hvd.QSGD(128), "more do not fit into 8 bits"),
+        (lambda: hvd.QSGD(2.5), "levels must be a whole number"),
+        (lambda: hvd.QSGD(7, norm=1), 'norm must be "max" or 2'),
+        (lambda: hvd.QSGD(7, chunk=0), "chunk must be a whole number of values, at least 1"),
+        (lambda: hvd.Sign(chunk=-1), "chunk must be a whole number of values, at least 1"),
+        (lambda: hvd.ScaleCom(quantiser=hvd.Sign(), lookahead=True), "lookahead and a quantiser of less than 16 bits exclude each other"),
+        (lambda: hvd.ScaleCom(quantiser=hvd.QSGD(7), wire_dtype="float16"), "wire_dtype and a quantiser of less than 16 bits"),
+    ],
+)
+def test_wrong_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_what_quantiser_may_be():
+    assert isinstance(quantiser_of(None), Unrounded)
+    assert isinstance(quantiser_of(hvd.Sign), hvd.Sign)
+    for wrong in ("sign", 4, hvd.ScaleCom):
+        with pytest.raises(TypeError, match=r"quantiser must be hvd.QSGD\(levels=...\), hvd.Sign\(\), hvd.Float16\(\) or None"):
+            hvd.LocalTopK(quantiser=wrong)
+    for method in (hvd.GTopK, hvd.GlobalTopK, hvd.ECQSGD):
+        with pytest.raises(ValueError, match=f"a quantiser means nothing to {method.__name__}"):
+            method(quantiser=hvd.Sign())
+    assert hvd.ScaleCom(quantiser=hvd.Float16).config.wire_dtype == "float16"
+    assert CHUNK == 512

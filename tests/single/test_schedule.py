@@ -1,0 +1,61 @@
+"""When workers synchronise: held to a walk through all steps."""
+
+import random
+
+import pytest
+
+from scalecom_hvd.schedule import Schedule
+
+
+def walk(changes, steps):
+    """The steps after which all synchronise, found one after the other."""
+    found, last = [], 0
+    while True:
+        in_force = changes[max(begin for begin in changes if begin <= last)]
+        last += in_force
+        if last > steps:
+            return found
+        found.append(last)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{0: 1}, {0: 4}, {0: 7, 3: 2}, {0: 1, 10: 4, 50: 16}, {0: 16, 1: 1, 2: 3}, {0: 5, 5: 1}, {0: 100, 10: 1, 20: 7}]
+    + [{0: random.Random(i).randint(1, 9)} | {random.Random(i + j).randint(1, 150): j % 11 + 1 for j in range(6)} for i in range(20)],
+)
+def test_a_step_is_due_where_a_walk_comes_by(changes):
+    schedule = Schedule(changes)
+    found = walk(changes, 200)
+    assert [step for step in range(1, 201) if schedule.due(step, 3)] == found
+    assert [schedule.synchronisations(steps) for steps in range(201)] == [sum(one <= steps for one in found) for steps in range(201)]
+    assert all(schedule.due(step, 3) == [0, 1, 2] for step in found)
+    assert not schedule.asynchronous
+
+
+def test_one_number():
+    assert [step for step in range(20) if Schedule(4).due(step, 2)] == [4, 8, 12, 16]
+    assert Schedule(4).describe() == Schedule({0: 4}).describe() == [[0, 4]]
+    Schedule(4).check_ranks(17)
+
+
+def test_a_number_for_each_rank():
+    schedule = Schedule([2, 3, 2])
+    assert [schedule.due(step, 3) for step in range(1, 7)] == [[], [0, 2], [1], [0, 2], [], [0, 1, 2]]
+    assert schedule.synchronisations(6) == 4
+    assert schedule.asynchronous
+    assert schedule.describe() == [2, 3, 2]
+    schedule.check_ranks(3)
+    with pytest.raises(ValueError, match="local_steps names 3 ranks, and there are 4: give one number for each, or one for all"):
+        schedule.check_ranks(4)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, [4, 0], {0: 0}, {5: 1}, {}, [], {-1: 2, 0: 1}, {0.5: 1, 0: 1}])
+def test_wrong_numbers_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"local_steps must be a number of steps \(4\)"):
+        Schedule(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["4", 2.0, True, None, [2.5, 1], lambda step: 4])
+def test_wrong_types_are_refused(wrong):
+    with pytest.raises(TypeError, match=r"local_steps must be a number of steps \(4\)"):
+        Schedule(wrong)
