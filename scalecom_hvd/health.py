@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scalecom_hvd.config import ScaleComConfig
-
 log = logging.getLogger("scalecom_hvd")
 
 # Steps between two looks at the norms, which read all residues and gradients once more: a hundredth of what a step reads anyway.
@@ -48,18 +46,17 @@ def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> 
     )  # fmt: skip
 
 
-def check_length(config: ScaleComConfig, rates: Iterable[float]) -> None:
-    """Log one warning if the planned run is too short for its rates, with what to change."""
+def check_length(planned: int | None, warmup: int, rates: Iterable[float]) -> None:
+    """Log one warning if so many planned exchanges, the first `warmup` of them whole, are too few for these rates, with what to change."""
     rate = max(rates, default=1.0)
-    if config.planned_steps is None or rate <= 1:
+    if planned is None or rate <= 1:
         return
-    steps = config.planned_steps - config.warmup_steps
-    sends = max(steps, 0) / rate
-    if sends < SENDS_WANTED:
+    steps = max(planned - warmup, 0)
+    if steps / rate < SENDS_WANTED:
         log.warning(
-            "planned_steps=%d, of which %d are sent compressed at rate %g: %.1f sends per coordinate. Under about %d, accuracy suffers. "
-            "Use a rate of at most %d, more steps, or no compression",
-            config.planned_steps, max(steps, 0), rate, sends, SENDS_WANTED, max(math.floor(steps / SENDS_WANTED), 1),
+            "planned_steps: of %d exchanges %d are sent compressed at rate %g: %.1f sends per coordinate. Under about %d, accuracy "
+            "suffers. Use a rate of at most %d, more steps, or no compression",
+            planned, steps, rate, steps / rate, SENDS_WANTED, max(math.floor(steps / SENDS_WANTED), 1),
         )  # fmt: skip
 
 

@@ -23,12 +23,13 @@ CHUNK = 512
 
 
 class Bucket(NamedTuple):
-    """What a method knows beside the accumulators: where and when this is, and each tensor's lanes and elements."""
+    """What a method knows beside the accumulators: where and when this is, each tensor's lanes and elements, and the workers that send."""
 
     number: int
     step: int
     tensors: list[tuple[Lanes, slice]]
     selection: str
+    present: list[int]
 
     @property
     def k(self) -> int:
@@ -57,6 +58,8 @@ class MethodReference(ScaleComReference):
     ) -> None:
         super().__init__(n_workers, shapes, config, buckets)
         self.send = send
+        # Workers that have something to send; the others send nothing, and keep their residues.
+        self.present = list(range(n_workers))
         self.buckets = [list(names) for names in buckets or [self.shapes]]
 
     def step(self, grads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -93,8 +96,12 @@ class MethodReference(ScaleComReference):
         g = np.stack([np.concatenate([worker[name].reshape(-1).astype(kind) for name in names]) for worker in grads])
         beta, rest = kind.type(self.config.beta), kind.type(1 - self.config.beta)
         accumulators = m + g
-        sent = self.send(accumulators, Bucket(number, self.step_number, tensors, self.config.selection))
+        sent = self.send(accumulators, Bucket(number, self.step_number, tensors, self.config.selection, self.present))
+        absent = [i for i in range(self.n_workers) if i not in self.present]
+        sent[absent] = 0
+        kept = m[absent]
         m = rest * m + beta * (accumulators - sent)
+        m[absent] = kept
         average = mean(sent)
 
         for name, (_, elements) in zip(names, tensors, strict=True):
@@ -116,8 +123,8 @@ def own(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
 
 def leaders(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
     """Every worker where the leader's are largest (Chen et al., 2020)."""
-    n = len(accumulators)
-    return [choose(accumulators[bucket.step % n], bucket, bucket.selection)] * n
+    leader = bucket.present[bucket.step % len(bucket.present)]
+    return [choose(accumulators[leader], bucket, bucket.selection)] * len(accumulators)
 
 
 def drawn(draw: Callable[[Bucket, int], Sequence[np.ndarray]]) -> Places:

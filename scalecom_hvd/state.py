@@ -43,6 +43,13 @@ def check_method(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         )
 
 
+def check_local_steps(state: Mapping[str, Any], local: bool) -> None:
+    """Raise ValueError for a state of local steps where there are none, or the other way round: changes of parameters are no gradients."""
+    if local != ("local_steps" in state):
+        made, now = ("gradients", "changes of parameters (local_steps)")[:: 1 if local else -1]
+        raise ValueError(f"the state's residues hold {made}, and this optimizer sends {now}: give local_steps as then, or do not load it")
+
+
 def check_finite(finite: Mapping[str, bool]) -> None:
     """Raise ValueError that names the residues, unless all elements of each are finite."""
     spoilt = sorted(name for name, is_finite in finite.items() if not is_finite)

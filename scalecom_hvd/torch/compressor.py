@@ -18,7 +18,7 @@ from horovod.torch.compression import Compressor
 from scalecom_hvd.agreement import warn_of_half_sums
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
-from scalecom_hvd.state import check_method
+from scalecom_hvd.state import check_local_steps, check_method
 from scalecom_hvd.torch.accumulators import Accumulators, Channel
 from scalecom_hvd.torch.quantisers import Float16, Quantiser, Unrounded, average_values, quantiser_of
 from scalecom_hvd.torch.residues import Residues
@@ -42,6 +42,16 @@ class Exchange(Protocol):
     def meet(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
     def watch(self, diagnostics: Diagnostics) -> None: ...
+
+
+class Local(Protocol):
+    """What a method asks of local steps (local_steps.py), where there are any."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def check_state(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def meet(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
 
 
 class ErrorFeedback(Compressor):
@@ -74,6 +84,8 @@ class ErrorFeedback(Compressor):
         self.diagnostics = Diagnostics.of(diagnostics)
         self.quantiser = quantiser_of(quantiser)
         self._exchange: Exchange | None = None
+        self._local: Local | None = None
+        self._loaded: dict[str, Any] | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -84,19 +96,30 @@ class ErrorFeedback(Compressor):
     def _quantised(self) -> dict[str, Any]:
         return {} if isinstance(self.quantiser, Unrounded) else {"quantiser": repr(self.quantiser)}
 
-    def attach(self, parameters: dict[str, torch.Tensor], exchange: Exchange) -> None:
-        """Bind to an optimizer's parameters; called by DistributedOptimizer."""
+    def attach(self, parameters: dict[str, torch.Tensor], exchange: Exchange, local: Local | None = None) -> None:
+        """Bind to an optimizer's parameters; called by DistributedOptimizer. local: its local steps, with the common parameters."""
         if self._exchange is not None:
             name = type(self).__name__
             raise ValueError(f"this {name} already serves an optimizer; make one for each: their residues are different")
+        if self._loaded is not None:
+            self._check_local(self._loaded, local)
         if self.diagnostics is not None:
             exchange.watch(self.diagnostics)
         self.residues.attach(parameters)
-        self._exchange = exchange
+        self._exchange, self._local = exchange, local
+        if self._loaded is not None and local is not None:
+            local.load_state_dict(self._loaded["local_steps"])
+        self._loaded = None
+
+    @staticmethod
+    def _check_local(state: dict[str, Any], local: Local | None) -> None:
+        check_local_steps(state, local is not None)
+        if local is not None:
+            local.check_state(state["local_steps"])
 
     def detach(self) -> None:
         """Serve nobody again; called when the optimizer could not be made."""
-        self._exchange = None
+        self._exchange = self._local = None
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank; all ranks must not call it, and calling it sends nothing.
@@ -108,11 +131,15 @@ class ErrorFeedback(Compressor):
         residue_ratio: that of residues to that of gradients, when it was last looked at (every 100 steps; None before).
         diagnostics, where they were asked for: the numbers of the last look, as diagnostics.look gives them, and its step (None before the
         first), the same on all ranks; what ranks gather for them is not counted in the bytes above.
+        local_steps, steps_taken, steps_skipped, with local steps: the schedule, this rank's steps, and those of them left out because a
+        gradient was not finite; `step` counts synchronisations then, and bytes are those of the last one.
         quantiser, where there is one, and values: whether its values are "gathered" or "averaged" (None before ranks agreed).
         """
         numbers = {"step": self.residues.step, "skipped_steps": self.residues.skipped_steps}
         if self._exchange is not None:
             numbers |= self._exchange.stats()
+        if self._local is not None:
+            numbers |= self._local.stats()
         if self._quantised and self.residues.ranks is not None:
             gathered = self.always_gathers or self.quantiser.is_gathered(self.residues.ranks)
             numbers |= self._quantised | {"values": "gathered" if gathered else "averaged"}
@@ -123,11 +150,12 @@ class ErrorFeedback(Compressor):
     def state_dict(self) -> dict[str, Any]:
         """This rank's residues and step, to be saved by every rank beside the model; torch.load(..., weights_only=True) reads it.
 
-        {"version", "step", "config", "residues": {name: tensor shaped like the parameter}}, and what look-ahead needs. Tensors are
-        the ones in use, not copies. Raises RuntimeError between backward() and step().
+        {"version", "step", "config", "residues": {name: tensor shaped like the parameter}}, and what look-ahead and local steps need.
+        Tensors are the ones in use, not copies. Raises RuntimeError between backward() and step().
         """
         self._settle("state_dict() was called between backward() and step(): call it after optimizer.step()")
-        return self.residues.state_dict() | self.settings
+        state = self.residues.state_dict() | self.settings
+        return state | ({"local_steps": self._local.state_dict()} if self._local is not None else self._loaded or {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the residues that this rank saved. Call it on every rank, before training goes on.
@@ -136,9 +164,15 @@ class ErrorFeedback(Compressor):
         """
         self._settle("load_state_dict() was called between backward() and step(): call it before backward()")
         check_method(state, self.settings)
+        if self._exchange is None:
+            self._loaded = {name: state[name] for name in ("local_steps",) if name in state}
+        else:
+            self._check_local(state, self._local)
         self.residues.load_state_dict(state)
         if self._exchange is not None:
             self._exchange.agree_anew()
+        if self._local is not None:
+            self._local.load_state_dict(state["local_steps"])
 
     def _settle(self, complaint: str) -> None:
         if self._exchange is not None:
@@ -156,6 +190,13 @@ class ErrorFeedback(Compressor):
     def meet(self) -> None:
         """What all ranks do when Horovod has been started again, or newcomers have come: they will go on at one step."""
         self._exchange.meet()
+        if self._local is not None:
+            self._local.meet()
+
+    def keep_local(self, state: dict[str, Any]) -> None:
+        """Have this rank's own parameters again, as a state of this very step holds them, whatever was broadcast meanwhile."""
+        if self._local is not None and self._local.state_dict()["taken"] == state["local_steps"]["taken"]:
+            self._local.load_state_dict(state["local_steps"])
 
 
 class ScaleCom(ErrorFeedback):

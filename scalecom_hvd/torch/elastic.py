@@ -44,6 +44,8 @@ class ResiduesHandler(_state.StateHandler):
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
+        # Rank 0's model has come to all ranks: in the middle of a round of local steps it is not this rank's own.
+        self.value.keep_local(self._saved)
         self.value.meet()
 
 

@@ -1,15 +1,17 @@
-"""The drop-in DistributedOptimizer: Horovod's own, with its two reduce methods replaced by the bucketed exchange.
+"""The drop-in DistributedOptimizer: Horovod's own, with its two reduce methods replaced by the bucketed exchange, or with local steps.
 
 Horovod makes its optimizer's class from a copy of `_DistributedOptimizer.__dict__`, and that copy's methods call
 `super(self.__class__, self)`, so it cannot be subclassed (0.28.1, optimizer.py:598). Here the same is done with two entries
-changed; hooks, synchronize, accumulation, clipping, closures and state stay Horovod's. Imports compressor and reducer.
+changed; hooks, synchronize, accumulation, clipping, closures and state stay Horovod's. With local steps there are no hooks, and `step`
+is replaced as well. Imports compressor, reducer and local_steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as horovod
@@ -19,7 +21,9 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression
 
 from scalecom_hvd.agreement import check_operation, warn_of_half_sums
-from scalecom_hvd.torch.compressor import ErrorFeedback, without_ties
+from scalecom_hvd.schedule import Schedule
+from scalecom_hvd.torch.compressor import ErrorFeedback, ScaleCom, without_ties
+from scalecom_hvd.torch.local_steps import LocalSteps, gradients_are_finite
 from scalecom_hvd.torch.reducer import Reducer
 from scalecom_hvd.torch.transport import Transport
 
@@ -35,6 +39,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: Any = horovod.global_process_set,
+    local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
 ) -> torch.optim.Optimizer:
     """horovod.torch.DistributedOptimizer, which besides Horovod's compressors takes `ScaleCom` and the methods beside it (RandomK,
     LocalTopK, GTopK, GlobalTopK, ECQSGD), the class or an instance.
@@ -43,9 +48,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     which tensors share a bucket. The returned optimizer has one attribute more, `compression`: the ScaleCom with this rank's
     residues, whose `state_dict()` belongs into checkpoints and whose `stats()` tell what was sent.
 
+    local_steps: H, {first step: H} or [H of each rank]: every rank takes H steps on its own parameters, with its own gradients and its own
+    state of the optimizer; then the change since the last time goes through the compressor, is averaged, and every rank goes on from the
+    same parameters (Basu et al., 2019, arXiv 1906.02367). Also with Compression.none. `synchronize()` and `skip_synchronize()` then do
+    nothing, so that scripts that clip between them clip local gradients; `synchronize_parameters()`, on all ranks at once, ends a round
+    early, before the model is evaluated or saved. None: every step averages gradients, as in Horovod.
+
     Raises ValueError for what ScaleCom cannot do (Adasum, operations other than Average and Sum) and for settings that fit no
     parameter, TypeError for complex parameters.
     """
+    if local_steps is not None:
+        compression = _with_local_steps(compression)
     if not (isinstance(compression, ErrorFeedback) or (isinstance(compression, type) and issubclass(compression, ErrorFeedback))):
         return horovod_optimizer.DistributedOptimizer(
             optimizer,
@@ -71,22 +84,30 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     parameters = _trained_parameters(optimizer, named_parameters)
-    reducer = Reducer(
-        parameters,
-        compressor.residues,
-        Transport(process_set, op, gradient_predivide_factor),
-        groups=_group_names(groups, parameters),
-        sparse_as_dense=sparse_as_dense,
-        loss_scale=compressor.loss_scale,
-        send_sparse=lambda p: wrapped._sparse_allreduce_grad_async(p, wrapped._parameter_names[p])[0],
-        method=compressor.exchange,
-        settings=compressor.settings,
-    )
+    transport = Transport(process_set, op, gradient_predivide_factor)
+    group_names = _group_names(groups, parameters)
+    if local_steps is not None:
+        local = LocalSteps(parameters, compressor, transport, Schedule(local_steps), group_names)
+        members = _members(local.reducer) | _local_members(local, type(optimizer))
+    else:
+        reducer = Reducer(
+            parameters,
+            compressor.residues,
+            transport,
+            groups=group_names,
+            sparse_as_dense=sparse_as_dense,
+            loss_scale=compressor.loss_scale,
+            send_sparse=lambda p: wrapped._sparse_allreduce_grad_async(p, wrapped._parameter_names[p])[0],
+            method=compressor.exchange,
+            settings=compressor.settings,
+        )
+        compressor.attach(parameters, reducer)
+        members = _members(reducer)
     # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing takes off again.
-    compressor.attach(parameters, reducer)
     warn_of_half_sums(compressor.config.wire_dtype, horovod)
     try:
-        wrapped = _optimizer_class(type(optimizer), reducer)(
+        base = type(optimizer)
+        wrapped = type(base.__name__, (base,), members)(
             optimizer.param_groups,
             named_parameters,
             compressor,
@@ -121,19 +142,80 @@ def _load_state_dict(self, *args: Any, **kwargs: Any) -> None:
     horovod_optimizer._DistributedOptimizer.__dict__["load_state_dict"](self, *args, **kwargs)
 
 
-def _optimizer_class(base: type, reducer: Reducer) -> type:
-    members = dict(horovod_optimizer._DistributedOptimizer.__dict__)
+def _members(reducer: Reducer) -> dict[str, Any]:
+    """Of Horovod's class, with the reduce methods replaced."""
     # __module__ stays Horovod's: broadcast_optimizer_state looks at it (functions.py:105).
-    members.update(
-        _reducer=reducer,
-        _allreduce_grad_async=_allreduce_grad_async,
-        _grouped_allreduce_grad_async=_grouped_allreduce_grad_async,
-        load_state_dict=_load_state_dict,
-        compression=property(
+    return dict(horovod_optimizer._DistributedOptimizer.__dict__) | {
+        "_reducer": reducer,
+        "_allreduce_grad_async": _allreduce_grad_async,
+        "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
+        "load_state_dict": _load_state_dict,
+        "compression": property(
             lambda self: self._compression, doc="The ScaleCom, or other method, of this optimizer: stats(), state_dict()."
         ),
+    }
+
+
+def _local_members(local: LocalSteps, base: type) -> dict[str, Any]:
+    """What local steps replace besides: gradients are not averaged, so there are no hooks, and nothing to wait for before a step."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on this rank's own parameters, and a synchronisation with the other ranks if one is due.
+
+        Every rank has to take every step. A gradient that is not finite makes the step one that changes nothing on this rank.
+        """
+        # A GradScaler leaves skipping and unscaling to an optimizer that says it can. Did it skip a step, this rank would miss its turn.
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if scale is not None:
+            for grad in (p.grad for p in parameters if p.grad is not None):
+                grad.div_(float(scale))
+        if found is not None:
+            self.grad_scale = self.found_inf = None  # for the base class, which may know them too
+            sound = not float(found)
+        else:
+            sound = closure is not None or gradients_are_finite(parameters)
+        return local.step(functools.partial(base.step, self, closure), sound)
+
+    return {
+        "_local": local,
+        "_step_supports_amp_scaling": True,
+        "_register_hooks": lambda self: None,
+        "step": step,
+        "synchronize": _nothing_to_synchronize,
+        "skip_synchronize": _skip_nothing,
+        "synchronize_parameters": _synchronize_parameters,
+    }
+
+
+def _nothing_to_synchronize(self) -> None:
+    """Gradients are this rank's own: nothing is averaged before a step. See synchronize_parameters."""
+
+
+@contextlib.contextmanager
+def _skip_nothing(self) -> Iterator[None]:
+    """Nothing is skipped: step() averages parameters when its turn has come."""
+    yield
+
+
+def _synchronize_parameters(self) -> None:
+    """Average the parameters' changes now, whatever the schedule says; all ranks must call it after the same step.
+
+    Afterwards all ranks have the same parameters: to be evaluated, or saved. A residue still holds what the compressor held back.
+    """
+    self._local.synchronise()
+
+
+def _with_local_steps(compression: Any) -> Any:
+    """The compressor that local steps send changes through: for Compression.none, one that sends all of them whole."""
+    if compression is Compression.none:
+        return ScaleCom(dense=["*"], rates=None, warmup_steps=0)
+    if isinstance(compression, ErrorFeedback) or (isinstance(compression, type) and issubclass(compression, ErrorFeedback)):
+        return compression
+    raise ValueError(
+        "local_steps send changes of parameters through ScaleCom, another method with error feedback, or Compression.none, not through "
+        f"{getattr(compression, '__name__', type(compression).__name__)}: for half precision give hvd.ScaleCom(quantiser=hvd.Float16())"
     )
-    return type(base.__name__, (base,), members)
 
 
 def _trained_parameters(optimizer: torch.optim.Optimizer, named_parameters: list | None) -> dict[str, torch.Tensor]:

@@ -72,6 +72,8 @@ class Reducer:
         self.residues = residues
         self.config: ScaleComConfig = residues.config
         self.buckets: list[Bucket] = []
+        # The places of the ranks that have something to send; None: all.
+        self.present: list[int] | None = None
         self._parameters = parameters
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._transport = transport
@@ -169,7 +171,8 @@ class Reducer:
 
     def leader(self, bucket: int, step: int) -> int:
         """The position of the rank that chooses for a bucket at a step."""
-        return (step + (bucket if self.config.leader == "staggered" else 0)) % (self._transport.size or 1)
+        turn = step + (bucket if self.config.leader == "staggered" else 0)
+        return self.present[turn % len(self.present)] if self.present else turn % (self._transport.size or 1)
 
     def _notice_restart(self) -> None:
         """Elastic runs start Horovod again when workers come or go: with other ranks, and nothing that was in flight is."""
@@ -206,7 +209,7 @@ class Reducer:
 
     def _must_send_whole(self) -> bool:
         no_offsets = self.config.lookahead and self.residues.tensors and not self.residues.chosen_ahead
-        return bool(self.residues.step < self.config.warmup_steps or no_offsets)
+        return bool(self.residues.step < self.residues.warmup or no_offsets)
 
     def _exchange(self, bucket: Bucket) -> Iterator[Wait]:
         """One bucket's step from its gradients to its all-reduce; yields what it waits for. All gradients are here."""
@@ -232,7 +235,7 @@ class Reducer:
 
     def _exchange_whole(self, bucket: Bucket) -> None:
         bucket.begin(True, self._scale)
-        offsets_follow = self.config.lookahead and self.residues.step + 1 >= self.config.warmup_steps
+        offsets_follow = self.config.lookahead and self.residues.step + 1 >= self.residues.warmup
         if offsets_follow and self.leader(bucket.number, self.residues.step + 1) == self._transport.position:
             bucket.choose_without_filter(bucket.next_offsets)  # before the gradients are averaged in place
         self._send_values(bucket)
@@ -352,7 +355,7 @@ class Reducer:
 
     def _end_step(self) -> None:
         self.residues.note_step()
-        if self._whole and self.residues.step >= self.config.warmup_steps:
+        if self._whole and self.residues.step >= self.residues.warmup:
             if self.config.lookahead:
                 self.settle()
             for bucket in self.buckets:

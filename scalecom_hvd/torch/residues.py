@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,14 @@ class Residues:
         self.ranks: int | None = None
         self.rates: dict[str, float] | None = None
         self.health = Health()
+        # How many exchanges there are in so many steps of the optimizer: with local steps, fewer.
+        self.exchanges_in: Callable[[int], int] = lambda steps: steps
         self._loaded: dict[str, torch.Tensor] | None = None
+
+    @property
+    def warmup(self) -> int:
+        """How many first exchanges are sent whole."""
+        return self.exchanges_in(self.config.warmup_steps)
 
     def attach(self, parameters: dict[str, torch.Tensor]) -> None:
         """Learn the parameters (all that are trained, in the model's order), and make a residue for each that is compressed.
@@ -80,7 +87,8 @@ class Residues:
             for name, parameter in parameters.items()
             if self.rates[name] > 1
         }
-        check_length(self.config, self.rates.values())
+        planned = self.config.planned_steps
+        check_length(None if planned is None else self.exchanges_in(planned), self.warmup, self.rates.values())
         check_share_whole(self.rates, {name: parameter.numel() for name, parameter in parameters.items()})
         if self._loaded is not None:
             self._check_fits(self._loaded, self.chosen_ahead)

@@ -4,7 +4,7 @@ Every rank is a thread, but one runs at a time: until it waits for another rank,
 results every time, and ranks that wait for what nobody will ever submit are found at once: that is an error, never a hang. Collectives
 meet by name, as in Horovod; sums are made in the order of ranks.
 
-For studies with more workers than there are machines, and for tests. Imports compressor and reducer.
+For studies with more workers than there are machines, and for tests. Imports compressor, reducer and local_steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import horovod.torch as horovod
 import torch
 
 from scalecom_hvd.agreement import NamedExchange
+from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.compressor import ErrorFeedback, ScaleCom
+from scalecom_hvd.torch.local_steps import LocalSteps
 from scalecom_hvd.torch.reducer import Groups, Reducer
 
 Gradients = Mapping[str, torch.Tensor | None]
@@ -186,6 +188,9 @@ class SimulatedTransport(NamedExchange):
     def restarted(self) -> bool:
         return False
 
+    def listen(self) -> Callable[[], bool]:
+        return self.restarted
+
     def claim_name(self) -> int:
         """As in a process per rank: each rank numbers its exchanges for itself."""
         return next(self._network.exchanges[self.position])
@@ -258,6 +263,7 @@ class Simulation:
 
     make_parameters: gives a rank's {name: torch.nn.Parameter}, in the model's order; called with the rank.
     compression: the method.  fields: what it takes: config=, loss_scale=, and fields of ScaleComConfig.
+    local_steps: as in DistributedOptimizer; then `take_steps` takes the place of `step`, and every rank needs parameters of its own.
     With many ranks, torch.set_num_threads(1) is much faster: every rank's thread would have a pool of its own.
     """
 
@@ -271,6 +277,7 @@ class Simulation:
         groups: Groups | None = None,
         sparse_as_dense: bool = False,
         compression: Callable[..., ErrorFeedback] = ScaleCom,
+        local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
         **fields: Any,
     ) -> None:
         self.network = Network(n)
@@ -278,8 +285,13 @@ class Simulation:
         self.transports = [SimulatedTransport(self.network, rank, op, predivide) for rank in range(n)]
         self.parameters = [make_parameters(rank) for rank in range(n)]
         self.compressors = [compression(**fields) for _ in range(n)]
-        self.reducers = []
+        self.reducers: list[Reducer] = []
+        self.locals: list[LocalSteps] = []
         for parameters, compressor, transport in zip(self.parameters, self.compressors, self.transports, strict=True):
+            if local_steps is not None:
+                self.locals.append(LocalSteps(parameters, compressor, transport, Schedule(local_steps), groups))
+                self.reducers.append(self.locals[-1].reducer)
+                continue
             reducer = Reducer(
                 parameters,
                 compressor.residues,
@@ -301,7 +313,17 @@ class Simulation:
         An error on any rank ends the step on all, takes it back, and is raised.
         """
         names = list(reversed(self.parameters[0])) if order is None else None
-        tasks = [functools.partial(self._step, rank, grads[rank], names or order[rank]) for rank in range(self.network.n)]
+        return self._run([functools.partial(self._step, rank, grads[rank], names or order[rank]) for rank in range(self.network.n)])
+
+    def take_steps(self, takes: Sequence[Callable[[], Any]]) -> list[Any]:
+        """One local step on all ranks, and their synchronisation if it is due: every rank's own optimizer's step in, what it gave out."""
+        return self._run([functools.partial(local.step, take) for local, take in zip(self.locals, takes, strict=True)])
+
+    def synchronise(self) -> None:
+        """End the round of local steps on all ranks."""
+        self._run([local.synchronise for local in self.locals])
+
+    def _run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         try:
             return self.network.run(tasks)
         except Exception:

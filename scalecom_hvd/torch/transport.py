@@ -80,6 +80,10 @@ class Transport(NamedExchange):
         """Whether Horovod was shut down and started again since this was last asked."""
         return self._restarts.noticed()
 
+    def listen(self) -> Callable[[], bool]:
+        """The same question for somebody else, who asks at other times."""
+        return Restarts().noticed
+
     @property
     def included(self) -> bool:
         """Whether this rank is in the process set; size and position mean nothing where it is not."""

@@ -27,7 +27,7 @@ def at_warning(caplog):
     ],
 )
 def test_a_run_too_short_for_its_rate(caplog, steps, warmup, rates, warned):
-    check_length(ScaleComConfig(planned_steps=steps, warmup_steps=warmup), rates.values())
+    check_length(steps, warmup, rates.values())
     assert len(caplog.records) == warned
     if warned:
         assert "sends per coordinate" in caplog.text

@@ -1,0 +1,655 @@
+"""Local steps: held to the oracle of Qsparse-local-SGD, and to what users expect of an optimizer: checkpoints, scaling, bad gradients."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from models import feed, gradients, parameters, same_on_all_ranks
+
+import scalecom_hvd.torch as hvd
+from scalecom_hvd import reference_methods as oracle
+from scalecom_hvd.reference_local import LocalStepsReference
+from scalecom_hvd.schedule import Schedule
+from scalecom_hvd.torch.accumulators import generator
+from scalecom_hvd.torch.methods.randomk import draw
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,), "double": (700,)}
+SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0, "bucket_bytes": 30_000}
+# Powers of two: products are exact, so that nothing depends on whether they are fused with a sum.
+LR, MOMENTUM = 0.5, 0.5
+
+COMPRESSIONS = {
+    "ScaleCom": lambda **more: hvd.ScaleCom(**(SETTINGS | more)),
+    "ScaleCom, exact, beta": lambda **more: hvd.ScaleCom(**(SETTINGS | {"selection": "exact", "beta": 0.5} | more)),
+    "ScaleCom, sign": lambda **more: hvd.ScaleCom(quantiser=hvd.Sign(), **(SETTINGS | more)),
+    "ScaleCom, 4 bits": lambda **more: hvd.ScaleCom(quantiser=hvd.QSGD(7), **(SETTINGS | more)),
+    "LocalTopK": lambda **more: hvd.LocalTopK(**(SETTINGS | more)),
+    "LocalTopK, sign": lambda **more: hvd.LocalTopK(quantiser=hvd.Sign(), **(SETTINGS | more)),
+    "LocalTopK, 8 bits": lambda **more: hvd.LocalTopK(quantiser=hvd.QSGD(127), **(SETTINGS | more)),
+    "RandomK, own, 4 bits": lambda **more: hvd.RandomK(shared=False, quantiser=hvd.QSGD(7), **(SETTINGS | more)),
+    "RandomK": lambda **more: hvd.RandomK(**(SETTINGS | more)),
+}
+SOME = ["ScaleCom", "ScaleCom, sign", "LocalTopK, 8 bits"]
+some_compressions = pytest.mark.parametrize("compression", SOME)
+
+
+def begin(shapes=SHAPES, dtypes=None):
+    """A model that begins at the same random numbers on all ranks."""
+    values = gradients(shapes, 99, 0)
+    dtypes = {"double": torch.float64} if dtypes is None else dtypes
+    return {name: torch.nn.Parameter(torch.from_numpy(value).to(dtypes.get(name, torch.float32))) for name, value in values.items()}
+
+
+def make(model, compression, local_steps, lr=LR, momentum=0.0, **more):
+    compressor = COMPRESSIONS[compression]() if isinstance(compression, str) else compression
+    sgd = torch.optim.SGD(model.values(), lr=lr, momentum=momentum)
+    optimizer = hvd.DistributedOptimizer(sgd, model.items(), compression=compressor, local_steps=local_steps, **more)
+    return optimizer, optimizer.compression
+
+
+def run(optimizer, model, steps, skip=lambda step: (), grads=gradients, shapes=SHAPES):
+    for step in steps:
+        optimizer.zero_grad()
+        feed(model, grads(shapes, hvd.rank(), step), skip=skip(step))
+        optimizer.step()
+
+
+def rule(compressor):
+    """The oracle's function for a compressor."""
+
+    def places(bucket, worker):
+        random = generator(compressor.seed, bucket.step, bucket.number, *(() if compressor.shared else (worker, 0)))
+        return [draw(lanes, random).numpy() for lanes, _ in bucket.tensors]
+
+    def uniform(bucket, worker, shape):
+        return torch.rand(shape, generator=generator(compressor.quantiser.seed, bucket.step, bucket.number, worker)).numpy()
+
+    quantiser = compressor.quantiser
+    rounding = None
+    if isinstance(quantiser, hvd.QSGD):
+        rounding = oracle.qsgd(quantiser.levels, quantiser.chunk)
+    elif isinstance(quantiser, hvd.Sign):
+        rounding = oracle.sign(quantiser.chunk)
+    chosen = {hvd.ScaleCom: oracle.leaders, hvd.LocalTopK: oracle.own, hvd.RandomK: oracle.drawn(places)}[type(compressor)]
+    return oracle.sending(chosen, rounding, uniform)
+
+
+def momentum_sgd():
+    """SGD with momentum as PyTorch does it, of every worker by itself."""
+    buffers = {}
+
+    def update(worker, values, grads):
+        for name, grad in grads.items():
+            key = (worker, name)
+            buffers[key] = grad if key not in buffers else MOMENTUM * buffers[key] + grad
+        return {name: value - value.dtype.type(LR) * buffers[worker, name].astype(value.dtype) for name, value in values.items()}
+
+    return update
+
+
+def hold_to_the_oracle(compression, local_steps, steps, **more):
+    n, rank = hvd.size(), hvd.rank()
+    model = begin()
+    optimizer, compressor = make(model, COMPRESSIONS[compression](**more), local_steps, momentum=MOMENTUM)
+    exchange = oracle.MethodReference(n, SHAPES, compressor.config, rule(compressor))
+    start = {name: parameter.detach().numpy().copy() for name, parameter in model.items()}
+    reference = LocalStepsReference(exchange, start, Schedule(local_steps), momentum_sgd())
+    kinds = {name: value.dtype for name, value in start.items()}
+    for step in range(steps):
+        everyone = [{name: g.astype(kinds[name]) for name, g in gradients(SHAPES, r, step).items()} for r in range(n)]
+        optimizer.zero_grad()
+        feed(model, everyone[rank])
+        optimizer.step()
+        if compressor.residues.buckets is not None:
+            exchange.buckets = compressor.residues.buckets
+        reference.step(everyone)
+        for name, parameter in model.items():
+            want = reference.workers[rank][name]
+            np.testing.assert_allclose(parameter.detach().numpy(), want, 1e-5, 1e-5, err_msg=f"{name} after step {step + 1}")
+        for name, tensor in compressor.residues.tensors.items():
+            want = exchange.residues[rank].get(name, np.zeros(SHAPES[name])).reshape(-1)
+            np.testing.assert_allclose(tensor.residue.numpy(), want, 1e-4, 1e-4, err_msg=f"{name} after step {step + 1}")
+    assert compressor.stats()["step"] == exchange.step_number
+    optimizer.synchronize_parameters()
+    assert same_on_all_ranks(model.values())
+
+
+# The oracle's buckets are known when the first exchange is over, which so has one bucket of each kind.
+ONE_BUCKET = {"bucket_bytes": 10**8, "dense": ["double"]}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("local_steps", [1, 4], ids=str)
+def test_parity(compression, local_steps):
+    hold_to_the_oracle(compression, local_steps, 4 * 12, **ONE_BUCKET)
+
+
+@some_compressions
+@pytest.mark.parametrize("own", [False, True], ids=["a schedule", "one for each rank"])
+def test_parity_where_synchronisation_points_change(compression, own):
+    hold_to_the_oracle(compression, [2 + rank % 3 for rank in range(hvd.size())] if own else {0: 1, 5: 3, 15: 7}, 40, **ONE_BUCKET)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_nothing_is_lost_in_200_steps(compression):
+    """Where all began - where all are = what was sent; and what ranks changed is what they sent, and their residues."""
+    model = begin()
+    start = {name: parameter.detach().clone() for name, parameter in model.items()}
+    optimizer, compressor = make(model, COMPRESSIONS[compression](beta=1.0), 4)
+    changed = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.items()}
+    for step in range(200):
+        if step % 4 == 0:
+            mine = {name: parameter.detach().clone() for name, parameter in model.items()}
+            began = {name: value.clone() for name, value in mine.items()}
+        grads = gradients(SHAPES, hvd.rank(), step)
+        optimizer.zero_grad()
+        feed(model, grads)
+        optimizer.step()
+        for name, value in mine.items():
+            value.sub_(torch.from_numpy(grads[name]).to(value.dtype), alpha=LR)
+        if step % 4 == 3:
+            for name, value in mine.items():
+                changed[name] += began[name].double() - value.double()
+    assert compressor.stats()["step"] == 50
+    assert same_on_all_ranks(model.values())
+    for name, parameter in model.items():
+        tensor = compressor.residues.tensors.get(name)
+        left = tensor.residue.view(tensor.shape).double() if tensor is not None else torch.zeros_like(changed[name])
+        both = hvd.allreduce(torch.stack([changed[name], left]), name=f"test.{name}")
+        sent = (start[name] - parameter.detach()).double()
+        assert sent.any()
+        assert name == "bias" or both[1].any()
+        torch.testing.assert_close(sent + both[1], both[0], rtol=1e-3, atol=1e-3)
+
+
+def exact(shapes, rank, step):
+    """Gradients of few bits: sums, averages over 2 and 4 ranks, and steps of 0.5 are exact."""
+    return {name: np.round(grad * 8) / 64 for name, grad in gradients(shapes, rank, step).items()}
+
+
+@pytest.mark.parametrize("compression", ["ScaleCom", "LocalTopK", "RandomK", "ScaleCom, exact, beta"])
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_one_local_step_with_sgd_is_the_ordinary_path(compression, op):
+    """To the bit, where arithmetic is exact."""
+    shapes = {name: shape for name, shape in SHAPES.items() if name != "double"}
+    ordinary, local = parameters(shapes), parameters(shapes)
+    more = {"beta": 1.0}
+    run(make(ordinary, COMPRESSIONS[compression](**more), None, op=getattr(hvd, op))[0], ordinary, range(20), grads=exact, shapes=shapes)
+    run(make(local, COMPRESSIONS[compression](**more), 1, op=getattr(hvd, op))[0], local, range(20), grads=exact, shapes=shapes)
+    for name in shapes:
+        assert torch.equal(ordinary[name], local[name]), name
+    assert local["first"].any()
+
+
+def test_plain_local_sgd():
+    """Compression.none: changes travel whole, so common parameters are the mean of the ranks' own."""
+    model = begin()
+    own = {name: parameter.detach().clone() for name, parameter in model.items()}
+    optimizer, compressor = make(model, hvd.Compression.none, 3)
+    for step in range(3):
+        run(optimizer, model, [step])
+        for name, value in own.items():
+            value.sub_(torch.from_numpy(gradients(SHAPES, hvd.rank(), step)[name]).to(value.dtype), alpha=LR)
+        if step < 2:
+            assert all(torch.equal(own[name], model[name]) for name in model)
+    for name, value in own.items():
+        torch.testing.assert_close(model[name].detach(), hvd.allreduce(value, name=f"test.{name}"))
+    assert compressor.stats()["rate"] == 1
+    assert not compressor.residues.tensors
+
+
+def test_the_optimizers_state_stays_local():
+    model = begin()
+    optimizer, compressor = make(model, "ScaleCom", 4, momentum=0.9)
+    run(optimizer, model, range(8))
+    assert same_on_all_ranks(model.values())
+    assert not same_on_all_ranks([optimizer.state[parameter]["momentum_buffer"] for parameter in model.values()])
+    numbers = compressor.stats()
+    assert (numbers["step"], numbers["steps_taken"], numbers["steps_skipped"], numbers["local_steps"]) == (2, 8, 0, [[0, 4]])
+
+
+def test_warm_up_counts_the_optimizers_steps():
+    model = begin()
+    optimizer, compressor = make(model, COMPRESSIONS["ScaleCom"](warmup_steps=10), 4)
+    rates = []
+    for step in range(20):
+        run(optimizer, model, [step])
+        if step % 4 == 3:
+            rates.append(compressor.stats()["rate"])
+    assert rates[:2] == [1.0, 1.0]
+    assert min(rates[2:]) > 10
+
+
+@some_compressions
+def test_clipping_between_synchronize_and_step_clips_local_gradients(compression):
+    model = begin()
+    optimizer, compressor = make(model, compression, 2, lr=1.0)
+    for step in range(4):
+        before = {name: parameter.detach().clone() for name, parameter in model.items()}
+        optimizer.zero_grad()
+        grads = gradients(SHAPES, hvd.rank(), step)
+        feed(model, grads)
+        optimizer.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_(model.values(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        if step % 2 == 0:
+            for name, parameter in model.items():
+                own = torch.from_numpy(grads[name]).to(parameter.dtype) * (0.5 / norm)
+                torch.testing.assert_close(before[name] - parameter.detach(), own, rtol=1e-3, atol=1e-4)
+    assert compressor.stats()["step"] == 2
+    assert same_on_all_ranks(model.values())
+
+
+# What is not finite.
+
+
+@some_compressions
+def test_a_bad_gradient_makes_this_ranks_step_one_that_changes_nothing(compression):
+    model = begin()
+    optimizer, compressor = make(model, compression, 3, momentum=0.9)
+    bad = {1: 0, 4: 1, 5: 0}
+    for step in range(9):
+        optimizer.zero_grad()
+        grads = gradients(SHAPES, hvd.rank(), step)
+        if bad.get(step) == hvd.rank():
+            grads["first"][3, 4] = (np.nan, np.inf)[step % 2]
+        feed(model, grads)
+        before = {name: parameter.detach().clone() for name, parameter in model.items()}
+        optimizer.step()
+        if bad.get(step) == hvd.rank() and step % 3 != 2:
+            assert all(torch.equal(before[name], parameter) for name, parameter in model.items())
+    assert all(parameter.isfinite().all() for parameter in model.values())
+    assert all(optimizer.state[parameter]["momentum_buffer"].isfinite().all() for parameter in model.values())
+    numbers = compressor.stats()
+    assert (numbers["step"], numbers["skipped_steps"]) == (3, 0)
+    assert (numbers["steps_taken"], numbers["steps_skipped"]) == (9, list(bad.values()).count(hvd.rank()))
+    assert same_on_all_ranks(model.values())
+
+
+@some_compressions
+def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compression, caplog):
+    """What the other ranks changed is not lost: it goes with the next synchronisation."""
+    model = begin()
+    optimizer, compressor = make(model, COMPRESSIONS[compression](beta=1.0), 2, lr=1.0)
+    run(optimizer, model, range(2))
+    common = {name: parameter.detach().clone() for name, parameter in model.items()}
+    residues = {name: tensor.residue.clone() for name, tensor in compressor.residues.tensors.items()}
+    own = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for step in (2, 3):
+        optimizer.zero_grad()
+        grads = gradients(SHAPES, hvd.rank(), step)
+        if hvd.rank() == 1:
+            grads["third"][7] = 3e38  # finite, and twice it is not
+        else:
+            own = {name: own[name] + torch.from_numpy(grads[name]).double() for name in SHAPES}
+        feed(model, grads)
+        optimizer.step()
+    assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (1, 1)
+    for name, parameter in model.items():
+        torch.testing.assert_close((common[name] - parameter.detach()).double(), own[name], rtol=1e-4, atol=1e-4)
+    for name, tensor in compressor.residues.tensors.items():
+        torch.testing.assert_close(tensor.residue, residues[name], rtol=1e-5, atol=1e-5)
+    assert ("this rank's parameters are not finite" in caplog.text) == (hvd.rank() == 1)
+
+    run(optimizer, model, range(4, 6))
+    assert compressor.stats()["step"] == 2
+    assert same_on_all_ranks(model.values())
+    for name, parameter in model.items():
+        for step in (4, 5):
+            own[name] += torch.from_numpy(gradients(SHAPES, hvd.rank(), step)[name]).double()
+        tensor = compressor.residues.tensors.get(name)
+        before, left = (
+            (residues[name].view(SHAPES[name]), tensor.residue.view(SHAPES[name])) if tensor is not None else (torch.zeros(()),) * 2
+        )
+        kept = hvd.allreduce(own[name] + before.double() - left.double(), name=f"test.{name}")
+        torch.testing.assert_close((common[name] - parameter.detach()).double(), kept, rtol=1e-3, atol=1e-3)
+
+
+@some_compressions
+def test_a_gradient_scaler(compression):
+    """Ranks scale by themselves; a rank whose scaler finds an overflow still takes its turn."""
+    plain, scaled = begin(), begin()
+    a, _ = make(plain, compression, 3)
+    b, compressor = make(scaled, compression, 3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    for step in range(12):
+        overflows = step in (2, 4, 7) and hvd.rank() == step % 2
+        grads = gradients(SHAPES, hvd.rank(), step)
+        a.zero_grad()
+        feed(plain, {name: grad * np.nan for name, grad in grads.items()} if overflows else grads)
+        a.step()
+        b.zero_grad()
+        factor = np.inf if overflows else scaler.get_scale()
+        scaler.scale(torch.zeros(()))  # as a loss would be; the gradients are given
+        feed(scaled, {name: grad * grad.dtype.type(factor) for name, grad in grads.items()})
+        if step % 2:  # as who clips does
+            b.synchronize()
+            scaler.unscale_(b)
+            with b.skip_synchronize():
+                scaler.step(b)
+        else:
+            scaler.step(b)
+        scaler.update()
+    for name in SHAPES:
+        assert torch.equal(plain[name], scaled[name]), name
+    assert (compressor.stats()["step"], compressor.stats()["steps_taken"]) == (4, 12)
+    assert same_on_all_ranks(scaled.values())
+
+
+# Parameters and ranks of every kind.
+
+
+def test_half_precision_loses_nothing_of_the_average():
+    """Common parameters are kept in float32: what is too small for half precision adds up there."""
+    model = {"weight": torch.nn.Parameter(torch.ones(4000, dtype=torch.float16))}
+    optimizer, compressor = make(model, hvd.ScaleCom(dense=["*"], warmup_steps=0), 1, lr=1.0)
+    for step in range(8):
+        # One rank's change is a sixteenth of what half precision resolves at 1, as its share of the average.
+        grad = 2.0**-10 if hvd.rank() == 0 and step % 2 == 0 else 0.0
+        run(optimizer, model, [0], grads=lambda shapes, rank, step, grad=grad: {"weight": np.full(4000, grad)}, shapes={"weight": (4000,)})
+    expected = 1 - 4 * 2.0**-10 / hvd.size()
+    assert model["weight"].dtype == torch.float16
+    torch.testing.assert_close(model["weight"].detach(), torch.full((4000,), expected, dtype=torch.float16), rtol=0, atol=2.0**-11)
+    assert abs(float(model["weight"][0]) - 1) > 2.0**-11
+    assert compressor.stats()["step"] == 8
+
+
+@some_compressions
+def test_missing_gradients_and_frozen_parameters(compression):
+    model = begin()
+    optimizer, compressor = make(model, compression, 2)
+    run(optimizer, model, range(4), skip=lambda step: [list(SHAPES)[(hvd.rank() + step) % 5]])
+    assert same_on_all_ranks(model.values())
+    model["second"].requires_grad_(False)
+    kept, value = compressor.residues.tensors["second"].residue.clone(), model["second"].detach().clone()
+    run(optimizer, model, range(4, 8), skip=lambda step: ["second"])
+    assert torch.equal(compressor.residues.tensors["second"].residue, kept)
+    assert torch.equal(model["second"], value)
+    model["second"].requires_grad_(True)
+    run(optimizer, model, range(8, 12))
+    assert not torch.equal(model["second"], value)
+    assert same_on_all_ranks(model.values())
+
+
+def test_sparse_gradients_stay_local():
+    embedding = torch.nn.Embedding(200, 30, sparse=True)
+    hvd.broadcast_parameters(embedding.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(embedding.parameters(), lr=0.1), embedding.named_parameters(), compression=COMPRESSIONS["ScaleCom"](), local_steps=2
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        embedding(torch.arange(10) * (hvd.rank() + step)).square().sum().backward()
+        assert embedding.weight.grad.is_sparse
+        optimizer.step()
+    assert same_on_all_ranks(embedding.parameters())
+
+
+def test_closures_and_schedulers():
+    model = begin()
+    optimizer, compressor = make(model, "ScaleCom", 2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(4):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            feed(model, gradients(SHAPES, hvd.rank(), step))
+            return 17 + step
+
+        assert optimizer.step(closure) == 17 + step
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == LR / 16
+    assert compressor.stats()["step"] == 2
+    assert same_on_all_ranks(model.values())
+
+
+def test_accumulated_gradients():
+    """backward_passes_per_step backward passes make one local step, as their sum."""
+    model, other = begin(), begin()
+    several, _ = make(model, "ScaleCom", 2, backward_passes_per_step=2)
+    once, _ = make(other, "ScaleCom", 2)
+    for step in range(4):
+        several.zero_grad()
+        for half in (0, 1):
+            feed(model, exact(SHAPES, hvd.rank(), 2 * step + half))
+        several.step()
+        one, two = (exact(SHAPES, hvd.rank(), 2 * step + half) for half in (0, 1))
+        run(once, other, [0], grads=lambda shapes, rank, step, one=one, two=two: {name: one[name] + two[name] for name in shapes})
+    assert all(torch.equal(model[name], other[name]) for name in SHAPES)
+
+
+def test_groups_and_two_optimizers():
+    one, other = begin(), begin()
+    a, first = make(one, "ScaleCom", 2, groups=[[one["first"], one["second"]], [one["third"], one["bias"]]])
+    b, second = make(other, "LocalTopK", 3)
+    for step in range(6):
+        run(a, one, [step])
+        run(b, other, [step])
+    assert first.residues.buckets[0] == ["first", "second"]
+    assert (first.stats()["step"], second.stats()["step"]) == (3, 2)
+    assert same_on_all_ranks([*one.values(), *other.values()])
+
+
+@pytest.mark.skipif("hvd.size() < 3")
+def test_a_process_set():
+    """Ranks outside take their steps alone."""
+    pair = hvd.add_process_set([0, 1])
+    try:
+        model = begin()
+        optimizer, _ = make(model, "ScaleCom", 2, process_set=pair)
+        run(optimizer, model, range(4))
+        optimizer.synchronize_parameters()
+        if pair.included():
+            flat = torch.cat([parameter.detach().double().view(-1) for parameter in model.values()])
+            everyone = hvd.allgather(flat[None], name="test.pair", process_set=pair)
+            assert torch.equal(everyone[0], everyone[1])
+    finally:
+        hvd.remove_process_set(pair)
+
+
+def test_synchronize_parameters_ends_a_round_early():
+    model = begin()
+    optimizer, compressor = make(model, "ScaleCom", 4)
+    run(optimizer, model, range(2))
+    assert not same_on_all_ranks(model.values())
+    optimizer.synchronize_parameters()
+    assert same_on_all_ranks(model.values())
+    optimizer.synchronize_parameters()  # nothing to do
+    assert compressor.stats()["step"] == 1
+    run(optimizer, model, range(2, 4))
+    assert compressor.stats()["step"] == 2  # after step 4, as ever
+    assert same_on_all_ranks(model.values())
+
+
+def test_a_model_loaded_between_rounds_is_where_the_next_begins():
+    model, fresh = begin(), begin()
+    optimizer, compressor = make(model, COMPRESSIONS["ScaleCom"](dense=["*"]), 2)
+    run(optimizer, model, range(2))
+    with torch.no_grad():
+        for name, parameter in model.items():
+            parameter.copy_(fresh[name])
+    run(optimizer, model, range(2))
+    other, _ = make(fresh, COMPRESSIONS["ScaleCom"](dense=["*"]), 2)
+    run(other, fresh, range(2))
+    assert all(torch.equal(model[name], fresh[name]) for name in SHAPES)
+
+
+# Checkpoints.
+
+
+def checkpoint(model, optimizer):
+    file = io.BytesIO()
+    values = {name: parameter.detach() for name, parameter in model.items()}
+    torch.save([optimizer.compression.state_dict(), optimizer.state_dict(), values], file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resume(compression, local_steps, saved, order, values=None):
+    """A new model and optimizer that take up what was saved; order: which state is loaded first."""
+    state, momentum, own = copy.deepcopy(saved)  # an optimizer goes on with the tensors it is given
+    model = begin()
+    with torch.no_grad():
+        for name, parameter in model.items():
+            parameter.copy_((values or own)[name])
+    optimizer, compressor = make(model, compression, local_steps, momentum=MOMENTUM)
+    loads = {"residues": lambda: compressor.load_state_dict(state), "optimizer": lambda: optimizer.load_state_dict(momentum)}
+    for what in order:
+        loads[what]()
+    return model, optimizer
+
+
+@some_compressions
+@pytest.mark.parametrize("at", [4, 6], ids=["after a synchronisation", "in the middle of a round"])
+@pytest.mark.parametrize("own", [False, True], ids=["one schedule", "one for each rank"])
+def test_resuming_is_bit_identical(compression, at, own):
+    local_steps = [4, *[3] * (hvd.size() - 1)] if own else 4
+    straight = begin()
+    optimizer, _ = make(straight, compression, local_steps, momentum=MOMENTUM)
+    run(optimizer, straight, range(at))
+    saved = checkpoint(straight, optimizer)
+    run(optimizer, straight, range(at, 13))
+    for order in (("residues", "optimizer"), ("optimizer", "residues")):
+        model, again = resume(compression, local_steps, saved, order)
+        run(again, model, range(at, 13))
+        assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
+        assert again.compression.stats()["steps_taken"] == 13
+
+
+def test_rank_0s_model_serves_all_in_the_middle_of_a_round():
+    """As usual rank 0's model is loaded and broadcast; each rank's own comes with its residues, whichever is first."""
+    straight = begin()
+    optimizer, _ = make(straight, "ScaleCom", 4, momentum=MOMENTUM)
+    run(optimizer, straight, range(6))
+    saved = checkpoint(straight, optimizer)
+    run(optimizer, straight, range(6, 12))
+    model, again = resume("ScaleCom", 4, saved, ("residues", "optimizer"))
+    hvd.broadcast_parameters(model, root_rank=0)
+    run(again, model, range(6, 12))
+    assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
+
+
+def test_a_newcomer_begins_from_the_common_parameters(caplog):
+    """Rank 1 was not there: the model it loads is rank 0's own, in the middle of a round."""
+    straight = begin()
+    optimizer, _ = make(straight, "ScaleCom", 4, momentum=MOMENTUM)
+    run(optimizer, straight, range(6))
+    saved = checkpoint(straight, optimizer)
+    common = saved[0]["local_steps"]["common"]
+    values = hvd.broadcast_object(saved[2], root_rank=0)
+    model, again = resume("ScaleCom", 4, saved, ("optimizer",) if hvd.rank() == 1 else ("residues", "optimizer"), values)
+    grads = gradients(SHAPES, hvd.rank(), 6)
+    again.zero_grad()
+    for state in again.state.values():
+        state.clear()  # a plain step
+    feed(model, grads)
+    again.step()
+    began = common if hvd.rank() == 1 else saved[2]
+    for name, parameter in model.items():
+        torch.testing.assert_close(parameter.detach(), began[name] - LR * torch.from_numpy(grads[name]).to(parameter.dtype))
+    assert ("begins from the common parameters of rank 0" in caplog.text) == (hvd.rank() == 1)
+    run(again, model, range(7, 12))
+    assert again.compression.stats()["steps_taken"] == 12
+    assert same_on_all_ranks(model.values())
+
+
+def test_an_elastic_state_keeps_a_round():
+    """Commit in the middle of a round, go on, lose it, come back: as if nothing had been done since."""
+    from scalecom_hvd.torch import elastic
+
+    class Holder(torch.nn.Module):
+        def __init__(self, values):
+            super().__init__()
+            for name, value in values.items():
+                self.register_parameter(f"the_{name}", value)
+
+    def expected(steps):
+        """Where plain SGD, all of it averaged, ends."""
+        sums = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        for rank in range(hvd.size()):
+            for step in steps:
+                for name, grad in gradients(SHAPES, rank, step).items():
+                    sums[name] += LR * grad / hvd.size()
+        return {name: begin()[name].detach().numpy() - total for name, total in sums.items()}
+
+    model = begin()
+    optimizer, compressor = make(model, hvd.Compression.none, 4)
+    run(optimizer, model, range(2))
+    state = elastic.TorchState(model=Holder(model), optimizer=optimizer)
+    state.save()
+    for lost in (range(20, 22), range(20, 27)):  # a round later, too
+        run(optimizer, model, lost)
+        state.restore()
+        state.sync()  # rank 0's model comes to all
+    state.sync()  # others came, and nothing was lost
+    run(optimizer, model, range(2, 4))
+    assert compressor.stats()["steps_taken"] == 4
+    assert same_on_all_ranks(model.values())
+    for name, want in expected(range(4)).items():
+        np.testing.assert_allclose(model[name].detach().numpy(), want, rtol=1e-3, atol=1e-4)
+
+
+# Refusals.
+
+
+def test_states_of_the_other_kind_are_refused():
+    model, other = begin(), begin()
+    local, ordinary = make(model, "ScaleCom", 4)[0], make(other, "ScaleCom", None)[0]
+    run(local, model, range(2))
+    run(ordinary, other, range(2))
+    states = [copy.deepcopy(one.compression.state_dict()) for one in (local, ordinary)]
+    with pytest.raises(ValueError, match=r"hold gradients, and this optimizer sends changes of parameters \(local_steps\)"):
+        local.compression.load_state_dict(states[1])
+    with pytest.raises(ValueError, match=r"hold changes of parameters \(local_steps\), and this optimizer sends gradients"):
+        ordinary.compression.load_state_dict(states[0])
+    early = COMPRESSIONS["ScaleCom"]()
+    early.load_state_dict(states[0])
+    with pytest.raises(ValueError, match="give local_steps as then"):
+        make(begin(), early, None)
+    with pytest.raises(ValueError, match="another kind of schedule"):
+        make(begin(), "ScaleCom", [4] * hvd.size())[1].load_state_dict(states[0])
+    wrong = copy.deepcopy(states[0])
+    del wrong["local_steps"]["local"]["bias"]
+    with pytest.raises(ValueError, match=r"local steps \(local\) belong to another model"):
+        make(begin(), "ScaleCom", 4)[1].load_state_dict(wrong)
+
+
+def test_what_cannot_work_is_refused():
+    def refused(message, compression=None, local_steps=4, kind=ValueError, **more):
+        with pytest.raises(kind, match=message):
+            make(begin(), compression or COMPRESSIONS["ScaleCom"](), local_steps, **more)
+
+    refused(r"not through FP16Compressor: for half precision give hvd.ScaleCom\(quantiser=hvd.Float16\(\)\)", hvd.Compression.fp16)
+    refused("ScaleCom averages values, which Adasum does not", op=hvd.Adasum)
+    refused("0 is less than one step", local_steps=0)
+    refused("local_steps must be a number of steps", local_steps="4", kind=TypeError)
+    refused("lookahead needs to know who synchronises next", COMPRESSIONS["ScaleCom"](lookahead=True), [2] * hvd.size())
+
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", [2] * (hvd.size() + 1))
+    with pytest.raises(ValueError, match=rf"local_steps names {hvd.size() + 1} ranks, and there are {hvd.size()}"):
+        run(optimizer, model, [0])
+
+
+def test_ranks_that_differ_are_refused():
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", 4 + (hvd.rank() == 1))
+    with pytest.raises(RuntimeError, match=r"settings differ.*local_steps is \[\[0, 4\]\] on rank 0 and \[\[0, 5\]\] on rank 1"):
+        run(optimizer, model, [0])
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", 4)
+    with torch.no_grad():
+        model["first"] += hvd.rank()
+    with pytest.raises(RuntimeError, match=r"different parameters.*hvd.broadcast_parameters\(model.state_dict\(\), root_rank=0\)"):
+        run(optimizer, model, [0])
+
+
+def test_look_ahead_chooses_for_the_next_round():
+    model = begin()
+    optimizer, compressor = make(model, COMPRESSIONS["ScaleCom"](lookahead=True, leader="staggered"), 2)
+    run(optimizer, model, range(12))
+    assert compressor.stats()["step"] == 6
+    assert same_on_all_ranks(model.values())
