@@ -20,7 +20,7 @@ from typing import Any
 
 import hosts
 import matplotlib
-from bench_worker import METHODS
+from bench_worker import LOCAL, METHODS
 from tqdm import tqdm
 
 matplotlib.use("Agg")
@@ -67,12 +67,16 @@ class Job:
 def jobs(quick: bool) -> Iterator[Job]:
     """What is measured. quick: the smallest part that exercises everything."""
     if quick:
-        yield Job("transformer", 2, (1000,), ("no communication", "dense", "local top-k", "ScaleCom look-ahead"), 1.0)
+        yield Job(
+            "transformer", 2, (1000,), ("no communication", "dense", "local top-k", "ScaleCom look-ahead", "ScaleCom 4 bits, H = 4"), 1.0
+        )
         return
     yield Job("transformer", 2, (100, 1000, 10_000, 0), tuple(METHODS), 3.0)
     yield Job("transformer", 4, (100, 1000, 10_000, 0), tuple(method for method in METHODS if method != "fp16"), 2.0)
     # Bytes and latency with more workers than this machine has cores for.
     yield Job("transformer", 8, (1000,), ("no communication", "dense", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"), 2.0)
+    # The seconds are those of a round of 16 steps at the slower speed.
+    yield Job("transformer", 2, (100, 1000), ("no communication", "dense", *LOCAL), 4.0)
     yield Job("resnet", 2, (100, 1000, 0), ("no communication", "dense", "fp16", "local top-k", "ScaleCom look-ahead"), 2.0)
 
 

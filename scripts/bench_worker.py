@@ -31,6 +31,16 @@ SCALECOM = {
     "ScaleCom look-ahead": {"lookahead": True, "leader": "staggered"},
     "ScaleCom look-ahead, float16 values": {"lookahead": True, "leader": "staggered", "wire_dtype": "float16"},
 }
+# {name: (local steps, compression)}: what is averaged is the change of so many steps.
+LOCAL = {
+    f"{name}, H = {h}": (h, make)
+    for name, make in {
+        "local SGD": lambda **settings: hvd.Compression.none,
+        "ScaleCom": hvd.ScaleCom,
+        "ScaleCom 4 bits": lambda **settings: hvd.ScaleCom(quantiser=hvd.QSGD(7), **settings),
+    }.items()
+    for h in (1, 4, 16)
+}
 METHODS = ["no communication", "dense", "fp16", "local top-k", *SCALECOM]
 SETTLING_STEPS = 3
 
@@ -45,7 +55,14 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
         self.reduce: Callable[[], None] = lambda: None
         self.local: LocalTopK | None = None
-        if method == "local top-k":
+        # Steps of which one is unlike the others.
+        self.round = 1
+        if method in LOCAL:
+            self.round, compression = LOCAL[method]
+            self.optimizer = hvd.DistributedOptimizer(
+                self.optimizer, parameters, compression=compression(rate=rate, **ALL_COMPRESSED | options), local_steps=self.round
+            )
+        elif method == "local top-k":
             self.local = LocalTopK([p for _, p in parameters], rate)
             self.reduce = self.local.reduce
         elif method != "no communication":
@@ -69,17 +86,21 @@ def bytes_sent() -> int:
 
 
 def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[str, Any]:
-    """Times of single steps in ms, and per step what this host sent and how long its processor was busy; about `seconds` of them."""
+    """Times of single steps in ms, their median (with local steps, that of whole rounds' means), and per step what this host sent and how
+    long its processor was busy; about `seconds` of them."""
     begun = time.perf_counter()
     training.step()
     steps = torch.tensor(seconds / (time.perf_counter() - begun))
     count = int(hvd.broadcast(steps, 0, name="bench.steps").clamp(fewest, most))
+    count = max(-(-count // training.round), 3 if training.round > 1 else 1) * training.round
     sent, busy, times = bytes_sent(), time.process_time(), []
     for _ in range(count):
         begun = time.perf_counter()
         training.step()
         times.append((time.perf_counter() - begun) * 1e3)
-    mine = torch.tensor([statistics.median(times), (bytes_sent() - sent) / count, (time.process_time() - busy) / count * 1e3])
+    # Any H steps in a row have one synchronisation among them.
+    rounds = [statistics.mean(times[i : i + training.round]) for i in range(0, count, training.round)]
+    mine = torch.tensor([statistics.median(rounds), (bytes_sent() - sent) / count, (time.process_time() - busy) / count * 1e3])
     everyone = hvd.allgather(mine[None], name="bench.measured")
     return {
         "steps": count,
@@ -90,7 +111,7 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
     }
 
 
-def parts(training: Training, steps: int = 3) -> dict[str, float]:
+def parts(training: Training, steps: int) -> dict[str, float]:
     """Milliseconds a step that the training thread spent in each part of the exchange, from torch.profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(steps):
@@ -105,7 +126,7 @@ def parts(training: Training, steps: int = 3) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=bench_cases.CASES, default="transformer")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *LOCAL], default=METHODS)
     parser.add_argument("--mbit", nargs="+", type=float, default=[1000.0], help="0: unshaped")
     parser.add_argument("--rate", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=3.0, help="per method and speed")
@@ -125,8 +146,8 @@ def main() -> None:
             shape(mbit or None)
             result = measure(training, arguments.seconds, 2, 40)
             result |= {"case": arguments.case, "method": method, "hosts": hvd.size(), "mbit": mbit, "rate": arguments.rate}
-            if method in SCALECOM or method == "local top-k":
-                result["parts"] = parts(training)
+            if method in SCALECOM or method in LOCAL or method == "local top-k":
+                result["parts"] = parts(training, max(3, training.round))
             if hvd.rank() == 0:
                 with arguments.output.open("a") as output:
                     output.write(json.dumps(result) + "\n")

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 STANDARD_TASKS = ("resnet", "mobilenet", "lstm", "transformer")
 LONG = 30_000  # in units of Run.cost
-EXPERIMENTS = ("accuracy", "large", "workers", "similarity", "choices", "bounded")
+EXPERIMENTS = ("accuracy", "large", "workers", "similarity", "choices", "bounded", "local", "widths")
 
 
 def main() -> None:

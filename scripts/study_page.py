@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib
 import scaling_model
+import study_local
 import study_tasks
 from study_answers import QUESTIONS, change
 from study_questions import BETAS, MANY, METHODS, RATE, Case
@@ -143,7 +144,7 @@ def write(folder: Path, cases: Sequence[Case], results: dict[str, dict[str, Any]
         "",
     ]
     lines += ["## Answers", ""]
-    for question, answer, picture in QUESTIONS:
+    for question, answer, picture in [*QUESTIONS, *study_local.QUESTIONS]:
         text = answer(study)
         if text is not None:
             shown = f" ([picture]({picture}.png))" if pictures.get(picture) else ""
@@ -536,6 +537,7 @@ PICTURES = {
     "choices": draw_choices,
     "bytes": draw_bytes,
     "bounded": draw_bounded,
+    "local": study_local.draw,
 }
 SECTIONS = [
     ("1. Accuracy at the standard batch", "accuracy", accuracy_table),
@@ -545,4 +547,5 @@ SECTIONS = [
     ("5. What each choice costs or gains", "choices", choices_table),
     ("6. Bytes and time to a given loss", "bytes", bytes_table),
     ("7. Residues over many steps", "bounded", bounded_table),
+    ("8. Local steps and quantised values", "local", study_local.table),
 ]

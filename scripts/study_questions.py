@@ -1,4 +1,4 @@
-"""Which runs answer which question: the study's seven experiments, each a list of runs. study_page.py makes tables and pictures of them.
+"""Which runs answer which question: the study's eight experiments, each a list of runs. study_page.py makes tables and pictures of them.
 
 --quick keeps one seed, shorter runs and the rates and numbers of workers that matter most; the questions stay the same.
 """
@@ -24,6 +24,11 @@ LARGE_RATE = {"lr": 0.15, "schedule": "constant", "steps": 300}
 LARGE_BATCH = {"lr": 0.25, "schedule": "constant", "steps": 150, "batch_size": 64, "norm": "group"}
 MANY = {"steps": 250, "batch_size": 8, "norm": "group"}
 FILTER = 0.1
+# Local steps between synchronisations, what the sent values become, and who chooses them.
+STEPS = (1, 4, 16)
+QUANTISERS = ("none", "sign", "4 bits", "8 bits")
+WIDTHS = ("none", "8 bits", "4 bits", "2 bits", "sign")
+SELECTIONS = {"leader": "ScaleCom", "local": "LocalTopK"}
 CONTROLS = ("residues thrown away", "compressed tensors frozen")
 
 
@@ -38,7 +43,7 @@ class Case:
 
 def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[Case]:
     """All cases of all experiments; cases of several experiments may share runs."""
-    found = [case for make in (accuracy, large, workers, similarity, choices, bounded) for case in make(tasks, quick)]
+    found = [case for make in (accuracy, large, workers, similarity, choices, bounded, local) for case in make(tasks, quick)]
     return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
 
 
@@ -46,7 +51,7 @@ def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]
     (run,) = case.runs
     # All seeds where methods are compared, two elsewhere. One is enough for whether something stays bounded over 10 000 steps, and all that
     # there is time for with 64 workers.
-    wanted = len(seeds) if case.experiment == "accuracy" else 2
+    wanted = len(seeds) if case.experiment in ("accuracy", "local") else 2
     if quick or case.experiment == "bounded" or run.workers >= 64:
         wanted = 1
     for seed in seeds[:wanted]:
@@ -172,3 +177,21 @@ def bounded(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
     for beta in (1.0,) if quick else (1.0, 0.1):
         fields = {"steps": steps, "batch_size": 1, "schedule": "constant", "warmup": 0.0, "lr": 0.3}
         yield case("bounded", f"LSTM, rate {RATE}, beta {beta:g}", "lstm", "ScaleCom", beta=beta, diagnostics=steps // 50, **fields)
+
+
+def local(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """8. Local steps, and quantised values of both choices, with as many gradients for all; and how the levels and k play together."""
+    for task in tasks[:1] if quick else [task for task in tasks if task not in SECOND]:
+        # A whole number of rounds. Smaller tensors are compressed too, so that what is sent whole hides less of what bits save.
+        steps = {"steps": 144 if quick else {"lstm": 496}.get(task, 400), "min_numel": 256}
+        for h in STEPS[1:] if quick else STEPS:
+            yield case("local", f"{task}: H = {h}, dense, none", task, local_steps=h, steps=steps["steps"])
+            for quantiser in ("none", "sign") if quick else QUANTISERS:
+                for selection, method in SELECTIONS.items():
+                    options = {} if quantiser == "none" else {"quantiser": quantiser}
+                    yield case("local", f"{task}: H = {h}, {selection}, {quantiser}", task, method, local_steps=h, **steps, **options)
+    if "resnet" in tasks and not quick:
+        for rate in RATES:
+            for width in WIDTHS:
+                options = {} if width == "none" else {"quantiser": width}
+                yield case("widths", f"{rate}x, {width}", "resnet", "ScaleCom", rate, local_steps=4, steps=400, min_numel=256, **options)

@@ -1,10 +1,8 @@
-"""One run of the study: n simulated workers train a task, by the same exchange code that real ranks run.
-
-All workers have the same parameters at every step, so one model computes every worker's gradients in turn.
-"""
+"""One run of the study: n simulated workers train a task, by the same exchange code that real ranks run."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -12,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from scalecom_hvd.torch.simulator import Simulation
 
 # Elements that diagnostics look at.
 SAMPLE = 8192
+QUANTISERS = {"sign": hvd.Sign(), "2 bits": hvd.QSGD(1), "4 bits": hvd.QSGD(7), "8 bits": hvd.QSGD(127)}
 # A training loss beyond this many times the first one is a run that came apart.
 DIVERGED = 20
 
@@ -39,7 +38,7 @@ class Run:
     control: "residues thrown away", "compressed tensors frozen" (after the dense warm-up), or a number b: every worker's gradients pass
     through the same low-pass filter, f <- (1 - b) f + b g from f = g on, before anything else.
     clip, clip_first: clipping norm after the exchange, or before it.  momentum_first: momentum, and with it weight decay, before the
-    exchange; decay_first: weight decay alone.
+    exchange; decay_first: weight decay alone.  local_steps: H, after which workers average their parameters' changes.
     """
 
     task: str
@@ -61,6 +60,7 @@ class Run:
     decay_first: bool = False
     unlike: bool = False
     diagnostics: int = 0
+    local_steps: int | None = None
 
     def resolved(self) -> Run:
         """With the task's own numbers in the place of None."""
@@ -71,7 +71,10 @@ class Run:
     @property
     def name(self) -> str:
         """What its file is called: the same for the same run, and for no other."""
-        fields = json.dumps(dataclasses.asdict(self.resolved()), sort_keys=True)
+        # Fields at their defaults are left out, so that a new one changes no name of a run that does not use it.
+        default = {field.name: field.default for field in dataclasses.fields(Run)}
+        own = {name: value for name, value in dataclasses.asdict(self.resolved()).items() if value != default[name]}
+        fields = json.dumps(own, sort_keys=True)
         if self.task.endswith(".py"):
             fields += Path(self.task).read_text()
         return f"{self.task.rpartition('/')[2].removesuffix('.py')}-{self.method}-{hashlib.sha256(fields.encode()).hexdigest()[:16]}"
@@ -89,58 +92,21 @@ def train(run: Run) -> dict[str, Any]:
     "norms": [[step, largest residue and largest gradient of a worker since the last], ...], "looks": diagnostics, "diverged", ...}."""
     began = time.perf_counter()
     run = run.resolved()
-    task = study_tasks.find(run.task)
     torch.manual_seed(run.seed)
-    model = task.model(run.norm).train()
-    normalisations = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    named = dict(model.named_parameters())
-    parameters = list(named.values())
-    options = dict(run.options)
-    if options.get("rates") == "from_flops":
-        options["rates"] = tuple(hvd.rates_from_flops(model, task.example(run.batch_size), run.batch_size).items())
-    simulation = simulate(run, named, options)
-    optimizer = torch.optim.SGD(
-        parameters,
-        lr=run.lr,
-        momentum=0.0 if run.momentum_first else task.momentum,
-        weight_decay=0.0 if run.decay_first or run.momentum_first else task.weight_decay,
-    )
-    before = Before(run, task, parameters)
-    compressor = simulation.compressors[0]
+    workers = Together(run) if run.local_steps is None else Apart(run)
+    compressor = workers.simulation.compressors[0]
     traffic, diverged = 0, False
     result: dict[str, Any] = {"losses": [], "bytes": [], "looks": [], "norms": []}
     recent: list[float] = []
     largest = {"residue": 0.0, "gradient": 0.0}
     for step in range(run.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(run, step)
-        grads, losses = [], []
-        for worker in range(run.workers):
-            # Running statistics are worker 0's, as they are rank 0's on real ranks.
-            for module in normalisations:
-                module.momentum = 0.1 if worker == 0 else 0.0
-            batch = task.batch(run.seed, step, worker, run.workers, run.batch_size, run.unlike)
-            loss = task.loss(model, batch)
-            gradient = torch.autograd.grad(loss, parameters)
-            grads.append(dict(zip(named, before(worker, gradient), strict=True)))
-            losses.append(float(loss.detach()))
-        largest["gradient"] = max(largest["gradient"], *norms_of(grads, compressor.residues.tensors))
-        averages = simulation.step(grads)[0]
-        if run.control == "residues thrown away":
-            for each in simulation.compressors:
-                for tensor in each.residues.tensors.values():
-                    tensor.residue.zero_()
-        after_warmup = step >= compressor.config.warmup_steps
-        frozen = compressor.residues.tensors if run.control == "compressed tensors frozen" and after_warmup else ()
-        for name, parameter in named.items():
-            parameter.grad = torch.zeros_like(parameter) if name in frozen else averages[name]
-        if run.clip is not None:
-            nn.utils.clip_grad_norm_(parameters, run.clip)
-        optimizer.step()
-
-        residues = [{name: tensor.residue for name, tensor in each.residues.tensors.items()} for each in simulation.compressors]
+        exchanges = compressor.residues.step
+        losses, gradient = workers.step(step, learning_rate(run, step))
+        largest["gradient"] = max(largest["gradient"], gradient)
+        residues = [{name: tensor.residue for name, tensor in each.residues.tensors.items()} for each in workers.simulation.compressors]
         largest["residue"] = max(largest["residue"], *norms_of(residues))
-        traffic += simulation.reducers[0].stats()["bytes_traffic"]
+        if compressor.residues.step > exchanges:
+            traffic += workers.simulation.reducers[0].stats()["bytes_traffic"]
         recent.append(sum(losses) / len(losses))
         if (step + 1) % max(run.steps // 50, 1) == 0:
             result["losses"].append([step + 1, sum(recent) / len(recent)])
@@ -156,23 +122,123 @@ def train(run: Run) -> dict[str, Any]:
             if look is not None and look["step"] == step:
                 result["looks"].append(look)
     stats = compressor.stats()
-    with torch.no_grad():
-        model.eval()
-        score = task.evaluate(model)
+    score = workers.score()
     return result | {
         "run": dataclasses.asdict(run),
         "score": score if math.isfinite(score) else None,
         "diverged": diverged or not math.isfinite(score),
-        "parameters": sum(p.numel() for p in parameters),
-        "bytes_per_step": stats["bytes_traffic"],
+        "parameters": sum(p.numel() for p in workers.model.parameters()),
+        "bytes_per_step": stats["bytes_traffic"] / (run.local_steps or 1),
+        "bytes_whole_per_step": stats["bytes_dense"] * 2 * (run.workers - 1) / run.workers / (run.local_steps or 1),
         "rate": stats["rate"],
         "code": fingerprint(),
         "seconds": round(time.perf_counter() - began, 2),
     }
 
 
-def simulate(run: Run, named: dict[str, torch.Tensor], options: dict[str, Any]) -> Simulation:
+class Together:
+    """Workers that have the same parameters at every step, so that one model computes every worker's gradients in turn."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._task = run, study_tasks.find(run.task)
+        self.model = self._task.model(run.norm).train()
+        self._normalisations = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        self._named = dict(self.model.named_parameters())
+        self._parameters = list(self._named.values())
+        self.simulation = simulate(run, self.model, lambda worker: {n: nn.Parameter(p.detach()) for n, p in self._named.items()})
+        inside = not run.momentum_first  # momentum, and with it weight decay, in the optimizer
+        self._optimizer = sgd(self._task, self._parameters, inside, inside and not run.decay_first)
+        self._before = Before(run, self._task, self._parameters)
+
+    def step(self, step: int, lr: float) -> tuple[list[float], float]:
+        """One step of all; gives every worker's loss, and the largest norm of a worker's compressed gradients."""
+        run, simulation = self._run, self.simulation
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        grads, losses = [], []
+        for worker in range(run.workers):
+            # Running statistics are worker 0's, as they are rank 0's on real ranks.
+            for module in self._normalisations:
+                module.momentum = 0.1 if worker == 0 else 0.0
+            loss = self._task.loss(self.model, batch_of(run, self._task, step, worker))
+            gradient = torch.autograd.grad(loss, self._parameters)
+            grads.append(dict(zip(self._named, self._before(worker, gradient), strict=True)))
+            losses.append(float(loss.detach()))
+        compressor = simulation.compressors[0]
+        largest = max(norms_of(grads, compressor.residues.tensors))
+        averages = simulation.step(grads)[0]
+        if run.control == "residues thrown away":
+            for each in simulation.compressors:
+                for tensor in each.residues.tensors.values():
+                    tensor.residue.zero_()
+        after_warmup = step >= compressor.config.warmup_steps
+        frozen = compressor.residues.tensors if run.control == "compressed tensors frozen" and after_warmup else ()
+        for name, parameter in self._named.items():
+            parameter.grad = torch.zeros_like(parameter) if name in frozen else averages[name]
+        if run.clip is not None:
+            nn.utils.clip_grad_norm_(self._parameters, run.clip)
+        self._optimizer.step()
+        return losses, largest
+
+    def score(self) -> float:
+        return evaluate(self._task, self.model)
+
+
+class Apart:
+    """Workers that take local steps: each has a model and an optimizer of its own."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._task = run, study_tasks.find(run.task)
+        self.model = self._task.model(run.norm).train()
+        self._models = [self.model] + [copy.deepcopy(self.model) for _ in range(1, run.workers)]
+        self.simulation = simulate(run, self.model, lambda worker: dict(self._models[worker].named_parameters()))
+        self._optimizers = [sgd(self._task, list(model.parameters()), True, True) for model in self._models]
+
+    def step(self, step: int, lr: float) -> tuple[list[float], float]:
+        """As Together's."""
+        losses, grads = [], []
+        for worker, (model, optimizer) in enumerate(zip(self._models, self._optimizers, strict=True)):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.zero_grad()
+            loss = self._task.loss(model, batch_of(self._run, self._task, step, worker))
+            loss.backward()
+            losses.append(float(loss.detach()))
+            grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        self.simulation.take_steps([optimizer.step for optimizer in self._optimizers])
+        return losses, max(norms_of(grads, self.simulation.compressors[0].residues.tensors))
+
+    def score(self) -> float:
+        """Of the common parameters."""
+        self.simulation.synchronise()
+        return evaluate(self._task, self.model)
+
+
+def sgd(task: study_tasks.Task, parameters: list[torch.Tensor], momentum: bool, decay: bool) -> torch.optim.SGD:
+    """With the task's momentum and weight decay, or without; the rate is set at every step."""
+    return torch.optim.SGD(
+        parameters, lr=0.0, momentum=task.momentum if momentum else 0.0, weight_decay=task.weight_decay if decay else 0.0
+    )
+
+
+def batch_of(run: Run, task: study_tasks.Task, step: int, worker: int) -> Any:
+    return task.batch(run.seed, step, worker, run.workers, run.batch_size, run.unlike)
+
+
+@torch.no_grad()
+def evaluate(task: study_tasks.Task, model: nn.Module) -> float:
+    model.eval()
+    return task.evaluate(model)
+
+
+def simulate(run: Run, model: nn.Module, make_parameters: Callable[[int], dict[str, torch.Tensor]]) -> Simulation:
     """n workers; what is sent whole needs no residue, so dense training is the same exchange with everything sent whole."""
+    options = dict(run.options)
+    if options.get("rates") == "from_flops":
+        example = study_tasks.find(run.task).example(run.batch_size)
+        options["rates"] = tuple(hvd.rates_from_flops(model, example, run.batch_size).items())
+    if "quantiser" in options:
+        options["quantiser"] = QUANTISERS[options["quantiser"]]
     if run.method == "dense":
         method, options = hvd.ScaleCom, {"dense": ["*"], "warmup_steps": 0}
     else:
@@ -182,11 +248,7 @@ def simulate(run: Run, named: dict[str, torch.Tensor], options: dict[str, Any]) 
         if run.diagnostics:
             options["diagnostics"] = hvd.Diagnostics(every=run.diagnostics, sample=SAMPLE)
     config = hvd.ScaleComConfig()  # whatever the environment says
-
-    def share(_worker: int) -> dict[str, torch.Tensor]:
-        return {name: nn.Parameter(parameter.detach()) for name, parameter in named.items()}
-
-    return Simulation(run.workers, share, compression=method, config=config, **options)
+    return Simulation(run.workers, make_parameters, compression=method, config=config, local_steps=run.local_steps, **options)
 
 
 class Before:

@@ -47,8 +47,10 @@ def test_the_short_study_answers_every_question(run, tmp_path):
     page = run(command, limit=1800)
     sys.path.insert(0, str(STUDY.parent))
     import study_answers
+    import study_local
 
-    for question, _, picture in study_answers.QUESTIONS:
+    asked = study_answers.QUESTIONS + [one for one in study_local.QUESTIONS if one[1] is not study_local.levels_and_rate]  # not in short
+    for question, _, picture in asked:
         assert f"**{question}**" in page
         assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
     results = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*.json")]
