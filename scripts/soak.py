@@ -38,6 +38,7 @@ COMPRESSED = {"rate": 20, "dense": [], "warmup_steps": 0}
 PLANS = [
     Plan(settings=COMPRESSED),
     Plan(settings=COMPRESSED | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
+    Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3),
     Plan(optimizer="stock", settings=COMPRESSED | {"wire_dtype": "float16"}),
 ]
 # Seconds. Only the neighbours of a worker that dies notice at once, the others wait so long; and so long a newcomer may take to start.

@@ -35,7 +35,7 @@ FEATURES, OUTPUTS, BATCH = 64, 32, 32
 class Plan:
     """What a job does. deaths: {host: [batch, point]}, for a job whose course is known beforehand (see `Faults.death`)."""
 
-    optimizer: str = "drop-in"  # or "stock": Horovod's own
+    optimizer: str = "drop-in"  # or "stock": Horovod's own; "local steps"
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     commit_every: int = 5
     last: int | None = None
@@ -43,6 +43,7 @@ class Plan:
     random_faults: bool = True
     deaths: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     grow_at: int | None = None
+    local_steps: int | None = None
 
 
 class Net(torch.nn.Module):
@@ -148,7 +149,8 @@ class Trainer:
             self.model.named_parameters() if plan.optimizer == "stock" else None, loss_scale=lambda: self.scale, **plan.settings
         )
         make = horovod.DistributedOptimizer if plan.optimizer == "stock" else hvd.DistributedOptimizer
-        self.optimizer = make(optimizer, named_parameters=self.model.named_parameters(), compression=compression)
+        more = {} if plan.local_steps is None else {"local_steps": plan.local_steps}
+        self.optimizer = make(optimizer, named_parameters=self.model.named_parameters(), compression=compression, **more)
         self.compression = compression
         self.came: dict[str, torch.Tensor] = {}
         self.committed: str | None = None
@@ -183,6 +185,10 @@ class Trainer:
         # Not by state_dict(), which waits for look-ahead's offsets: a step is to begin, and a commit to be made, while they are in flight.
         return {name: tensor.residue.view(tensor.shape).clone() for name, tensor in self.compression.residues.tensors.items()}
 
+    def common(self) -> dict[str, torch.Tensor]:
+        """The parameters that are the same on all ranks."""
+        return dict(self.model.named_parameters())
+
     def digest(self, tensors: dict[str, torch.Tensor]) -> str:
         return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors.values())).hexdigest()[:16]
 
@@ -204,8 +210,8 @@ class Trainer:
         if not truth:
             self.diary.note("violation", complaint=complaint, batch=batch)
 
-    def step(self, batch: int) -> float:
-        """One training step under this batch's faults; gives the loss."""
+    def backward(self, batch: int) -> tuple[torch.Tensor, tuple[str, float] | None]:
+        """The gradients of a training step under this batch's faults; gives the loss, and the overflow, if there is one."""
         truth = torch.randn(FEATURES, OUTPUTS, generator=torch.Generator().manual_seed(0)) / FEATURES**0.5
         mine = torch.Generator().manual_seed(batch * 1000 + hvd.rank())
         inputs = torch.randn(BATCH, FEATURES, generator=mine)
@@ -214,8 +220,6 @@ class Trainer:
         step = self.compression.stats()["step"]
         overflow = self.faults.overflow(batch, step % hvd.size())
         self.death = self.faults.death(batch)
-        before = self.residues()
-
         self.came.clear()
         self.optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(self.model(inputs, self.faults.detour(batch)), inputs @ truth)
@@ -224,6 +228,14 @@ class Trainer:
             self.diary.fault("a rank is late", batch)
             time.sleep(late)
         (loss * self.scale * (overflow[1] if overflow else 1.0)).backward()
+        if overflow and hvd.rank() == 0:
+            self.diary.fault(overflow[0], batch)
+        return loss.detach(), overflow
+
+    def step(self, batch: int) -> float:
+        """One training step under this batch's faults; gives the loss."""
+        before = self.residues()
+        loss, overflow = self.backward(batch)
         self.optimizer.synchronize()
         grads = {name: p.grad / self.scale for name, p in self.model.named_parameters()}
         finite = all(bool(grad.isfinite().all()) for grad in grads.values())
@@ -235,13 +247,11 @@ class Trainer:
         if overflow:
             self.expect(not finite, "a step with an overflow was taken", batch)
             self.check_void(batch, before)
-            if hvd.rank() == 0:
-                self.diary.fault(overflow[0], batch)
         else:
             self.expect(finite, "a sound step was not taken", batch)
             self.check_sent(batch, before, grads)
         self.made += 1
-        return float(hvd.allreduce(loss.detach()))  # without a name: newcomers must count such calls as the others do
+        return float(hvd.allreduce(loss))  # without a name: newcomers must count such calls as the others do
 
     def check_void(self, batch: int, before: dict[str, torch.Tensor]) -> None:
         for name, now in self.residues().items():
@@ -275,7 +285,7 @@ class Trainer:
         residues = self.residues()
         self.committed = self.digest(residues)
         self.diary.note(
-            "commit", batch=state.batch, generation=self.generation, weights=self.digest(dict(self.model.named_parameters())), loss=loss,
+            "commit", batch=state.batch, generation=self.generation, weights=self.digest(self.common()), loss=loss,
             residues=self.committed, step=self.compression.stats()["step"], memory=memory(), made=self.made,
         )  # fmt: skip
         self.made = 0
@@ -290,6 +300,54 @@ class Trainer:
         os.replace(part, path)
 
 
+class LocalTrainer(Trainer):
+    """One worker that takes local steps: what is compared at every synchronisation are changes of parameters."""
+
+    def watch(self) -> None:
+        super().watch()
+        self.local = self.optimizer._local
+        synchronise = self.local._synchronise
+
+        def seen(due: Any) -> None:
+            # As the first one begins, x is not known before.
+            self.x = {name: x.detach().clone() for name, x in self.local.common.items()}
+            self.changes = {name: self.x[name] - p.detach() for name, p in self.model.named_parameters()}
+            synchronise(due)
+
+        self.local._synchronise = seen
+
+    def common(self) -> dict[str, torch.Tensor]:
+        return {name: x.detach() for name, x in self.local.common.items()}
+
+    def step(self, batch: int) -> float:
+        self.changes: dict[str, torch.Tensor] = {}
+        before, skipped, exchanged = self.residues(), self.local.skipped, self.compression.stats()["step"]
+        loss, overflow = self.backward(batch)
+        hit = overflow is not None and overflow[1] != 1.0
+        values = self.digest(dict(self.model.named_parameters())) if hit else None
+        self.optimizer.step()
+        self.expect(self.local.skipped == skipped + hit, "a step was skipped, or not, and the other was right", batch)
+        if self.changes:
+            self.expect(self.compression.stats()["step"] > exchanged, "a synchronisation did not count", batch)
+            self.check_changes(batch, before)
+        elif hit:
+            self.expect(self.digest(dict(self.model.named_parameters())) == values, "a skipped step changed parameters", batch)
+        self.made += 1
+        return float(hvd.allreduce(loss))
+
+    def check_changes(self, batch: int, before: dict[str, torch.Tensor]) -> None:
+        """What left ranks' residues and changes, averaged, is what x moved by. (Residues with beta = 1.)"""
+        sent = dict(self.changes)
+        for name, now in self.residues().items():
+            sent[name] = sent[name] + before.get(name, torch.zeros_like(now)) - now
+        averages = hvd.allreduce(torch.cat([one.reshape(-1) for one in sent.values()]), name="soak.sent")
+        for name, average in zip(sent, averages.split([one.numel() for one in sent.values()]), strict=True):
+            moved = (self.x[name] - self.local.common[name].detach()).reshape(-1)
+            size = float(self.x[name].abs().max()) + float(before.get(name, moved).abs().max())
+            off = float((average - moved).abs().max())
+            self.expect(off <= 1e-5 * size + 1e-12, f"{name}: what left the ranks and what x moved by differ by {off:g}", batch)
+
+
 def memory() -> float:
     """Resident memory of this process now, in MB."""
     return psutil.Process().memory_info().rss / 1e6
@@ -299,7 +357,7 @@ def main() -> None:
     folder, plan = Path(sys.argv[1]), Plan(**json.loads(sys.argv[2]))
     hvd.init()
     torch.set_num_threads(1)
-    trainer = Trainer(plan, folder)
+    trainer = (Trainer if plan.local_steps is None else LocalTrainer)(plan, folder)
 
     @hvd.elastic.run
     def train(state: Any) -> None:

@@ -147,13 +147,14 @@ class LocalSteps:
         mine = self._transport.position in due
         for name, parameter in self._parameters.items():
             x, change = self.common[name], self._changes[name]
-            # A frozen tensor sends nothing, and its residue stays as it is: that is what a rank without a synchronisation point wants.
-            x.requires_grad_(mine and parameter.requires_grad)
             if mine:
                 # In the parameter's dtype it began where x was rounded to.
                 change.copy_(self._start[name].to(parameter.dtype)).sub_(parameter)
             else:
                 change.zero_()
+            # A frozen tensor sends nothing, and its residue stays as it is: so it is with a rank that has no synchronisation point. One
+            # that was frozen in the middle of a round has a change to send.
+            x.requires_grad_(mine and (parameter.requires_grad or bool(change.any())))
             x.grad = change
         self.reducer.present = list(due)
         skipped = self._residues.skipped_steps
@@ -229,7 +230,7 @@ class LocalSteps:
         """All ranks get the common parameters of the rank at place `root`; those that do not keep their own begin from them."""
         for i, (name, parameter) in enumerate(self._parameters.items()):
             x = self.common[name]
-            self._transport.wait(self._transport.broadcast(x.data, root, f"local_steps.{i}"))
+            self._transport.send_to_all(x.data, root, f"local_steps.{i}")
             if not keeps:
                 parameter.copy_(x)
         if not keeps:
@@ -271,7 +272,8 @@ class LocalSteps:
         self.taken = int(state["taken"])
         self._loaded = {part: state[part] for part in ("common", "local", "start") if part in state}
         self._under_way = self._agreed = False
-        self._knows = True
+        # A state of before the first step knows no more than a newcomer does.
+        self._knows = self.taken > 0
 
     def stats(self) -> dict[str, Any]:
         """local_steps: the schedule; steps_taken: of this rank's optimizer; steps_skipped: those left out for a bad gradient."""

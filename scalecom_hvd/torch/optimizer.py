@@ -21,6 +21,7 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression
 
 from scalecom_hvd.agreement import check_operation, warn_of_half_sums
+from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.compressor import ErrorFeedback, ScaleCom, without_ties
 from scalecom_hvd.torch.local_steps import LocalSteps, gradients_are_finite
@@ -209,7 +210,7 @@ def _synchronize_parameters(self) -> None:
 def _with_local_steps(compression: Any) -> Any:
     """The compressor that local steps send changes through: for Compression.none, one that sends all of them whole."""
     if compression is Compression.none:
-        return ScaleCom(dense=["*"], rates=None, warmup_steps=0)
+        return ScaleCom(config=ScaleComConfig(dense=["*"], warmup_steps=0))  # whatever the environment says of ScaleCom
     if isinstance(compression, ErrorFeedback) or (isinstance(compression, type) and issubclass(compression, ErrorFeedback)):
         return compression
     raise ValueError(

@@ -225,6 +225,11 @@ class SimulatedTransport(NamedExchange):
         handle = self._network.submit(self.position, f"scalecom.{name}", ("objects",), json.dumps(value), _read)
         return self._network.wait(self.position, handle)
 
+    def send_to_all(self, tensor: torch.Tensor, root: int, name: str) -> None:
+        what = ("broadcast", root, tensor.dtype, tuple(tensor.shape))
+        handle = self._network.submit(self.position, f"scalecom.{name}", what, tensor, functools.partial(_broadcast, root=root))
+        self._network.wait(self.position, handle)
+
     def _submit(self, name: str, what: tuple, buffer: torch.Tensor, combine: Callable[[list[torch.Tensor]], Any]) -> int:
         return self._network.submit(self.position, f"{self._prefix}.{name}", what, buffer, combine)
 

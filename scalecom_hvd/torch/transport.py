@@ -150,6 +150,11 @@ class Transport(NamedExchange):
         joined = horovod.allgather(payload, name=f"scalecom.{name}", process_set=self._process_set)
         return [json.loads(part.numpy().tobytes()) for part in joined.split(sizes.tolist())]
 
+    def send_to_all(self, tensor: torch.Tensor, root: int, name: str) -> None:
+        """The tensor of the rank at position `root`, in place. Blocks: all ranks must be here. As with objects, they may not have agreed on
+        this exchange's name yet."""
+        horovod.broadcast_(tensor, self._process_set.ranks[root], f"scalecom.{name}", self._process_set)
+
 
 def wait_for(transport: Transport, what: str, handle: int, needs_others: bool) -> Wait:
     """Waiting for a collective that this rank has submitted."""

@@ -50,3 +50,13 @@ def test_workers_are_killed_and_another_one_comes(diaries):
     for begins in zip(*(soak.of(diary, "begin")[1:] for diary in survivors), strict=True):
         assert len({begin["residues"] for begin in begins}) == 2, "residues of one rank came to another"
     assert soak.of(newcomer, "begin")[0]["norm"] == 0
+
+
+def test_local_steps_while_a_worker_is_killed_and_another_comes(diaries):
+    """Rounds of three steps, commits in the middle of them: survivors go on with their own parameters, a newcomer with the common ones."""
+    deaths = {"127.0.00.1": (KILLED_AT, "backward"), "127.0.000.1": (LEADER_KILLED_AT, "exchange")}
+    told = diaries(4, optimizer="local steps", settings={"rate": 20}, local_steps=3, random_faults=False, deaths=deaths, grow_at=GROWN_AT)
+    assert len(told) == 5
+    assert sum(bool(soak.of(diary, "end")) for diary in told) == 3
+    last = {diary[-2]["step"] if diary[-1]["event"] == "end" else None for diary in told} - {None}
+    assert last == {LAST // 3}

@@ -374,6 +374,17 @@ def test_missing_gradients_and_frozen_parameters(compression):
     assert same_on_all_ranks(model.values())
 
 
+def test_what_changed_before_a_parameter_was_frozen_is_sent():
+    model = begin()
+    optimizer, _ = make(model, hvd.Compression.none, 2)
+    before = model["second"].detach().clone()
+    run(optimizer, model, [0])
+    model["second"].requires_grad_(False)
+    run(optimizer, model, [1], skip=lambda step: ["second"])
+    mean = sum(torch.from_numpy(gradients(SHAPES, rank, 0)["second"]) for rank in range(hvd.size())) / hvd.size()
+    torch.testing.assert_close(before - model["second"].detach(), LR * mean, rtol=1e-4, atol=1e-5)
+
+
 def test_sparse_gradients_stay_local():
     embedding = torch.nn.Embedding(200, 30, sparse=True)
     hvd.broadcast_parameters(embedding.state_dict(), 0)
