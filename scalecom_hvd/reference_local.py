@@ -51,7 +51,7 @@ class LocalStepsReference:
         due = self.schedule.due(self.taken, n)
         if not due:
             return
-        self.exchange.present = due
+        self.exchange.present = due if self.schedule.asynchronous else None
         changes = [
             {name: self.starts[i][name] - self.workers[i][name] if i in due else np.zeros_like(x) for name, x in self.common.items()}
             for i in range(n)

@@ -10,6 +10,7 @@ Random numbers are taken as arguments: they are the framework's. Imports NumPy, 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ class Bucket(NamedTuple):
     step: int
     tensors: list[tuple[Lanes, slice]]
     selection: str
-    present: list[int]
+    present: list[int] | None
 
     @property
     def k(self) -> int:
@@ -58,8 +59,8 @@ class MethodReference(ScaleComReference):
     ) -> None:
         super().__init__(n_workers, shapes, config, buckets)
         self.send = send
-        # Workers that have something to send; the others send nothing, and keep their residues.
-        self.present = list(range(n_workers))
+        # Workers that have something to send, where that changes; the others send nothing, and keep their residues. None: all, always.
+        self.present: list[int] | None = None
         self.buckets = [list(names) for names in buckets or [self.shapes]]
 
     def step(self, grads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -97,7 +98,7 @@ class MethodReference(ScaleComReference):
         beta, rest = kind.type(self.config.beta), kind.type(1 - self.config.beta)
         accumulators = m + g
         sent = self.send(accumulators, Bucket(number, self.step_number, tensors, self.config.selection, self.present))
-        absent = [i for i in range(self.n_workers) if i not in self.present]
+        absent = [i for i in range(self.n_workers) if self.present is not None and i not in self.present]
         sent[absent] = 0
         kept = m[absent]
         m = rest * m + beta * (accumulators - sent)
@@ -123,7 +124,8 @@ def own(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
 
 def leaders(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
     """Every worker where the leader's are largest (Chen et al., 2020)."""
-    leader = bucket.present[bucket.step % len(bucket.present)]
+    n, present = len(accumulators), bucket.present
+    leader = bucket.step % n if present is None else present[random.Random(bucket.step).randrange(len(present))]
     return [choose(accumulators[leader], bucket, bucket.selection)] * len(accumulators)
 
 

@@ -13,6 +13,8 @@ from scalecom_hvd.config import ScaleComConfig
 STATE_VERSION = 1
 # Settings that may differ between a checkpoint and the run that loads it: they change no result.
 _FREE_SETTINGS = ("bucket_bytes", "planned_steps")
+# What states of this package's methods may hold beside the config.
+_METHODS_SETTINGS = ("bits", "seed", "shared", "quantiser")
 
 
 def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
@@ -35,9 +37,10 @@ def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
 def check_method(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise ValueError unless the state is one of the method with these settings ({} is ScaleCom, whose states name no method)."""
     mine = {"method": "ScaleCom"} | dict(settings)
-    theirs = {"method": "ScaleCom"} | {name: state[name] for name in mine if name in state}
+    names = dict.fromkeys([*mine, *(name for name in _METHODS_SETTINGS if name in state)])
+    theirs = {"method": "ScaleCom"} | {name: state[name] for name in names if name in state}
     if theirs != mine:
-        listed = ", ".join(f"{name}={theirs.get(name)!r} in the state and {mine[name]!r} now" for name in mine)
+        listed = ", ".join(f"{name}={theirs.get(name)!r} in the state and {mine.get(name)!r} now" for name in names)
         raise ValueError(
             f"the residues were made by another method, or otherwise: {listed}. Go on without loading them (they start at zero)"
         )

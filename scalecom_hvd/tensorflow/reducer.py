@@ -105,7 +105,7 @@ class Reducer:
         compare_ranks(everyone, tuple(self._description))
         check_length(self.config.planned_steps, self.config.warmup_steps, self._rates.values())
         check_share_whole(self._rates, {name: math.prod(shape_of(self.variables[name])) for name in self._rates if name in self.variables})
-        warn_of_half_sums(self.config.wire_dtype, horovod)
+        warn_of_half_sums(self.config.wire_dtype == "float16", horovod)
         self.settle({name for other in everyone for name in other["present"]}, max(other["name"] for other in everyone))
         step = latest_step([other["step"] for other in everyone])
         if runs_eagerly():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scalecom_hvd.torch.kernels import CHOOSE_RESIDUE, Kernel, Place, kernel_for, positions_of, usable
+from scalecom_hvd.torch.kernels import CHOOSE_RESIDUE, Kernel, Place, add_usable, kernel_for, positions_of
 from scalecom_hvd.torch.moves import OffsetLayout, norm
 from scalecom_hvd.torch.residues import CompressedTensor
 from scalecom_hvd.torch.transport import Transport, Wait, wait_for
@@ -110,9 +110,7 @@ class Accumulators:
             if is_frozen:
                 part.zero_()
                 continue
-            g, good = usable(grad, tensor.residue, scale)
-            self.bad += good.numel() - good.count_nonzero()
-            torch.add(g, tensor.residue, out=part)
+            self.bad += add_usable(grad, tensor.residue, scale, part)
 
     def values_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """{name: averages (N,)}; ScaleCom's are k values in the buffer."""
@@ -134,9 +132,12 @@ class Accumulators:
         averages = self._average.split(self.sizes)
         for tensor, kept, average, output, frozen in zip(self.tensors, self.parts, averages, outputs, self._frozen, strict=True):
             if not frozen:
-                # Each operation rounded for itself: add_ with alpha fuses them on some processors, and residues would differ in bits.
-                tensor.residue.mul_(1 - tensor.beta).add_(kept.mul_(tensor.beta))
-            output.copy_(average / self._scale)
+                if tensor.beta == 1:
+                    tensor.residue.copy_(kept)
+                else:
+                    # Each operation rounded for itself: add_ with alpha fuses them on some processors, and residues would differ in bits.
+                    tensor.residue.mul_(1 - tensor.beta).add_(kept.mul_(tensor.beta))
+            output.copy_(average if self._scale == 1 else average / self._scale)
 
     def undo(self) -> None:
         """Nothing was changed yet."""

@@ -21,7 +21,7 @@ from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.state import check_local_steps, check_method
 from scalecom_hvd.torch.accumulators import Accumulators, Channel
 from scalecom_hvd.torch.quantisers import Float16, Quantiser, Unrounded, average_values, quantiser_of
-from scalecom_hvd.torch.residues import Residues
+from scalecom_hvd.torch.residues import Residues, every_step
 from scalecom_hvd.torch.stock import StockExchange
 from scalecom_hvd.torch.transport import Transport, Wait
 
@@ -47,9 +47,13 @@ class Exchange(Protocol):
 class Local(Protocol):
     """What a method asks of local steps (local_steps.py), where there are any."""
 
+    taken: int
+
+    def exchanges_in(self, steps: int) -> int: ...
     def state_dict(self) -> dict[str, Any]: ...
     def check_state(self, state: dict[str, Any]) -> None: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def keep(self) -> None: ...
     def meet(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
@@ -93,6 +97,11 @@ class ErrorFeedback(Compressor):
         return {"method": type(self).__name__} | self._quantised
 
     @property
+    def sums_halves(self) -> bool:
+        """Whether float16 values are summed."""
+        return self.config.wire_dtype == "float16" or (isinstance(self.quantiser, Float16) and not self.always_gathers)
+
+    @property
     def _quantised(self) -> dict[str, Any]:
         return {} if isinstance(self.quantiser, Unrounded) else {"quantiser": repr(self.quantiser)}
 
@@ -105,6 +114,7 @@ class ErrorFeedback(Compressor):
             self._check_local(self._loaded, local)
         if self.diagnostics is not None:
             exchange.watch(self.diagnostics)
+        self.residues.exchanges_in = every_step if local is None else local.exchanges_in
         self.residues.attach(parameters)
         self._exchange, self._local = exchange, local
         if self._loaded is not None and local is not None:
@@ -120,6 +130,7 @@ class ErrorFeedback(Compressor):
     def detach(self) -> None:
         """Serve nobody again; called when the optimizer could not be made."""
         self._exchange = self._local = None
+        self.residues.exchanges_in = every_step
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank; all ranks must not call it, and calling it sends nothing.
@@ -133,18 +144,18 @@ class ErrorFeedback(Compressor):
         first), the same on all ranks; what ranks gather for them is not counted in the bytes above.
         local_steps, steps_taken, steps_skipped, with local steps: the schedule, this rank's steps, and those of them left out because a
         gradient was not finite; `step` counts synchronisations then, and bytes are those of the last one.
-        quantiser, where there is one, and values: whether its values are "gathered" or "averaged" (None before ranks agreed).
+        quantiser, where there is one, and values: whether its values were "gathered" or "averaged" in the last step, or in some buckets
+        this and in others that; None where all was sent whole.
         """
         numbers = {"step": self.residues.step, "skipped_steps": self.residues.skipped_steps}
         if self._exchange is not None:
             numbers |= self._exchange.stats()
         if self._local is not None:
             numbers |= self._local.stats()
-        if self._quantised and self.residues.ranks is not None:
-            gathered = self.always_gathers or self.quantiser.is_gathered(self.residues.ranks)
-            numbers |= self._quantised | {"values": "gathered" if gathered else "averaged"}
-        elif self._quantised:
-            numbers |= self._quantised | {"values": None}
+        if not isinstance(self.quantiser, Unrounded):
+            ways = {"gathered": "bytes_gathered", "averaged": "bytes_values"}
+            travelled = [way for way, count in ways.items() if numbers.get(count)]
+            numbers |= {"quantiser": repr(self.quantiser), "values": " and ".join(travelled) or None}
         return numbers | {"residue_norm": self.residues.norm(), "residue_ratio": self.residues.health.ratio}
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,10 +204,10 @@ class ErrorFeedback(Compressor):
         if self._local is not None:
             self._local.meet()
 
-    def keep_local(self, state: dict[str, Any]) -> None:
-        """Have this rank's own parameters again, as a state of this very step holds them, whatever was broadcast meanwhile."""
-        if self._local is not None and self._local.state_dict()["taken"] == state["local_steps"]["taken"]:
-            self._local.load_state_dict(state["local_steps"])
+    @property
+    def local(self) -> Local | None:
+        """The local steps, where the optimizer takes them."""
+        return self._local
 
 
 class ScaleCom(ErrorFeedback):
@@ -229,7 +240,7 @@ class ScaleCom(ErrorFeedback):
         super().__init__(config=config, loss_scale=loss_scale, diagnostics=diagnostics, quantiser=quantiser, **fields)
         if isinstance(self.quantiser, Float16):
             # Its values are summed in half precision, as they always could be.
-            self.config, self.quantiser = self.config.replace(wire_dtype="float16"), Unrounded()
+            self.config = self.config.replace(wire_dtype="float16")
             self.residues = Residues(self.config)
         if self._quantised:
             for name in ("lookahead", "wire_dtype"):
@@ -238,6 +249,10 @@ class ScaleCom(ErrorFeedback):
             self.exchange = self._exchange_rounded
         self._process_set = process_set
         self._named_parameters = _by_name(named_parameters) if named_parameters is not None else None
+
+    @property
+    def _quantised(self) -> dict[str, Any]:
+        return {} if isinstance(self.quantiser, Float16) else super()._quantised  # that is in the config
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -273,7 +288,7 @@ class ScaleCom(ErrorFeedback):
                 raise TypeError(_STOCK_NEEDS_PARAMETERS)
             parameters = {name: p for name, p in self._named_parameters.items() if p.requires_grad}
             self.attach(parameters, StockExchange(parameters, self.residues, Transport(self._process_set), self.loss_scale))
-            warn_of_half_sums(self.config.wire_dtype, horovod)
+            warn_of_half_sums(self.sums_halves, horovod)
 
     def decompress(self, tensor: Any, ctx: Any = None) -> torch.Tensor:
         """The averaged gradient for what `compress` gave; `ctx` None: nothing was compressed."""

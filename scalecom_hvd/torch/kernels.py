@@ -30,6 +30,7 @@ __all__ = [
     "NativeKernel",
     "Place",
     "TorchKernel",
+    "add_usable",
     "choose_by_torch",
     "kernel_for",
     "largest",
@@ -327,6 +328,20 @@ def usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[tor
         g.mul_(scale)
     good = g.abs() <= largest_gradient(_name(residue.dtype))
     return g.masked_fill_(~good, 0), good
+
+
+def add_usable(grad: torch.Tensor, residue: torch.Tensor, scale: float, out: torch.Tensor) -> Count:
+    """out <- residue + scale*g, with zero for bad elements; gives how many those are."""
+    if grad.device.type == "cpu" and grad.dtype == residue.dtype and scale == 1 and grad.numel():
+        # The usual case needs no copies: where the ends are good, all is.
+        low, high = torch.aminmax(grad)
+        limit = largest_gradient(_name(residue.dtype))
+        if float(low) >= -limit and float(high) <= limit:
+            torch.add(grad, residue, out=out)
+            return 0
+    g, good = usable(grad, residue, scale)
+    torch.add(g, residue, out=out)
+    return good.numel() - good.count_nonzero()
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:

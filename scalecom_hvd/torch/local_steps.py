@@ -39,10 +39,19 @@ log = logging.getLogger("scalecom_hvd")
 Tensors = dict[str, torch.Tensor]
 
 
+class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
+    """Raised by a step that finds a gradient that cannot be used, before it has changed anything. result: what the step would give."""
+
+    def __init__(self, result: Any = None) -> None:
+        super().__init__("a gradient is not finite, or larger than 2**100")
+        self.result = result
+
+
 class LocalSteps:
     """The local steps of one optimizer on this rank, and the exchange that joins them.
 
     parameters: {name: parameter} of all that are trained, in the model's order.  schedule: when ranks synchronise.
+    start_anew: makes this rank's optimizer forget what it has gathered, after its parameters had to go back.
     common: {name: x}, float32 or float64, the same on all ranks once they agreed.  taken: how many steps were taken.
     """
 
@@ -53,6 +62,7 @@ class LocalSteps:
         transport: Transport,
         schedule: Schedule,
         groups: Groups | None = None,
+        start_anew: Callable[[], None] = lambda: None,
     ) -> None:
         if schedule.asynchronous and compressor.config.lookahead:
             raise ValueError("lookahead needs to know who synchronises next: give all ranks the same local_steps, or leave lookahead out")
@@ -63,17 +73,20 @@ class LocalSteps:
         self._parameters = parameters
         self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
         # What this rank's parameters were at its last synchronisation; with one schedule for all the common ones still are.
-        self._start = {name: torch.zeros_like(x) for name, x in self.common.items()} if schedule.asynchronous else self.common
+        self._start = {name: x.detach().clone() for name, x in self.common.items()} if schedule.asynchronous else self.common
         self._transport = transport
         self._restarted = transport.listen()
+        self._start_anew = start_anew
         self._health = Health()
-        # Whether this rank has taken steps since its last synchronisation.
-        self._under_way = False
+        # Whether this rank has taken steps since its last synchronisation, and whether any rank has since the last of all.
+        self._under_way = self._open = False
+        # How many synchronisations before their time there were in the warm-up, which is counted in steps.
+        self._early = 0
         self._agreed = False
-        # Whether x comes from this rank's training, or a loaded state, so that a newcomer's gives way.
+        # Whether x comes from training with others, or a loaded state, so that a newcomer's gives way.
         self._knows = False
         self._loaded: dict[str, Tensors] = {}
-        compressor.residues.exchanges_in = schedule.synchronisations
+        self._residues = compressor.residues
         self.reducer = Reducer(
             self.common,
             compressor.residues,
@@ -82,7 +95,6 @@ class LocalSteps:
             method=compressor.exchange,
             settings=compressor.settings | {"local_steps": schedule.describe()},
         )
-        self._residues = compressor.residues
         compressor.attach(self.common, self.reducer, self)
 
     @property
@@ -90,37 +102,52 @@ class LocalSteps:
         """Whether there is anybody to synchronise with."""
         return self._transport.included and (self._transport.size > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
 
-    def step(self, take: Callable[[], Any], sound: bool = True) -> Any:
+    def exchanges_in(self, steps: int) -> int:
+        """How many synchronisations there are in so many first steps."""
+        return self.schedule.synchronisations(steps) + self._early
+
+    def step(self, take: Callable[[], Any]) -> Any:
         """One step of this rank's own optimizer, `take()`, and the synchronisation if one is due; gives what `take` returned.
 
-        sound: whether the gradients are finite. If not, `take` is not called, and the step counts as one that changed nothing.
+        Where it raises NotFinite, the step counts as one that changed nothing on this rank.
         """
         if self.active:
             self._begin()
-        result = None
-        if sound:
+        elif self._loaded:
+            self._take_up_loaded()
+        try:
             result = take()
             self._health.take()
-        else:
+        except NotFinite as reason:
+            result = reason.result
             self.skipped += 1
-            log.info("local step %d is skipped on this rank: a gradient is not finite (%d skipped so far)", self.taken, self.skipped)
+            log.info("local step %d is skipped on this rank: %s (%d skipped so far)", self.taken, reason, self.skipped)
             self._health.skip(self.taken)
         self.taken += 1
         if self.active:
-            self._under_way = True
+            self._under_way = self._open = True
             due = self.schedule.due(self.taken, self._transport.size)
             if due:
                 self._synchronise(due)
         return result
 
     def synchronise(self) -> None:
-        """Synchronise now, whatever the schedule says. All ranks must call it after the same step; the schedule goes on as before."""
+        """Synchronise now, whatever the schedule says. All ranks must call it after the same step; the schedule goes on as before.
+
+        Raises RuntimeError, on all ranks, if their parameters cannot be made the same.
+        """
         if not self.active:
             return
         self._begin()
-        # With one schedule for all, ranks know alike whether there is anything to send.
-        if self._under_way or self.schedule.asynchronous:
-            self._synchronise(range(self._transport.size))
+        if not self._open:
+            return
+        everyone = range(self._transport.size)
+        # Where a rank's change is not finite nothing is exchanged, and that rank goes back; then it can be.
+        if not self._synchronise(everyone) and not self._synchronise(everyone):
+            raise RuntimeError(
+                "ranks cannot synchronise: their changes, or residues, add up to what is not finite. Lower the learning rate"
+            )
+        self._early += self.taken < self._residues.config.warmup_steps
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -129,8 +156,9 @@ class LocalSteps:
             self._agreed = False
         if not self._agreed:
             self._agree()
-        elif not self._under_way:
-            # Whoever loads a model, or clips its weights, between two rounds means the common parameters.
+        elif not self._under_way and not self.schedule.asynchronous:
+            # Whoever loads a model, or clips its weights, between two rounds means the common parameters. (Where ranks have rounds of their
+            # own, only some are between two; there it is part of the change.)
             self._take_up_parameters()
 
     def _take_up_parameters(self) -> None:
@@ -138,12 +166,16 @@ class LocalSteps:
             x = self.common[name]
             if not torch.equal(x.to(parameter.dtype), parameter):
                 x.copy_(parameter)
-            if self._start is not self.common:
-                self._start[name].copy_(x)
+            self._begin_at(name)
+
+    def _begin_at(self, name: str) -> None:
+        """This rank's next round begins at x."""
+        if self._start is not self.common:
+            self._start[name].copy_(self.common[name])
 
     @torch.no_grad()
-    def _synchronise(self, due: Sequence[int]) -> None:
-        """Average the changes of the ranks at these places; the others send nothing, and go on as they are."""
+    def _synchronise(self, due: Sequence[int]) -> bool:
+        """Average the changes of the ranks at these places; the others send nothing, and go on as they are. Gives whether it happened."""
         mine = self._transport.position in due
         for name, parameter in self._parameters.items():
             x, change = self.common[name], self._changes[name]
@@ -156,37 +188,42 @@ class LocalSteps:
             # that was frozen in the middle of a round has a change to send.
             x.requires_grad_(mine and (parameter.requires_grad or bool(change.any())))
             x.grad = change
-        self.reducer.present = list(due)
+        self.reducer.present = list(due) if self.schedule.asynchronous else None
         skipped = self._residues.skipped_steps
         for x in reversed(self.common.values()):
             self.reducer.ready(x)
         averages = {name: self.reducer.result(x) for name, x in self.common.items()}
         if self._residues.skipped_steps > skipped:
-            self._void(mine)
-            return
-        self._knows = True
+            if mine:
+                self._go_back()
+            return False
         for name, parameter in self._parameters.items():
             x = self.common[name]
             x.sub_(averages[name])
             if mine:
                 parameter.copy_(x)
-                if self._start is not self.common:
-                    self._start[name].copy_(x)
+                self._begin_at(name)
         if mine:
             self._under_way = False
+        if len(due) == self._transport.size:
+            self._open = False
+        return True
 
-    def _void(self, mine: bool) -> None:
-        """Some rank's change was not finite, so nothing was exchanged: that rank goes back to where it began, the others keep what they
+    def _go_back(self) -> None:
+        """Nothing was exchanged, since some rank's change was not finite: that rank goes back to where it began. The others keep what they
         have, and send it with the next synchronisation."""
-        changes = ((self._start[name] - parameter, parameter) for name, parameter in self._parameters.items())
-        if mine and not all(bool((change.abs() <= largest_gradient(_name(change.dtype))).all()) for change, _ in changes):
-            log.warning(
-                "step %d: this rank's parameters are not finite, or changed by more than 2**100, since its last synchronisation: they are "
-                "those of then again. Look at the loss of every rank, or lower the learning rate",
-                self.taken,
-            )
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self._start[name])
+        changes = (self._start[name] - parameter for name, parameter in self._parameters.items())
+        if all(bool((change.abs() <= largest_gradient(_name(change.dtype))).all()) for change in changes):
+            return
+        log.warning(
+            "step %d: this rank's parameters are not finite, or changed by more than 2**100, since its last synchronisation: they are "
+            "those of then again, and its optimizer's state is zero. Look at the loss of every rank, or lower the learning rate",
+            self.taken,
+        )
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._start[name])
+        # Else its momentum would spoil every synchronisation to come.
+        self._start_anew()
 
     # The agreement, before the first step.
 
@@ -198,23 +235,29 @@ class LocalSteps:
             "settings": {"local_steps": self.schedule.describe()},
             "taken": self.taken,
             "knows": self._knows,
+            "open": self._under_way or self._open,
+            "early": self._early,
             "parameters": digest(self.common),
         }
         everyone = self._transport.exchange_objects(mine, "local_steps")
         compare_ranks(everyone, ("settings",))
-        known = [rank for rank, other in enumerate(everyone) if other["knows"]]
-        compared = [everyone[rank] for rank in known] or everyone
-        if len({(other["taken"], other["parameters"]) for other in compared}) > 1:
-            steps = sorted({other["taken"] for other in compared})
+        # In elastic runs a rank may have committed a step that others have not.
+        latest = max((other["taken"] for other in everyone if other["knows"]), default=0)
+        known = [rank for rank, other in enumerate(everyone) if other["knows"] and other["taken"] == latest]
+        compared = known or range(len(everyone))
+        if len({everyone[rank]["parameters"] for rank in compared}) > 1:
             raise RuntimeError(
-                f"ranks begin local steps from different parameters (at steps {steps}), which local steps would keep apart for ever: call "
+                "ranks begin local steps from different parameters, which local steps would keep apart for ever: call "
                 "hvd.broadcast_parameters(model.state_dict(), root_rank=0) on all ranks before the first step, and load states of one step"
             )
         if len({other["parameters"] for other in everyone}) > 1:
-            self._send_common(root=known[0], keeps=self._knows)
-        self.taken = compared[0]["taken"]
+            self._send_common(root=known[0], keeps=self._transport.position in known)
+        if known:
+            self.taken, self._early = latest, everyone[known[0]]["early"]
+        self._open = any(everyone[rank]["open"] for rank in compared)
         self._agreed = self._knows = True
 
+    @torch.no_grad()
     def _take_up_loaded(self) -> None:
         if self._loaded:
             for name, parameter in self._parameters.items():
@@ -222,17 +265,20 @@ class LocalSteps:
                 parameter.copy_(self._loaded["local"][name])
                 if self._start is not self.common:
                     self._start[name].copy_(self._loaded["start"][name])
-            self._under_way, self._loaded = True, {}
+            self._under_way, self._loaded = self.active, {}
         elif not self._under_way:
             self._take_up_parameters()
 
     def _send_common(self, root: int, keeps: bool) -> None:
         """All ranks get the common parameters of the rank at place `root`; those that do not keep their own begin from them."""
         for i, (name, parameter) in enumerate(self._parameters.items()):
-            x = self.common[name]
-            self._transport.send_to_all(x.data, root, f"local_steps.{i}")
+            x = self.common[name].detach()
+            whole = x.contiguous()  # Horovod takes no other
+            self._transport.send_to_all(whole, root, f"local_steps.{i}")
+            x.copy_(whole)
             if not keeps:
                 parameter.copy_(x)
+                self._begin_at(name)
         if not keeps:
             self._under_way = False
             log.warning("this rank begins from the common parameters of rank %d, in the middle of a round of local steps", root)
@@ -243,35 +289,41 @@ class LocalSteps:
         """Ranks of an elastic run come together: they compare before the next step."""
         self._agreed = False
 
+    def keep(self) -> None:
+        """Have this rank's own parameters again at the next step, whatever is broadcast until then."""
+        state = self.state_dict()
+        if "local" in state and not self._loaded:
+            self._loaded = {part: {name: one.clone() for name, one in state[part].items()} for part in _PARTS if part in state}
+
     def state_dict(self) -> dict[str, Any]:
-        """{"taken": steps}, and where x is not the model's parameters also {"common": {name: x}, "local": {name: x_i}}: after steps since
-        the last synchronisation, and in half precision. "start" too where every rank has its own schedule. Tensors are the ones in use."""
+        """{"taken": steps, "early": synchronisations before their time}, and where x is not the model's parameters (after steps since the
+        last synchronisation, and in half precision) also {"common": {name: x}, "local": {name: x_i}}, with "start" where every rank has its
+        own schedule. Tensors are the ones in use."""
+        state: dict[str, Any] = {"taken": self.taken, "early": self._early}
         if self._loaded:
-            return {"taken": self.taken, **self._loaded}
-        state: dict[str, Any] = {"taken": self.taken}
+            return state | self._loaded
         narrow = any(parameter.dtype != self.common[name].dtype for name, parameter in self._parameters.items())
-        if self.taken and (self._under_way or narrow or self.schedule.asynchronous):
+        if self.active and self.taken and (self._under_way or narrow or self.schedule.asynchronous):
             state["common"] = {name: x.detach() for name, x in self.common.items()}
             state["local"] = {name: parameter.detach() for name, parameter in self._parameters.items()}
             if self._start is not self.common:
-                state["start"] = dict(self._start)
+                state["start"] = {name: x.detach() for name, x in self._start.items()}
         return state
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless this is a state of `state_dict` of these parameters."""
-        parts = [part for part in ("common", "local", "start") if part in state]
         if ("common" in state) != ("local" in state) or ("common" in state and ("start" in state) != self.schedule.asynchronous):
             raise ValueError("the state's local steps are of another kind of schedule: give the same local_steps, or go on without it")
-        for part in parts:
-            shapes = ({name: tuple(tensor.shape) for name, tensor in of.items()} for of in (state[part], self.common))
-            if len({tuple(sorted(one.items())) for one in shapes}) > 1:
+        for part in _PARTS:
+            shapes = [{name: tuple(tensor.shape) for name, tensor in of.items()} for of in (state.get(part, self.common), self.common)]
+            if shapes[0] != shapes[1]:
                 raise ValueError(f"the state's local steps ({part}) belong to another model")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state of `state_dict`, before the next step: what is broadcast or loaded until then does not spoil it."""
-        self.taken = int(state["taken"])
-        self._loaded = {part: state[part] for part in ("common", "local", "start") if part in state}
-        self._under_way = self._agreed = False
+        self.taken, self._early = int(state["taken"]), int(state.get("early", 0))
+        self._loaded = {part: state[part] for part in _PARTS if part in state}
+        self._under_way = self._open = self._agreed = False
         # A state of before the first step knows no more than a newcomer does.
         self._knows = self.taken > 0
 
@@ -280,12 +332,18 @@ class LocalSteps:
         return {"local_steps": self.schedule.describe(), "steps_taken": self.taken, "steps_skipped": self.skipped}
 
 
-def gradients_are_finite(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether all gradients that there are, are finite. One pass, and one wait for a device."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    values = [grad._values() if grad.is_sparse else grad for grad in grads]
-    ends = [end.to(values[0].device, torch.float64) for value in values if value.numel() for end in torch.aminmax(value)]
-    return not ends or bool(torch.stack(ends).isfinite().all())
+_PARTS = ("common", "local", "start")
+
+
+def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> None:
+    """Raise NotFinite unless all gradients that there are, are finite, and small enough for a residue. One wait for a device."""
+    values = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    values = [grad._values() if grad.is_sparse else grad for grad in values]
+    for wide in (False, True):
+        ends = [end for value in values if value.numel() and (value.dtype == torch.float64) == wide for end in torch.aminmax(value)]
+        limit = largest_gradient("float64" if wide else "float32")
+        if ends and not bool((torch.stack([end.to(ends[0].device, torch.float64) for end in ends]).abs() <= limit).all()):
+            raise NotFinite(result)
 
 
 def digest(tensors: Tensors) -> str:
@@ -299,7 +357,7 @@ def digest(tensors: Tensors) -> str:
 def _wide(parameter: torch.Tensor) -> torch.nn.Parameter:
     """A place for the common parameter: what half precision would round away of averages must not be lost."""
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.nn.Parameter(torch.empty_like(parameter, dtype=dtype, requires_grad=False), requires_grad=parameter.requires_grad)
+    return torch.nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=parameter.requires_grad)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -24,7 +24,7 @@ from scalecom_hvd.agreement import check_operation, warn_of_half_sums
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.compressor import ErrorFeedback, ScaleCom, without_ties
-from scalecom_hvd.torch.local_steps import LocalSteps, gradients_are_finite
+from scalecom_hvd.torch.local_steps import LocalSteps, NotFinite, check_gradients
 from scalecom_hvd.torch.reducer import Reducer
 from scalecom_hvd.torch.transport import Transport
 
@@ -88,8 +88,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     transport = Transport(process_set, op, gradient_predivide_factor)
     group_names = _group_names(groups, parameters)
     if local_steps is not None:
-        local = LocalSteps(parameters, compressor, transport, Schedule(local_steps), group_names)
-        members = _members(local.reducer) | _local_members(local, type(optimizer))
+        local = LocalSteps(parameters, compressor, transport, Schedule(local_steps), group_names, start_anew=lambda: _zero_state(wrapped))
+        members = _members(local.reducer) | _local_members(local, type(optimizer), parameters)
     else:
         reducer = Reducer(
             parameters,
@@ -105,7 +105,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         compressor.attach(parameters, reducer)
         members = _members(reducer)
     # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing takes off again.
-    warn_of_half_sums(compressor.config.wire_dtype, horovod)
+    warn_of_half_sums(compressor.sums_halves, horovod)
     try:
         base = type(optimizer)
         wrapped = type(base.__name__, (base,), members)(
@@ -151,33 +151,54 @@ def _members(reducer: Reducer) -> dict[str, Any]:
         "_allreduce_grad_async": _allreduce_grad_async,
         "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
         "load_state_dict": _load_state_dict,
+        "synchronize_parameters": lambda self: None,  # they are the same after every step
         "compression": property(
             lambda self: self._compression, doc="The ScaleCom, or other method, of this optimizer: stats(), state_dict()."
         ),
     }
 
 
-def _local_members(local: LocalSteps, base: type) -> dict[str, Any]:
+def _local_members(local: LocalSteps, base: type, parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What local steps replace besides: gradients are not averaged, so there are no hooks, and nothing to wait for before a step."""
+    known = {id(p) for p in parameters.values()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on this rank's own parameters, and a synchronisation with the other ranks if one is due.
 
         Every rank has to take every step. A gradient that is not finite makes the step one that changes nothing on this rank.
         """
+        trained = [p for group in self.param_groups for p in group["params"]]
+        if any(p.requires_grad and id(p) not in known for p in trained):
+            raise RuntimeError(
+                "a parameter was added, or made trainable, after DistributedOptimizer was made, and ranks would never synchronise it: make "
+                "the DistributedOptimizer anew, with all parameters that shall be trained"
+            )
         # A GradScaler leaves skipping and unscaling to an optimizer that says it can. Did it skip a step, this rank would miss its turn.
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        parameters = [p for group in self.param_groups for p in group["params"]]
         if scale is not None:
-            for grad in (p.grad for p in parameters if p.grad is not None):
-                grad.div_(float(scale))
+            scale = float(scale)
+            for grad in (p.grad for p in trained if p.grad is not None):
+                grad.div_(scale)
         if found is not None:
             self.grad_scale = self.found_inf = None  # for the base class, which may know them too
-            sound = not float(found)
-        else:
-            sound = closure is not None or gradients_are_finite(parameters)
-        return local.step(functools.partial(base.step, self, closure), sound)
 
+        def checked() -> Any:
+            result = closure()
+            check_gradients(trained, result)
+            return result
+
+        def take() -> Any:
+            if found is not None and float(found):
+                raise NotFinite
+            if closure is not None:
+                return base.step(self, checked)
+            check_gradients(trained)
+            return base.step(self)
+
+        return local.step(take)
+
+    # Else torch would call a step's hooks twice, and first with gradients that are still scaled: base.step calls them.
+    step.hooked = True
     return {
         "_local": local,
         "_step_supports_amp_scaling": True,
@@ -187,6 +208,14 @@ def _local_members(local: LocalSteps, base: type) -> dict[str, Any]:
         "skip_synchronize": _skip_nothing,
         "synchronize_parameters": _synchronize_parameters,
     }
+
+
+def _zero_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer forget momentum and moments."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
 
 
 def _nothing_to_synchronize(self) -> None:

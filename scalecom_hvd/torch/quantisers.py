@@ -2,7 +2,8 @@
 
 A `Quantiser` turns values into bytes and back; `average_values` lets it do so between ranks that chose the same places. Horovod sums
 nothing narrower than 16 bits, so fewer bits are gathered, as long as that is less: each rank sends its k values of b bits n - 1 times, or
-2 (n-1)/n times the values of 32 bits, so while n b < 64. Used by the compressor and methods/; imports accumulators alone.
+2 (n-1)/n times the values of 32 bits, so while n b < 64; b is what travels, scales included. Used by the compressor and methods/; imports
+accumulators alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CHUNK = 512
 class Quantiser:
     """Turns values (K,), float32 or float64, into bytes, and bytes into values of the same dtype.
 
-    bits: per value.  chunk: how many values of one tensor share a scale, which travels in the values' dtype beside them.
+    bits: per value, 1, 2, 4 or 8.  chunk: how many values of one tensor share a scale, which travels in the values' dtype beside them.
     seed: of random rounding, which differs from rank to rank.
     A subclass says what a chunk becomes, `quantise` and `restore`.
     """
@@ -34,9 +35,9 @@ class Quantiser:
     chunk: int = CHUNK
     seed: int = 0
 
-    def is_gathered(self, ranks: int) -> bool:
-        """Whether ranks that chose the same places gather these bits; else the rounded values are summed as they are."""
-        return ranks * self.bits < 64
+    def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
+        """Whether gathering these bytes is less traffic than summing the values that they stand for, as they are."""
+        return ranks * payload.numel() < 2 * sent.numel() * sent.element_size()
 
     def quantise(self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales (chunks,), and levels (chunks, chunk), int8, that fit into `bits` bits.
@@ -47,23 +48,22 @@ class Quantiser:
         raise NotImplementedError
 
     def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """Values (K,), of each one's chunk's scale (K,) and its level (K,)."""
+        """The values (chunks, chunk) of scales (chunks, 1) and levels (chunks, chunk)."""
         raise NotImplementedError
 
     def pack(self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int) -> torch.Tensor:
         """The bytes that travel: scales, then levels. counts: how many of the values are each tensor's."""
-        slots, lengths = _slots(tuple(counts), self.chunk, values.device)
-        chunks = values.new_zeros(len(lengths), self.chunk)
-        chunks.view(-1)[slots] = values
+        layout = _layout(tuple(counts), self.chunk, values.device)
+        chunks, lengths = layout.spread(values), layout.lengths
         scales, levels = self.quantise(chunks, lengths, lambda: torch.rand(chunks.shape, generator=random).to(values))
-        return torch.cat([scales.view(torch.uint8), pack_levels(levels.view(-1)[slots], self.bits)])
+        return torch.cat([scales.view(torch.uint8), pack_levels(layout.collect(levels), self.bits)])
 
     def unpack(self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """The values that bytes of `pack` stand for, as many as in `like` and of its dtype."""
-        slots, lengths = _slots(tuple(counts), self.chunk, like.device)
-        scales = payload[: len(lengths) * like.element_size()].view(like.dtype)
-        levels = unpack_levels(payload[len(lengths) * like.element_size() :], self.bits)[: like.numel()]
-        return self.restore(scales[slots // self.chunk], levels)
+        layout = _layout(tuple(counts), self.chunk, like.device)
+        cut = len(layout.lengths) * like.element_size()
+        scales, levels = payload[:cut].view(like.dtype), unpack_levels(payload[cut:], self.bits)[: like.numel()]
+        return layout.collect(self.restore(scales[:, None], layout.spread(levels)))
 
     def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
         """What ranks sum instead of gathering: the values that the bytes stand for."""
@@ -79,8 +79,8 @@ class QSGD(Quantiser):
 
     levels: s, at most 127; they travel in the 2, 4 or 8 bits that hold them.
     norm: what the levels divide: "max", the chunk's largest magnitude (as that paper's experiments do), or 2, its Euclidean norm.
-    chunk: values that share a norm; default: as many, up to 512, as keep the variance below the values' energy (see `variance`), or 512 if
-    none do.
+    chunk: values that share a norm (32 bits); default: 64 to 512, as many as keep the variance below the values' energy (see
+    `variance`), or 64 if none do.
     scaled: whether values are divided by 1 + `variance`. That makes any s a contraction, without which error feedback can grow without
     bound, and it makes what is sent smaller than right on average (Basu et al., 2019, section 2). Default: where variance >= 1.
     """
@@ -95,8 +95,8 @@ class QSGD(Quantiser):
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
             raise ValueError(f"chunk must be a whole number of values, at least 1, not {chunk!r}")
         self.levels, self.norm, self.seed = levels, norm, int(seed)
-        small = (size for size in (512, 256, 128, 64, 32, 16, 8) if self._variance(size) < 1)
-        self.chunk = chunk if chunk is not None else next(small, CHUNK)
+        small = (size for size in (512, 256, 128, 64) if self._variance(size) < 1)
+        self.chunk = chunk if chunk is not None else next(small, 64)
         self.scaled = scaled if scaled is not None else self.variance >= 1
 
     @property
@@ -164,7 +164,7 @@ class Float16(Quantiser):
 
     bits = 16
 
-    def is_gathered(self, ranks: int) -> bool:
+    def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
         return False
 
     def pack(self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int) -> torch.Tensor:
@@ -183,6 +183,9 @@ class Unrounded(Quantiser):
 
     bits = 32
 
+    def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
+        return False
+
     def pack(self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int) -> torch.Tensor:
         return values.view(torch.uint8)
 
@@ -194,10 +197,12 @@ def quantiser_of(value: Any) -> Quantiser:
     """What a user passed as quantiser=: None, a Quantiser, or its class."""
     if value is None:
         return Unrounded()
-    if isinstance(value, Quantiser):
-        return value
     if isinstance(value, type) and issubclass(value, Quantiser):
-        return value()
+        value = value()
+    if isinstance(value, Quantiser):
+        if value.bits not in (1, 2, 4, 8) and type(value).pack is Quantiser.pack:
+            raise ValueError(f"{type(value).__name__}.bits must be 1, 2, 4 or 8, which fill bytes, not {value.bits!r}")
+        return value
     raise TypeError(f"quantiser must be hvd.QSGD(levels=...), hvd.Sign(), hvd.Float16() or None, not {value!r}")
 
 
@@ -223,7 +228,7 @@ def average_values(
         values = values.clone()  # it is a view of the accumulators, and is averaged in place
     payload, sent = rounded(quantiser, values, counts, bucket, channel)
     bucket.send(places, sent)
-    if quantiser.is_gathered(channel.size):
+    if quantiser.is_gathered(payload, sent, channel.size):
         for theirs in (yield from channel.gather(payload, "values")):
             bucket.receive(places, quantiser.unpack(theirs, sent, counts) * channel.share)
     else:
@@ -251,13 +256,34 @@ def unpack_levels(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return fields.contiguous().view(torch.int8).view(-1) >> (8 - bits)
 
 
-@functools.lru_cache(maxsize=1024)
-def _slots(counts: tuple[int, ...], chunk: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each value lies when every tensor's begin on a chunk of their own, and how many values each chunk has."""
-    slots, lengths, begin = [], [], 0
-    for count in counts:
-        slots.append(torch.arange(begin, begin + count))
-        own = -(-count // chunk)
-        lengths += [chunk] * (own - 1) + [count - chunk * (own - 1)] if own else []
-        begin += own * chunk
-    return torch.cat(slots).to(device), torch.tensor(lengths, dtype=torch.float64).to(device)
+class Layout:
+    """How values of several tensors lie in chunks, each tensor's beginning on one of its own.
+
+    lengths: (chunks,) how many values each chunk has.
+    """
+
+    def __init__(self, counts: Sequence[int], chunk: int, device: torch.device) -> None:
+        slots, lengths, begin = [], [], 0
+        for count in counts:
+            slots.append(range(begin, begin + count))
+            own = -(-count // chunk)
+            lengths += [chunk] * (own - 1) + [count - chunk * (own - 1)] if own else []
+            begin += own * chunk
+        self.lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
+        self._shape, self._count = (len(lengths), chunk), sum(counts)
+        # Where each value lies; nothing as large as the values is kept where they lie one after the other.
+        in_order = all(count % chunk == 0 for count in counts[:-1])
+        self._slots = None if in_order else torch.cat([torch.arange(own.start, own.stop) for own in slots]).to(device)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Values, or levels, (K,) in their places, (chunks, chunk); zeros elsewhere."""
+        chunks = values.new_zeros(self._shape)
+        chunks.view(-1)[slice(self._count) if self._slots is None else self._slots] = values
+        return chunks
+
+    def collect(self, chunks: torch.Tensor) -> torch.Tensor:
+        """The inverse of `spread`."""
+        return chunks.reshape(-1)[: self._count] if self._slots is None else chunks.reshape(-1)[self._slots]
+
+
+_layout = functools.lru_cache(maxsize=256)(Layout)

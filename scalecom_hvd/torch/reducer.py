@@ -22,6 +22,7 @@ The optimizer calls `ready` from its hooks and `result` from synchronize(). Impo
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -72,7 +73,7 @@ class Reducer:
         self.residues = residues
         self.config: ScaleComConfig = residues.config
         self.buckets: list[Bucket] = []
-        # The places of the ranks that have something to send; None: all.
+        # The places of the ranks that have something to send, where that changes from step to step; None: all, always.
         self.present: list[int] | None = None
         self._parameters = parameters
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -172,7 +173,10 @@ class Reducer:
     def leader(self, bucket: int, step: int) -> int:
         """The position of the rank that chooses for a bucket at a step."""
         turn = step + (bucket if self.config.leader == "staggered" else 0)
-        return self.present[turn % len(self.present)] if self.present else turn % (self._transport.size or 1)
+        if self.present is None:
+            return turn % (self._transport.size or 1)
+        # Drawn, the same on all ranks: where the same ones are present every other time, some would never have their turn.
+        return self.present[random.Random(turn).randrange(len(self.present))]
 
     def _notice_restart(self) -> None:
         """Elastic runs start Horovod again when workers come or go: with other ranks, and nothing that was in flight is."""

@@ -28,6 +28,11 @@ def torch_dtype(name: Any) -> torch.dtype:
     return getattr(torch, str(name))
 
 
+def every_step(steps: int) -> int:
+    """How many exchanges there are in so many steps, if every step makes one."""
+    return steps
+
+
 class CompressedTensor:
     """One compressed parameter on this rank: its lanes and its residue, (N,) float32 or float64, zero at the start."""
 
@@ -62,7 +67,7 @@ class Residues:
         self.rates: dict[str, float] | None = None
         self.health = Health()
         # How many exchanges there are in so many steps of the optimizer: with local steps, fewer.
-        self.exchanges_in: Callable[[int], int] = lambda steps: steps
+        self.exchanges_in: Callable[[int], int] = every_step
         self._loaded: dict[str, torch.Tensor] | None = None
 
     @property

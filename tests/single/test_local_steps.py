@@ -1,0 +1,205 @@
+"""Local steps of simulated ranks: what happens when ranks come with different pasts, or go where no number is."""
+
+import copy
+
+import pytest
+import torch
+
+import scalecom_hvd.torch as hvd
+from scalecom_hvd.torch.local_steps import NotFinite
+from scalecom_hvd.torch.simulator import Simulation
+
+SETTINGS = {"rate": 4, "min_numel": 0, "dense": [], "warmup_steps": 0}
+
+
+class Ranks:
+    """n simulated ranks, each with a parameter of 40 elements and plain SGD of learning rate 1."""
+
+    def __init__(self, n, local_steps, dtype=torch.float32, **fields):
+        self.models = [torch.nn.Parameter(torch.linspace(-1, 1, 40).to(dtype)) for _ in range(n)]
+        compression = fields.pop("compression", hvd.ScaleCom)
+        self.simulation = Simulation(
+            n, lambda rank: {"w": self.models[rank]}, compression=compression, local_steps=local_steps, **(SETTINGS | fields)
+        )
+        self.locals, self.compressors = self.simulation.locals, self.simulation.compressors
+
+    def step(self, grads):
+        """grads: a number, or one for each rank, which all elements' gradients are; "bad" is one that cannot be used."""
+        grads = grads if isinstance(grads, list) else [grads] * len(self.models)
+
+        def take(rank):
+            if grads[rank] == "bad":
+                raise NotFinite(rank)
+            with torch.no_grad():
+                self.models[rank].sub_(grads[rank])
+            return rank
+
+        def of(rank):
+            return lambda: take(rank)
+
+        return self.simulation.take_steps([of(rank) for rank in range(len(self.models))])
+
+    def states(self):
+        return [copy.deepcopy(compressor.state_dict()) for compressor in self.compressors]
+
+    def alike(self):
+        return all(torch.equal(self.models[0], model) for model in self.models)
+
+
+def alone(state, dtype=torch.float32, local_steps=4):
+    """One process that takes up a state, or none."""
+    ranks = Ranks(1, local_steps, dtype, dense=["*"])
+    if state is not None:
+        ranks.compressors[0].load_state_dict(state)
+    return ranks
+
+
+def test_a_bad_step_changes_nothing_and_gives_what_it_would_have_given():
+    ranks = Ranks(2, 2)
+    before = ranks.models[1].detach().clone()
+    assert ranks.step([0.1, "bad"]) == [0, 1]
+    assert torch.equal(ranks.models[1], before)
+    assert [one.stats()["steps_skipped"] for one in ranks.locals] == [0, 1]
+    ranks.step(0.1)
+    assert ranks.alike()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("at", [4, 6])
+def test_synchronising_first_of_all_after_a_newcomer_came(dtype, at):
+    """Ranks differ in whether they have taken steps since the last synchronisation, and all must take part."""
+    ranks = Ranks(2, 4, dtype)
+    for _ in range(at):
+        ranks.step([0.25, 0.5])
+    states = ranks.states()
+    again = Ranks(3, 4, dtype)
+    for rank, model in enumerate(again.models):
+        with torch.no_grad():
+            model.copy_(ranks.models[0])
+        if rank < 2:
+            again.compressors[rank].load_state_dict(states[rank])
+    again.simulation.synchronise()
+    assert again.alike()
+    again.step(0.25)
+    assert [one.taken for one in again.locals] == [at + 1] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_process_that_was_alone_in_between(dtype):
+    """It takes up its own parameters, trains on, and its states are of what it then has."""
+    pair = Ranks(2, 4, dtype, dense=["*"])
+    for _ in range(6):
+        pair.step([0.25, 0.5])
+    single = alone(pair.states()[0], dtype)
+    own = pair.models[0].detach().clone()
+    single.step(0.125)
+    torch.testing.assert_close(single.models[0].detach(), own - 0.125)
+    (state,) = single.states()
+    assert state["local_steps"].keys() == {"taken", "early"}
+    again = Ranks(2, 4, dtype, dense=["*"])
+    for model, compressor in zip(again.models, again.compressors, strict=True):
+        with torch.no_grad():
+            model.copy_(single.models[0])
+        compressor.load_state_dict(copy.deepcopy(state))
+    again.step(0.125)
+    for model in again.models:
+        torch.testing.assert_close(model.detach(), own - 0.25)
+
+
+def test_a_state_of_a_process_that_never_synchronised_holds_no_common_parameters():
+    single = alone(None, torch.float16)
+    single.step(0.5)
+    assert single.states()[0]["local_steps"] == {"taken": 1, "early": 0}
+
+
+def test_a_newcomer_where_every_rank_has_its_own_schedule():
+    """Nobody moves, so nothing is sent."""
+    ranks = Ranks(2, [2, 4], compression=hvd.LocalTopK)
+    for _ in range(4):
+        ranks.step([0.25, 0.5])
+    states = ranks.states()
+    again = Ranks(2, [2, 4], compression=hvd.LocalTopK, dense=["*"])
+    fresh = Ranks(2, [2, 4], compression=hvd.LocalTopK, dense=["*"])
+    states[0]["config"], states[0]["residues"] = fresh.states()[0]["config"], {}
+    with torch.no_grad():
+        again.models[0].copy_(ranks.models[0])
+    again.compressors[0].load_state_dict(states[0])
+    common = states[0]["local_steps"]["common"]["w"]
+    for _ in range(4):
+        again.step(0.0)
+    torch.testing.assert_close(again.locals[0].common["w"].detach(), again.locals[1].common["w"].detach())
+    torch.testing.assert_close(again.models[1].detach(), common - (common - states[0]["local_steps"]["local"]["w"]) / 2)
+
+
+def test_weights_that_are_clipped_where_every_rank_has_its_own_schedule():
+    """Common parameters stay common: what was clipped is part of a rank's change."""
+    ranks = Ranks(2, [2, 3], dense=["*"])
+    for step in range(12):
+        ranks.step([0.25, -0.125])
+        for model in ranks.models:
+            with torch.no_grad():
+                model.clamp_(-0.5, 0.5)
+        commons = [one.common["w"].detach() for one in ranks.locals]
+        assert torch.equal(*commons), step
+    ranks.simulation.synchronise()
+    assert ranks.alike()
+
+
+def test_ranks_that_committed_different_steps_go_on_from_the_latest(caplog):
+    ranks = Ranks(2, 4)
+    states = {}
+    for step in range(8):
+        ranks.step([0.25, 0.5])
+        states[step + 1] = ranks.states(), [model.detach().clone() for model in ranks.models]
+    again = Ranks(2, 4)
+    for rank, step in enumerate((3, 6)):
+        again.compressors[rank].load_state_dict(states[step][0][rank])
+        with torch.no_grad():
+            again.models[rank].copy_(states[step][1][rank])
+    again.step(0.25)
+    assert [one.taken for one in again.locals] == [7, 7]
+    again.step(0.25)
+    assert again.alike()
+    assert "begins from the common parameters of rank 1" in caplog.text
+
+
+def test_synchronising_where_a_ranks_parameters_are_not_finite():
+    """The first exchange is void, that rank goes back, and the second one makes all the same."""
+    forgotten = []
+    ranks = Ranks(2, 8)
+    ranks.locals[1]._start_anew = lambda: forgotten.append(1)
+    ranks.step([0.25, float("inf")])
+    ranks.simulation.synchronise()
+    assert ranks.alike()
+    assert ranks.models[0].isfinite().all()
+    assert forgotten == [1]
+    assert ranks.compressors[0].stats()["skipped_steps"] == 1
+
+
+def test_early_synchronisations_do_not_end_the_warm_up():
+    ranks = Ranks(2, 4, warmup_steps=16)
+    rates = []
+    for step in range(24):
+        ranks.step(0.01)
+        if step % 4 == 1:
+            ranks.simulation.synchronise()
+        rates.append(ranks.compressors[0].stats()["rate"])
+    assert set(rates[1:16]) == {1.0}
+    assert rates[20] == 4
+    assert ranks.states()[0]["local_steps"]["early"] == 4
+
+
+def test_every_rank_leads_where_each_has_its_own_schedule():
+    ranks = Ranks(4, [1, 1, 2, 2])
+    leaders = set()
+    for _ in range(60):
+        ranks.step(0.01)
+        leaders.add(ranks.compressors[0].stats()["leader"])
+    assert leaders == {0, 1, 2, 3}
+
+
+def test_a_refused_optimizer_leaves_no_schedule_behind():
+    compression = hvd.ScaleCom(warmup_steps=100)
+    with pytest.raises(ValueError, match="which matches no parameter"):
+        Simulation(1, lambda rank: {"w": torch.nn.Parameter(torch.zeros(9))}, compression=hvd.ScaleCom, local_steps=10, rates={"x": 3})
+    assert compression.residues.warmup == 100
