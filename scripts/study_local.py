@@ -25,7 +25,8 @@ LEGEND = {
     "none": "32-bit values.",
     "sign": "one bit for each value, and the mean magnitude of every 512.",
     "2, 4, 8 bits": "QSGD with s = 1, 7, 127 levels of the largest magnitude in a chunk (8, 256, 512 values), rounded at random.",
-    "kB": "what a worker sends on a ring, places, values and what is sent whole together, averaged over steps.",
+    "kB": "what a worker sends on a ring at a synchronisation after the warm-up, with places and what is sent whole, divided by H.",
+    "loss": "1.05 times what the leader's 32-bit values end with at the largest H; bits to it include the dense warm-up.",
 }
 
 
@@ -50,10 +51,13 @@ def target(schemes: dict[tuple[int, str, str], Scores]) -> float | None:
     return 1.05 * max(ends) if ends else None
 
 
-def spent(scores: Scores, loss: float | None) -> float:
-    """Mega-bytes that a worker had sent when its training loss came to this; NaN: it never did."""
-    reached = None if loss is None or scores.diverged else scores.reaches(loss, "bytes")
-    return math.nan if reached is None else reached / 1e6
+def spent(scores: Scores, loss: float | None) -> tuple[float, float]:
+    """Megabits that a worker had sent when its training loss came to this: all, and of them those of compressed tensors after the dense
+    warm-up, which is most of the others; NaN: it never did."""
+    if loss is None or scores.diverged or (steps := scores.reaches(loss, "steps")) is None:
+        return math.nan, math.nan
+    whole = (scores.run.warmup or 0) * scores.run.steps
+    return 8e-6 * scores.reaches(loss, "bytes"), 8e-6 * compressed(scores) * max(steps - whole, 0)
 
 
 def compressed(scores: Scores) -> float:
@@ -66,7 +70,8 @@ def table(study: Study) -> list[str]:
     for schemes in found(study).values():
         loss = target(schemes)
         for (local_steps, selection, quantiser), scores in schemes.items():
-            cost = spent(scores, loss)
+            bits, after = spent(scores, loss)
+            chosen = selection != "dense"
             rows.append(
                 [
                     scores.task.title,
@@ -75,13 +80,24 @@ def table(study: Study) -> list[str]:
                     quantiser,
                     scores.text(),
                     f"{scores.bytes / 1000:.2f}",
-                    f"{compressed(scores) / 1000:.2f}" if selection != "dense" else "",
-                    "not reached" if math.isnan(cost) else f"{8 * cost:.2f}",
+                    f"{compressed(scores) / 1000:.2f}" if chosen else "",
+                    "not reached" if math.isnan(bits) else f"{bits:.1f}",
+                    f"{after:.3g}" if chosen and not math.isnan(after) else "",
                 ]
             )
     if not rows:
         return []
-    head = ["task", "H", "choice", "values", "acc9 / bits", "kB per worker and step", "of which compressed", "Mbit to the training loss"]
+    head = [
+        "task",
+        "H",
+        "choice",
+        "values",
+        "acc9 / bits",
+        "kB per worker and step",
+        "of which compressed",
+        "Mbit to the loss",
+        "of which compressed",
+    ]
     legend = [f"- **{what}**: {meaning}" for what, meaning in LEGEND.items()]
     return [*legend, "", *lines(head, rows), *widths_table(study)]
 
@@ -151,17 +167,20 @@ def quantisation_gains(study: Study) -> str | None:
         h = 4 if any(steps == 4 for steps, *_ in schemes) else min(steps for steps, *_ in schemes)
         for selection in SELECTIONS:
             usual = schemes[h, selection, "none"]
+            _, usual_bits = spent(usual, loss)
             for quantiser in QUANTISERS[1:]:
                 scores = schemes.get((h, selection, quantiser))
                 if scores is None or (better := scores.better_than(usual)) is None:
                     continue
-                saved = spent(usual, loss) / spent(scores, loss)
-                to_loss = "does not come to the loss" if math.isnan(saved) else f"{saved:.1f} times fewer bytes to the loss"
-                fewer = f"{compressed(usual) / compressed(scores):.1f} times fewer compressed bytes a step"
+                _, bits = spent(scores, loss)
+                to_loss = "and does not come to the loss" if math.isnan(bits) else f"{usual_bits / bits:.1f} times fewer to the loss"
+                if math.isnan(usual_bits):
+                    to_loss = "which do not come to the loss"
+                fewer = f"{compressed(usual) / compressed(scores):.1f} times fewer compressed bits a step"
                 shown.append(f"{usual.task.title}, {selection} top-k, {quantiser}: {change(scores, better)}, {fewer}, {to_loss}")
     return (
-        f"At H = {h}, against 32-bit values of the same choice (+ is better): {'; '.join(shown)}. Places, a byte each, and what is "
-        "sent whole (the output layer, vectors) are not quantised."
+        f"At H = {h}, against 32-bit values of the same choice (+ is better): {'; '.join(shown)}. Places, a byte each, are "
+        "counted, and not quantised; not counted are the warm-up and what is sent whole (the output layer, vectors)."
         if shown
         else None
     )

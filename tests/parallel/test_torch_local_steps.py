@@ -456,6 +456,62 @@ def test_closures_and_schedulers():
     assert same_on_all_ranks(model.values())
 
 
+def test_a_closure_whose_gradients_are_bad():
+    model = begin()
+    optimizer, compressor = make(model, "ScaleCom", 2, momentum=0.9)
+    for step in range(4):
+        before = {name: parameter.detach().clone() for name, parameter in model.items()}
+        bad = step in (0, 3) and hvd.rank() == 1
+
+        def closure(step=step, bad=bad):
+            optimizer.zero_grad()
+            grads = gradients(SHAPES, hvd.rank(), step)
+            grads["third"][0] = (np.nan, 2.0**101)[step % 2] if bad else 0.5
+            feed(model, grads)
+            return 17 + step
+
+        assert optimizer.step(closure) == 17 + step
+        if bad and step == 0:
+            assert all(torch.equal(before[name], parameter) for name, parameter in model.items())
+    assert (compressor.stats()["step"], compressor.stats()["steps_skipped"]) == (2, 2 * (hvd.rank() == 1))
+    assert same_on_all_ranks(model.values())
+
+
+def test_step_hooks_are_called_once_and_see_gradients_that_are_not_scaled():
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", 2)
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(float(model["first"].grad.abs().max())))
+    grads = gradients(SHAPES, hvd.rank(), 0)
+    feed(model, {name: grad * 1024 for name, grad in grads.items()})
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    assert seen == [pytest.approx(np.abs(grads["first"]).max())]
+
+
+def test_parameters_that_come_later_are_refused():
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", 2)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(RuntimeError, match="made trainable, after DistributedOptimizer was made.*make the DistributedOptimizer anew"):
+        run(optimizer, model, [0])
+
+
+def test_a_rank_that_goes_back_forgets_its_momentum():
+    model = begin()
+    optimizer, compressor = make(model, "ScaleCom", 2, lr=1.0, momentum=0.9)
+    for step in range(6):
+        optimizer.zero_grad()
+        grads = gradients(SHAPES, hvd.rank(), step)
+        if hvd.rank() == 1 and step == 0:
+            grads["third"][7] = 1.2e30
+        feed(model, grads)
+        optimizer.step()
+    assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (2, 1)
+    assert same_on_all_ranks(model.values())
+    assert all(parameter.abs().max() < 1e3 for parameter in model.values())
+
+
 def test_accumulated_gradients():
     """backward_passes_per_step backward passes make one local step, as their sum."""
     model, other = begin(), begin()
@@ -638,8 +694,29 @@ def test_an_elastic_state_keeps_a_round():
     run(optimizer, model, range(2, 4))
     assert compressor.stats()["steps_taken"] == 4
     assert same_on_all_ranks(model.values())
-    for name, want in expected(range(4)).items():
+    run(optimizer, model, range(4, 6))
+    state.sync()  # with steps that nobody committed
+    run(optimizer, model, range(6, 8))
+    assert same_on_all_ranks(model.values())
+    for name, want in expected(range(8)).items():
         np.testing.assert_allclose(model[name].detach().numpy(), want, rtol=1e-3, atol=1e-4)
+
+
+def test_an_elastic_states_optimizer_stays_each_ranks_own():
+    from scalecom_hvd.torch import elastic
+
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", 4, momentum=0.9)
+    state = elastic.TorchState(optimizer=optimizer)
+    state.sync()
+    run(optimizer, model, range(4), skip=lambda step: ["third"] if hvd.rank() == 0 else [])
+    buffers = {
+        name: optimizer.state[parameter]["momentum_buffer"].clone() for name, parameter in model.items() if optimizer.state[parameter]
+    }
+    assert ("third" in buffers) == (hvd.rank() != 0)  # which would make ranks broadcast different things
+    state.sync()
+    for name, buffer in buffers.items():
+        assert torch.equal(optimizer.state[model[name]]["momentum_buffer"], buffer)
 
 
 # Refusals.
