@@ -64,6 +64,10 @@ class Job:
             raise RuntimeError(f"the workers failed on {self.n_hosts} hosts:\n{done.stdout[-3000:]}")
 
 
+# The seconds are those of a round of 16 steps at the slower speed.
+LOCAL_STEPS = Job("transformer", 2, (100, 1000), ("no communication", "dense", *LOCAL), 4.0)
+
+
 def jobs(quick: bool) -> Iterator[Job]:
     """What is measured. quick: the smallest part that exercises everything."""
     if quick:
@@ -75,8 +79,7 @@ def jobs(quick: bool) -> Iterator[Job]:
     yield Job("transformer", 4, (100, 1000, 10_000, 0), tuple(method for method in METHODS if method != "fp16"), 2.0)
     # Bytes and latency with more workers than this machine has cores for.
     yield Job("transformer", 8, (1000,), ("no communication", "dense", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"), 2.0)
-    # The seconds are those of a round of 16 steps at the slower speed.
-    yield Job("transformer", 2, (100, 1000), ("no communication", "dense", *LOCAL), 4.0)
+    yield LOCAL_STEPS
     yield Job("resnet", 2, (100, 1000, 0), ("no communication", "dense", "fp16", "local top-k", "ScaleCom look-ahead"), 2.0)
 
 
@@ -200,13 +203,14 @@ def machine() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one job of a minute")
+    parser.add_argument("--local-steps", action="store_true", help="only the job that compares local steps")
     parser.add_argument("--output", type=Path, default=Path("bench"), help="folder for results.json and steps.png (default: bench)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for one job")
     arguments = parser.parse_args()
     if os.geteuid() == 0:
         hosts.install()
     try:
-        results = run_all(list(jobs(arguments.quick)), arguments.timeout)
+        results = run_all([LOCAL_STEPS] if arguments.local_steps else list(jobs(arguments.quick)), arguments.timeout)
     except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"make bench: {error}", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ LEGEND = {
     "local top-k": "every worker sends its own largest, with their places.",
     "none": "32-bit values.",
     "sign": "one bit for each value, and the mean magnitude of every 512.",
-    "2, 4, 8 bits": "QSGD with s = 1, 7, 127 levels of the largest magnitude in a chunk (8, 256, 512 values), rounded at random.",
+    "2, 4, 8 bits": "QSGD with s = 1, 7, 127 levels of the largest magnitude in a chunk (64, 256, 512 values), rounded at random.",
     "kB": "what a worker sends on a ring at a synchronisation after the warm-up, with places and what is sent whole, divided by H.",
     "loss": "1.05 times what the leader's 32-bit values end with at the largest H; bits to it include the dense warm-up.",
 }
@@ -94,9 +94,9 @@ def table(study: Study) -> list[str]:
         "values",
         "acc9 / bits",
         "kB per worker and step",
-        "of which compressed",
+        "of compressed tensors",
         "Mbit to the loss",
-        "of which compressed",
+        "of compressed tensors after the warm-up",
     ]
     legend = [f"- **{what}**: {meaning}" for what, meaning in LEGEND.items()]
     return [*legend, "", *lines(head, rows), *widths_table(study)]
@@ -127,11 +127,12 @@ def draw(study: Study, path: Path) -> Path | None:
             style = {"leader": "o-", "local": "s--", "dense": "k^:"}[selection]
             colour = {} if selection == "dense" else {"color": f"C{QUANTISERS.index(quantiser)}"}
             shown = "sent whole" if selection == "dense" else f"{selection} top-k, {quantiser}"
-            axis.plot([s.bytes / 1000 for _, s in points], [s.mean for _, s in points], style, markersize=5, label=shown, **colour)
-            for h, scores in points:
-                axis.annotate(str(h), (scores.bytes / 1000, scores.mean), textcoords="offset points", xytext=(4, 3), fontsize=6)
+            sizes = [(s.bytes if selection == "dense" else compressed(s)) / 1000 for _, s in points]
+            axis.plot(sizes, [s.mean for _, s in points], style, markersize=5, label=shown, **colour)
+            for size, (h, scores) in zip(sizes, points, strict=True):
+                axis.annotate(str(h), (size, scores.mean), textcoords="offset points", xytext=(4, 3), fontsize=6)
         task = next(iter(schemes.values())).task
-        axis.set(title=task.title, xscale="log", xlabel="kB per worker and step", ylabel=f"{task.metric}, {task.unit}")
+        axis.set(title=task.title, xscale="log", xlabel="kB per worker and step, compressed", ylabel=f"{task.metric}, {task.unit}")
     text = axes[0][-1]
     text.set_axis_off()
     handles, labels = axes[0][0].get_legend_handles_labels()
