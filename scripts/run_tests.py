@@ -1,12 +1,14 @@
 """All that `make test` and CI check: ruff, the tests on one process, on several ranks under every launcher, and end to end.
 
-Each part has a time limit, after which it is ended with all its ranks; its output is shown when it fails.
+Each part has a time limit, after which it is ended with all its ranks; its output is shown when it fails. Parts that compute all the time
+run side by side, on cores of their own; then come those that start launchers, and wait for them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -14,72 +16,107 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import launch
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = ["-m", "pytest", "-q", "--color=no"]
-# Tests side by side: most of those that start launchers wait for them, or for imports.
-SHARED = ["-n", "2", "--dist", "loadgroup"]
+# Tests side by side, each on cores of its own and the longest first: see tests/integration/conftest.py.
+SHARED = ["-n", str(min(4, len(os.sched_getaffinity(0)))), "--dist", "loadgroup", "--no-loadscope-reorder"]
+# Ranks of Open MPI that wait would else keep other processes from the cores.
+YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
-def parallel(*patterns: str) -> list[str]:
+def parallel(*patterns: str, without: tuple[str, ...] = ()) -> list[str]:
     """Files of tests/parallel, for pytest. A rank that waits for ever is ended with a traceback of where it waits."""
-    files = sorted({file for pattern in patterns for file in (ROOT / "tests" / "parallel").glob(f"test_{pattern}.py")})
-    return [*PYTEST, "-x", "--timeout=100", "--timeout-method=thread", *(str(file.relative_to(ROOT)) for file in files)]
+    found, left_out = (
+        {file for pattern in some for file in (ROOT / "tests" / "parallel").glob(f"test_{pattern}.py")} for some in (patterns, without)
+    )
+    files = [str(file.relative_to(ROOT)) for file in sorted(found - left_out)]
+    return [*PYTEST, "-x", "--timeout=100", "--timeout-method=thread", *files]
 
 
-# Frameworks apart: side by side in one process they run, but slowly. Tracing takes TensorFlow most of its time, so its files are shared out
-# among the launchers; all of them pass under each.
-TORCH, TENSORFLOW = ("torch_*", "local_topk"), "tensorflow_"
-PARALLEL = {
-    ("torch", "mpirun", 2): parallel(*TORCH),
+# Frameworks apart: side by side in one process they run, but slowly. All files pass under each launcher; those that take long do not run
+# under every one. PyTorch's run on 4 ranks and under at least one other launcher; Gloo is held to the reference by
+# tests/integration/test_frameworks_agree.py too. Tracing takes TensorFlow most of its time: its files are shared out among the launchers.
+TORCH = ("torch_*", "local_topk")
+SETS = "tests/parallel/test_tensorflow_tape.py::test_process_sets_have_leaders_of_their_own"  # which need 4 ranks
+PARALLEL = {  # the longest first
     ("torch", "mpirun", 4): parallel(*TORCH),
-    ("torch", "horovodrun --gloo", 2): parallel(*TORCH),
-    ("tensorflow", "mpirun", 2): parallel(*(TENSORFLOW + name for name in ("keras", "refusals"))),
-    ("tensorflow", "mpirun", 4): parallel(*(TENSORFLOW + name for name in ("parity", "tape"))),
-    ("tensorflow", "horovodrun --gloo", 2): parallel(*(TENSORFLOW + name for name in ("amp", "state"))),
+    ("torch", "horovodrun --gloo", 2): parallel(*TORCH, without=("torch_parity",)),
+    ("tensorflow", "mpirun", 2): parallel("tensorflow_keras", "tensorflow_refusals", "tensorflow_tape"),
+    ("tensorflow", "mpirun", 4): [*parallel("tensorflow_parity"), SETS],
+    ("tensorflow", "horovodrun --gloo", 2): parallel("tensorflow_amp", "tensorflow_state"),
+    ("torch", "mpirun", 2): parallel(*TORCH, without=("torch_methods", "torch_fuzz")),
 }
 
-PARTS = {
+PARTS = {  # {name: (command, its limit in seconds)}
     "ruff check": ([sys.executable, "-m", "ruff", "check", "."], 60),
     "ruff format": ([sys.executable, "-m", "ruff", "format", "--check", "."], 60),
-    "single": ([sys.executable, *PYTEST, *SHARED, "--timeout=200", "tests/single"], 600),
+    "single": ([sys.executable, *PYTEST, "--timeout=200", "tests/single"], 1200),
     **{
-        f"{framework}, {launcher} -np {ranks}": (launch.command(launcher, ranks, program, tagged=launcher == "mpirun"), 600)
+        f"{framework}, {launcher} -np {ranks}": (launch.command(launcher, ranks, program, tagged=launcher == "mpirun"), 1200)
         for (framework, launcher, ranks), program in PARALLEL.items()
     },
-    "integration": ([sys.executable, *PYTEST, *SHARED, "--timeout=800", "tests/integration"], 1500),
+    "integration": ([sys.executable, *PYTEST, *SHARED, "--timeout=1000", "tests/integration"], 3000),
 }
+# Parts that have all cores to themselves.
+ALONE = ["integration"]
 
 
-def run(command: list[str], limit: int, show: bool) -> tuple[int | None, str]:
-    """The exit code (None: out of time) and the output of a command and all it started."""
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command,
+class Part:
+    """A part that runs, on some cores only, and all that it starts."""
+
+    def __init__(self, name: str, cores: list[int], show: bool) -> None:
+        self.name, self.cores = name, cores
+        self.command, self.limit = PARTS[name]
+        self.begun = time.time()
+        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            self.command,
             cwd=ROOT,
-            env=launch.environment(),
+            env=launch.environment(**YIELD),
             stdin=subprocess.DEVNULL,
-            stdout=None if show else output,
+            stdout=None if show else self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        if code is None:
-            os.killpg(process.pid, signal.SIGTERM)
+
+    def goes_on(self) -> bool:
+        return self._process.poll() is None and time.time() < self.begun + self.limit
+
+    def end(self, gently: bool = True) -> tuple[int | None, str]:
+        """The exit code (None: out of time), and the output; nothing that it started is left."""
+        code = self._process.poll()
+        if code is None and gently:
+            os.killpg(self._process.pid, signal.SIGTERM)
             time.sleep(3)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        output.seek(0)
-        return code, output.read()
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with self._output:
+            self._output.seek(0)
+            return code, self._output.read()
+
+
+def run(names: list[str], shares: list[list[int]], show: bool) -> Iterator[tuple[Part, int | None, str]]:
+    """Run parts side by side, one on each share of the cores; gives each with its exit code (None: out of time) and output when it ends."""
+    waiting, free, running = list(names), list(shares), []
+    try:
+        while waiting or running:
+            while waiting and free:
+                running.append(Part(waiting.pop(0), free.pop(0), show))
+            time.sleep(0.1)
+            for part in [part for part in running if not part.goes_on()]:
+                running.remove(part)
+                free.append(part.cores)
+                yield part, *part.end()
+    finally:
+        for part in running:
+            part.end(gently=False)
 
 
 def main() -> int:
@@ -92,18 +129,20 @@ def main() -> int:
         parser.error(f"no part begins so; there are: {', '.join(PARTS)}")
 
     failed, passed, started = [], 0, time.time()
-    for name in wanted:
-        command, limit = PARTS[name]
-        begun = time.time()
-        code, output = run(command, limit, arguments.show)
+    # A part on one core takes little longer than on two, between which its ranks would wake each other all the time.
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[first::4] for first in range(min(len(cores), 4))]
+    together, alone = ([name for name in wanted if (name in ALONE) == apart] for apart in (False, True))
+    for part, code, output in itertools.chain(run(together, shares, arguments.show), run(alone, [cores], arguments.show)):
         # Ranks run the same tests: the smallest count is the number of tests that passed on all of them.
         counts = [int(n) for n in re.findall(r"(\d+) passed", output)]
         passed += min(counts, default=1 if code == 0 else 0)
-        verdict = "ok" if code == 0 else f"FAILED: exit code {code}" if code is not None else f"FAILED: not done after {limit} s"
-        print(f"{name:36s} {verdict:8s} {f'{min(counts)} tests' if counts else '':12s} {time.time() - begun:5.0f} s", flush=True)
+        verdict = "ok" if code == 0 else f"FAILED: exit code {code}" if code is not None else f"FAILED: not done after {part.limit} s"
+        took = time.time() - part.begun
+        print(f"{part.name:36s} {verdict:8s} {f'{min(counts)} tests' if counts else '':12s} {took:5.0f} s", flush=True)
         if code != 0:
-            failed.append(name)
-            print(f"--- output of: {' '.join(command)}\n{output}\n--- end of the output of {name}", flush=True)
+            failed.append(part.name)
+            print(f"--- output of: {' '.join(part.command)}\n{output}\n--- end of the output of {part.name}", flush=True)
     print(f"all of it took {time.time() - started:.0f} s{'; failed: ' + ', '.join(failed) if failed else ''}")
     print(f"{passed} passed, {len(failed)} failed")
     return 1 if failed else 0

@@ -14,6 +14,46 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import launch  # noqa: E402
 
+# Ranks of Open MPI that wait would else keep those of tests beside from the cores.
+YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+# The longest tests, and files of long tests: they start first, so that workers that share the tests end together.
+LONGEST = (
+    "test_three_minutes",
+    "test_the_short_study",
+    "test_hosts",
+    "test_bench",
+    "test_tensorflow_elastic",
+    "test_torch_elastic",
+    "test_a_model_of_ones_own",
+    "test_both_loops_learn",
+    "test_killed_at_any_moment",
+    "test_keras_training",
+    "test_accuracy",
+    "test_install",
+    "test_frameworks_agree",
+    "test_stopped_and_resumed",
+    "test_memory",
+    "test_bytes",
+    "test_faults",
+)
+
+
+def pytest_configure(config):
+    """A worker of pytest-xdist keeps to its share of the cores: ranks on two cores would wake each other all the time, at more cost."""
+    share = getattr(config, "workerinput", None)
+    if share is not None:
+        number, workers, cores = int(share["workerid"][2:]), share["workercount"], sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[number::workers] or cores)
+
+
+def pytest_collection_modifyitems(items):
+    """The longest first."""
+
+    def place(item):
+        return next((number for number, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST))
+
+    items.sort(key=place)
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -21,7 +61,7 @@ def run(tmp_path):
 
     def runner(command, limit=120, fails=False, cwd=tmp_path, **environment):
         process = subprocess.Popen(
-            [str(part) for part in command], cwd=cwd, env=launch.environment(**environment), stdin=subprocess.DEVNULL,
+            [str(part) for part in command], cwd=cwd, env=launch.environment(**YIELD, **environment), stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         try:

@@ -19,7 +19,7 @@ SCRIPT = hosts.__file__
 WORKER = str(Path(__file__).with_name("worker_hosts.py"))
 
 # They look at what else is on the machine, so one after the other.
-pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.xdist_group("hosts")]
+pytestmark = [pytest.mark.timeout(180, func_only=True), pytest.mark.xdist_group("hosts")]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_job_that_fails_or_hangs_is_ended_on_all_hosts(tidy, tmp_path, launche
         assert inside(space) == idle
         with open(tmp_path / "output", "w+") as output:
             with pytest.raises(subprocess.TimeoutExpired):
-                cluster.run(launcher, [WORKER, "hang"], timeout=7, stdout=output)
+                cluster.run(launcher, [WORKER, "hang"], timeout=10, stdout=output)
             output.seek(0)
             assert {rank["host"] for rank in results(output.read(), "WAITING")} == {"h1", "h2"}
         assert inside(space) == idle
