@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import scaling_model
 from study_questions import BETAS, RATE
@@ -59,6 +59,11 @@ def count(pairs: Iterable[Pair]) -> tuple[int, int, int]:
 
 def listed(pairs: Iterable[Pair]) -> str:
     return "; ".join(f"{scores.task.title}: {in_words(scores, better)}" for scores, better in pairs)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A table's lines; none for no rows."""
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(map(str, row))} |" for row in rows)] if rows else []
 
 
 def per_cent(value: float | None) -> str:

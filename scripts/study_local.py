@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
-from study_answers import change, count, listed
+from study_answers import change, count, listed, markdown
 from study_questions import QUANTISERS, RATES, SELECTIONS, WIDTHS
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def table(study: Study) -> list[str]:
         "of compressed tensors after the warm-up",
     ]
     legend = [f"- **{what}**: {meaning}" for what, meaning in LEGEND.items()]
-    return [*legend, "", *lines(head, rows), *widths_table(study)]
+    return [*legend, "", *markdown(head, rows), *widths_table(study)]
 
 
 def widths_table(study: Study) -> list[str]:
@@ -107,11 +106,7 @@ def widths_table(study: Study) -> list[str]:
     by_rate = {rate: [study.get("widths", f"{rate}x, {width}") for width in WIDTHS] for rate in RATES}
     rows = [[f"{rate}x", *(f"{s.text()}, {s.bytes / 1000:.2f} kB" for s in scores)] for rate, scores in by_rate.items() if all(scores)]
     title = "Digits, leader top-k, H = 4: accuracy, and kB per worker and step, by rate and values."
-    return ["", title, "", *lines(["rate", *WIDTHS], rows)] if rows else []
-
-
-def lines(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+    return ["", title, "", *markdown(["rate", *WIDTHS], rows)] if rows else []
 
 
 def draw(study: Study, path: Path) -> Path | None:

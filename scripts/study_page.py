@@ -16,7 +16,7 @@ import matplotlib
 import scaling_model
 import study_local
 import study_tasks
-from study_answers import QUESTIONS, change
+from study_answers import QUESTIONS, change, markdown
 from study_questions import BETAS, MANY, METHODS, RATE, Case
 
 matplotlib.use("Agg")
@@ -162,10 +162,6 @@ def write(folder: Path, cases: Sequence[Case], results: dict[str, dict[str, Any]
 
 
 # ------------------------------------------------------------------------------------------------------------------ tables
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(map(str, row))} |" for row in rows)] if rows else []
 
 
 def accuracy_table(study: Study) -> list[str]:
