@@ -23,7 +23,7 @@ import launch
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = ["-m", "pytest", "-q", "--color=no"]
-# Tests side by side, each on cores of its own and the longest first: see tests/integration/conftest.py.
+# Tests side by side, the longest first: see tests/integration/conftest.py.
 SHARED = ["-n", str(min(4, len(os.sched_getaffinity(0)))), "--dist", "loadgroup", "--no-loadscope-reorder"]
 # Ranks of Open MPI that wait would else keep other processes from the cores.
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}

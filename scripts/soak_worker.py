@@ -325,7 +325,10 @@ class LocalTrainer(Trainer):
         loss, overflow = self.backward(batch)
         hit = overflow is not None and overflow[1] != 1.0
         values = self.digest(dict(self.model.named_parameters())) if hit else None
+        # As a GradScaler leaves it to an optimizer that can unscale and skip.
+        self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(self.scale), torch.tensor(float(hit))
         self.optimizer.step()
+        del self.optimizer.grad_scale, self.optimizer.found_inf
         self.expect(self.local.skipped == skipped + hit, "a step was skipped, or not, and the other was right", batch)
         if self.changes:
             self.expect(self.compression.stats()["step"] > exchanged, "a synchronisation did not count", batch)

@@ -38,14 +38,6 @@ LONGEST = (
 )
 
 
-def pytest_configure(config):
-    """A worker of pytest-xdist keeps to its share of the cores: ranks on two cores would wake each other all the time, at more cost."""
-    share = getattr(config, "workerinput", None)
-    if share is not None:
-        number, workers, cores = int(share["workerid"][2:]), share["workercount"], sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[number::workers] or cores)
-
-
 def pytest_collection_modifyitems(items):
     """The longest first."""
 
