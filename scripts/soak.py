@@ -38,9 +38,9 @@ COMPRESSED = {"rate": 20, "dense": [], "warmup_steps": 0}
 PLANS = [
     Plan(settings=COMPRESSED),
     Plan(settings=COMPRESSED | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
-    Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3),
     Plan(optimizer="stock", settings=COMPRESSED | {"wire_dtype": "float16"}),
 ]
+LOCAL_STEPS = Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3)
 # Seconds. Only the neighbours of a worker that dies notice at once, the others wait so long; and so long a newcomer may take to start.
 GLOO_TIMEOUT = 25
 MEGABYTES_PER_1000_STEPS = 5.0
@@ -327,6 +327,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3, help="how long, in all")
     parser.add_argument("--ranks", type=int, default=4, help="at least 3")
     parser.add_argument("--seed", type=int, default=0, help="of what goes wrong when")
+    parser.add_argument("--local-steps", action="store_true", help="one job more, with local steps")
     arguments = parser.parse_args()
     if arguments.ranks < 3:
         parser.error("--ranks must be at least 3: one is killed, and two must be left")
@@ -334,10 +335,11 @@ def main() -> int:
         parser.error("--minutes must be more than 0")
 
     dice = random.Random(arguments.seed)
-    seconds = arguments.minutes * 60 / len(PLANS)
+    plans = [*PLANS, *([LOCAL_STEPS] if arguments.local_steps else [])]
+    seconds = arguments.minutes * 60 / len(plans)
     results = []
     with tqdm(total=round(arguments.minutes * 60), unit="s", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} s {postfix}") as bar:
-        for number, plan in enumerate(PLANS):
+        for number, plan in enumerate(plans):
             bar.set_description(f"{plan.optimizer} {plan.settings}")
             results.append(watch(dataclasses.replace(plan, seed=arguments.seed + number), arguments.ranks, seconds, dice, bar))
             bar.update(round(seconds * (number + 1)) - bar.n)
