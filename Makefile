@@ -13,7 +13,7 @@ help:
 	@echo "make test          ruff and all tests, on 1, 2 and 4 ranks"
 	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
 	@echo "make accuracy      the accuracy table of the README (minutes)"
-	@echo "make study         trains every method on four tasks, and writes study/answers.md with pictures (about an hour; QUICK=1: minutes)"
+	@echo "make study         trains every method on four tasks, and writes study/answers.md with pictures (an hour and a half; QUICK=1: minutes)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
 	@echo "make scaling       the scaling model, from what make bench measured"
 	@echo "make bench-keras   step times of Keras on this machine's ranks, dense and with ScaleCom, in one run"

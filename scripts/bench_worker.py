@@ -147,7 +147,7 @@ def main() -> None:
             shape(mbit or None)
             result = measure(training, arguments.seconds, 2, 40)
             result |= {"case": arguments.case, "method": method, "hosts": hvd.size(), "mbit": mbit, "rate": arguments.rate}
-            if method in SCALECOM or method.startswith("ScaleCom") or method == "local top-k":
+            if method.startswith("ScaleCom") or method == "local top-k":
                 result["parts"] = parts(training, max(3, training.round))
             if hvd.rank() == 0:
                 with arguments.output.open("a") as output:

@@ -1,6 +1,6 @@
 """Does ScaleCom keep accuracy, when not, and against what else: trains what study_questions.py names, and writes a page of answers.
 
-    python scripts/study.py                      everything: about an hour on two cores
+    python scripts/study.py                      everything: about an hour and a half on two cores
     python scripts/study.py --quick              the same questions, smaller
     python scripts/study.py --task my_task.py    the same of a model of your own (see study_tasks.py)
     python scripts/study.py --only accuracy      one experiment

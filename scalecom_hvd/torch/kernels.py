@@ -34,6 +34,7 @@ __all__ = [
     "choose_by_torch",
     "kernel_for",
     "largest",
+    "limit_of",
     "positions_of",
     "usable",
 ]
@@ -321,12 +322,17 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def limit_of(dtype: torch.dtype) -> float:
+    """The largest magnitude of a gradient element that a residue of this dtype, float32 or float64, takes up."""
+    return largest_gradient(_name(dtype))
+
+
 def usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """scale*g in the residue's dtype with zero for bad elements (a new tensor), and where it is good."""
     g = grad.to(residue.dtype, copy=True)
     if scale != 1:
         g.mul_(scale)
-    good = g.abs() <= largest_gradient(_name(residue.dtype))
+    good = g.abs() <= limit_of(residue.dtype)
     return g.masked_fill_(~good, 0), good
 
 
@@ -335,7 +341,7 @@ def add_usable(grad: torch.Tensor, residue: torch.Tensor, scale: float, out: tor
     if grad.device.type == "cpu" and grad.dtype == residue.dtype and scale == 1 and grad.numel():
         # The usual case needs no copies: where the ends are good, all is.
         low, high = torch.aminmax(grad)
-        limit = largest_gradient(_name(residue.dtype))
+        limit = limit_of(residue.dtype)
         if float(low) >= -limit and float(high) <= limit:
             torch.add(grad, residue, out=out)
             return 0

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from scalecom_hvd.agreement import compare_ranks
-from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.health import Health
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.compressor import ErrorFeedback
+from scalecom_hvd.torch.kernels import limit_of
 from scalecom_hvd.torch.reducer import Groups, Reducer
 from scalecom_hvd.torch.transport import Transport
 
@@ -213,7 +213,7 @@ class LocalSteps:
         """Nothing was exchanged, since some rank's change was not finite: that rank goes back to where it began. The others keep what they
         have, and send it with the next synchronisation."""
         changes = (self._start[name] - parameter for name, parameter in self._parameters.items())
-        if all(bool((change.abs() <= largest_gradient(_name(change.dtype))).all()) for change in changes):
+        if all(bool((change.abs() <= limit_of(change.dtype)).all()) for change in changes):
             return
         log.warning(
             "step %d: this rank's parameters are not finite, or changed by more than 2**100, since its last synchronisation: they are "
@@ -291,8 +291,8 @@ class LocalSteps:
 
     def keep(self) -> None:
         """Have this rank's own parameters again at the next step, whatever is broadcast until then."""
-        state = self.state_dict()
-        if "local" in state and not self._loaded:
+        if not self._loaded:
+            state = self.state_dict()
             self._loaded = {part: {name: one.clone() for name, one in state[part].items()} for part in _PARTS if part in state}
 
     def state_dict(self) -> dict[str, Any]:
@@ -341,7 +341,7 @@ def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> N
     values = [grad._values() if grad.is_sparse else grad for grad in values]
     for wide in (False, True):
         ends = [end for value in values if value.numel() and (value.dtype == torch.float64) == wide for end in torch.aminmax(value)]
-        limit = largest_gradient("float64" if wide else "float32")
+        limit = limit_of(torch.float64 if wide else torch.float32)
         if ends and not bool((torch.stack([end.to(ends[0].device, torch.float64) for end in ends]).abs() <= limit).all()):
             raise NotFinite(result)
 
@@ -358,7 +358,3 @@ def _wide(parameter: torch.Tensor) -> torch.nn.Parameter:
     """A place for the common parameter: what half precision would round away of averages must not be lost."""
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     return torch.nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=parameter.requires_grad)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

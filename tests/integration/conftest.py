@@ -14,8 +14,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import launch  # noqa: E402
 
-# Ranks of Open MPI that wait would else keep those of tests beside from the cores.
-YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 # The longest tests, and files of long tests: they start first, so that workers that share the tests end together.
 LONGEST = (
     "test_three_minutes",
@@ -53,7 +51,7 @@ def run(tmp_path):
 
     def runner(command, limit=120, fails=False, cwd=tmp_path, **environment):
         process = subprocess.Popen(
-            [str(part) for part in command], cwd=cwd, env=launch.environment(**YIELD, **environment), stdin=subprocess.DEVNULL,
+            [str(part) for part in command], cwd=cwd, env=launch.environment(**environment), stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         try:

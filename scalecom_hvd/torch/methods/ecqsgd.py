@@ -28,8 +28,8 @@ class ECQSGD(Method):
     def __init__(self, *, bits: int = 4, seed: int = 0, **fields: Any) -> None:
         if bits not in (2, 4, 8):
             raise ValueError(f"bits must be 2, 4 or 8, which fill bytes, not {bits!r}")
-        # The paper's rounding: not scaled down, however few the levels.
         super().__init__(**fields)
+        # The paper's rounding: not scaled down, however few the levels.
         self.quantiser = QSGD(2 ** (bits - 1) - 1, chunk=CHUNK, scaled=False, seed=seed)
         self.bits, self.seed = bits, int(seed)
 
