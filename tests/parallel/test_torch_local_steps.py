@@ -5,6 +5,7 @@ import io
 
 import numpy as np
 import pytest
+import rules
 import torch
 from models import feed, gradients, parameters, same_on_all_ranks
 
@@ -12,9 +13,7 @@ import scalecom_hvd.torch as hvd
 from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.reference_local import LocalStepsReference
 from scalecom_hvd.schedule import Schedule
-from scalecom_hvd.torch.accumulators import generator
 from scalecom_hvd.torch.kernels import positions_of
-from scalecom_hvd.torch.methods.randomk import draw
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,), "double": (700,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0, "bucket_bytes": 30_000}
@@ -57,26 +56,6 @@ def run(optimizer, model, steps, skip=lambda step: (), grads=gradients, shapes=S
         optimizer.step()
 
 
-def rule(compressor):
-    """The oracle's function for a compressor."""
-
-    def places(bucket, worker):
-        random = generator(compressor.seed, bucket.step, bucket.number, *(() if compressor.shared else (worker, 0)))
-        return [draw(lanes, random).numpy() for lanes, _ in bucket.tensors]
-
-    def uniform(bucket, worker, shape):
-        return torch.rand(shape, generator=generator(compressor.quantiser.seed, bucket.step, bucket.number, worker)).numpy()
-
-    quantiser = compressor.quantiser
-    rounding = None
-    if isinstance(quantiser, hvd.QSGD):
-        rounding = oracle.qsgd(quantiser.levels, quantiser.chunk)
-    elif isinstance(quantiser, hvd.Sign):
-        rounding = oracle.sign(quantiser.chunk)
-    chosen = {hvd.ScaleCom: oracle.leaders, hvd.LocalTopK: oracle.own, hvd.RandomK: oracle.drawn(places)}[type(compressor)]
-    return oracle.sending(chosen, rounding, uniform)
-
-
 def momentum_sgd():
     """SGD with momentum as PyTorch does it, of every worker by itself."""
     buffers = {}
@@ -94,7 +73,7 @@ def hold_to_the_oracle(compression, local_steps, steps, **more):
     n, rank = hvd.size(), hvd.rank()
     model = begin()
     optimizer, compressor = make(model, COMPRESSIONS[compression](**more), local_steps, momentum=MOMENTUM)
-    exchange = oracle.MethodReference(n, SHAPES, compressor.config, rule(compressor))
+    exchange = oracle.MethodReference(n, SHAPES, compressor.config, rules.sending(compressor))
     start = {name: parameter.detach().numpy().copy() for name, parameter in model.items()}
     reference = LocalStepsReference(exchange, start, Schedule(local_steps), momentum_sgd())
     kinds = {name: value.dtype for name, value in start.items()}

@@ -9,15 +9,13 @@ import io
 import horovod.torch as stock
 import numpy as np
 import pytest
+import rules
 import torch
 from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd import reference_methods as oracle
-from scalecom_hvd.config import float16_limit
-from scalecom_hvd.torch.accumulators import generator
 from scalecom_hvd.torch.methods.local_topk import pack, unpack
-from scalecom_hvd.torch.methods.randomk import draw
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
@@ -83,34 +81,16 @@ def described(value):
 every_method = pytest.mark.parametrize(("method", "fields"), METHODS + SOME_QUANTISED, ids=described)
 
 
-def rules(compressor):
-    """The oracle's function for a method, with the random numbers that it draws."""
-
-    def places(bucket, worker):
-        random = generator(compressor.seed, bucket.step, bucket.number, *(() if compressor.shared else (worker, 0)))
-        return [draw(lanes, random).numpy() for lanes, _ in bucket.tensors]
-
-    def uniform(bucket, worker, shape):
-        return torch.rand(shape, generator=generator(compressor.quantiser.seed, bucket.step, bucket.number, worker)).numpy()
-
+def rule_of(compressor):
+    """The oracle's function for a method."""
     if isinstance(compressor, (hvd.ScaleCom, hvd.LocalTopK, hvd.RandomK)):
-        chosen = {hvd.ScaleCom: oracle.leaders, hvd.LocalTopK: oracle.own, hvd.RandomK: oracle.drawn(places)}[type(compressor)]
-        return oracle.sending(chosen, rounding(compressor.quantiser), uniform)
+        return rules.sending(compressor)
     return {
         hvd.GTopK: lambda: oracle.gtopk,
         hvd.GlobalTopK: lambda: oracle.global_topk,
-        hvd.ECQSGD: lambda: oracle.ecqsgd(compressor.bits, uniform),
+        hvd.ECQSGD: lambda: oracle.ecqsgd(compressor.bits, rules.uniform(compressor)),
         ScaledSign: lambda: scaled_sign,
     }[type(compressor)]()
-
-
-def rounding(quantiser):
-    """The oracle's function for a quantiser."""
-    if isinstance(quantiser, hvd.QSGD):
-        return oracle.qsgd(quantiser.levels, quantiser.chunk, quantiser.norm, 1 + quantiser.variance if quantiser.scaled else 1.0)
-    if isinstance(quantiser, hvd.Sign):
-        return oracle.sign(quantiser.chunk)
-    return oracle.float16(float16_limit(hvd.size())) if isinstance(quantiser, hvd.Float16) else None
 
 
 def parameters_of(shapes):
@@ -155,7 +135,7 @@ def hold_to_the_oracle(method, fields, steps, change=lambda grads, rank, step: N
     n, rank = hvd.size(), hvd.rank()
     model = parameters_of(ODD_SHAPES)
     optimizer, compressor = make(model, method, ODD | fields, lr=0.1, op=op, **more)
-    reference = oracle.MethodReference(n, ODD_SHAPES, compressor.config, rules(compressor))
+    reference = oracle.MethodReference(n, ODD_SHAPES, compressor.config, rule_of(compressor))
     for step in range(steps):
         everyone = []
         for r in range(n):
