@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from scalecom_hvd.torch.accumulators import Accumulators
 from scalecom_hvd.torch.moves import Moves
+from scalecom_hvd.torch.news import any_of
 from scalecom_hvd.torch.residues import CompressedTensor, Residues
 from scalecom_hvd.torch.transport import Wait
 
@@ -106,7 +107,7 @@ class Bucket:
         """All gradients are at hand."""
         self.whole, self.bad = whole, 0
         self.grads = {name: flat_gradient(parameter) for name, parameter in self.parameters.items()}
-        frozen = [not self.parameters[name].requires_grad for name in self.compressed]
+        frozen = [is_frozen(self.parameters[name]) for name in self.compressed]
         self._scale = scale
         self.moves.begin([self.grads[name] for name in self.compressed], scale, frozen)
 
@@ -226,6 +227,11 @@ class Values:
         """The tensors sent whole <- their averages."""
         if self.whole:
             torch._foreach_copy_([grads[name] for name in self.whole], list(self.whole.values()))
+
+
+def is_frozen(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is no longer trained, so that its residue stays; a gradient that its script gave it all the same counts."""
+    return not parameter.requires_grad and not any_of(parameter.grad)
 
 
 def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:

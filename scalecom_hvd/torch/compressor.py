@@ -20,6 +20,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.state import check_local_steps, check_method
 from scalecom_hvd.torch.accumulators import Accumulators, Channel
+from scalecom_hvd.torch.news import freshness
 from scalecom_hvd.torch.quantisers import Float16, Quantiser, Unrounded, average_values, quantiser_of
 from scalecom_hvd.torch.residues import Residues, every_step
 from scalecom_hvd.torch.stock import StockExchange
@@ -249,6 +250,8 @@ class ScaleCom(ErrorFeedback):
             self.exchange = self._exchange_rounded
         self._process_set = process_set
         self._named_parameters = _by_name(named_parameters) if named_parameters is not None else None
+        self._trained = {name for name, p in (self._named_parameters or {}).items() if p.requires_grad}
+        self._fresh = freshness(self._named_parameters or {})
 
     @property
     def _quantised(self) -> dict[str, Any]:
@@ -286,8 +289,10 @@ class ScaleCom(ErrorFeedback):
                 )
             if self._named_parameters is None:
                 raise TypeError(_STOCK_NEEDS_PARAMETERS)
-            parameters = {name: p for name, p in self._named_parameters.items() if p.requires_grad}
-            self.attach(parameters, StockExchange(parameters, self.residues, Transport(self._process_set), self.loss_scale))
+            # Horovod keeps to what was trained when its optimizer was made: between this object and the first step.
+            parameters = {name: p for name, p in self._named_parameters.items() if p.requires_grad or name in self._trained}
+            exchange = StockExchange(parameters, self.residues, Transport(self._process_set), self.loss_scale, self._fresh)
+            self.attach(parameters, exchange)
             warn_of_half_sums(self.sums_halves, horovod)
 
     def decompress(self, tensor: Any, ctx: Any = None) -> torch.Tensor:

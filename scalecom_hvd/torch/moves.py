@@ -102,6 +102,11 @@ class Moves:
         self._grad_dtypes = dtypes
 
     @property
+    def grads(self) -> list[torch.Tensor]:
+        """This step's gradients, as `begin` was given them."""
+        return self._grads
+
+    @property
     def native(self) -> bool:
         """Whether the gradients of this step are served by the native kernel alone, which needs no Python."""
         return all(isinstance(kernel, NativeKernel) for kernel, _ in self._kernels)

@@ -25,6 +25,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.compressor import ErrorFeedback, ScaleCom, without_ties
 from scalecom_hvd.torch.local_steps import LocalSteps, NotFinite, check_gradients
+from scalecom_hvd.torch.news import News
 from scalecom_hvd.torch.reducer import Reducer
 from scalecom_hvd.torch.transport import Transport
 
@@ -101,6 +102,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             send_sparse=lambda p: wrapped._sparse_allreduce_grad_async(p, wrapped._parameter_names[p])[0],
             method=compressor.exchange,
             settings=compressor.settings,
+            news=News(transport, parameters),
         )
         compressor.attach(parameters, reducer)
         members = _members(reducer)
@@ -136,6 +138,14 @@ def _grouped_allreduce_grad_async(self, ps: Any) -> None:
     raise RuntimeError("Horovod grouped gradients although scalecom_hvd does so itself: is this Horovod 0.28.1?")
 
 
+def _synchronize(self) -> None:
+    """Horovod's; but where no rank has gradients that were not exchanged yet, there is nothing to do."""
+    # Without hooks there is one rank, or this one is in another process set.
+    if not self._requires_update or self._reducer.must_exchange(fresh=bool(self._handles)):
+        horovod_optimizer._DistributedOptimizer.__dict__["synchronize"](self)
+    self._synchronized = True
+
+
 def _load_state_dict(self, *args: Any, **kwargs: Any) -> None:
     """Horovod's drops what is in flight when a state is loaded (elastic restores do that); so does the exchange."""
     if self._reducer.in_step():
@@ -150,6 +160,7 @@ def _members(reducer: Reducer) -> dict[str, Any]:
         "_reducer": reducer,
         "_allreduce_grad_async": _allreduce_grad_async,
         "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
+        "synchronize": _synchronize,
         "load_state_dict": _load_state_dict,
         "synchronize_parameters": lambda self: None,  # they are the same after every step
         "compression": property(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from scalecom_hvd.diagnostics import Diagnostics, Numbers, Piece, Writer, draw, look, share_sent
-from scalecom_hvd.torch.bucket import Bucket
+from scalecom_hvd.torch.bucket import Bucket, is_frozen
 from scalecom_hvd.torch.kernels import usable
 from scalecom_hvd.torch.transport import Transport
 
@@ -56,7 +56,7 @@ class Probe:
             places = self._places[name]
             residue = tensor.residue[places]
             gradient, _ = usable(bucket.grads[name][places], residue, scale)
-            frozen = not bucket.parameters[name].requires_grad
+            frozen = is_frozen(bucket.parameters[name])
             self._before[name] = Before(residue, residue + gradient, scale, frozen)
 
     def look(self, step: int, buckets: Sequence[Bucket], transport: Transport) -> None:

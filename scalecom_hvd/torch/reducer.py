@@ -22,6 +22,7 @@ The optimizer calls `ready` from its hooks and `result` from synchronize(). Impo
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -37,11 +38,14 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.torch.accumulators import Accumulators, Channel
 from scalecom_hvd.torch.beside import Beside
-from scalecom_hvd.torch.bucket import Bucket, empty_sparse_gradient
+from scalecom_hvd.torch.bucket import Bucket, empty_sparse_gradient, flat_gradient
 from scalecom_hvd.torch.moves import Moves
+from scalecom_hvd.torch.news import Found, News
 from scalecom_hvd.torch.probe import Probe
 from scalecom_hvd.torch.residues import Residues, describe
 from scalecom_hvd.torch.transport import Transport, Wait, wait_for
+
+log = logging.getLogger("scalecom_hvd")
 
 Groups = Sequence[Sequence[str]]
 # How a method other than ScaleCom averages one bucket: it submits, and yields what it waits for (see methods/base.py).
@@ -69,6 +73,7 @@ class Reducer:
         send_sparse: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None,
         method: Exchange | None = None,
         settings: dict[str, Any] | None = None,
+        news: News | None = None,
     ) -> None:
         self.residues = residues
         self.config: ScaleComConfig = residues.config
@@ -84,6 +89,8 @@ class Reducer:
         self._send_sparse = send_sparse
         self._method = method
         self._settings = dict(settings or {})
+        self._news = news
+        self._warned = False
         self._probe: Probe | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
@@ -100,6 +107,66 @@ class Reducer:
 
     # What the optimizer calls.
 
+    def must_exchange(self, fresh: bool) -> bool:
+        """Whether a synchronize() that begins now has gradients to exchange; the optimizer then reports all of them, and asks for results.
+
+        fresh: whether backward gave this rank any since the last exchange. Where it gave none to any rank, gradients become what Horovod's
+        average (or sum) of them is, and residues, leader and step stay as they are.
+        """
+        with self._lock:
+            try:
+                self._notice_restart()
+                anywhere = (fresh or self._news.ask()) if self._agreed else self._news.meet(fresh)
+                return anywhere or self._came_by_hand()
+            except BaseException:
+                self._abort()
+                raise
+
+    def _came_by_hand(self) -> bool:
+        """Backward gave no rank a gradient: whether scripts did. If not, make of p.grad what Horovod would."""
+        found = self._news.compare(list(self._parameters))
+        if found is Found.SET_BY_HAND:
+            return True
+        for name in self._parameters:
+            self._fill_in(name)
+        if found is Found.CHANGED:
+            if not self._warned:
+                log.warning(
+                    "gradients were changed after synchronize(), on every rank in another way, and are averaged once more, as Horovod does: "
+                    "whole, not compressed. If they need not be, call step() inside `with optimizer.skip_synchronize():`"
+                )
+                self._warned = True
+            self._average_again()
+        elif self._transport.share == 1:  # the sum of what is the same on all ranks
+            for parameter in self._parameters.values():
+                parameter.grad.mul_(self._transport.size)
+        self._news.end()
+        return False
+
+    @torch.no_grad()
+    def _average_again(self) -> None:
+        handles = {}
+        for name, parameter in self._parameters.items():
+            if name in self._sparse:
+                handles[name] = self._send_sparse(parameter)
+            else:
+                flat = flat_gradient(parameter)
+                whole = flat.to(torch.float64 if flat.dtype == torch.float64 else torch.float32, copy=True)
+                handles[name] = self._transport.average(whole, f"again.{name}")
+        for name, handle in handles.items():
+            grad = self._parameters[name].grad
+            average = handle() if name in self._sparse else self._transport.wait(handle).view(grad.shape).to(grad.dtype)
+            if grad.is_sparse:
+                grad.zero_().add_(average if average.is_sparse else average.to_sparse(grad.sparse_dim()))
+            else:
+                grad.copy_(average)
+
+    def _fill_in(self, name: str) -> None:
+        """A gradient that there is not becomes zero: another rank may have it."""
+        parameter = self._parameters[name]
+        if parameter.grad is None:
+            parameter.grad = empty_sparse_gradient(parameter) if name in self._sparse else torch.zeros_like(parameter)
+
     def ready(self, parameter: torch.Tensor) -> None:
         """A gradient is complete on this rank; called from backward's hooks, so it starts what it can and waits for nothing."""
         name = self._names[parameter]
@@ -109,9 +176,7 @@ class Reducer:
                 if not self._arrived:
                     self._begin_step()
                 self._arrived[name] = None
-                if parameter.grad is None:
-                    # Another rank may have this gradient, so this one takes part with nothing.
-                    parameter.grad = empty_sparse_gradient(parameter) if name in self._sparse else torch.zeros_like(parameter)
+                self._fill_in(name)
                 if name in self._sparse and not parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_sparse(1)
                 if name in self._sparse or (parameter.grad.is_sparse and not self._sparse_as_dense and not self._agreed):
@@ -206,6 +271,8 @@ class Reducer:
             self._lock.release()
 
     def _begin_step(self) -> None:
+        if self._news is not None and self._agreed:
+            self._news.tell()
         self._outputs.clear()
         self._scale = 1 / float(self._loss_scale())
         self._whole = self._must_send_whole()
@@ -356,6 +423,8 @@ class Reducer:
         self._outputs.update(sparse)
         self._sparse = dict.fromkeys(self._sparse)
         self._arrived.clear()
+        if self._news is not None:
+            self._news.end()
 
     def _end_step(self) -> None:
         self.residues.note_step()
@@ -384,6 +453,8 @@ class Reducer:
             bucket.forget()
             bucket.offsets_handle = None
         self._failure = None
+        if self._news is not None:
+            self._news.forget()
         self.residues.chosen_ahead.clear()
         self._arrived.clear()
         self._sparse = dict.fromkeys(self._sparse)

@@ -209,6 +209,9 @@ class SimulatedTransport(NamedExchange):
         what = ("average", op, predivide, buffer.dtype, tuple(buffer.shape))
         return self._submit(name, what, buffer, functools.partial(_reduce, divide=op == horovod.Average, predivide=predivide))
 
+    def total(self, number: int, name: str) -> int:
+        return self._submit(name, ("total",), torch.tensor([number], dtype=torch.int32), sum)
+
     def gather(self, tensor: torch.Tensor, name: str) -> int:
         return self._submit(name, ("gather", tensor.dtype, tuple(tensor.shape[1:])), tensor, _gather)
 

@@ -5,7 +5,11 @@ different gradients, and one that waits there for a broadcast waits for ever. So
 broadcast when the last result of a step came, and needed when the next step's first gradient comes; every rank has submitted
 them by then without waiting for another rank's hooks. The first step is sent whole, since no offsets are known yet.
 
-Used by compressor.py alone; imports residues, transport and the rooms below.
+Horovod's synchronize() compresses every gradient again where no rank has a new one (news.py). Those are sent as they are, and averaged, as
+without compression, and residues, leader and step stay. Only before ranks have agreed for the first time can that not be known at the
+step's begin: then the step is taken back at its end.
+
+Used by compressor.py alone; imports news, residues, transport and the rooms below.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ import scalecom_hvd
 from scalecom_hvd.agreement import compare_ranks, latest_step
 from scalecom_hvd.buckets import traffic
 from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.torch.bucket import is_frozen
 from scalecom_hvd.torch.moves import Moves, OffsetLayout
+from scalecom_hvd.torch.news import Found, News, judge
 from scalecom_hvd.torch.residues import CompressedTensor, Residues, describe
 from scalecom_hvd.torch.transport import Transport
 
@@ -38,10 +44,16 @@ class StockExchange:
     """Compresses and decompresses one optimizer's gradients, tensor by tensor.
 
     parameters: {name: parameter}, as the user gave them; they may be more than the optimizer trains.
+    fresh: names whose gradients backward gave since this was last emptied (news.freshness).
     """
 
     def __init__(
-        self, parameters: dict[str, torch.Tensor], residues: Residues, transport: Transport, loss_scale: Callable[[], float]
+        self,
+        parameters: dict[str, torch.Tensor],
+        residues: Residues,
+        transport: Transport,
+        loss_scale: Callable[[], float],
+        fresh: set[str],
     ) -> None:
         self._parameters = parameters
         self._residues = residues
@@ -55,6 +67,12 @@ class StockExchange:
         self._lock = threading.RLock()  # hooks run on autograd's threads, one per device
         self._pending: set[str] = set()
         self._agreed = False
+        self._news = News(transport, parameters)
+        self._fresh = fresh
+        # Whether no rank has a gradient that was not averaged yet, and until ranks have agreed: how this one stands, and what it gave out.
+        self._idle = False
+        self._standing: dict[str, Any] = {}
+        self._given: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # Per device: where offsets lie, those of this step and those of the next, and the broadcast that brings the latter.
         self._layouts: dict[torch.device, OffsetLayout] = {}
         self._next: dict[torch.device, torch.Tensor] = {}
@@ -102,6 +120,8 @@ class StockExchange:
             self._handles.clear()
             self._residues.chosen_ahead.clear()
             self._agreed = False
+            self._news.forget()
+            self._given.clear()
 
     def meet(self) -> None:
         """Ranks of an elastic run come together: they agree on the step, as no hook can wait for that. All ranks of the
@@ -133,7 +153,7 @@ class StockExchange:
         # Horovod moves the gradient's tensor onto the result's memory; this alias keeps the gradient until the step's end.
         flat = grad.detach().contiguous().view(-1)
         if moves is not None:
-            moves.begin([flat], self._scale, [not self._parameters[name].requires_grad])
+            moves.begin([flat], self._scale, [is_frozen(self._parameters[name])])
         if moves is None or self._whole:
             wire = torch.float64 if flat.dtype == torch.float64 else torch.float32
             # A copy where the gradient is needed at the step's end, since Horovod reduces in place.
@@ -165,6 +185,8 @@ class StockExchange:
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
             sent.moves.scatter([flat], self._offsets(self._residues.tensors[sent.name]), result)
             output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
+            if not self._agreed:
+                self._given[sent.name] = flat, sent.moves.grads[0]
         self._pending.discard(sent.name)
         if not self._pending:
             self._end_step()
@@ -182,9 +204,21 @@ class StockExchange:
         self._seen, self._bad = [], []
         self._bytes = {"offsets": 0, "values": 0, "dense": 0}
         self._scale = 1 / float(self._loss_scale())
-        self._whole = residues.step < residues.config.warmup_steps or not residues.chosen_ahead
+        self._idle = self._agreed and not self._has_news()
+        if not self._agreed:
+            fresh = bool(self._fresh)
+            self._standing = {"fresh": fresh} | ({} if fresh else self._news.standing(list(self._parameters)))
+        self._whole = self._idle or residues.step < residues.config.warmup_steps or not residues.chosen_ahead
         # Until ranks have agreed: where this one gathers in this step.
         self._gathers_at = None if self._whole or self._agreed else residues.digest_ahead()
+
+    def _has_news(self) -> bool:
+        """Whether some rank has gradients that were not averaged yet. Waits for others only in synchronize(), never in a hook."""
+        if not self._members.isdisjoint(self._fresh):
+            self._news.tell()
+            return True
+        members = [name for name in self._parameters if name in self._members]
+        return self._news.ask() or self._news.compare(members) is Found.SET_BY_HAND
 
     def _end_step(self) -> None:
         """The last result has come. Every rank comes here without waiting for what others do later."""
@@ -195,6 +229,15 @@ class StockExchange:
         if not self._members.intersection(self._seen):
             raise ValueError("this ScaleCom serves another optimizer; make one for each: ScaleCom(named_parameters=...)")
         seen = [name for name in self._seen if name in residues.tensors]
+        self._news.end()
+        self._fresh.clear()
+        if self._idle:
+            for name in seen:
+                self._moves[name].undo()
+            self._average_again()
+        self._given.clear()
+        if self._idle:
+            return
         if any(map(bool, self._bad)):
             residues.note_skipped_step()
             for name in seen:
@@ -213,6 +256,16 @@ class StockExchange:
                 self._handles[device] = self._transport.broadcast(buffer, leader, f"offsets.{number}")
                 self._bytes["offsets"] += buffer.numel()
         residues.note_step()
+
+    def _average_again(self) -> None:
+        """Values were sent in a step that had nothing to send: gradients become what they would be without compression."""
+        wires = {name: grad.to(self._residues.tensors[name].residue.dtype, copy=True) for name, (_, grad) in self._given.items()}
+        handles = {name: self._transport.average(wire, f"again.{name}") for name, wire in wires.items()}
+        for name, (output, _) in self._given.items():
+            parameter = self._parameters[name]
+            output.copy_(self._transport.wait(handles[name]))  # it is p.grad's memory
+            if parameter.grad.is_sparse:
+                parameter.grad.zero_().add_(output.view(parameter.shape).to_sparse())
 
     def _next_leader(self) -> int:
         return (self._residues.step + 1) % self._transport.size
@@ -246,8 +299,11 @@ class StockExchange:
             "name": self._transport.claim_name(),
             "look-ahead offsets": self._gathers_at,
             "step": self._residues.step,
+            "standing": self._standing,
         }
         everyone = self._transport.exchange_objects(mine, "agreement")
+        standing = [other["standing"] for other in everyone]
+        self._idle = not any(one["fresh"] for one in standing) and judge(standing) is not Found.SET_BY_HAND
         try:
             compare_ranks(everyone, ("version", "settings", "tensors", "look-ahead offsets"))
         except RuntimeError:

@@ -111,6 +111,11 @@ class Transport(NamedExchange):
         """Start the all-reduce of the buffer, in place; gives a handle."""
         return horovod.allreduce_async_(buffer, name=f"{self._prefix}.{name}", **self._reduction)
 
+    def total(self, number: int, name: str) -> int:
+        """Start summing every rank's whole number; gives a handle, and `wait` the sum, (1,) int32."""
+        mine = torch.tensor([number], dtype=torch.int32)
+        return horovod.allreduce_async_(mine, name=f"{self._prefix}.{name}", op=horovod.Sum, process_set=self._process_set)
+
     def gather(self, tensor: torch.Tensor, name: str) -> int:
         """Start joining every rank's tensor along the first dimension, in order of position; `wait` gives the result."""
         return horovod.allgather_async(tensor, name=f"{self._prefix}.{name}", process_set=self._process_set)

@@ -1,0 +1,119 @@
+"""Whether a synchronize() has anything to exchange. Ranks find out together, since each knows its own gradients only.
+
+Horovod's synchronize() reduces every parameter, also when no gradient came since the last one: optimizer.step() calls it before its
+closure runs, and again after the script has called it. An average of averages is what it was, so there it is harmless. An exchange with
+residues is not: values leave them a second time, and the script, which has the first ones, throws these away.
+
+A rank has news when backward gave it gradients since the last exchange. It says so in its first hook, and waits for nobody (`tell`). A
+rank without news asks (`ask`), and waits until all ranks have said: that is safe, as it is in synchronize(), which all ranks call equally
+often. Where no rank has news, all are in synchronize(), and may compare what they have (`compare`).
+
+Used by reducer.py and stock.py; imports transport alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from scalecom_hvd.torch.transport import Transport
+
+
+class Found(enum.Enum):
+    """What ranks without news have in p.grad."""
+
+    THE_SAME = "the same on all ranks"
+    SET_BY_HAND = "tensors that the script put there: gradients to be exchanged"
+    CHANGED = "what the last exchange left there, and the script changed since, otherwise on every rank"
+
+
+class News:
+    """What ranks say to each other about one optimizer's gradients before they exchange them.
+
+    parameters: {name: parameter} of all that are trained.
+    """
+
+    def __init__(self, transport: Transport, parameters: dict[str, torch.Tensor]) -> None:
+        self._transport, self._parameters = transport, parameters
+        self._handle: int | None = None
+        self._told = False
+        self._left: dict[str, TensorWeakRef] = {}
+
+    def tell(self) -> None:
+        """This rank has news. Called in hooks: waits for nothing."""
+        if not self._told:
+            self._told, self._handle = True, self._transport.total(1, "news")
+
+    def ask(self) -> bool:
+        """This rank has no news: whether another has. Waits for all of them; not to be called in hooks."""
+        self._told = True
+        return bool(self._transport.wait(self._transport.total(0, "news")))
+
+    def meet(self, fresh: bool) -> bool:
+        """Whether any rank has news, before ranks have agreed on the name of their exchange: all are in synchronize(). Waits for them."""
+        return any(self._transport.exchange_objects(fresh, "news"))
+
+    def compare(self, names: Sequence[str]) -> Found:
+        """No rank has news, and all are here: how p.grad of these parameters stands. Waits for all ranks."""
+        return judge(self._transport.exchange_objects(self.standing(names), "news"))
+
+    def standing(self, names: Sequence[str]) -> dict[str, Any]:
+        """How p.grad of these parameters stands on this rank, for `judge`."""
+        grads = {name: self._parameters[name].grad for name in names}
+        left = {name: ref() for name, ref in self._left.items()}
+        return {
+            "digest": digest(torch.zeros_like(self._parameters[name]) if grad is None else grad for name, grad in grads.items()),
+            # Horovod, too, puts tensors there, of zeros.
+            "by hand": any(grad is not None and grad is not left.get(name) and any_of(grad) for name, grad in grads.items()),
+        }
+
+    def end(self) -> None:
+        """The exchange is over, or none was needed, and p.grad holds the result."""
+        if self._handle is not None:
+            self._transport.wait(self._handle)
+        self.forget()
+        self._left = {name: TensorWeakRef(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+
+    def forget(self) -> None:
+        """The exchange was given up."""
+        self._told, self._handle = False, None
+
+
+def judge(everyone: Sequence[dict[str, Any]]) -> Found:
+    """What ranks have that stand so."""
+    if len({theirs["digest"] for theirs in everyone}) == 1:
+        return Found.THE_SAME
+    return Found.SET_BY_HAND if any(theirs["by hand"] for theirs in everyone) else Found.CHANGED
+
+
+def freshness(parameters: dict[str, torch.Tensor]) -> set[str]:
+    """A set to which backward adds the names of parameters that it gives gradients, for who is not told by Horovod's hooks."""
+    fresh: set[str] = set()
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and parameter.is_leaf:
+            # Called before Horovod's own, which hang on the node that accumulates.
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fresh.add(name))
+    return fresh
+
+
+def any_of(grad: torch.Tensor) -> bool:
+    """Whether some element is not zero."""
+    return bool((grad._values() if grad.is_sparse else grad).any())
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """The same for the same numbers, for ranks to compare; of dense and sparse tensors. Reads them all."""
+    found = hashlib.blake2b()
+    for tensor in tensors:
+        parts = [tensor]
+        if tensor.is_sparse:
+            tensor = tensor.coalesce()
+            parts = [tensor.indices(), tensor.values()]
+        for part in parts:
+            found.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return found.hexdigest()

@@ -1,0 +1,209 @@
+"""Orders of calls that scripts make and that once went wrong; test_torch_differential.py draws all others."""
+
+import time
+
+import horovod.torch as stock
+import pytest
+import torch
+from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+
+import scalecom_hvd.torch as hvd
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (2000,)}
+EVERYTHING = 1.0001  # a rate at which k = N, of tensors as small as these
+WHERE = pytest.mark.parametrize("library", [hvd, stock], ids=["ours", "horovod's own"])
+
+
+def make(library, rate, model, lr=1.0, **settings):
+    """An optimizer with ScaleCom, or with rate None stock Horovod's; and its ScaleCom."""
+    compression = stock.Compression.none
+    if rate is not None:
+        compression = hvd.ScaleCom(
+            model.items() if library is stock else None, rate=rate, min_numel=2, warmup_steps=0, dense=(), **settings
+        )
+    return library.DistributedOptimizer(torch.optim.SGD(model.values(), lr=lr), model.items(), compression=compression), compression
+
+
+def compare(library, train, **settings):
+    """With everything chosen, what stock Horovod gives; at rate 10 nothing is lost; gives the last run's compressor."""
+    models = []
+    for where, rate in ((stock, None), (library, EVERYTHING), (library, 10)):
+        model = parameters(SHAPES)
+        optimizer, compressor = make(where, rate, model, **settings)
+        train(optimizer, model)
+        models.append(model)
+    for name in SHAPES:
+        torch.testing.assert_close(models[1][name], models[0][name], rtol=1e-4, atol=1e-5)
+    assert same_on_all_ranks(models[2].values())
+    return models, compressor
+
+
+def nothing_is_lost(models, compressor, steps):
+    came = {name: sum(gradients(SHAPES, rank, step)[name] for rank in range(hvd.size()) for step in range(steps)) for name in SHAPES}
+    assert_nothing_is_lost(models[2], compressor, came, hvd.size())
+    assert compressor.stats()["step"] == steps
+
+
+@WHERE
+@pytest.mark.parametrize("settings", [{}, {"lookahead": True}], ids=str)
+@pytest.mark.parametrize("order", ["closure", "after every backward", "idle optimizer"])
+def test_synchronize_with_nothing_new_changes_nothing(library, settings, order):
+    def train(optimizer, model):
+        for step in range(12):
+
+            def evaluate(step=step):
+                optimizer.zero_grad()
+                feed(model, gradients(SHAPES, hvd.rank(), step))
+                optimizer.synchronize()
+                return torch.tensor(float(step))
+
+            if order == "closure":
+                assert float(optimizer.step(evaluate)) == step
+                continue
+            if order == "idle optimizer":
+                optimizer.synchronize()
+                optimizer.synchronize()
+            evaluate()
+            if order == "after every backward":
+                optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+    nothing_is_lost(*compare(library, train, **settings), 12)
+
+
+@WHERE
+def test_clipping_without_skip_synchronize(library):
+    def train(optimizer, model):
+        for step in range(6):
+            before = torch.cat([p.detach().clone().view(-1) for p in model.values()])
+            optimizer.zero_grad()
+            feed(model, gradients(SHAPES, hvd.rank(), step))
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.values(), 0.01)
+            optimizer.step()
+            after = torch.cat([p.detach().view(-1) for p in model.values()])
+            assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-2)
+
+    _, compressor = compare(library, train)
+    assert compressor.stats()["step"] == 6
+
+
+@WHERE
+def test_grad_scaler_without_skip_synchronize(library):
+    """The averages are unscaled when step() synchronises once more."""
+
+    def train(optimizer, model):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        if isinstance(optimizer._compression, hvd.ScaleCom):
+            optimizer._compression.loss_scale = scaler.get_scale
+            if library is hvd:
+                optimizer._reducer._loss_scale = scaler.get_scale
+        for step in range(8):
+            optimizer.zero_grad()
+            scale = float(scaler.scale(torch.ones(())))
+            feed(model, {name: grad * scale for name, grad in gradients(SHAPES, hvd.rank(), step).items()})
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.values(), 1e9)
+            scaler.step(optimizer)
+            scaler.update()
+
+    nothing_is_lost(*compare(library, train), 8)
+
+
+@WHERE
+def test_gradients_set_by_hand_are_exchanged(library):
+    def train(optimizer, model):
+        for step in range(6):
+            for name, grad in gradients(SHAPES, hvd.rank(), step).items():
+                model[name].grad = torch.from_numpy(grad)
+            optimizer.step()
+
+    nothing_is_lost(*compare(library, train), 6)
+
+
+@WHERE
+def test_what_ranks_change_by_themselves_is_averaged_once_more(library):
+    """Noise of each rank's own, after synchronize() and without skip_synchronize(): ranks stay alike, and no step is counted for it."""
+
+    def train(optimizer, model):
+        noise = torch.Generator().manual_seed(hvd.rank())
+        for step in range(6):
+            optimizer.zero_grad()
+            feed(model, gradients(SHAPES, hvd.rank(), step))
+            optimizer.synchronize()
+            for parameter in model.values():
+                parameter.grad.add_(torch.randn(parameter.shape, generator=noise))
+            optimizer.step()
+
+    _, compressor = compare(library, train)
+    assert compressor.stats()["step"] == 6
+
+
+@WHERE
+def test_one_rank_has_nothing_new_and_others_have(library):
+    def train(optimizer, model):
+        for step in range(8):
+            optimizer.zero_grad()
+            skipped = list(SHAPES) if step % hvd.size() == hvd.rank() else []
+            feed(model, gradients(SHAPES, hvd.rank(), step), skip=skipped)
+            optimizer.synchronize()
+            optimizer.step()
+
+    compare(library, train)
+
+
+def uneven(x):
+    return torch.tensor([len(x) - hvd.size() + 1] + [1] * (hvd.size() - 1), dtype=torch.int32)
+
+
+COLLECTIVES = {
+    "allreduce": lambda library, x, name: library.allreduce(x, name=name),
+    "grouped_allreduce": lambda library, x, name: torch.cat(library.grouped_allreduce([x[:9], x[9:]], name=name)),
+    "allgather": lambda library, x, name: library.allgather(x, name=name),
+    "grouped_allgather": lambda library, x, name: torch.cat(library.grouped_allgather([x[:9], x[9:]], name=name)),
+    "broadcast": lambda library, x, name: library.broadcast(x, 0, name=name),
+    "alltoall": lambda library, x, name: library.alltoall(x, uneven(x), name=name)[0],
+    "reducescatter": lambda library, x, name: library.reducescatter(x, name=name),
+    "grouped_reducescatter": lambda library, x, name: torch.cat(library.grouped_reducescatter([x, x], name=name)),
+}
+
+
+class Net(torch.nn.Module):
+    """Layers before and after a collective, which buckets of their own finish around its backward."""
+
+    def __init__(self, library, collective, name):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(40, 40) for _ in range(5)])
+        self.collective, self.library, self.name = COLLECTIVES[collective], library, name
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i == 2:
+                x = self.collective(self.library, x, self.name)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("name", [None, "features"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
+    found = []
+    for rate in (None, EVERYTHING, 10):
+        net = Net(stock if rate is None else hvd, collective, name)
+        model = dict(net.named_parameters())
+        settings = {} if rate is None else {"bucket_bytes": 1000, "leader": "staggered"}
+        optimizer, _ = make(hvd, rate, model, lr=0.1, **settings)
+        for step in range(6):
+            # Ranks come to their hooks at other times, so that offsets are there on some and not on others.
+            for layer in net.layers:
+                layer.weight.register_post_accumulate_grad_hook(lambda _, step=step: time.sleep(0.002 * ((step + hvd.rank()) % 3)))
+            optimizer.zero_grad()
+            net(torch.randn(8, 40, generator=torch.Generator().manual_seed(step * 8 + hvd.rank()))).backward()
+            optimizer.step()
+        assert same_on_all_ranks(model.values())
+        found.append(model)
+    for key in found[0]:
+        torch.testing.assert_close(found[1][key], found[0][key], rtol=1e-4, atol=1e-6)
