@@ -20,7 +20,7 @@ from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOpti
 from scalecom_hvd.torch.quantisers import QSGD, Float16, Quantiser, Sign
 from scalecom_hvd.torch.transport import exchanges_alive as _exchanges_alive
 
-globals().update(_named_collectives(_horovod))
+globals().update(_named_collectives())
 
 
 def join(device: int = -1) -> int:

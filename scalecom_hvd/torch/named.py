@@ -1,8 +1,9 @@
-"""Names for the collectives that a script calls without one.
+"""Names for the collectives that a script calls without one, and for those that their gradients need.
 
 Horovod names a nameless collective by a counter of all collectives of the process (torch/mpi_ops_v2.cc, GetOpName), which
-counts the exchange's too. How many of those a rank has submitted when backward ends depends on when offsets arrived, so a
-nameless `hvd.allreduce(loss)` between backward() and step() would be called something else on every rank, and wait for ever.
+counts the exchange's too. How many of those a rank has submitted at some moment of backward depends on when offsets arrived, so a
+nameless `hvd.allreduce(loss)` between backward() and step() would be called something else on every rank, and wait for ever. So would
+a differentiable collective in the middle of a model, named or not: its backward calls nameless ones (mpi_ops.py, HorovodAllgather).
 Here they are counted by themselves, and from zero again whenever Horovod is started again, as Horovod counts: in elastic runs a newcomer
 has called none yet. Imports transport alone.
 """
@@ -12,25 +13,42 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
-from types import ModuleType
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
 
 from scalecom_hvd.torch.transport import Restarts
 
 _OPERATIONS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 
 
-def named_collectives(horovod: ModuleType) -> dict[str, Any]:
+def named_collectives() -> dict[str, Any]:
     """{function's name: the same function, which names what was not named} for all collectives of horovod.torch."""
     counts = _Counts()
-    names = [
-        grouped + operation + form
-        for operation in _OPERATIONS
-        for grouped in ("", "grouped_")
-        for form in ("", "_", "_async", "_async_")
-        if hasattr(horovod, grouped + operation + form)
-    ]
-    return {name: _named(getattr(horovod, name), name, counts) for name in names}
+    # Horovod's own code, in a namespace of its own: there the backward of a differentiable collective finds the functions below. Horovod's
+    # module stays as it is.
+    namespace = dict(vars(mpi_ops))
+    for name, kind in vars(mpi_ops).items():
+        if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):
+            namespace[name] = type(name, (kind,), {"backward": staticmethod(_moved(kind.backward, namespace))})
+    named = {}
+    for operation in _OPERATIONS:
+        for name in (grouped + operation + form for grouped in ("", "grouped_") for form in ("", "_", "_async", "_async_")):
+            function = getattr(mpi_ops, name, None)
+            if function is not None:
+                differentiable = name.removeprefix("grouped_") == operation
+                named[name] = _named(_moved(function, namespace) if differentiable else function, name, counts)
+    namespace |= named
+    return named
+
+
+def _moved(function: Callable[..., Any], namespace: dict[str, Any]) -> Callable[..., Any]:
+    """The same code, for which names of the module mean what they mean in `namespace`."""
+    moved = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    return functools.update_wrapper(moved, function)
 
 
 class _Counts:
@@ -47,7 +65,7 @@ class _Counts:
         return self._counts[key] - 1
 
 
-def _named(function: Any, what: str, counts: _Counts) -> Any:
+def _named(function: Callable[..., Any], what: str, counts: _Counts) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
