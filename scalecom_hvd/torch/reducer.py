@@ -132,8 +132,8 @@ class Reducer:
         if found is Found.CHANGED:
             if not self._warned:
                 log.warning(
-                    "gradients were changed after synchronize(), on every rank in another way, and are averaged once more, as Horovod does: "
-                    "whole, not compressed. If they need not be, call step() inside `with optimizer.skip_synchronize():`"
+                    "gradients were changed after synchronize(), on every rank in another way, and are averaged once more, as Horovod "
+                    "does: whole, not compressed. If they need not be, call step() inside `with optimizer.skip_synchronize():`"
                 )
                 self._warned = True
             self._average_again()
