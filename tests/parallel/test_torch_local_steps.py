@@ -43,9 +43,9 @@ def begin(shapes=SHAPES, dtypes=None):
     return {name: torch.nn.Parameter(torch.from_numpy(value).to(dtypes.get(name, torch.float32))) for name, value in values.items()}
 
 
-def make(model, compression, local_steps, lr=LR, momentum=0.0, **more):
+def make(model, compression, local_steps, lr=LR, momentum=0.0, made=None, **more):
     compressor = COMPRESSIONS[compression]() if isinstance(compression, str) else compression
-    sgd = torch.optim.SGD(model.values(), lr=lr, momentum=momentum)
+    sgd = made or torch.optim.SGD(model.values(), lr=lr, momentum=momentum)
     optimizer = hvd.DistributedOptimizer(sgd, model.items(), compression=compressor, local_steps=local_steps, **more)
     return optimizer, optimizer.compression
 
@@ -457,6 +457,84 @@ def test_a_closure_whose_gradients_are_bad():
     assert same_on_all_ranks(model.values())
 
 
+class Twice(torch.optim.Optimizer):
+    """Evaluates the closure where the gradient leads to, too; momenta are in its state under two names, and in a list."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.125, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = state["same"] = torch.zeros_like(p)
+                    state["past"] = []
+                state["past"].append(state["momentum"].clone())
+                state["momentum"].mul_(0.5)
+                if p.grad is not None:
+                    state["momentum"].add_(p.grad)
+                p.sub_(state["same"], alpha=group["lr"])
+        torch.enable_grad()(closure)()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.add_(self.state[p]["same"], alpha=group["lr"]).sub_(p.grad, alpha=group["lr"])
+            self.state[p]["past"].pop(0)
+        return loss
+
+
+EVALUATES = {
+    "twice": Twice,
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3),
+    "LBFGS, searching": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3, line_search_fn="strong_wolfe"),
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATES)
+def test_a_bad_gradient_in_any_evaluation_undoes_the_step(kind):
+    """As if that step had not been asked for: parameters and state, which are the same objects still."""
+    goal = {name: torch.from_numpy(value).clamp(-1, 1) for name, value in gradients(SHAPES, 7, hvd.rank()).items()}
+    goal["double"] = goal["double"].double()
+    model, alone = begin(), begin()
+    optimizer, compressor = make(model, "ScaleCom", 30, made=EVALUATES[kind](model.values()))
+    plain = EVALUATES[kind](alone.values())
+    skipped = 0
+
+    def closure(sgd, values, losses, bad=None):
+        def evaluate():
+            sgd.zero_grad()
+            loss = sum(((values[name] - goal[name]).square() * (1 + goal[name].abs())).sum().float() for name in SHAPES)
+            loss.backward()
+            losses.append(loss.detach())
+            if len(losses) == bad:
+                values["third"].grad[5] = (np.inf, np.nan)[bad % 2]
+            return losses[-1]
+
+        return evaluate
+
+    for step in range(14):
+        for one in (model, alone):
+            one["bias"].requires_grad_(step < 6)
+        bad = 1 + step // 2 % 4 if step % 2 == 0 and hvd.rank() % 2 else None
+        state = {id(p): id(values) for p, values in optimizer.state.items()}
+        kept = {name: parameter.detach().clone() for name, parameter in model.items()}
+        losses = []
+        optimizer.step(closure(optimizer, model, losses, bad))
+        if bad is None or len(losses) < bad:  # it may not come so far
+            assert torch.equal(losses[0], plain.step(closure(plain, alone, [])))
+            continue
+        skipped += 1
+        assert all(torch.equal(model[name], kept[name]) for name in SHAPES), step
+        assert {id(p): id(values) for p, values in optimizer.state.items()} == state
+    assert compressor.stats()["steps_skipped"] == skipped >= (hvd.rank() % 2) * 3
+    assert all(torch.equal(model[name], alone[name]) for name in SHAPES)
+    assert all(id(p) in {id(q) for q in model.values()} for p in optimizer.state)
+    optimizer.synchronize_parameters()
+    assert same_on_all_ranks(model.values())
+
+
 def test_step_hooks_are_called_once_and_see_gradients_that_are_not_scaled():
     model = begin()
     optimizer, _ = make(model, "ScaleCom", 2)
@@ -490,6 +568,30 @@ def test_a_rank_that_goes_back_forgets_its_momentum():
     assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (2, 1)
     assert same_on_all_ranks(model.values())
     assert all(parameter.abs().max() < 1e3 for parameter in model.values())
+
+
+def test_a_rank_that_goes_back_forgets_what_lbfgs_gathered():
+    model = begin()
+    optimizer, _ = make(model, hvd.Compression.none, 2, made=EVALUATES["LBFGS"](model.values()))
+    goal = {name: torch.from_numpy(value) for name, value in gradients(SHAPES, 7, hvd.rank()).items()}
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((model[name] - goal[name]).square().sum().float() for name in SHAPES)
+        loss.backward()
+        return loss.detach()
+
+    for step in range(4):
+        loss = optimizer.step(closure)
+        if step == 2 and hvd.rank() == 1:
+            model["third"].detach()[7] = np.inf
+            next(iter(optimizer.state.values()))["old_stps"][0].fill_(np.nan)
+    for _ in range(2):
+        before = {name: parameter.detach().clone() for name, parameter in model.items()}
+        assert optimizer.step(closure).isfinite()
+        assert not torch.equal(model["third"], before["third"])
+    assert loss.isfinite() == (hvd.rank() != 1)
+    assert same_on_all_ranks(model.values())
 
 
 def test_accumulated_gradients():
