@@ -63,7 +63,8 @@ class OptimizerHandler(_state.OptimizerStateHandler):
 
     def restore(self) -> None:
         self._residues.restore()
-        super().restore()
+        # An optimizer goes on with the tensors it is given: Horovod would give it the commit's own, which a second failure needs.
+        self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
 
     def sync(self) -> None:
         local = self.value._compression.local

@@ -961,6 +961,21 @@ def test_an_elastic_states_optimizer_stays_each_ranks_own():
         assert torch.equal(optimizer.state[model[name]]["momentum_buffer"], buffer)
 
 
+@pytest.mark.parametrize("local_steps", [None, 4])
+def test_a_commit_is_restored_twice(local_steps):
+    """What is trained after the first time does not change it: an optimizer goes on with the tensors it is given."""
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", local_steps, momentum=MOMENTUM)
+    state = horovod.elastic.TorchState(model=Holder(model), optimizer=optimizer)
+    learn(optimizer, model, range(2))
+    state.save()
+    momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.values()]
+    for _ in range(2):
+        learn(optimizer, model, range(2, 5))
+        state.restore()
+        assert all(torch.equal(optimizer.state[p]["momentum_buffer"], one) for p, one in zip(model.values(), momenta, strict=True))
+
+
 # Refusals.
 
 
