@@ -64,7 +64,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     Where a rank's loaded state is in the middle of a round of local steps, the root sends the common parameters to ranks without a state,
     and those with one have their own again afterwards.
     """
-    held = [local for local in rounds_of(params) if local.held]
+    held = [local for local in rounds_of(params) if local.held] if any(local.held for local in list(_alive)) else []
     for local in held:
         local.show_common()
     try:
@@ -78,9 +78,10 @@ def rounds_of(params: Any) -> list[LocalSteps]:
     """The local steps whose parameters are among these: a dict, or a list, as broadcast_parameters takes."""
     if not isinstance(params, (dict, list)):
         return []  # which Horovod refuses
-    gc.collect()  # an optimizer that was deleted hangs in a cycle with its own class, and its parameters are perhaps another's now
     tensors = params.values() if isinstance(params, dict) else [item[1] if isinstance(item, tuple) else item for item in params]
     places = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}  # a state_dict has other objects
+    if any(local.trains(places) for local in list(_alive)):
+        gc.collect()  # an optimizer that was deleted hangs in a cycle with its own class, and its parameters are perhaps another's now
     return [local for local in list(_alive) if local.trains(places)]
 
 
