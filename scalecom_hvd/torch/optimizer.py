@@ -3,7 +3,7 @@
 Horovod makes its optimizer's class from a copy of `_DistributedOptimizer.__dict__`, and that copy's methods call
 `super(self.__class__, self)`, so it cannot be subclassed (0.28.1, optimizer.py:598). Here the same is done with two entries
 changed; hooks, synchronize, accumulation, clipping, closures and state stay Horovod's. With local steps there are no hooks, and `step`
-is replaced as well. Imports compressor, reducer and local_steps.
+is replaced as well. Imports compressor, reducer, local_steps and undo.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from scalecom_hvd.torch.local_steps import LocalSteps, NotFinite, check_gradient
 from scalecom_hvd.torch.news import News
 from scalecom_hvd.torch.reducer import Reducer
 from scalecom_hvd.torch.transport import Transport
+from scalecom_hvd.torch.undo import Remembered
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -176,7 +177,8 @@ def _local_members(local: LocalSteps, base: type, parameters: dict[str, torch.Te
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on this rank's own parameters, and a synchronisation with the other ranks if one is due.
 
-        Every rank has to take every step. A gradient that is not finite makes the step one that changes nothing on this rank.
+        Every rank has to take every step. A gradient that is not finite, in any evaluation of the closure, makes the step one that changes
+        nothing on this rank.
         """
         trained = [p for group in self.param_groups for p in group["params"]]
         if any(p.requires_grad and id(p) not in known for p in trained):
@@ -201,10 +203,16 @@ def _local_members(local: LocalSteps, base: type, parameters: dict[str, torch.Te
         def take() -> Any:
             if found is not None and float(found):
                 raise NotFinite
-            if closure is not None:
+            if closure is None:
+                check_gradients(trained)
+                return base.step(self)
+            # The gradient that is bad may be that of a later evaluation, when parameters and state were changed already.
+            before = Remembered(self.param_groups, self.state)
+            try:
                 return base.step(self, checked)
-            check_gradients(trained)
-            return base.step(self)
+            except NotFinite:
+                before.put_back()
+                raise
 
         return local.step(take)
 
@@ -223,6 +231,8 @@ def _local_members(local: LocalSteps, base: type, parameters: dict[str, torch.Te
 
 def _zero_state(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer forget momentum and moments."""
+    if any(isinstance(value, list) for state in optimizer.state.values() for value in state.values()):
+        optimizer.state.clear()  # a history, as LBFGS has: of zeros it would make no step ever again
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):

@@ -3,6 +3,7 @@
 import copy
 import io
 
+import horovod.torch as horovod
 import numpy as np
 import pytest
 import rules
@@ -42,9 +43,9 @@ def begin(shapes=SHAPES, dtypes=None):
     return {name: torch.nn.Parameter(torch.from_numpy(value).to(dtypes.get(name, torch.float32))) for name, value in values.items()}
 
 
-def make(model, compression, local_steps, lr=LR, momentum=0.0, **more):
+def make(model, compression, local_steps, lr=LR, momentum=0.0, made=None, **more):
     compressor = COMPRESSIONS[compression]() if isinstance(compression, str) else compression
-    sgd = torch.optim.SGD(model.values(), lr=lr, momentum=momentum)
+    sgd = made or torch.optim.SGD(model.values(), lr=lr, momentum=momentum)
     optimizer = hvd.DistributedOptimizer(sgd, model.items(), compression=compressor, local_steps=local_steps, **more)
     return optimizer, optimizer.compression
 
@@ -456,6 +457,84 @@ def test_a_closure_whose_gradients_are_bad():
     assert same_on_all_ranks(model.values())
 
 
+class Twice(torch.optim.Optimizer):
+    """Evaluates the closure where the gradient leads to, too; momenta are in its state under two names, and in a list."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.125, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = state["same"] = torch.zeros_like(p)
+                    state["past"] = []
+                state["past"].append(state["momentum"].clone())
+                state["momentum"].mul_(0.5)
+                if p.grad is not None:
+                    state["momentum"].add_(p.grad)
+                p.sub_(state["same"], alpha=group["lr"])
+        torch.enable_grad()(closure)()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.add_(self.state[p]["same"], alpha=group["lr"]).sub_(p.grad, alpha=group["lr"])
+            self.state[p]["past"].pop(0)
+        return loss
+
+
+EVALUATES = {
+    "twice": Twice,
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3),
+    "LBFGS, searching": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3, line_search_fn="strong_wolfe"),
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATES)
+def test_a_bad_gradient_in_any_evaluation_undoes_the_step(kind):
+    """As if that step had not been asked for: parameters and state, which are the same objects still."""
+    goal = {name: torch.from_numpy(value).clamp(-1, 1) for name, value in gradients(SHAPES, 7, hvd.rank()).items()}
+    goal["double"] = goal["double"].double()
+    model, alone = begin(), begin()
+    optimizer, compressor = make(model, "ScaleCom", 30, made=EVALUATES[kind](model.values()))
+    plain = EVALUATES[kind](alone.values())
+    skipped = 0
+
+    def closure(sgd, values, losses, bad=None):
+        def evaluate():
+            sgd.zero_grad()
+            loss = sum(((values[name] - goal[name]).square() * (1 + goal[name].abs())).sum().float() for name in SHAPES)
+            loss.backward()
+            losses.append(loss.detach())
+            if len(losses) == bad:
+                values["third"].grad[5] = (np.inf, np.nan)[bad % 2]
+            return losses[-1]
+
+        return evaluate
+
+    for step in range(14):
+        for one in (model, alone):
+            one["bias"].requires_grad_(step < 6)
+        bad = 1 + step // 2 % 4 if step % 2 == 0 and hvd.rank() % 2 else None
+        state = {id(p): id(values) for p, values in optimizer.state.items()}
+        kept = {name: parameter.detach().clone() for name, parameter in model.items()}
+        losses = []
+        optimizer.step(closure(optimizer, model, losses, bad))
+        if bad is None or len(losses) < bad:  # it may not come so far
+            assert torch.equal(losses[0], plain.step(closure(plain, alone, [])))
+            continue
+        skipped += 1
+        assert all(torch.equal(model[name], kept[name]) for name in SHAPES), step
+        assert {id(p): id(values) for p, values in optimizer.state.items()} == state
+    assert compressor.stats()["steps_skipped"] == skipped >= (hvd.rank() % 2) * 3
+    assert all(torch.equal(model[name], alone[name]) for name in SHAPES)
+    assert all(id(p) in {id(q) for q in model.values()} for p in optimizer.state)
+    optimizer.synchronize_parameters()
+    assert same_on_all_ranks(model.values())
+
+
 def test_step_hooks_are_called_once_and_see_gradients_that_are_not_scaled():
     model = begin()
     optimizer, _ = make(model, "ScaleCom", 2)
@@ -489,6 +568,30 @@ def test_a_rank_that_goes_back_forgets_its_momentum():
     assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (2, 1)
     assert same_on_all_ranks(model.values())
     assert all(parameter.abs().max() < 1e3 for parameter in model.values())
+
+
+def test_a_rank_that_goes_back_forgets_what_lbfgs_gathered():
+    model = begin()
+    optimizer, _ = make(model, hvd.Compression.none, 2, made=EVALUATES["LBFGS"](model.values()))
+    goal = {name: torch.from_numpy(value) for name, value in gradients(SHAPES, 7, hvd.rank()).items()}
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((model[name] - goal[name]).square().sum().float() for name in SHAPES)
+        loss.backward()
+        return loss.detach()
+
+    for step in range(4):
+        loss = optimizer.step(closure)
+        if step == 2 and hvd.rank() == 1:
+            model["third"].detach()[7] = np.inf
+            next(iter(optimizer.state.values()))["old_stps"][0].fill_(np.nan)
+    for _ in range(2):
+        before = {name: parameter.detach().clone() for name, parameter in model.items()}
+        assert optimizer.step(closure).isfinite()
+        assert not torch.equal(model["third"], before["third"])
+    assert loss.isfinite() == (hvd.rank() != 1)
+    assert same_on_all_ranks(model.values())
 
 
 def test_accumulated_gradients():
@@ -604,17 +707,133 @@ def test_resuming_is_bit_identical(compression, at, own):
         assert again.compression.stats()["steps_taken"] == 13
 
 
-def test_rank_0s_model_serves_all_in_the_middle_of_a_round():
-    """As usual rank 0's model is loaded and broadcast; each rank's own comes with its residues, whichever is first."""
+def learn(optimizer, model, steps, bad=(), forwards=None):
+    """Steps whose gradients depend on the parameters; on odd ranks those of `bad` are not finite. forwards: gets the parameters at each."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for name, grad in gradients(SHAPES, hvd.rank(), step).items():
+            loss = (
+                loss + (model[name] * torch.from_numpy(grad).to(model[name].dtype)).sum().float() / 4 + model[name].square().sum().float()
+            )
+        if forwards is not None:
+            forwards.append({name: parameter.detach().clone() for name, parameter in model.items()})
+        (loss * (np.nan if step in bad and hvd.rank() % 2 else 0.25)).backward()
+        optimizer.step()
+
+
+def copy_into(model, values):
+    with torch.no_grad():
+        for name, parameter in model.items():
+            parameter.copy_(values[name])
+
+
+ORDERS = {
+    "state, broadcast": ("made", "state", "broadcast"),
+    "broadcast, state": ("made", "broadcast", "state"),
+    "state before all": ("state", "made", "model", "broadcast"),
+    "state, model, broadcast": ("made", "state", "model", "evaluate", "broadcast"),
+    "twice": ("made", "state", "model", "state", "broadcast", "model", "broadcast"),
+}
+KINDS = {
+    "a schedule": (4, {}),
+    "one for each rank": ([4, 5, 4, 3], {}),
+    "half precision": (4, {"first": torch.float16, "third": torch.float16}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"), [(kind, order) for kind in KINDS for order in list(ORDERS)[: 2 if kind != "a schedule" else None]]
+)
+def test_own_parameters_are_in_place_before_the_first_forward(kind, order):
+    """In the middle of a round; as usual rank 0's model is loaded and broadcast. The first step is skipped on odd ranks."""
+    local_steps, dtypes = KINDS[kind]
+    local_steps = local_steps[: hvd.size()] if isinstance(local_steps, list) else local_steps
+    straight, seen = begin(dtypes=dtypes), []
+    optimizer, _ = make(straight, "ScaleCom", local_steps, momentum=MOMENTUM)
+    learn(optimizer, straight, range(6))
+    state, momentum, own = checkpoint(straight, optimizer)
+    learn(optimizer, straight, range(6, 13), bad=[6], forwards=seen)
+
+    rank_0s = hvd.broadcast_object(own, root_rank=0)
+    model, again, compressor = begin(dtypes=dtypes), None, COMPRESSIONS["ScaleCom"]()
+    copy_into(model, rank_0s)
+    for what in ORDERS[order]:
+        if what == "made":
+            again, _ = make(model, compressor, local_steps, momentum=MOMENTUM)
+            again.load_state_dict(copy.deepcopy(momentum))
+        elif what == "state":
+            compressor.load_state_dict(copy.deepcopy(state))
+        elif what == "model":
+            copy_into(model, rank_0s)
+        elif what == "evaluate":
+            assert all(torch.equal(model[name], rank_0s[name]) for name in SHAPES)
+        else:
+            hvd.broadcast_parameters(model if hvd.rank() % 2 else list(model.items()), root_rank=0)
+    assert all(torch.equal(model[name], own[name]) for name in SHAPES)
+    resumed = []
+    learn(again, model, range(6, 13), bad=[6], forwards=resumed)
+    for step, (one, other) in enumerate(zip(seen, resumed, strict=True), 6):
+        assert all(torch.equal(one[name], other[name]) for name in SHAPES), f"step {step}"
+    assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
+    if hvd.rank() % 2:
+        assert all(torch.equal(resumed[0][name], resumed[1][name]) for name in SHAPES)  # the skipped step changed nothing
+    assert not torch.equal(rank_0s["third"], own["third"]) or hvd.rank() == 0
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_parameters_overwritten_after_the_state_was_loaded_are_refused_on_all_ranks(who):
     straight = begin()
     optimizer, _ = make(straight, "ScaleCom", 4, momentum=MOMENTUM)
-    run(optimizer, straight, range(6))
+    learn(optimizer, straight, range(6))
     saved = checkpoint(straight, optimizer)
-    run(optimizer, straight, range(6, 12))
+    learn(optimizer, straight, range(6, 12))
     model, again = resume("ScaleCom", 4, saved, ("residues", "optimizer"))
+    if who == "all":
+        horovod.broadcast_parameters(model, root_rank=0)
+    elif hvd.rank() == 1:
+        copy_into(model, begin())
+    kept = {name: parameter.detach().clone() for name, parameter in model.items()}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameters of rank 1.*load the compressor's state last, or call broadcast_parameters of"):
+            learn(again, model, [6])
+    assert all(torch.equal(model[name], kept[name]) for name in SHAPES)
     hvd.broadcast_parameters(model, root_rank=0)
-    run(again, model, range(6, 12))
+    learn(again, model, range(6, 12))
     assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
+
+
+def test_a_broadcast_in_training_is_as_in_horovod():
+    """What is held is held until the first step only; and another model's broadcast concerns nobody."""
+    model, other = begin(), begin()
+    optimizer, _ = make(model, "ScaleCom", 4)
+    learn(optimizer, model, range(2))
+    saved = checkpoint(model, optimizer)
+    model, again = resume("ScaleCom", 4, saved, ("residues",))
+    copy_into(model, begin())
+    hvd.broadcast_parameters(other, root_rank=0)
+    assert all(torch.equal(model[name], other[name]) for name in SHAPES)
+    hvd.broadcast_parameters(model, root_rank=0)
+    learn(again, model, [2])
+    assert not same_on_all_ranks(model.values())
+    hvd.broadcast_parameters(model, root_rank=0)
+    assert same_on_all_ranks(model.values())
+
+
+def test_who_has_no_state_gets_the_common_parameters_from_the_broadcast():
+    straight = begin()
+    optimizer, _ = make(straight, "ScaleCom", 4, momentum=MOMENTUM)
+    learn(optimizer, straight, range(6))
+    saved = checkpoint(straight, optimizer)
+    common = saved[0]["local_steps"]["common"]
+    model, again = resume("ScaleCom", 4, saved, () if hvd.rank() == 1 else ("residues", "optimizer"), values=begin())
+    hvd.broadcast_parameters(model, root_rank=0)
+    began = common if hvd.rank() == 1 else saved[2]
+    assert all(torch.equal(model[name], began[name]) for name in SHAPES)
+    learn(again, model, [6], bad=[6])
+    assert hvd.rank() % 2 == 0 or all(torch.equal(model[name], began[name]) for name in SHAPES)
+    learn(again, model, range(7, 12))
+    assert same_on_all_ranks(model.values())
 
 
 def test_a_newcomer_begins_from_the_common_parameters(caplog):
@@ -641,15 +860,16 @@ def test_a_newcomer_begins_from_the_common_parameters(caplog):
     assert same_on_all_ranks(model.values())
 
 
+class Holder(torch.nn.Module):
+    def __init__(self, values):
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(f"the_{name}", value)
+
+
 def test_an_elastic_state_keeps_a_round():
     """Commit in the middle of a round, go on, lose it, come back: as if nothing had been done since."""
     from scalecom_hvd.torch import elastic
-
-    class Holder(torch.nn.Module):
-        def __init__(self, values):
-            super().__init__()
-            for name, value in values.items():
-                self.register_parameter(f"the_{name}", value)
 
     def expected(steps):
         """Where plain SGD, all of it averaged, ends."""
@@ -681,6 +901,49 @@ def test_an_elastic_state_keeps_a_round():
         np.testing.assert_allclose(model[name].detach().numpy(), want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("who", ["newcomer", "committed less"])
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(who, order):
+    """Before they compute a gradient: a skipped step changes nothing. Horovod's own state does."""
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", 4, momentum=MOMENTUM)
+
+    def state_of(model, optimizer):
+        kept = {"net": Holder(model), "sgd": optimizer, "residues": optimizer.compression}
+        return horovod.elastic.TorchState(**dict(kept.items() if order == "model first" else reversed(kept.items())))
+
+    state = state_of(model, optimizer)
+    state.sync()  # as elastic runs begin
+    learn(optimizer, model, range(2))
+    state.save()
+    learn(optimizer, model, range(2, 6))
+    if who == "newcomer":
+        if hvd.rank() == 1:
+            model = begin()
+            optimizer, _ = make(model, "ScaleCom", 4, momentum=MOMENTUM)
+            state = state_of(model, optimizer)
+        optimizer._local.reducer.agree_anew()  # as when Horovod is started again
+    else:
+        if hvd.rank() != 1:
+            state.save()
+        learn(optimizer, model, range(6, 8))
+        state.restore()
+    own = {name: parameter.detach().clone() for name, parameter in model.items()}
+    state.sync()
+    common = hvd.broadcast_object({name: x.detach() for name, x in optimizer._local.common.items()}, root_rank=0)
+    began = common if hvd.rank() == 1 else own
+    assert all(torch.equal(model[name], began[name]) for name in SHAPES)
+    assert hvd.rank() == 1 or not torch.equal(own["third"], common["third"])
+    momenta = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model.values()]
+    learn(optimizer, model, [6], bad=[6])
+    if hvd.rank() % 2:
+        assert all(torch.equal(model[name], began[name]) for name in SHAPES)
+        assert all(torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in zip(model.values(), momenta, strict=True))
+    optimizer.synchronize_parameters()
+    assert optimizer.compression.stats()["steps_taken"] == 7
+    assert same_on_all_ranks(model.values())
+
+
 def test_an_elastic_states_optimizer_stays_each_ranks_own():
     from scalecom_hvd.torch import elastic
 
@@ -696,6 +959,21 @@ def test_an_elastic_states_optimizer_stays_each_ranks_own():
     state.sync()
     for name, buffer in buffers.items():
         assert torch.equal(optimizer.state[model[name]]["momentum_buffer"], buffer)
+
+
+@pytest.mark.parametrize("local_steps", [None, 4])
+def test_a_commit_is_restored_twice(local_steps):
+    """What is trained after the first time does not change it: an optimizer goes on with the tensors it is given."""
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", local_steps, momentum=MOMENTUM)
+    state = horovod.elastic.TorchState(model=Holder(model), optimizer=optimizer)
+    learn(optimizer, model, range(2))
+    state.save()
+    momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.values()]
+    for _ in range(2):
+        learn(optimizer, model, range(2, 5))
+        state.restore()
+        assert all(torch.equal(optimizer.state[p]["momentum_buffer"], one) for p, one in zip(model.values(), momenta, strict=True))
 
 
 # Refusals.

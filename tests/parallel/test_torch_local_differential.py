@@ -1,0 +1,573 @@
+"""Random programs of local steps on real ranks, held to plain PyTorch: what a script does here, every rank also does for all n workers.
+
+A worker is a model, an ordinary optimizer and perhaps a GradScaler; at the schedule's steps the workers' parameters are averaged. With
+everything chosen, parameters must be equal after every line of the program. At rate 10 they must be between synchronisations, and at these
+nothing may be lost: what left the ranks' residues and changes, averaged, is what the common parameters moved by.
+
+Every rank makes the same programs from the same seed. By default they are the same ones in every run, as many as fit into some seconds but
+no more than PROGRAMS; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin. A program that fails is
+printed with its seed.
+"""
+
+import contextlib
+import copy
+import gc
+import io
+import os
+import random
+import time
+
+import pytest
+import torch
+
+import scalecom_hvd.torch as hvd
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 10))
+PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 25
+FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
+LINES = 16
+RULES = (
+    *("step",) * 10,
+    *("end the round", "freeze", "collective", "save", "resume", "resume", "go back", "commit", "restore", "meet"),
+)
+ORDERS = (
+    "model make state broadcast",
+    "model make broadcast state",
+    "model state make broadcast",
+    "state model make broadcast",
+    "make state model broadcast",
+    "make state model broadcast state broadcast",
+    "own make state",
+    "make state own",
+)
+TOLERANCES = {torch.float64: {"rtol": 1e-7, "atol": 1e-7}, torch.float32: {"rtol": 1e-3, "atol": 1e-4}}
+
+
+class Net(torch.nn.Module):
+    """Three layers, one of which only some batches use."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, self.detour, self.last = (torch.nn.Linear(*sizes, dtype=dtype) for sizes in ((6, 8), (8, 8), (8, 5)))
+        generator = torch.Generator().manual_seed(7)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.4, generator=generator)
+
+    def hidden(self, inputs, detour):
+        hidden = torch.tanh(self.first(inputs))
+        return hidden + torch.tanh(self.detour(hidden)) if detour else hidden
+
+
+class Twice(torch.optim.Optimizer):
+    """Evaluates the closure again where its momentum leads to."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):
+        trained = [p for group in self.param_groups for p in group["params"]]
+        loss = torch.enable_grad()(closure)()
+        for p in trained:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.5)
+            if p.grad is not None:
+                momentum.add_(p.grad)
+            p.sub_(momentum, alpha=self.param_groups[0]["lr"])
+        torch.enable_grad()(closure)()
+        for p in (p for p in trained if p.grad is not None):
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5, weight_decay=0.01),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.03, eps=1e-3),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.3, max_iter=3, history_size=2),
+    "LBFGS, searching": lambda params: torch.optim.LBFGS(params, lr=0.3, max_iter=3, history_size=2, line_search_fn="strong_wolfe"),
+    "twice": Twice,
+}
+
+
+class BadGradient(Exception):  # noqa: N818
+    """In a worker of plain PyTorch."""
+
+
+class Plain:
+    """What local steps are of an ordinary optimizer, but for the averages: a step with a bad gradient is as if nobody had asked for it."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.zero_grad, self.state_dict, self.load_state_dict = optimizer.zero_grad, optimizer.state_dict, optimizer.load_state_dict
+        self.synchronize, self.skip_synchronize = lambda: None, contextlib.nullcontext
+
+    def check(self):
+        if not all(bool(p.grad.isfinite().all()) for p in self.parameters if p.grad is not None):
+            raise BadGradient
+
+    def step(self, closure=None):
+        def checked():
+            loss = closure()
+            self.check()
+            return loss
+
+        state = copy.deepcopy(self.optimizer.state_dict()) if closure else None
+        values = [p.detach().clone() for p in self.parameters]
+        try:
+            if closure is None:
+                self.check()
+            self.optimizer.step(*([checked] if closure else []))
+        except BadGradient:
+            with torch.no_grad():
+                for p, value in zip(self.parameters, values, strict=True):
+                    p.copy_(value)
+            if state is not None:
+                self.optimizer.load_state_dict(state)
+
+
+class Worker:
+    """One rank's model, optimizer and scaler; real or not."""
+
+    def __init__(self, rank, net, optimizer, scaler, plain):
+        self.rank, self.net, self.optimizer, self.scaler, self.plain = rank, net, optimizer, scaler, plain
+
+    def loss(self, hidden, plan, number):
+        target = torch.randn(4, 5, dtype=hidden.dtype, generator=self.random(plan, number + 100)).clamp(-1, 1)
+        loss = torch.nn.functional.mse_loss(torch.tanh(self.net.last(hidden)), target)
+        return self.scaler.scale(loss) if self.scaler is not None and not plan["closure"] else loss
+
+    def random(self, plan, number):
+        return torch.Generator().manual_seed((plan["seed"] * 1000 + number) * 10 + self.rank)
+
+    def hidden(self, plan, number):
+        if plan["raises"] == self.rank and number == 0:
+            raise ZeroDivisionError("in forward")
+        inputs = torch.randn(4, 6, dtype=self.net.last.weight.dtype, generator=self.random(plan, number))
+        return self.net.hidden(inputs, plan["detours"][self.rank])
+
+    def take(self, plan):
+        """What comes after backward, up to the step."""
+        optimizer, parameters = self.optimizer, list(self.net.parameters())
+        if plan["hand"] == self.rank:
+            parameters[0].grad = torch.full_like(parameters[0], 0.25)
+        for p in parameters:
+            if plan["halved"] and p.grad is not None:
+                p.grad.mul_(0.5)
+        if plan["bad"][0] == self.rank and parameters[-1].grad is not None:
+            parameters[-1].grad[2] = plan["bad"][1]
+        for _ in range(plan["synchronize"]):
+            optimizer.synchronize()
+        # A scaler refuses to step without gradients.
+        scaler = self.scaler if any(p.grad is not None for p in parameters) else None
+        if plan["clip"]:
+            if scaler is not None:
+                scaler.unscale_(optimizer.optimizer if self.plain else optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, plan["clip"])
+        with optimizer.skip_synchronize() if plan["skip"] else contextlib.nullcontext():
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer.optimizer if self.plain else optimizer)
+                scaler.update()
+
+    def take_by_closure(self, plan):
+        evaluations = 0
+
+        def closure():
+            nonlocal evaluations
+            evaluations += 1
+            self.net.zero_grad(plan["zero"] != "zeros")
+            loss = self.loss(self.hidden(plan, 1), plan, 1)
+            loss.backward()
+            for _ in range(plan["synchronize"]):
+                self.optimizer.synchronize()
+            if plan["clip"]:
+                torch.nn.utils.clip_grad_norm_(self.net.parameters(), plan["clip"])
+            if plan["bad"][0] == self.rank and plan["bad"][2] == evaluations and self.net.last.bias.grad is not None:
+                self.net.last.bias.grad[2] = plan["bad"][1]
+            return loss.detach()
+
+        if plan["raises"] == self.rank:
+            self.optimizer.zero_grad()  # nothing to evaluate: a closure that computes no gradient
+            self.optimizer.step(lambda: torch.zeros(()))
+            return
+        self.optimizer.step(closure)
+
+
+def train(workers, plan, share):
+    """The lines of a training script for these workers; gives whether they took a step. share: gives each what all have in the middle."""
+    if plan["closure"]:
+        if plan["raises"] is not None and plan["nobody steps"]:
+            return False
+        for worker in workers:
+            worker.take_by_closure(plan)
+        return True
+    for worker in workers:
+        if plan["zero"] != "left":
+            worker.net.zero_grad(plan["zero"] == "none")
+    for number in range(plan["passes"]):
+        hidden = {}
+        for worker in workers:
+            try:
+                hidden[worker] = worker.hidden(plan, number)
+            except ZeroDivisionError:
+                worker.optimizer.zero_grad()
+        if plan["shared"] and plan["raises"] is None:
+            middle = share([one.mean(0) for one in hidden.values()], plan, number)
+            hidden = {worker: one + common for (worker, one), common in zip(hidden.items(), middle, strict=True)}
+        losses = [worker.loss(one, plan, number) for worker, one in hidden.items()]
+        if losses and losses[0].requires_grad:
+            sum(losses).backward()
+    if plan["raises"] is not None and plan["nobody steps"]:
+        return False
+    for worker in workers:
+        worker.take(plan)
+    return True
+
+
+def shared_by_horovod(hidden, plan, number):
+    return [hvd.allreduce(hidden[0], name=None if plan["shared"] == "nameless" else f"fuzz.middle.{number}")]
+
+
+def shared_by_all(hidden, plan, number):
+    return [sum(hidden) / len(hidden)] * len(hidden)
+
+
+class Simulated:
+    """All workers in plain PyTorch. x: the common parameters; start: where each began its round."""
+
+    def __init__(self, setting):
+        self.setting, n = setting, hvd.size()
+        self.workers = []
+        for rank in range(n):
+            net = Net(setting["dtype"])
+            self.workers.append(Worker(rank, net, Plain(OPTIMIZERS[setting["optimizer"]](net.parameters())), make_scaler(setting), True))
+        self.names = [name for name, _ in net.named_parameters()]
+        self.x = self.values()[0]
+        self.start = [self.x] * n
+        self.taken = self.last = 0
+
+    def values(self):
+        return [{name: p.detach().clone() for name, p in worker.net.named_parameters()} for worker in self.workers]
+
+    def set(self, rank, values):
+        with torch.no_grad():
+            for name, p in self.workers[rank].net.named_parameters():
+                p.copy_(values[name])
+
+    def due(self):
+        """Who synchronises after the step that was just taken."""
+        steps = self.setting["local_steps"]
+        if isinstance(steps, list):
+            return [rank for rank, every in enumerate(steps) if self.taken % every == 0]
+        changes = steps if isinstance(steps, dict) else {0: steps}
+        if self.taken < self.last + changes[max(first for first in changes if first <= self.last)]:
+            return []
+        self.last = self.taken
+        return list(range(len(self.workers)))
+
+    def average(self, due):
+        values = self.values()
+        self.x = {
+            name: x - sum(self.start[rank][name] - values[rank][name] for rank in due) / len(self.workers) for name, x in self.x.items()
+        }
+        self.arrive(due)
+
+    def arrive(self, due):
+        for rank in due:
+            self.set(rank, self.x)
+            self.start[rank] = self.x
+
+    def save(self):
+        kept = [(worker.optimizer.state_dict(), worker.scaler and worker.scaler.state_dict()) for worker in self.workers]
+        return copy.deepcopy([kept, self.values(), self.x, self.start, self.taken, self.last])
+
+    def load(self, saved):
+        kept, values, self.x, self.start, self.taken, self.last = copy.deepcopy(saved)
+        for worker, (state, scaler), value in zip(self.workers, kept, values, strict=True):
+            worker.optimizer.load_state_dict(state)
+            if scaler is not None:
+                worker.scaler.load_state_dict(scaler)
+            self.set(worker.rank, value)
+
+
+def make_scaler(setting):
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) if setting["scaler"] else None
+
+
+class Training:
+    """A model's training in a program: the real one of this rank, and the simulated one of all."""
+
+    def __init__(self, setting, choose, log):
+        self.setting, self.choose, self.log = setting, choose, log
+        self.simulated = Simulated(setting)
+        self.frozen, self.saved, self.committed, self.seen = set(), None, None, []
+        self.scaler = make_scaler(setting)
+        net = Net(setting["dtype"])
+        self.make(net, self.compressor())
+        self.commit()
+
+    def compressor(self):
+        kind, fields = self.setting["compression"]
+        return hvd.Compression.none if kind is None else getattr(hvd, kind)(**({"min_numel": 2, "dense": [], "warmup_steps": 0} | fields))
+
+    def make(self, net, compressor):
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS[self.setting["optimizer"]](net.parameters()),
+            net.named_parameters(),
+            compression=compressor,
+            local_steps=self.setting["local_steps"],
+            backward_passes_per_step=self.setting["passes"],
+        )
+        self.worker = Worker(hvd.rank(), net, optimizer, self.scaler, False)
+        self.watch(optimizer._local)
+        self.elastic = hvd.elastic.TorchState(net, optimizer)
+
+    def watch(self, local):
+        """See what a synchronisation begins and ends with."""
+        synchronise = local._synchronise
+
+        def seen(due):
+            changes = {
+                name: (local._start[name].to(p.dtype) - p.detach()).double() if hvd.rank() in due else torch.zeros_like(p).double()
+                for name, p in self.worker.net.named_parameters()
+            }
+            x = {name: one.detach().double().clone() for name, one in local.common.items()}
+            residues = self.residues()
+            happened = synchronise(due)
+            left = self.residues()
+            moved = {name: x[name] - local.common[name].detach().double() for name in x}
+            sent = {name: changes[name] + residues.get(name, 0) - left.get(name, 0) for name in x}
+            self.seen.append((list(due), happened, moved, sent))
+            return happened
+
+        local._synchronise = seen
+
+    def residues(self):
+        tensors = self.worker.optimizer.compression.residues.tensors
+        return {name: tensor.residue.view(tensor.shape).double().clone() for name, tensor in tensors.items()}
+
+    def line(self, rule):
+        self.log.append(rule)
+        {
+            "step": self.step,
+            "end the round": self.end_the_round,
+            "freeze": self.freeze,
+            "collective": self.collective,
+            "save": self.save,
+            "resume": self.resume,
+            "go back": self.go_back,
+            "commit": self.commit,
+            "restore": self.restore,
+            "meet": self.meet,
+        }[rule]()
+        self.compare()
+
+    def step(self):
+        plan = draw_plan(self.choose, self.setting)
+        if "first" in self.frozen:
+            plan["shared"] = None  # only ranks with a detour would come by in backward, which hangs anywhere
+        self.log.append({key: value for key, value in plan.items() if value not in (None, False, 0)})
+        stepped = train([self.worker], plan, shared_by_horovod)
+        assert train(self.simulated.workers, plan, shared_by_all) == stepped
+        if stepped:
+            self.simulated.taken += 1
+            due = self.simulated.due()
+            if due:
+                self.synchronised(due)
+
+    def end_the_round(self):
+        self.worker.optimizer.synchronize_parameters()
+        if self.seen:
+            self.synchronised(list(range(hvd.size())))
+
+    def synchronised(self, due):
+        ((seen, happened, moved, sent),) = self.seen
+        self.seen.clear()
+        assert (seen, happened) == (due, True)
+        sent = hvd.allreduce(torch.cat([one.reshape(-1) for one in sent.values()]), name="fuzz.sent")
+        torch.testing.assert_close(torch.cat([one.reshape(-1) for one in moved.values()]), sent, **TOLERANCES[self.setting["dtype"]])
+        if self.setting["whole"]:
+            self.simulated.average(due)
+        else:
+            self.simulated.x = {name: x.detach().clone() for name, x in self.worker.optimizer._local.common.items()}
+            self.simulated.arrive(due)
+
+    def compare(self):
+        """All ranks' parameters are those of the simulated workers, which go on from them: errors of rounding do not add up."""
+        assert not self.seen, "synchronised where nobody should"
+        mine = torch.cat([p.detach().reshape(-1) for p in self.worker.net.parameters()])
+        everyone = hvd.allgather(mine[None], name="fuzz.parameters")
+        for rank, (actual, worker) in enumerate(zip(everyone, self.simulated.workers, strict=True)):
+            expected = torch.cat([p.detach().reshape(-1) for p in worker.net.parameters()])
+            assert expected.isfinite().all()
+            torch.testing.assert_close(actual, expected, **TOLERANCES[self.setting["dtype"]], msg=lambda m, rank=rank: f"rank {rank}: {m}")
+            torch.nn.utils.vector_to_parameters(actual.clone(), worker.net.parameters())
+        assert self.worker.optimizer.compression.stats()["steps_taken"] == self.simulated.taken
+
+    def freeze(self):
+        self.frozen ^= {self.choose(("first", "detour", "last"))}
+        self.log.append(set(self.frozen))
+        self.tell_who_is_frozen()
+
+    def tell_who_is_frozen(self):
+        for worker in [self.worker, *self.simulated.workers]:
+            for name, p in worker.net.named_parameters():
+                p.requires_grad_(name.split(".")[0] not in self.frozen)
+
+    def collective(self):
+        name = self.choose((None, "fuzz.mine"))
+        self.log.append(name)
+        total = hvd.allreduce(torch.tensor([1.0 + hvd.rank()]), op=hvd.Sum, name=name)
+        assert total == hvd.size() * (hvd.size() + 1) / 2
+        assert len(hvd.allgather(torch.zeros(1 + hvd.rank()), name=name and name + ".gather")) == total
+
+    # Checkpoints and elastic states.
+
+    def checkpoint(self):
+        file = io.BytesIO()
+        optimizer = self.worker.optimizer
+        state = [optimizer.compression.state_dict(), optimizer.state_dict(), self.worker.net.state_dict()]
+        torch.save([*state, self.scaler and self.scaler.state_dict()], file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def save(self):
+        self.saved = self.checkpoint(), self.simulated.save()
+
+    def resume(self):
+        """A new process, which loads what rank 0 has as the model; then perhaps each its own."""
+        state, momenta, own, _ = self.checkpoint()
+        rank_0s = hvd.broadcast_object(own, root_rank=0, name="fuzz.model")
+        order = self.choose(ORDERS).split()
+        self.log.append(order)
+        net, compressor = Net(self.setting["dtype"]), self.compressor()
+        if compressor is hvd.Compression.none:  # which has no state before it is made
+            order = ["make", *(what for what in order if what != "make")]
+        for what in order:
+            if what == "make":
+                self.make(net, compressor)
+                compressor = self.worker.optimizer.compression
+                self.worker.optimizer.load_state_dict(momenta)
+            elif what == "state":
+                compressor.load_state_dict(copy.deepcopy(state))
+            elif what == "broadcast":
+                hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+            else:
+                net.load_state_dict(own if what == "own" else rank_0s)
+        for worker in self.simulated.workers:
+            worker.optimizer.zero_grad()
+        self.tell_who_is_frozen()
+        self.commit()
+
+    def go_back(self):
+        """To what was saved, in the same process."""
+        if self.saved is None:
+            return
+        (state, momenta, own, scaler), simulated = copy.deepcopy(self.saved)
+        loads = [
+            lambda: self.worker.net.load_state_dict(own),
+            lambda: self.worker.optimizer.load_state_dict(momenta),
+            lambda: self.worker.optimizer.compression.load_state_dict(state),
+        ]
+        for load in self.choose((loads, loads[::-1])):
+            load()
+        if scaler is not None:
+            self.scaler.load_state_dict(scaler)
+        self.simulated.load(simulated)
+
+    def commit(self):
+        self.elastic.save()
+        self.committed = self.scaler and self.scaler.state_dict(), self.simulated.save()
+
+    def restore(self):
+        """A worker was lost: all go back, and meet."""
+        self.elastic.restore()
+        self.simulated.load(self.committed[1])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(self.committed[0])
+        self.meet()
+
+    def meet(self):
+        self.elastic.sync()
+
+
+def draw_setting(choose):
+    n = hvd.size()
+    whole = choose((True, True, False))
+    own = choose((False, False, True))
+    optimizer = choose(("SGD", "SGD", "Adam", *OPTIMIZERS))
+    several = optimizer in ("LBFGS", "LBFGS, searching", "twice")
+    fields = {"rate": 1 if whole else 10, "bucket_bytes": choose((25 * 2**20, 300)), "beta": 1.0}
+    kind = choose((None, "ScaleCom", "LocalTopK") if whole else ("ScaleCom", "ScaleCom", "LocalTopK", "RandomK"))
+    if kind == "ScaleCom":
+        fields |= {"selection": choose(("lanes", "exact")), "leader": choose(("cyclic", "staggered"))}
+        fields |= {"lookahead": choose((False, True)) and not own}
+    return {
+        "whole": whole,
+        "compression": (kind, fields),
+        "local_steps": [choose((1, 2, 3, 4)) for _ in range(n)] if own else choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3})),
+        "optimizer": optimizer,
+        "several": several,
+        "dtype": choose((torch.float64, torch.float64, torch.float64 if several else torch.float32)),
+        "scaler": not several and choose((False, False, True)),
+        "passes": choose((1, 1, 2)),
+    }
+
+
+def draw_plan(choose, setting):
+    ranks = range(hvd.size())
+    closure = setting["several"] or choose((False, False, True))
+    return {
+        "seed": choose(range(10**6)),
+        "closure": closure,
+        "passes": choose((1, 1, 2, 3)),
+        "zero": choose(("none", "none", "zeros", "left")),
+        "detours": [choose((True, True, False)) for _ in ranks],
+        "bad": choose(((None, 0, 0),) * 3 + ((choose(ranks), choose((float("inf"), float("nan"))), choose((1, 1, 2, 2, 3, 4))),)),
+        "hand": choose((None, None, None, choose(ranks))),
+        "halved": choose((False, False, True)),
+        "synchronize": choose((0, 0, 1, 2)),
+        "skip": choose((False, True)),
+        "clip": choose((None, None, 0.1)),
+        "shared": choose((None, None, "nameless", "named")) if not closure else None,
+        "raises": choose((None,) * 6 + (choose(ranks),)),
+        "nobody steps": choose((False, True)),
+    }
+
+
+def run_program(seed, log):
+    choose = random.Random(seed).choice
+    trainings = []
+    for _ in range(choose((1, 1, 2))):
+        setting = draw_setting(choose)
+        log.append(setting)
+        trainings.append(Training(setting, choose, log))
+    for _ in range(LINES):
+        number = choose(range(len(trainings)))
+        log.append(f"{number}:")
+        trainings[number].line(choose(RULES))
+
+
+def on_some_rank(fact):
+    """All ranks ask together, so that none stops alone."""
+    return bool(hvd.allreduce(torch.tensor(float(fact)), op=hvd.Sum, name="fuzz.on_some_rank"))
+
+
+@pytest.mark.timeout(SECONDS + 100)
+def test_random_programs():
+    for make in OPTIMIZERS.values():
+        make([torch.zeros(1)]).zero_grad()  # torch imports much of itself when it makes its first optimizer
+    gc.collect()
+    gc.freeze()  # else every broadcast that looks for deleted optimizers goes through all of it
+    begun, seed = time.monotonic(), FIRST_SEED
+    while not on_some_rank(time.monotonic() - begun > SECONDS or seed - FIRST_SEED == PROGRAMS):
+        log = []
+        print(f"FUZZ_SEED={seed}")
+        try:
+            run_program(seed, log)
+        except Exception as error:
+            program = "\n".join(map(str, log))
+            raise AssertionError(f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{program}") from error
+        seed += 1
+    print(f"programs {FIRST_SEED} to {seed - 1} in {time.monotonic() - begun:.0f} s")
