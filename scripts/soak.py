@@ -49,16 +49,17 @@ PLANS = [
 
 
 class Framework(NamedTuple):
-    """How long it may take, in seconds. gloo_timeout: only the neighbours of a worker that dies notice at once, the others wait so long;
-    and so long a newcomer may take to start. limit: until training starts, or goes on after a fault."""
+    """A worker's program, and seconds. gloo_timeout: only the neighbours of a worker that dies notice at once, the others wait so long; and
+    so long a newcomer may take to start. limit: until training starts, or goes on after a fault. calm: at most, between two faults."""
 
     worker: str
     gloo_timeout: int
     limit: float
+    calm: float
 
 
-PYTORCH = Framework("soak_worker.py", 25, 120)
-TENSORFLOW = Framework("soak_tensorflow_worker.py", 40, 200)
+PYTORCH = Framework("soak_worker.py", 25, 120, 2)
+TENSORFLOW = Framework("soak_tensorflow_worker.py", 40, 200, 8)
 MEGABYTES_PER_1000_STEPS = 5.0
 
 Diary = list[dict[str, Any]]
@@ -333,15 +334,15 @@ def watch(plan: Plan, ranks: int, seconds: float, dice: random.Random, bar: tqdm
     folder, began, start = Path(tempfile.mkdtemp(prefix="soak.")), time.time(), bar.n
     job = Job(folder, plan, ranks)
     trouble = Trouble(job, ranks, dice)
-    limit = framework_of(plan).limit
+    limit, calm = framework_of(plan).limit, framework_of(plan).calm
     failure = ""
     try:
         while len(job.workers()) < ranks:
             if not job.running or time.time() > began + limit:
                 raise TimeoutError("the job did not start")
             time.sleep(0.2)
-        while time.time() - began < seconds:
-            time.sleep(dice.uniform(0.5, 2))
+        while not trouble.tried or time.time() - began < seconds:
+            time.sleep(dice.uniform(0.5, calm))
             trouble.make(limit)
             bar.set_postfix_str(f"{trouble.survived.total()} faults survived")
             bar.update(round(start + min(time.time() - began, seconds)) - bar.n)
