@@ -13,6 +13,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.torch.compressor import ScaleCom
 from scalecom_hvd.torch.flops import rates_from_flops
+from scalecom_hvd.torch.local_steps import broadcast_parameters as broadcast_parameters  # over Horovod's
 from scalecom_hvd.torch.methods import *  # noqa: F403
 from scalecom_hvd.torch.methods import __all__ as _METHODS
 from scalecom_hvd.torch.named import named_collectives as _named_collectives

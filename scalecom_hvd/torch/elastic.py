@@ -1,11 +1,11 @@
 """horovod.torch.elastic, whose states keep residues: every rank commits and restores its own, and newcomers start with none.
 
-Horovod's TorchState asks a registry of handlers how to keep an object. Here handlers for ScaleCom and the other methods, and for
-optimizers that use them, are put into that registry, so Horovod's own TorchState knows them from the import of scalecom_hvd.torch on;
-with local steps the one here keeps more.
-Rank 0's model and optimizer come to all ranks, its residues to none.
+Horovod's TorchState asks a registry of handlers how to keep an object. Here handlers for ScaleCom and the other methods, for optimizers
+that use them, and for models, are put into that registry, so TorchState knows them from the import of scalecom_hvd.torch on.
+Rank 0's model and optimizer come to all ranks, its residues to none. With local steps every rank keeps its own parameters and optimizer,
+and who comes anew gets the common parameters.
 
-Used by users alone; imports compressor.
+Used by users alone; imports local_steps and compressor.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from horovod.torch.elastic import state as _state
 from horovod.torch.functions import broadcast_object
 
 from scalecom_hvd.torch.compressor import ErrorFeedback
+from scalecom_hvd.torch.local_steps import broadcast_parameters, rounds_of
 
 
 class ResiduesHandler(_state.StateHandler):
@@ -28,7 +29,6 @@ class ResiduesHandler(_state.StateHandler):
 
     def __init__(self, compressor: ErrorFeedback) -> None:
         super().__init__(compressor)
-        self._kept = False
         self.save()
 
     def save(self) -> None:
@@ -46,20 +46,7 @@ class ResiduesHandler(_state.StateHandler):
         self.value.abort()
         self.value.load_state_dict(self._saved)
 
-    def keep(self) -> None:
-        """Before rank 0's model comes to all ranks, which in the middle of a round of local steps is not this rank's own."""
-        if self.value.local is not None:
-            self.value.local.keep()
-            self._kept = True
-
     def sync(self) -> None:
-        local, saved = self.value.local, self._saved
-        # Horovod's own TorchState asks nobody before it broadcasts the model: there what was committed at this very step must do.
-        if local is not None and not self._kept:
-            committed, now = (saved["local_steps"]["taken"], saved["step"]), (local.taken, self.value.residues.step)
-            if committed == now:
-                local.load_state_dict(saved["local_steps"])
-        self._kept = False
         self.value.meet()
 
 
@@ -78,9 +65,6 @@ class OptimizerHandler(_state.OptimizerStateHandler):
         self._residues.restore()
         super().restore()
 
-    def keep(self) -> None:
-        self._residues.keep()
-
     def sync(self) -> None:
         local = self.value._compression.local
         if local is None:
@@ -88,10 +72,19 @@ class OptimizerHandler(_state.OptimizerStateHandler):
         else:
             # With local steps the optimizer's state is each rank's own; a newcomer begins with rank 0's.
             state = broadcast_object(self.value.state_dict(), root_rank=0, name="scalecom.optimizer_state")
-            if local.taken == 0:
+            if local.newcomer:
                 self.value.load_state_dict(state)
-            super().save()
         self._residues.sync()
+
+
+class ModelHandler(_state.ModelStateHandler):
+    """Keeps a model as Horovod does; with local steps, every rank its own in the middle of a round."""
+
+    def sync(self) -> None:
+        values = self.value.state_dict()
+        for local in rounds_of(values):
+            local.keep()
+        broadcast_parameters(values, root_rank=0)
 
 
 def _handler(optimizer: torch.optim.Optimizer) -> _state.StateHandler:
@@ -99,17 +92,14 @@ def _handler(optimizer: torch.optim.Optimizer) -> _state.StateHandler:
     return (OptimizerHandler if has_residues else _state.OptimizerStateHandler)(optimizer)
 
 
-_state.set_handler_registry([(ErrorFeedback, ResiduesHandler), (torch.optim.Optimizer, _handler), *_state.get_handler_registry()])
-
-
-class TorchState(_elastic.TorchState):
-    """Horovod's TorchState, which besides asks what every rank has to keep for itself before rank 0's model comes to all."""
-
-    def sync(self) -> None:
-        for handler in self._handlers.values():
-            if isinstance(handler, (ResiduesHandler, OptimizerHandler)):
-                handler.keep()
-        super().sync()
+_state.set_handler_registry(
+    [
+        (ErrorFeedback, ResiduesHandler),
+        (torch.optim.Optimizer, _handler),
+        (torch.nn.Module, ModelHandler),
+        *_state.get_handler_registry(),
+    ]
+)
 
 
 def __getattr__(name: str) -> Any:

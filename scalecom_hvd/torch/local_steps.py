@@ -13,18 +13,26 @@ leaders, warm-up, void steps and checks are the same. Optimizers' states are eac
 Which rank waits for whom: `step` waits for all ranks at the first step, where they compare, and after each step at which the schedule has
 any rank synchronise. Both depend on how many steps were taken alone, so every rank has to take every step, also one with a bad gradient.
 
+A rank that resumes in the middle of a round has parameters of its own, and they must be in place before its first forward, whoever loads
+or broadcasts a model meanwhile. So they are held until the first step: put in place with the state, and again after every
+`broadcast_parameters` of this room, which sends the common ones to those who come anew. Where they were overwritten otherwise, all ranks
+refuse to go on.
+
 Used by optimizer.py and simulator.py; imports compressor, reducer and the rooms below.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from horovod.torch import functions
 
 from scalecom_hvd.agreement import compare_ranks
 from scalecom_hvd.health import Health
@@ -47,12 +55,42 @@ class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
         self.result = result
 
 
+_alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """horovod.torch.broadcast_parameters, for models with local steps too.
+
+    Where a rank's loaded state is in the middle of a round of local steps, the root sends the common parameters to ranks without a state,
+    and those with one have their own again afterwards.
+    """
+    held = [local for local in rounds_of(params) if local.held]
+    for local in held:
+        local.show_common()
+    try:
+        functions.broadcast_parameters(params, root_rank)
+    finally:
+        for local in held:
+            local.put_back()
+
+
+def rounds_of(params: Any) -> list[LocalSteps]:
+    """The local steps whose parameters are among these: a dict, or a list, as broadcast_parameters takes."""
+    if not isinstance(params, (dict, list)):
+        return []  # which Horovod refuses
+    gc.collect()  # an optimizer that was deleted hangs in a cycle with its own class, and its parameters are perhaps another's now
+    tensors = params.values() if isinstance(params, dict) else [item[1] if isinstance(item, tuple) else item for item in params]
+    places = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}  # a state_dict has other objects
+    return [local for local in list(_alive) if local.trains(places)]
+
+
 class LocalSteps:
     """The local steps of one optimizer on this rank, and the exchange that joins them.
 
     parameters: {name: parameter} of all that are trained, in the model's order.  schedule: when ranks synchronise.
     start_anew: makes this rank's optimizer forget what it has gathered, after its parameters had to go back.
     common: {name: x}, float32 or float64, the same on all ranks once they agreed.  taken: how many steps were taken.
+    newcomer: whether this rank has taken no step yet, here or in a loaded state.
     """
 
     def __init__(
@@ -69,6 +107,7 @@ class LocalSteps:
         self.schedule = schedule
         self.taken = 0
         self.skipped = 0
+        self.newcomer = True
         self.common = {name: _wide(parameter) for name, parameter in parameters.items()}
         self._parameters = parameters
         self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
@@ -85,7 +124,8 @@ class LocalSteps:
         self._agreed = False
         # Whether x comes from training with others, or a loaded state, so that a newcomer's gives way.
         self._knows = False
-        self._loaded: dict[str, Tensors] = {}
+        # This rank's own parameters, from when a state was loaded till the first step.
+        self._own: Tensors | None = None
         self._residues = compressor.residues
         self.reducer = Reducer(
             self.common,
@@ -96,6 +136,7 @@ class LocalSteps:
             settings=compressor.settings | {"local_steps": schedule.describe()},
         )
         compressor.attach(self.common, self.reducer, self)
+        _alive.add(self)
 
     @property
     def active(self) -> bool:
@@ -113,8 +154,7 @@ class LocalSteps:
         """
         if self.active:
             self._begin()
-        elif self._loaded:
-            self._take_up_loaded()
+        self._own, self.newcomer = None, False
         try:
             result = take()
             self._health.take()
@@ -139,6 +179,7 @@ class LocalSteps:
         if not self.active:
             return
         self._begin()
+        self._own = None
         if not self._open:
             return
         everyone = range(self._transport.size)
@@ -156,6 +197,7 @@ class LocalSteps:
             self._agreed = False
         if not self._agreed:
             self._agree()
+            self._agreed = self._knows = True
         elif not self._under_way and not self.schedule.asynchronous:
             # Whoever loads a model, or clips its weights, between two rounds means the common parameters. (Where ranks have rounds of their
             # own, only some are between two; there it is part of the change.)
@@ -227,23 +269,40 @@ class LocalSteps:
 
     # The agreement, before the first step.
 
-    def _agree(self) -> None:
-        """Compare schedules, steps and common parameters of all ranks; newcomers take up those of who was there before."""
+    @torch.no_grad()
+    def _agree(self, early: bool = False) -> None:
+        """Compare schedules, steps and common parameters of all ranks; newcomers take up those of who was there before.
+
+        early: before the first step, where ranks that are all new may still differ.
+        """
         self.schedule.check_ranks(self._transport.size)
-        self._take_up_loaded()
+        overwritten = not self._in_place()
+        if not self._under_way and not overwritten:
+            self._take_up_parameters()
         mine = {
             "settings": {"local_steps": self.schedule.describe()},
             "taken": self.taken,
             "knows": self._knows,
             "open": self._under_way or self._open,
             "early": self._early,
+            "overwritten": overwritten,
             "parameters": digest(self.common),
         }
         everyone = self._transport.exchange_objects(mine, "local_steps")
         compare_ranks(everyone, ("settings",))
+        lost = [rank for rank, other in enumerate(everyone) if other["overwritten"]]
+        if lost:
+            raise RuntimeError(
+                f"parameters of rank {', '.join(map(str, lost))} were changed after a state in the middle of a round of local steps was "
+                "loaded, and are no longer that rank's own: load the compressor's state last, or call broadcast_parameters of "
+                "scalecom_hvd.torch when the model is loaded, which leaves every rank its own. To begin from other parameters, save after "
+                "optimizer.synchronize_parameters(), when no round is under way"
+            )
         # In elastic runs a rank may have committed a step that others have not.
         latest = max((other["taken"] for other in everyone if other["knows"]), default=0)
         known = [rank for rank, other in enumerate(everyone) if other["knows"] and other["taken"] == latest]
+        if early and not known:
+            return
         compared = known or range(len(everyone))
         if len({everyone[rank]["parameters"] for rank in compared}) > 1:
             raise RuntimeError(
@@ -255,19 +314,6 @@ class LocalSteps:
         if known:
             self.taken, self._early = latest, everyone[known[0]]["early"]
         self._open = any(everyone[rank]["open"] for rank in compared)
-        self._agreed = self._knows = True
-
-    @torch.no_grad()
-    def _take_up_loaded(self) -> None:
-        if self._loaded:
-            for name, parameter in self._parameters.items():
-                self.common[name].copy_(self._loaded["common"][name])
-                parameter.copy_(self._loaded["local"][name])
-                if self._start is not self.common:
-                    self._start[name].copy_(self._loaded["start"][name])
-            self._under_way, self._loaded = self.active, {}
-        elif not self._under_way:
-            self._take_up_parameters()
 
     def _send_common(self, root: int, keeps: bool) -> None:
         """All ranks get the common parameters of the rank at place `root`; those that do not keep their own begin from them."""
@@ -280,32 +326,64 @@ class LocalSteps:
                 parameter.copy_(x)
                 self._begin_at(name)
         if not keeps:
-            self._under_way = False
+            self._under_way, self._own = False, None
             log.warning("this rank begins from the common parameters of rank %d, in the middle of a round of local steps", root)
 
     # What the compressor asks.
 
     def meet(self) -> None:
-        """Ranks of an elastic run come together: they compare before the next step."""
+        """Ranks of an elastic run come together, all at once: newcomers take up what others have, before they compute a gradient.
+
+        They compare again before the next step: models may be loaded until then.
+        """
+        if self.active:
+            self._agree(early=True)
         self._agreed = False
 
     def keep(self) -> None:
-        """Have this rank's own parameters again at the next step, whatever is broadcast until then."""
-        if not self._loaded:
-            state = self.state_dict()
-            self._loaded = {part: {name: one.clone() for name, one in state[part].items()} for part in _PARTS if part in state}
+        """Hold this rank's own parameters till the next step, whatever is broadcast until then."""
+        if self._own is None and self.active and not self.newcomer:
+            self._own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    @property
+    def held(self) -> bool:
+        """Whether this rank's parameters are to stay its own."""
+        return self._own is not None
+
+    def trains(self, places: set[int]) -> bool:
+        """Whether some parameter is at one of these addresses."""
+        return any(parameter.data_ptr() in places for parameter in self._parameters.values())
+
+    @torch.no_grad()
+    def show_common(self) -> None:
+        """For a broadcast: the parameters are the common ones, until they are put back."""
+        if self._under_way:
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self.common[name])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The parameters are this rank's own again."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._own[name])
+
+    def _in_place(self) -> bool:
+        """Whether the parameters are those that are held, if any are."""
+        # Of a round that went wrong they may be NaN.
+        return self._own is None or all(
+            torch.allclose(parameter, self._own[name], rtol=0, atol=0, equal_nan=True) for name, parameter in self._parameters.items()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """{"taken": steps, "early": synchronisations before their time}, and where x is not the model's parameters (after steps since the
         last synchronisation, and in half precision) also {"common": {name: x}, "local": {name: x_i}}, with "start" where every rank has its
-        own schedule. Tensors are the ones in use."""
+        own schedule, and "under_way" and "open": whether this rank, and any, has taken steps since. Tensors are the ones in use."""
         state: dict[str, Any] = {"taken": self.taken, "early": self._early}
-        if self._loaded:
-            return state | self._loaded
         narrow = any(parameter.dtype != self.common[name].dtype for name, parameter in self._parameters.items())
-        if self.active and self.taken and (self._under_way or narrow or self.schedule.asynchronous):
+        if self.taken and (self.held or self.active) and (self._under_way or narrow or self.schedule.asynchronous):
+            state |= {"under_way": self._under_way, "open": self._open}
             state["common"] = {name: x.detach() for name, x in self.common.items()}
-            state["local"] = {name: parameter.detach() for name, parameter in self._parameters.items()}
+            state["local"] = self._own or {name: parameter.detach() for name, parameter in self._parameters.items()}
             if self._start is not self.common:
                 state["start"] = {name: x.detach() for name, x in self._start.items()}
         return state
@@ -319,13 +397,21 @@ class LocalSteps:
             if shapes[0] != shapes[1]:
                 raise ValueError(f"the state's local steps ({part}) belong to another model")
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state of `state_dict`, before the next step: what is broadcast or loaded until then does not spoil it."""
+        """Take up a state of `state_dict`. In the middle of a round this rank's own parameters are in place at once."""
         self.taken, self._early = int(state["taken"]), int(state.get("early", 0))
-        self._loaded = {part: state[part] for part in _PARTS if part in state}
         self._under_way = self._open = self._agreed = False
         # A state of before the first step knows no more than a newcomer does.
-        self._knows = self.taken > 0
+        self._knows, self.newcomer, self._own = self.taken > 0, self.taken == 0, None
+        if "common" in state:
+            self._under_way, self._open = bool(state.get("under_way", True)), bool(state.get("open", True))
+            for name, x in self.common.items():
+                x.copy_(state["common"][name])
+                if self._start is not self.common:
+                    self._start[name].copy_(state["start"][name])
+            self._own = {name: torch.empty_like(p).copy_(state["local"][name]) for name, p in self._parameters.items()}
+            self.put_back()
 
     def stats(self) -> dict[str, Any]:
         """local_steps: the schedule; steps_taken: of this rank's optimizer; steps_skipped: those left out for a bad gradient."""

@@ -3,6 +3,7 @@
 import copy
 import io
 
+import horovod.torch as horovod
 import numpy as np
 import pytest
 import rules
@@ -604,17 +605,133 @@ def test_resuming_is_bit_identical(compression, at, own):
         assert again.compression.stats()["steps_taken"] == 13
 
 
-def test_rank_0s_model_serves_all_in_the_middle_of_a_round():
-    """As usual rank 0's model is loaded and broadcast; each rank's own comes with its residues, whichever is first."""
+def learn(optimizer, model, steps, bad=(), forwards=None):
+    """Steps whose gradients depend on the parameters; on odd ranks those of `bad` are not finite. forwards: gets the parameters at each."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for name, grad in gradients(SHAPES, hvd.rank(), step).items():
+            loss = (
+                loss + (model[name] * torch.from_numpy(grad).to(model[name].dtype)).sum().float() / 4 + model[name].square().sum().float()
+            )
+        if forwards is not None:
+            forwards.append({name: parameter.detach().clone() for name, parameter in model.items()})
+        (loss * (np.nan if step in bad and hvd.rank() % 2 else 0.25)).backward()
+        optimizer.step()
+
+
+def copy_into(model, values):
+    with torch.no_grad():
+        for name, parameter in model.items():
+            parameter.copy_(values[name])
+
+
+ORDERS = {
+    "state, broadcast": ("made", "state", "broadcast"),
+    "broadcast, state": ("made", "broadcast", "state"),
+    "state before all": ("state", "made", "model", "broadcast"),
+    "state, model, broadcast": ("made", "state", "model", "evaluate", "broadcast"),
+    "twice": ("made", "state", "model", "state", "broadcast", "model", "broadcast"),
+}
+KINDS = {
+    "a schedule": (4, {}),
+    "one for each rank": ([4, 5, 4, 3], {}),
+    "half precision": (4, {"first": torch.float16, "third": torch.float16}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"), [(kind, order) for kind in KINDS for order in list(ORDERS)[: 2 if kind != "a schedule" else None]]
+)
+def test_own_parameters_are_in_place_before_the_first_forward(kind, order):
+    """In the middle of a round; as usual rank 0's model is loaded and broadcast. The first step is skipped on odd ranks."""
+    local_steps, dtypes = KINDS[kind]
+    local_steps = local_steps[: hvd.size()] if isinstance(local_steps, list) else local_steps
+    straight, seen = begin(dtypes=dtypes), []
+    optimizer, _ = make(straight, "ScaleCom", local_steps, momentum=MOMENTUM)
+    learn(optimizer, straight, range(6))
+    state, momentum, own = checkpoint(straight, optimizer)
+    learn(optimizer, straight, range(6, 13), bad=[6], forwards=seen)
+
+    rank_0s = hvd.broadcast_object(own, root_rank=0)
+    model, again, compressor = begin(dtypes=dtypes), None, COMPRESSIONS["ScaleCom"]()
+    copy_into(model, rank_0s)
+    for what in ORDERS[order]:
+        if what == "made":
+            again, _ = make(model, compressor, local_steps, momentum=MOMENTUM)
+            again.load_state_dict(copy.deepcopy(momentum))
+        elif what == "state":
+            compressor.load_state_dict(copy.deepcopy(state))
+        elif what == "model":
+            copy_into(model, rank_0s)
+        elif what == "evaluate":
+            assert all(torch.equal(model[name], rank_0s[name]) for name in SHAPES)
+        else:
+            hvd.broadcast_parameters(model if hvd.rank() % 2 else list(model.items()), root_rank=0)
+    assert all(torch.equal(model[name], own[name]) for name in SHAPES)
+    resumed = []
+    learn(again, model, range(6, 13), bad=[6], forwards=resumed)
+    for step, (one, other) in enumerate(zip(seen, resumed, strict=True), 6):
+        assert all(torch.equal(one[name], other[name]) for name in SHAPES), f"step {step}"
+    assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
+    if hvd.rank() % 2:
+        assert all(torch.equal(resumed[0][name], resumed[1][name]) for name in SHAPES)  # the skipped step changed nothing
+    assert not torch.equal(rank_0s["third"], own["third"]) or hvd.rank() == 0
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_parameters_overwritten_after_the_state_was_loaded_are_refused_on_all_ranks(who):
     straight = begin()
     optimizer, _ = make(straight, "ScaleCom", 4, momentum=MOMENTUM)
-    run(optimizer, straight, range(6))
+    learn(optimizer, straight, range(6))
     saved = checkpoint(straight, optimizer)
-    run(optimizer, straight, range(6, 12))
+    learn(optimizer, straight, range(6, 12))
     model, again = resume("ScaleCom", 4, saved, ("residues", "optimizer"))
+    if who == "all":
+        horovod.broadcast_parameters(model, root_rank=0)
+    elif hvd.rank() == 1:
+        copy_into(model, begin())
+    kept = {name: parameter.detach().clone() for name, parameter in model.items()}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameters of rank 1.*load the compressor's state last, or call broadcast_parameters of"):
+            learn(again, model, [6])
+    assert all(torch.equal(model[name], kept[name]) for name in SHAPES)
     hvd.broadcast_parameters(model, root_rank=0)
-    run(again, model, range(6, 12))
+    learn(again, model, range(6, 12))
     assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
+
+
+def test_a_broadcast_in_training_is_as_in_horovod():
+    """What is held is held until the first step only; and another model's broadcast concerns nobody."""
+    model, other = begin(), begin()
+    optimizer, _ = make(model, "ScaleCom", 4)
+    learn(optimizer, model, range(2))
+    saved = checkpoint(model, optimizer)
+    model, again = resume("ScaleCom", 4, saved, ("residues",))
+    copy_into(model, begin())
+    hvd.broadcast_parameters(other, root_rank=0)
+    assert all(torch.equal(model[name], other[name]) for name in SHAPES)
+    hvd.broadcast_parameters(model, root_rank=0)
+    learn(again, model, [2])
+    assert not same_on_all_ranks(model.values())
+    hvd.broadcast_parameters(model, root_rank=0)
+    assert same_on_all_ranks(model.values())
+
+
+def test_who_has_no_state_gets_the_common_parameters_from_the_broadcast():
+    straight = begin()
+    optimizer, _ = make(straight, "ScaleCom", 4, momentum=MOMENTUM)
+    learn(optimizer, straight, range(6))
+    saved = checkpoint(straight, optimizer)
+    common = saved[0]["local_steps"]["common"]
+    model, again = resume("ScaleCom", 4, saved, () if hvd.rank() == 1 else ("residues", "optimizer"), values=begin())
+    hvd.broadcast_parameters(model, root_rank=0)
+    began = common if hvd.rank() == 1 else saved[2]
+    assert all(torch.equal(model[name], began[name]) for name in SHAPES)
+    learn(again, model, [6], bad=[6])
+    assert hvd.rank() % 2 == 0 or all(torch.equal(model[name], began[name]) for name in SHAPES)
+    learn(again, model, range(7, 12))
+    assert same_on_all_ranks(model.values())
 
 
 def test_a_newcomer_begins_from_the_common_parameters(caplog):
@@ -641,15 +758,16 @@ def test_a_newcomer_begins_from_the_common_parameters(caplog):
     assert same_on_all_ranks(model.values())
 
 
+class Holder(torch.nn.Module):
+    def __init__(self, values):
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(f"the_{name}", value)
+
+
 def test_an_elastic_state_keeps_a_round():
     """Commit in the middle of a round, go on, lose it, come back: as if nothing had been done since."""
     from scalecom_hvd.torch import elastic
-
-    class Holder(torch.nn.Module):
-        def __init__(self, values):
-            super().__init__()
-            for name, value in values.items():
-                self.register_parameter(f"the_{name}", value)
 
     def expected(steps):
         """Where plain SGD, all of it averaged, ends."""
@@ -679,6 +797,49 @@ def test_an_elastic_state_keeps_a_round():
     assert same_on_all_ranks(model.values())
     for name, want in expected(range(8)).items():
         np.testing.assert_allclose(model[name].detach().numpy(), want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("who", ["newcomer", "committed less"])
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(who, order):
+    """Before they compute a gradient: a skipped step changes nothing. Horovod's own state does."""
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", 4, momentum=MOMENTUM)
+
+    def state_of(model, optimizer):
+        kept = {"net": Holder(model), "sgd": optimizer, "residues": optimizer.compression}
+        return horovod.elastic.TorchState(**dict(kept.items() if order == "model first" else reversed(kept.items())))
+
+    state = state_of(model, optimizer)
+    state.sync()  # as elastic runs begin
+    learn(optimizer, model, range(2))
+    state.save()
+    learn(optimizer, model, range(2, 6))
+    if who == "newcomer":
+        if hvd.rank() == 1:
+            model = begin()
+            optimizer, _ = make(model, "ScaleCom", 4, momentum=MOMENTUM)
+            state = state_of(model, optimizer)
+        optimizer._local.reducer.agree_anew()  # as when Horovod is started again
+    else:
+        if hvd.rank() != 1:
+            state.save()
+        learn(optimizer, model, range(6, 8))
+        state.restore()
+    own = {name: parameter.detach().clone() for name, parameter in model.items()}
+    state.sync()
+    common = hvd.broadcast_object({name: x.detach() for name, x in optimizer._local.common.items()}, root_rank=0)
+    began = common if hvd.rank() == 1 else own
+    assert all(torch.equal(model[name], began[name]) for name in SHAPES)
+    assert hvd.rank() == 1 or not torch.equal(own["third"], common["third"])
+    momenta = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model.values()]
+    learn(optimizer, model, [6], bad=[6])
+    if hvd.rank() % 2:
+        assert all(torch.equal(model[name], began[name]) for name in SHAPES)
+        assert all(torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in zip(model.values(), momenta, strict=True))
+    optimizer.synchronize_parameters()
+    assert optimizer.compression.stats()["steps_taken"] == 7
+    assert same_on_all_ranks(model.values())
 
 
 def test_an_elastic_states_optimizer_stays_each_ranks_own():
