@@ -80,6 +80,10 @@ class Trainer(soak_faults.Worker):
         return arrays({name: tensor.residue.view(tensor.shape) for name, tensor in self.compression.residues.tensors.items()})
 
     def common(self) -> Arrays:
+        return self.own()
+
+    def own(self) -> Arrays:
+        """This rank's parameters."""
         return arrays(dict(self.model.named_parameters()))
 
     def average(self, values: np.ndarray) -> np.ndarray:
@@ -131,7 +135,7 @@ class LocalTrainer(Trainer):
         def seen(due: Any) -> bool:
             # As the first one begins, x is not known before.
             self.x = arrays(self.local.common)
-            self.changes = {name: self.x[name] - p.detach().numpy() for name, p in self.model.named_parameters()}
+            self.changes = {name: self.x[name] - mine for name, mine in self.own().items()}
             return synchronise(due)
 
         self.local._synchronise = seen
@@ -139,12 +143,24 @@ class LocalTrainer(Trainer):
     def common(self) -> Arrays:
         return arrays(self.local.common)
 
+    def begin(self, batch: int) -> None:
+        super().begin(batch)
+        # A rank may have committed a step that others have not: those go on from its common parameters, as newcomers do.
+        if self.committed is not None and self.local.taken == self.committed_own[0]:
+            self.expect(digest(self.own()) == self.committed_own[1], "parameters are not those of this rank's last commit", batch)
+        elif self.local.taken:
+            self.expect(digest(self.own()) == digest(self.common()), "a newcomer's parameters are not the common ones", batch)
+
+    def commit(self, state: Any, loss: float) -> None:
+        self.committed_own = self.local.taken, digest(self.own())
+        super().commit(state, loss)
+
     def step(self, batch: int) -> float:
         self.changes: Arrays = {}
         before, skipped, exchanged = self.residues(), self.local.skipped, self.compression.stats()["step"]
         loss, overflow = self.backward(batch)
         hit = overflow is not None and overflow[1] != 1.0
-        values = digest(arrays(dict(self.model.named_parameters()))) if hit else None
+        values = digest(self.own()) if hit else None
         # As a GradScaler leaves it to an optimizer that can unscale and skip.
         self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(self.scale), torch.tensor(float(hit))
         self.optimizer.step()
@@ -154,8 +170,7 @@ class LocalTrainer(Trainer):
             self.expect(self.compression.stats()["step"] > exchanged, "a synchronisation did not count", batch)
             self.check_changes(batch, before)
         elif hit:
-            now = digest(arrays(dict(self.model.named_parameters())))
-            self.expect(now == values, "a skipped step changed parameters", batch)
+            self.expect(digest(self.own()) == values, "a skipped step changed parameters", batch)
         return float(hvd.allreduce(loss))
 
     def check_changes(self, batch: int, before: Arrays) -> None:
