@@ -233,7 +233,7 @@ def _growth(commits: Diary) -> float:
     """MB per 1000 steps of one worker, from its tenth commit on; 0 for a life too short to tell."""
     lived = commits[10:]
     steps = sum(commit["made"] for commit in lived)
-    if steps < 500:
+    if steps < 1000:  # every start of Horovod takes up some, the first ones most
         return 0.0
     half = len(lived) // 2
     first, second = (statistics.median(commit["memory"] for commit in part) for part in (lived[:half], lived[half:]))
