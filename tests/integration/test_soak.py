@@ -3,6 +3,7 @@
 import random
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,36 @@ def test_three_minutes(run):
     assert "0 complaints" in output
 
 
+class JobThatStartsAgainLate:
+    """Its workers go on as before for a while when a host was taken away: Horovod has yet to tell them."""
+
+    running, removed, looks = True, None, 0
+
+    def workers(self):
+        return {pid: str(pid) for pid in (1, 2, 3) if str(pid) != self.removed}
+
+    def remove_host(self, host):
+        self.removed = host
+
+    def diaries(self):
+        self.looks += self.removed is not None
+        generations = ["old", "new"] if self.looks > 3 else ["old"]
+        begun = [{"event": "begin", "generation": generation} for generation in generations]
+        return {pid: [*begun, {"event": "commit", "time": time.time() + 1, "generation": generations[-1]}] for pid in self.workers()}
+
+
+def test_the_next_fault_waits_until_horovod_has_started_again(monkeypatch):
+    """Else Horovod forgets of a host that comes just then, and the worker on it never does."""
+    job = JobThatStartsAgainLate()
+    trouble = soak.Trouble(job, 3, random.Random(0))
+    monkeypatch.setattr(trouble, "_faults", lambda: {"a host is taken away": trouble._remove})
+    trouble.make(limit=10)
+    assert trouble.survived.total() == 1
+    assert job.looks > 3
+
+
 def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
-    """What a worker complains of is counted, and the folder of its job is kept, to be looked into."""
+    """Its log says where every worker was."""
     monkeypatch.setattr(soak.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(soak.Trouble, "make", _complain)
     findings, _ = soak.watch(soak.Plan(settings=soak.COMPRESSED), 2, 1, random.Random(0), tqdm(disable=True))
