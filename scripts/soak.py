@@ -250,6 +250,7 @@ class Trouble:
         self.job, self.ranks, self.dice = job, ranks, dice
         self.survived: collections.Counter = collections.Counter()
         self.tried: collections.Counter = collections.Counter()
+        self.slowest: dict[str, float] = {}  # seconds until training had gone on, by kind of fault
 
     def make(self, limit: float) -> None:
         """One fault, from which the job must have recovered `limit` seconds later: else TimeoutError."""
@@ -282,6 +283,7 @@ class Trouble:
             gone_on = gone and together and wanted <= later.keys()
             if gone_on and (kind != "a worker comes" or later.keys() - set(alive)):
                 self.survived[kind] += 1
+                self.slowest[kind] = max(self.slowest.get(kind, 0.0), time.time() - began)
                 return
             time.sleep(0.2)
         raise TimeoutError(f"training did not go on within {limit:.0f} s after: {kind}")
@@ -394,9 +396,10 @@ def report(results: list[tuple[Findings, Trouble]]) -> None:
         tried += trouble.tried + findings.faults
         survived += trouble.survived + (collections.Counter() if findings.complaints else findings.faults)
     width = max(map(len, tried), default=5)
-    print(f"\n{'fault':{width}s}  tried  survived")
+    print(f"\n{'fault':{width}s}  tried  survived  slowest")
     for kind in sorted(tried):
-        print(f"{kind:{width}s}  {tried[kind]:5d}  {survived[kind]:8d}")
+        slowest = [trouble.slowest[kind] for _, trouble in results if kind in trouble.slowest]
+        print(f"{kind:{width}s}  {tried[kind]:5d}  {survived[kind]:8d}" + (f"  {max(slowest):5.0f} s" if slowest else ""))
     print(f"\n{sum(f.steps for f, _ in results)} steps, {tried.total()} faults, {survived.total()} survived")
     print(f"agreement: weights compared at {sum(f.compared for f, _ in results)} commits")
     print(f"memory: grows by at most {max(f.growth for f, _ in results):.2f} MB in 1000 steps")
