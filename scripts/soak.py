@@ -1,10 +1,12 @@
 """make soak: trains elastically for minutes while workers are killed, stopped, added and sent home, and gradients overflow or are missing.
 
-Jobs follow each other, one for each way of using ScaleCom (`PLANS`). Workers (soak_worker.py) check after every step that nothing was
-lost; here their diaries are read: weights must be equal on all ranks at every commit, losses must fall, memory must not grow. Ends with a
-table of faults, and with exit code 1 if any was not survived.
+Jobs follow each other, one for each way of using ScaleCom (`PLANS`). Their workers (soak_worker.py, soak_tensorflow_worker.py) check
+after every step that nothing was lost; here their diaries are read: weights must be equal on all ranks at every commit, losses must fall,
+memory must not grow. Ends with a table of faults, and with exit code 1 if any was not survived. Of a job with complaints the folder is
+kept, which has its log, and every worker's diary and checkpoint.
 
     python scripts/soak.py --minutes 3 --ranks 4
+    python scripts/soak.py --minutes 3 --only "local steps" --seed 5
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -25,24 +29,37 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import launch
 import torch
-from soak_worker import Plan
+from soak_faults import Plan
 from tqdm import tqdm
 
-WORKER = Path(__file__).with_name("soak_worker.py")
 # Faults are to meet compressed steps, from the first one on.
 COMPRESSED = {"rate": 20, "dense": [], "warmup_steps": 0}
 PLANS = [
     Plan(settings=COMPRESSED),
     Plan(settings=COMPRESSED | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
     Plan(optimizer="stock", settings=COMPRESSED | {"wire_dtype": "float16"}),
+    Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3),
+    Plan(optimizer="TensorFlow", settings=COMPRESSED),
+    Plan(optimizer="TensorFlow", settings=COMPRESSED | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
 ]
-LOCAL_STEPS = Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3)
-# Seconds. Only the neighbours of a worker that dies notice at once, the others wait so long; and so long a newcomer may take to start.
-GLOO_TIMEOUT = 25
+
+
+class Framework(NamedTuple):
+    """A worker's program, and seconds. gloo_timeout: only the neighbours of a worker that dies notice at once, the others wait so long; and
+    so long a newcomer may take to start. limit: until training starts, or goes on after a fault. calm: at most, between two faults."""
+
+    worker: str
+    gloo_timeout: int
+    limit: float
+    calm: float
+
+
+PYTORCH = Framework("soak_worker.py", 25, 120, 2)
+TENSORFLOW = Framework("soak_tensorflow_worker.py", 40, 200, 8)
 MEGABYTES_PER_1000_STEPS = 5.0
 
 Diary = list[dict[str, Any]]
@@ -53,6 +70,7 @@ class Job:
 
     def __init__(self, folder: Path, plan: Plan, ranks: int) -> None:
         self.folder, self._names = folder, _loopback_names()
+        framework = framework_of(plan)
         self.hosts = [next(self._names) for _ in range(ranks)]
         self._show_hosts()
         discover = folder / "discover.sh"
@@ -61,8 +79,8 @@ class Job:
         self.log = (folder / "log").open("w+", errors="replace")
         command = [
             launch.find("horovodrun"), "--gloo", "-np", ranks, "--min-np", min(2, ranks), "--max-np", ranks,
-            "--gloo-timeout-seconds", GLOO_TIMEOUT, "--host-discovery-script", discover,
-            sys.executable, WORKER, folder, json.dumps(dataclasses.asdict(plan)),
+            "--gloo-timeout-seconds", framework.gloo_timeout, "--host-discovery-script", discover,
+            sys.executable, Path(__file__).with_name(framework.worker), folder, json.dumps(dataclasses.asdict(plan)),
         ]  # fmt: skip
         self._process = subprocess.Popen(
             [str(part) for part in command], cwd=folder, env=launch.environment(), stdin=subprocess.DEVNULL, stdout=self.log,
@@ -89,13 +107,20 @@ class Job:
     def workers(self) -> dict[int, str]:
         """{process number: host} of the workers that live, and have begun to train."""
         begun = {pid: diary[0]["host"] for pid, diary in self.diaries().items() if diary}
-        return {pid: host for pid, host in begun.items() if _is_worker(pid)}
+        return {pid: host for pid, host in begun.items() if self._is_worker(pid)}
 
     def order(self, pid: int, point: str) -> None:
         """Tell a worker to die at a point of its next step (see Faults.death)."""
         part = self.folder / f"order-{pid}.part"
         part.write_text(point)
         part.replace(self.folder / f"order-{pid}")
+
+    def _is_worker(self, pid: int) -> bool:
+        """Whether it lives, and is not another process by now."""
+        try:
+            return str(self.folder) in Path("/proc", str(pid), "cmdline").read_text()
+        except OSError:
+            return False
 
     @property
     def running(self) -> bool:
@@ -111,6 +136,12 @@ class Job:
             self._process.wait(limit)
         return self._process.poll()
 
+    def tell_where(self) -> None:
+        """Every worker that lives writes into the log where its threads are."""
+        for pid in self.workers():
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.5)
+
     def output(self) -> str:
         self.log.flush()
         return Path(self.log.name).read_text(errors="replace")
@@ -121,9 +152,13 @@ class Job:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pid in self.diaries():
-            if _is_worker(pid):
+            if self._is_worker(pid):
                 os.kill(pid, signal.SIGKILL)
         self.log.close()
+
+
+def framework_of(plan: Plan) -> Framework:
+    return TENSORFLOW if plan.optimizer == "TensorFlow" else PYTORCH
 
 
 def _loopback_names() -> Iterator[str]:
@@ -132,13 +167,6 @@ def _loopback_names() -> Iterator[str]:
     while True:
         yield f"127.0.{zeros}.1"
         zeros += "0"
-
-
-def _is_worker(pid: int) -> bool:
-    try:
-        return WORKER.name in Path("/proc", str(pid), "cmdline").read_text()
-    except OSError:
-        return False
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -188,9 +216,9 @@ def judge(diaries: dict[int, Diary], folder: Path) -> Findings:
         first, last = (statistics.median(part) for part in (losses[: len(losses) // 4], losses[-len(losses) // 4 :]))
         if last >= first:
             complaints.append(f"the loss does not fall: {first:g} in the first quarter, {last:g} in the last")
-    for path in folder.glob("checkpoint-*.pt"):
+    for path in [*folder.glob("checkpoint-*.pt"), *folder.glob("checkpoint-*.pickle")]:
         try:
-            torch.load(path, weights_only=True)
+            torch.load(path, weights_only=True) if path.suffix == ".pt" else pickle.loads(path.read_bytes())
         except Exception as error:
             complaints.append(f"{path.name} cannot be loaded: {error}")
     growth = max((_growth(of(diary, "commit")) for diary in diaries.values()), default=0.0)
@@ -205,7 +233,7 @@ def _growth(commits: Diary) -> float:
     """MB per 1000 steps of one worker, from its tenth commit on; 0 for a life too short to tell."""
     lived = commits[10:]
     steps = sum(commit["made"] for commit in lived)
-    if steps < 500:
+    if steps < 1000:  # every start of Horovod takes up some, the first ones most
         return 0.0
     half = len(lived) // 2
     first, second = (statistics.median(commit["memory"] for commit in part) for part in (lived[:half], lived[half:]))
@@ -222,10 +250,11 @@ class Trouble:
         self.job, self.ranks, self.dice = job, ranks, dice
         self.survived: collections.Counter = collections.Counter()
         self.tried: collections.Counter = collections.Counter()
+        self.slowest: dict[str, float] = {}  # seconds until training had gone on, by kind of fault
 
     def make(self, limit: float) -> None:
         """One fault, from which the job must have recovered `limit` seconds later: else TimeoutError."""
-        alive = self.job.workers()
+        alive, generations = self.job.workers(), self._generations()
         if len(alive) < self.ranks:
             kind, spare = "a worker comes", alive
             self.job.add_host()
@@ -236,6 +265,9 @@ class Trouble:
         began = time.time()
         wanted = set(spare) if kind != "a worker comes" else set()
         victims = set(alive) - set(spare)
+        # Where workers come or go Horovod starts again, and until it has, nothing else may happen: while it starts, it forgets what it is
+        # told of hosts (0.28.1, common/elastic.py: on_reset).
+        over = generations if victims or kind == "a worker comes" else set()
         while time.time() - began < limit:
             if not self.job.running:
                 raise ChildProcessError(f"the job ended after: {kind}")
@@ -247,12 +279,18 @@ class Trouble:
             }
             # A worker that was told to die, or whose host was taken away, trains for a while yet.
             gone = victims.isdisjoint(self.job.workers())
-            gone_on = gone and wanted <= later.keys() and len(later) >= 2 and len(set(later.values())) == 1
+            together = len(later) >= 2 and len(set(later.values())) == 1 and over.isdisjoint(later.values())
+            gone_on = gone and together and wanted <= later.keys()
             if gone_on and (kind != "a worker comes" or later.keys() - set(alive)):
                 self.survived[kind] += 1
+                self.slowest[kind] = max(self.slowest.get(kind, 0.0), time.time() - began)
                 return
             time.sleep(0.2)
         raise TimeoutError(f"training did not go on within {limit:.0f} s after: {kind}")
+
+    def _generations(self) -> set[str]:
+        """One for every time that ranks came together so far."""
+        return {entry["generation"] for diary in self.job.diaries().values() for entry in of(diary, "begin")}
 
     def _faults(self) -> dict[str, Any]:
         faults = {
@@ -295,31 +333,36 @@ class Trouble:
 
 def watch(plan: Plan, ranks: int, seconds: float, dice: random.Random, bar: tqdm) -> tuple[Findings, Trouble]:
     """One job for so many seconds."""
-    with tempfile.TemporaryDirectory(prefix="soak.") as name:
-        folder, began, start = Path(name), time.time(), bar.n
-        job = Job(folder, plan, ranks)
-        trouble = Trouble(job, ranks, dice)
-        failure = ""
-        try:
-            while len(job.workers()) < ranks:
-                if not job.running or time.time() > began + 120:
-                    raise TimeoutError("the job did not start")
-                time.sleep(0.2)
-            while time.time() - began < seconds:
-                time.sleep(dice.uniform(0.5, 2))
-                trouble.make(limit=120)
-                bar.set_postfix_str(f"{trouble.survived.total()} faults survived")
-                bar.update(round(start + min(time.time() - began, seconds)) - bar.n)
-            if job.stop(60) != 0:
-                raise ChildProcessError("the job did not end well")
-        except (TimeoutError, ChildProcessError) as error:
-            failure = f"{error}\n{job.output()[-5000:]}"
-        finally:
-            job.close()
-        findings = judge(job.diaries(), folder)
-        if failure:
-            findings.complaints.append(failure)
-        return findings, trouble
+    folder, began, start = Path(tempfile.mkdtemp(prefix="soak.")), time.time(), bar.n
+    job = Job(folder, plan, ranks)
+    trouble = Trouble(job, ranks, dice)
+    limit, calm = framework_of(plan).limit, framework_of(plan).calm
+    failure = ""
+    try:
+        while len(job.workers()) < ranks:
+            if not job.running or time.time() > began + limit:
+                raise TimeoutError("the job did not start")
+            time.sleep(0.2)
+        while not trouble.tried or time.time() - began < seconds:
+            time.sleep(dice.uniform(0.5, calm))
+            trouble.make(limit)
+            bar.set_postfix_str(f"{trouble.survived.total()} faults survived")
+            bar.update(round(start + min(time.time() - began, seconds)) - bar.n)
+        if job.stop(limit / 2) != 0:
+            raise ChildProcessError("the job did not end well")
+    except (TimeoutError, ChildProcessError) as error:
+        job.tell_where()
+        failure = f"{error}\n{job.output()[-5000:]}"
+    finally:
+        job.close()
+    findings = judge(job.diaries(), folder)
+    if failure:
+        findings.complaints.append(failure)
+    if findings.complaints:
+        findings.complaints.append(f"the log and the diaries of {plan.optimizer} {plan.settings} are in {folder}")
+    else:
+        shutil.rmtree(folder)
+    return findings, trouble
 
 
 def main() -> int:
@@ -327,7 +370,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=3, help="how long, in all")
     parser.add_argument("--ranks", type=int, default=4, help="at least 3")
     parser.add_argument("--seed", type=int, default=0, help="of what goes wrong when")
-    parser.add_argument("--local-steps", action="store_true", help="one job more, with local steps")
+    parser.add_argument("--only", choices=sorted({plan.optimizer for plan in PLANS}), help="only jobs of this kind")
     arguments = parser.parse_args()
     if arguments.ranks < 3:
         parser.error("--ranks must be at least 3: one is killed, and two must be left")
@@ -335,7 +378,7 @@ def main() -> int:
         parser.error("--minutes must be more than 0")
 
     dice = random.Random(arguments.seed)
-    plans = [*PLANS, *([LOCAL_STEPS] if arguments.local_steps else [])]
+    plans = [plan for plan in PLANS if arguments.only in (None, plan.optimizer)]
     seconds = arguments.minutes * 60 / len(plans)
     results = []
     with tqdm(total=round(arguments.minutes * 60), unit="s", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} s {postfix}") as bar:
@@ -353,9 +396,10 @@ def report(results: list[tuple[Findings, Trouble]]) -> None:
         tried += trouble.tried + findings.faults
         survived += trouble.survived + (collections.Counter() if findings.complaints else findings.faults)
     width = max(map(len, tried), default=5)
-    print(f"\n{'fault':{width}s}  tried  survived")
+    print(f"\n{'fault':{width}s}  tried  survived  slowest")
     for kind in sorted(tried):
-        print(f"{kind:{width}s}  {tried[kind]:5d}  {survived[kind]:8d}")
+        slowest = [trouble.slowest[kind] for _, trouble in results if kind in trouble.slowest]
+        print(f"{kind:{width}s}  {tried[kind]:5d}  {survived[kind]:8d}" + (f"  {max(slowest):5.0f} s" if slowest else ""))
     print(f"\n{sum(f.steps for f, _ in results)} steps, {tried.total()} faults, {survived.total()} survived")
     print(f"agreement: weights compared at {sum(f.compared for f, _ in results)} commits")
     print(f"memory: grows by at most {max(f.growth for f, _ in results):.2f} MB in 1000 steps")
