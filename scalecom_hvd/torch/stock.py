@@ -144,7 +144,14 @@ class StockExchange:
         tensor = self._residues.tensors[name]
         values = torch.empty(tensor.geometry.k, dtype=tensor.wire_dtype, device=flat.device)
         chosen = self._next_offsets(tensor) if self._i_choose() else None
-        bad = moves.gather_and_filter(self._offsets(tensor), values, self._transport.size, chosen)
+        try:
+            bad = moves.gather_and_filter(self._offsets(tensor), values, self._transport.size, chosen)
+        except BaseException:
+            # Of this tensor nothing is sent; the others' values may be on their way already.
+            moves.undo()
+            self._seen.remove(name)
+            self._pending.discard(name)
+            raise
         # One NaN tells every rank, through the average, that this gradient was not finite somewhere.
         values[:1].masked_fill_(torch.as_tensor(bad != 0, device=values.device), float("nan"))
         self._bytes["values"] += values.numel() * values.element_size()
