@@ -100,8 +100,8 @@ class Kernel(Protocol):
     ) -> Count:
         """`gather` with share 1, then `filter`, as look-ahead does it; choose: CHOOSE_RESIDUE or CHOOSE_NOTHING. Gives the sum of both."""
 
-    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
-        """Every output (N,), of the gradient's dtype, <- values / scale at I, zero elsewhere. Outputs may be the gradients."""
+    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor, share: float = 1.0) -> None:
+        """Every output (N,), of the gradient's dtype, <- values * share / scale at I, zero elsewhere. Outputs may be the gradients."""
 
     def undo(self) -> None:
         """Take back what was done to residues since `begin`, to rounding: m[I] <- m[I] + beta*sent of tensors that were gathered, m <- m -
@@ -176,11 +176,11 @@ class TorchKernel:
         bad = self.gather(beta, 1.0, offsets, values, sent, limit)
         return bad + self.filter(beta, choose, chosen)
 
-    def scatter(self, outputs, offsets, values):
+    def scatter(self, outputs, offsets, values, share=1.0):
         for place, output in zip(self._places, outputs, strict=True):
             kind = torch.float64 if output.dtype == torch.float64 else torch.float32
             output.zero_()
-            scaled = place.values(values).to(kind) * (1 / self._scale)
+            scaled = place.values(values).to(kind) * (share / self._scale)
             output[positions_of(place.geometry, place.offsets(offsets))] = scaled.to(output.dtype)
 
     def undo(self):
@@ -284,10 +284,10 @@ class NativeKernel:
         self._gathered, self._filtered = (beta, offsets, sent), beta
         return bad
 
-    def scatter(self, outputs, offsets, values):
+    def scatter(self, outputs, offsets, values, share=1.0):
         grads = self._table["grad"].copy()
         self._table["grad"] = [output.data_ptr() for output in outputs]
-        arguments = 1 / self._scale, _address(offsets), _address(values), _is_half(values)
+        arguments = share / self._scale, _address(offsets), _address(values), _is_half(values)
         try:
             native.checked(self._library.scalecom_scatter(*self._tensors, *arguments))
         finally:

@@ -123,19 +123,21 @@ class Moves:
         return self._sum(kernel.gather(self._beta, share, offsets, values, sent, limit) for kernel, _ in self._kernels)
 
     @record_function("scalecom.gather_and_filter")
-    def gather_and_filter(self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int, chosen: torch.Tensor | None) -> Count:
+    def gather_and_filter(
+        self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int, chosen: torch.Tensor | None, factor: int = 1
+    ) -> Count:
         """Moves (2) and (1) in look-ahead's order, and where `chosen` is given, the winners by |m| afterwards. Gives the number of bad
-        elements."""
-        sent, limit = self._sent_like(values), float16_limit(n_workers)
+        elements. factor: by what float16 values will be multiplied before they are summed."""
+        sent, limit = self._sent_like(values), float16_limit(n_workers, factor)
         choose = CHOOSE_NOTHING if chosen is None else CHOOSE_RESIDUE
         return self._sum(kernel.gather_and_filter(self._beta, offsets, values, sent, limit, choose, chosen) for kernel, _ in self._kernels)
 
     @record_function("scalecom.scatter")
-    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
-        """Every output (N,) <- the averaged values at I in the gradient's units, zero elsewhere. It may be the gradient itself; then the
-        step cannot be undone."""
+    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor, share: float = 1.0) -> None:
+        """Every output (N,) <- the averages at I in the gradient's units, zero elsewhere. It may be the gradient itself; then the
+        step cannot be undone. share: by what the values are still to be multiplied."""
         for kernel, members in self._kernels:
-            kernel.scatter([outputs[i] for i in members], offsets, values)
+            kernel.scatter([outputs[i] for i in members], offsets, values, share)
 
     def norms(self) -> tuple[float, float]:
         """The Euclidean norms of all residues, and of this step's gradients in the residues' units. Reads them all."""

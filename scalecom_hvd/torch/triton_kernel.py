@@ -69,9 +69,9 @@ class TritonKernel:
     def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
         return _sum(part.gather_and_filter(beta, offsets, values, sent, limit, choose, chosen) for part, _ in self._parts)
 
-    def scatter(self, outputs, offsets, values):
+    def scatter(self, outputs, offsets, values, share=1.0):
         for part, members in self._parts:
-            part.scatter([outputs[i] for i in members], offsets, values)
+            part.scatter([outputs[i] for i in members], offsets, values, share)
 
     def undo(self):
         for part, _ in self._parts:
@@ -126,10 +126,10 @@ class _OneDtype:
         self._gathered, self._filtered = (beta, offsets, sent), beta
         return count
 
-    def scatter(self, outputs, offsets, values):
+    def scatter(self, outputs, offsets, values, share=1.0):
         in_place = all(output.data_ptr() == grad.data_ptr() for output, grad in zip(outputs, self._grads, strict=True))
         step = self._step if in_place else self._step_table(outputs)
-        self._launch(tiles.scatter_tiles, step, offsets, values, 1 / self._scale, BLOCK=self._block, num_warps=4)
+        self._launch(tiles.scatter_tiles, step, offsets, values, share / self._scale, BLOCK=self._block, num_warps=4)
 
     def undo(self):
         if self._gathered is not None:
