@@ -84,6 +84,10 @@ class Lanes:
         starts, strides = self.starts_and_strides()
         return np.minimum(self.rows, (self.numel - starts - 1) // strides + 1)
 
+    def fit(self, offsets: np.ndarray) -> bool:
+        """Whether all offsets (k,) lie in their lanes."""
+        return bool(((offsets >= 0) & (offsets < self.lengths())).all())
+
     def groups(self) -> list[tuple[slice, int, int]]:
         """The tensor as at most two blocks `(elements, groups, width)`: all full groups together, then the last group.
 
@@ -114,6 +118,10 @@ class Positions(Lanes):
 
     def starts_and_strides(self) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(self.k, np.int64), np.ones(self.k, np.int64)
+
+    def fit(self, offsets: np.ndarray) -> bool:
+        """Whether all are positions in the tensor, ascending and so without repeats."""
+        return bool((np.diff(offsets.astype(np.int64), prepend=-1, append=self.numel) > 0).all())
 
 
 def geometry(numel: int, rate: float, selection: str) -> Lanes:

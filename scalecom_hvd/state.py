@@ -1,6 +1,6 @@
 """What a rank's saved state is, and whether it fits: the checks that every framework's load_state_dict makes before it changes anything.
 
-Framework-free. Imports config alone.
+Framework-free. Imports config and lanes alone.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.lanes import Lanes
 
 STATE_VERSION = 1
 # Settings that may differ between a checkpoint and the run that loads it: they change no result.
@@ -74,3 +77,21 @@ def check_residues(saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, 
     ]
     if complaints:
         raise ValueError("these residues belong to another model: " + "; ".join(sorted(complaints)[:5]))
+
+
+def check_offsets(offsets: Mapping[str, np.ndarray], lanes: Mapping[str, Lanes]) -> None:
+    """Raise ValueError that names the tensor, unless look-ahead's offsets are of these tensors and all lie in their lanes.
+
+    They are of the lanes' dtype, or its bytes. Not every kernel looks at them again, and following wrong ones would send other elements
+    than were chosen, some of them twice.
+    """
+    for name, given in offsets.items():
+        own = lanes.get(name)
+        fits = own is not None and given.dtype in (np.uint8, own.offset_dtype)
+        if not fits or (given.ndim, given.nbytes) != (1, own.k * own.offset_dtype.itemsize):
+            raise ValueError(f"look-ahead's offsets of {name} belong to another model, or are damaged: load another state")
+        if not own.fit(given.view(own.offset_dtype)):
+            raise ValueError(
+                f"look-ahead's offsets of {name} are damaged: they lie outside of their lanes. Load the state of another step, or go on "
+                "without loading it (residues start at zero)"
+            )

@@ -294,6 +294,9 @@ class ScaleCom(tf.Module, Compressor):
         known = {_in_stream(s, name): t.shape for s, tensors in enumerate(self._bound.tensors) for name, t in tensors.items()}
         if state["residues"] and known:  # else saved before the first step, when all of them were zero, or not needed before it
             check_residues({name: np.shape(residue) for name, residue in state["residues"].items()}, known)
+        for kept in self._streams:
+            for label, progress in kept.progress.items():
+                progress.check(state.get("exchanges", {}).get(label, {}))
         self._bound.loaded = dict(state)
         for stream, (kept, tensors) in enumerate(zip(self._streams, self._bound.tensors, strict=True)):
             self._take_up_residues(stream, tensors)

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes, geometry
+from scalecom_hvd.state import check_offsets
 from scalecom_hvd.tensorflow.transport import runs_eagerly
 
 
@@ -111,20 +112,27 @@ class Progress(tf.Module):
         self.norms = make_variable((2, 3), tf.float64, f"scalecom/{label}/norms")
         self.warned = make_variable((), tf.bool, f"scalecom/{label}/warned")
         self.offsets: dict[str, tf.Variable] = {}
+        self._lanes: dict[str, Lanes] = {}
 
     def hold_offsets(self, tensor: CompressedTensor) -> None:
         """Make room for a tensor's next offsets."""
         if tensor.name not in self.offsets:
             bytes_ = tensor.geometry.k * tensor.geometry.offset_dtype.itemsize
             self.offsets[tensor.name] = make_variable((bytes_,), tf.uint8, f"scalecom/{tensor.name}/offsets", tensor.residue.device)
+            self._lanes[tensor.name] = tensor.geometry
 
     def as_dict(self) -> dict[str, Any]:
         """What `take_up` reads: plain numbers and arrays."""
         offsets = {name: value_of(variable) for name, variable in self.offsets.items()} if value_of(self.ahead) else {}
         return {"step": int(value_of(self.step)), "ranks": int(value_of(self.ranks)), "offsets": offsets}
 
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError for offsets that `take_up` cannot use."""
+        check_offsets({name: np.asarray(chosen) for name, chosen in saved.get("offsets", {}).items() if name in self.offsets}, self._lanes)
+
     def take_up(self, saved: Mapping[str, Any]) -> None:
         """Go on from there. Offsets count only if there are some for every tensor."""
+        self.check(saved)
         offsets = saved.get("offsets", {})
         set_value(self.step, saved["step"])
         set_value(self.ranks, saved.get("ranks", 0))

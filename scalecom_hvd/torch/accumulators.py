@@ -125,7 +125,7 @@ class Accumulators:
         """The Euclidean norms of all residues, and of this step's gradients in the residues' units."""
         return norm([tensor.residue for tensor in self.tensors]), norm(self._grads) * self._scale
 
-    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
+    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor, share: float = 1.0) -> None:
         """The step counts: residues take what was not sent, and every output becomes the average, in the gradient's units."""
         if not self.tensors:
             return
@@ -161,11 +161,11 @@ class Channel:
         self.bucket, self.leader = bucket, leader
         self.size, self.position, self.share = transport.size, transport.position, transport.share
 
-    def average(self, values: torch.Tensor, name: str) -> Generator[Wait, None, torch.Tensor]:
-        """The average over ranks (hvd.Sum: the sum), in place."""
+    def average(self, values: torch.Tensor, name: str, dtype: torch.dtype = torch.float32) -> Generator[Wait, None, torch.Tensor]:
+        """The average over ranks (hvd.Sum: the sum), in place; float16 values are summed as such, and the average is of this dtype."""
         self._submitted["values"] += values.numel() * values.element_size()
         yield from self._wait(self._transport.average(values, f"{name}.{self.bucket}"), name)
-        return values
+        return values.to(dtype) * self.share if values.dtype == torch.float16 else values
 
     def broadcast(self, offsets: torch.Tensor) -> Generator[Wait, None, torch.Tensor]:
         """The leader's offsets, in place: others bring a buffer as large."""

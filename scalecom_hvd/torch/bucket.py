@@ -26,7 +26,8 @@ class Bucket:
     """Tensors that share one broadcast and one all-reduce, with the buffers both use, made once.
 
     compressed: {name: tensor}, whose offsets and values travel.  dense: {name: parameter}, sent whole.  make_moves: what their residues
-    are moved by, Accumulators for methods other than ScaleCom.
+    are moved by, Accumulators for methods other than ScaleCom.  share: what makes the average of a sum over ranks; values in float16 are
+    summed, and multiplied by it when they are in a wider dtype again.
     Values buffer: [values of all compressed tensors | dense tensors | one element that counts workers with non-finite gradients].
     """
 
@@ -37,6 +38,7 @@ class Bucket:
         parameters: dict[str, torch.Tensor],
         residues: Residues,
         make_moves: Callable[[list[CompressedTensor]], Moves | Accumulators] = Moves,
+        share: float = 1.0,
     ) -> None:
         self.number = number
         self.names = names
@@ -61,6 +63,9 @@ class Bucket:
         # Look-ahead keeps this step's offsets until it is known that the step counts, while the next ones arrive here.
         self.next_offsets = torch.zeros_like(self.offsets)
         wire_dtype = next((tensor.wire_dtype for tensor in self.compressed.values()), self._dense_dtype)
+        # What is sent whole needs its own dtype, in which it is averaged, so the reducer puts it elsewhere.
+        assert not self.dense or wire_dtype == self._dense_dtype, "float16 values and tensors sent whole share no bucket"
+        self._share = share if wire_dtype == torch.float16 else 1.0
         self._values = Values(self.moves.n_values, self.dense, wire_dtype, self._device)
         self._whole_values: Values | None = None
         self._reduced: Values | None = None  # what this step's all-reduce is made in; None: the gradients themselves
@@ -156,7 +161,7 @@ class Bucket:
         for name in halves:
             average = averages[name].float()
             if name in self.compressed and not self.whole:
-                average = average / self._scale
+                average = average * self._share / self._scale
             sound = sound & average.half().isfinite().all()
         return sound
 
@@ -168,7 +173,7 @@ class Bucket:
         """Turn every gradient into the average over the ranks. From here on the step cannot be taken back."""
         self.scattered = True
         if not self.whole:
-            self.moves.scatter([self.grads[name] for name in self.compressed], self.offsets, self._values.compressed)
+            self.moves.scatter([self.grads[name] for name in self.compressed], self.offsets, self._values.compressed, self._share)
         if self._reduced is not None:
             self._reduced.copy_to(self.grads)
 

@@ -8,6 +8,7 @@ optimizer, which calls `compress` and `decompress` per tensor without saying whi
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -290,9 +291,26 @@ class ScaleCom(ErrorFeedback):
                 raise TypeError(_STOCK_NEEDS_PARAMETERS)
             # Horovod keeps to what was trained when its optimizer was made: between this object and the first step.
             parameters = {name: p for name, p in self._named_parameters.items() if p.requires_grad or name in self._trained}
-            exchange = StockExchange(parameters, self.residues, Transport(self._process_set), self.loss_scale, self._fresh)
-            self.attach(parameters, exchange)
+            transport = Transport(self._process_set)
+            if self.config.wire_dtype == "float16":
+                self._check_predivision(transport.size)
+            self.attach(parameters, StockExchange(parameters, self.residues, transport, self.loss_scale, self._fresh))
             warn_of_half_sums(self.sums_halves, horovod)
+
+    def _check_predivision(self, ranks: int) -> None:
+        """Raise ValueError where Horovod's optimizer divides float16 values before it sums them, so that what is small is lost for good.
+
+        It does not tell a compressor by what, so it is looked for. Values travel times the number of ranks (stock.py): its divisors do.
+        """
+        for optimizer in gc.get_objects():
+            if issubclass(type(optimizer), torch.optim.Optimizer) and getattr(optimizer, "_compression", None) is self:
+                factor = getattr(optimizer, "gradient_predivide_factor", 1.0)
+                if factor < 1 or ranks % factor:
+                    raise ValueError(
+                        f"gradient_predivide_factor={factor} and wire_dtype='float16' exclude each other in horovod.torch's own "
+                        f"DistributedOptimizer, unless {ranks}, the number of ranks, is a multiple: what is small would be lost. Leave the "
+                        "factor out (no sum overflows: what is too large stays in the residue), or import scalecom_hvd.torch as hvd"
+                    )
 
     def decompress(self, tensor: Any, ctx: Any = None) -> torch.Tensor:
         """The averaged gradient for what `compress` gave; `ctx` None: nothing was compressed."""

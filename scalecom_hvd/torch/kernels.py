@@ -100,14 +100,28 @@ class Kernel(Protocol):
     ) -> Count:
         """`gather` with share 1, then `filter`, as look-ahead does it; choose: CHOOSE_RESIDUE or CHOOSE_NOTHING. Gives the sum of both."""
 
-    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
-        """Every output (N,), of the gradient's dtype, <- values / scale at I, zero elsewhere. Outputs may be the gradients."""
+    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor, share: float = 1.0) -> None:
+        """Every output (N,), of the gradient's dtype, <- values * share / scale at I, zero elsewhere. Outputs may be the gradients."""
 
-    def undo(self, beta: float, filtered: bool, offsets: torch.Tensor | None, sent: torch.Tensor | None) -> None:
-        """m[I] <- m[I] + beta*sent, if there are offsets; m <- m - beta*g, if filtered: a step taken back, to rounding."""
+    def undo(self) -> None:
+        """Take back what was done to residues since `begin`, to rounding: m[I] <- m[I] + beta*sent of tensors that were gathered, m <- m -
+        beta*g of those that were filtered. Each kernel keeps that account itself, as a move may fail when it is half done. Offsets and sent
+        values must be what they were."""
 
     def finish(self) -> None:
-        """Let go of the gradients."""
+        """Let go of the gradients: nothing can be undone any more."""
+
+
+@dataclass
+class _Step:
+    """One tensor's step, and what was done to its residue in it: the beta that it was filtered with (0: it was not), and what was gathered,
+    as (beta, offsets, sent)."""
+
+    place: Place
+    grad: torch.Tensor
+    frozen: bool
+    filtered: float = 0.0
+    gathered: tuple[float, torch.Tensor, torch.Tensor] | None = None
 
 
 class TorchKernel:
@@ -115,21 +129,22 @@ class TorchKernel:
 
     def __init__(self, places, grad_dtypes):
         self._places = places
+        self.finish()
 
     def begin(self, grads, frozen, scale):
-        self._grads, self._frozen, self._scale = grads, frozen, scale
-
-    def _each(self):
-        return zip(self._places, self._grads, self._frozen, strict=True)
+        self._steps = [_Step(*own) for own in zip(self._places, grads, frozen, strict=True)]
+        self._scale = scale
 
     def filter(self, beta, choose, chosen):
         bad = 0
-        for place, grad, frozen in self._each():
-            residue = place.residue
-            g, good = usable(grad, residue, self._scale)
+        for step in self._steps:
+            place, residue = step.place, step.place.residue
+            g, good = usable(step.grad, residue, self._scale)
             if choose == CHOOSE_ACCUMULATOR:
                 choose_by_torch(residue + g, place.geometry, place.offsets(chosen))
-            residue.add_(g.mul_(0.0 if frozen else beta))
+            if not step.frozen:
+                residue.add_(g.mul_(beta))
+                step.filtered = beta
             if choose == CHOOSE_RESIDUE:
                 choose_by_torch(residue, place.geometry, place.offsets(chosen))
             bad = bad + (good.numel() - good.count_nonzero())
@@ -137,21 +152,23 @@ class TorchKernel:
 
     def gather(self, beta, share, offsets, values, sent, limit):
         bad = 0
-        for place, grad, frozen in self._each():
-            part, copy, residue = place.values(values), place.values(sent), place.residue
-            if frozen:
+        for step in self._steps:
+            place, residue = step.place, step.place.residue
+            part, copy = place.values(values), place.values(sent)
+            if step.frozen:
                 part.zero_()
                 copy.zero_()
                 continue
             positions = positions_of(place.geometry, place.offsets(offsets))
             value = residue[positions]
             if share != 0:
-                value.add_(usable(grad[positions], residue, self._scale)[0].mul_(share))
+                value.add_(usable(step.grad[positions], residue, self._scale)[0].mul_(share))
             finite = value.isfinite()
             value.masked_fill_(~finite, 0)
             part.copy_(value.clamp_(-limit, limit) if part.dtype == torch.float16 else value)
             copy.copy_(part)
             residue[positions] -= part.to(residue.dtype) * beta
+            step.gathered = beta, offsets, sent
             bad = bad + (finite.numel() - finite.count_nonzero())
         return bad
 
@@ -159,25 +176,26 @@ class TorchKernel:
         bad = self.gather(beta, 1.0, offsets, values, sent, limit)
         return bad + self.filter(beta, choose, chosen)
 
-    def scatter(self, outputs, offsets, values):
+    def scatter(self, outputs, offsets, values, share=1.0):
         for place, output in zip(self._places, outputs, strict=True):
             kind = torch.float64 if output.dtype == torch.float64 else torch.float32
             output.zero_()
-            scaled = place.values(values).to(kind) * (1 / self._scale)
+            scaled = place.values(values).to(kind) * (share / self._scale)
             output[positions_of(place.geometry, place.offsets(offsets))] = scaled.to(output.dtype)
 
-    def undo(self, beta, filtered, offsets, sent):
-        for place, grad, frozen in self._each():
-            if frozen:
-                continue
-            residue = place.residue
-            if offsets is not None:
+    def undo(self):
+        for step in self._steps:
+            place, residue = step.place, step.place.residue
+            if step.gathered is not None:
+                beta, offsets, sent = step.gathered
                 residue[positions_of(place.geometry, place.offsets(offsets))] += place.values(sent).to(residue.dtype) * beta
-            if filtered:
-                residue.sub_(usable(grad, residue, self._scale)[0].mul_(beta))
+                step.gathered = None
+            if step.filtered:
+                residue.sub_(usable(step.grad, residue, self._scale)[0].mul_(step.filtered))
+                step.filtered = 0.0
 
     def finish(self):
-        self._grads = None
+        self._steps: list[_Step] = []
 
 
 def choose_by_torch(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.Tensor) -> None:
@@ -197,7 +215,7 @@ def choose_by_torch(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.T
 
 
 class NativeKernel:
-    """The C kernel (native/lanes.c), for CPU tensors: one call per move."""
+    """The C kernel (native/lanes.c), for CPU tensors: one call per move, which is made for all tensors or refused for all."""
 
     def __init__(self, places, grad_dtypes):
         self._library = native.library()
@@ -211,6 +229,7 @@ class NativeKernel:
             row["offset_width"] = geometry.offset_dtype.itemsize
             row["offsets_at"], row["values_at"] = place.offsets_at, place.values_at
         self._tensors = self._table.ctypes.data, len(places)
+        self.finish()
 
     def begin(self, grads, frozen, scale):
         self._table["grad"] = [grad.data_ptr() for grad in grads]
@@ -219,18 +238,22 @@ class NativeKernel:
 
     def finish(self):
         self._grads = None
+        self._filtered = 0.0  # the beta of this step's filter, and what its gather was called with
+        self._gathered: tuple[float, torch.Tensor, torch.Tensor] | None = None
 
     def filter(self, beta, choose, chosen):
         if self._exact and choose != CHOOSE_NOTHING:
             return self._filter_exactly(beta, choose, chosen)
-        return self._library.scalecom_filter(*self._tensors, beta, self._scale, choose, _address(chosen))
+        bad = self._library.scalecom_filter(*self._tensors, beta, self._scale, choose, _address(chosen))
+        self._filtered = beta
+        return bad
 
     def _filter_exactly(self, beta, choose, chosen):
         if choose == CHOOSE_ACCUMULATOR:
             for place, grad in zip(self._places, self._grads, strict=True):
                 accumulator = place.residue + usable(grad, place.residue, self._scale)[0]
                 place.offsets(chosen).copy_(largest(accumulator, place.geometry.k))
-        bad = self._library.scalecom_filter(*self._tensors, beta, self._scale, CHOOSE_NOTHING, None)
+        bad = self.filter(beta, CHOOSE_NOTHING, None)
         if choose == CHOOSE_RESIDUE:
             for place in self._places:
                 place.offsets(chosen).copy_(largest(place.residue, place.geometry.k))
@@ -238,7 +261,9 @@ class NativeKernel:
 
     def gather(self, beta, share, offsets, values, sent, limit):
         buffers = _address(offsets), _address(values), _address(sent)
-        return native.checked(self._library.scalecom_gather(*self._tensors, beta, self._scale, share, *buffers, _is_half(values), limit))
+        bad = native.checked(self._library.scalecom_gather(*self._tensors, beta, self._scale, share, *buffers, _is_half(values), limit))
+        self._gathered = beta, offsets, sent
+        return bad
 
     def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
         if self._exact:
@@ -255,21 +280,27 @@ class NativeKernel:
             choose,
             _address(chosen),
         )
-        return native.checked(self._library.scalecom_gather_and_filter(*self._tensors, *arguments))
+        bad = native.checked(self._library.scalecom_gather_and_filter(*self._tensors, *arguments))
+        self._gathered, self._filtered = (beta, offsets, sent), beta
+        return bad
 
-    def scatter(self, outputs, offsets, values):
+    def scatter(self, outputs, offsets, values, share=1.0):
         grads = self._table["grad"].copy()
         self._table["grad"] = [output.data_ptr() for output in outputs]
-        arguments = 1 / self._scale, _address(offsets), _address(values), _is_half(values)
+        arguments = share / self._scale, _address(offsets), _address(values), _is_half(values)
         try:
             native.checked(self._library.scalecom_scatter(*self._tensors, *arguments))
         finally:
             self._table["grad"] = grads
 
-    def undo(self, beta, filtered, offsets, sent):
-        self._library.scalecom_undo(
-            *self._tensors, beta, self._scale, filtered, _address(offsets), _address(sent), sent is not None and _is_half(sent)
-        )
+    def undo(self):
+        if self._gathered is not None:
+            beta, offsets, sent = self._gathered
+            self._library.scalecom_undo(*self._tensors, beta, self._scale, False, _address(offsets), _address(sent), _is_half(sent))
+            self._gathered = None
+        if self._filtered:
+            self._library.scalecom_undo(*self._tensors, self._filtered, self._scale, True, None, None, False)
+            self._filtered = 0.0
 
 
 def kernel_for(device: torch.device, grad_dtype: torch.dtype, residue_dtype: torch.dtype) -> type[Kernel]:

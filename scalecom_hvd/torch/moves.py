@@ -90,7 +90,6 @@ class Moves:
             self._choose_kernels(dtypes, grads)
         for kernel, members in self._kernels:
             kernel.begin([grads[i] for i in members], [frozen[i] for i in members], scale)
-        self._begun = True
 
     def _choose_kernels(self, dtypes: list[torch.dtype], grads: Sequence[torch.Tensor]) -> None:
         members: dict[type[Kernel], list[int]] = {}
@@ -114,7 +113,6 @@ class Moves:
     @record_function("scalecom.filter")
     def filter(self, chosen: torch.Tensor | None = None) -> Count:
         """Move (1), and where `chosen` is given, its lanes' winners by |m + g|; gives the number of bad gradient elements."""
-        self._filtered = True
         choose = CHOOSE_NOTHING if chosen is None else CHOOSE_ACCUMULATOR
         return self._sum(kernel.filter(self._beta, choose, chosen) for kernel, _ in self._kernels)
 
@@ -126,30 +124,25 @@ class Moves:
     @record_function("scalecom.gather")
     def gather(self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int) -> Count:
         """Move (2), after `filter`: `values` become the accumulators at I. Gives the number not finite, which are sent as zero."""
-        self._keep(offsets, values)
-        limit = float16_limit(n_workers)
-        share = 1 - self._beta
-        return self._sum(kernel.gather(self._beta, share, offsets, values, self._sent, limit) for kernel, _ in self._kernels)
+        sent, limit, share = self._sent_like(values), float16_limit(n_workers), 1 - self._beta
+        return self._sum(kernel.gather(self._beta, share, offsets, values, sent, limit) for kernel, _ in self._kernels)
 
     @record_function("scalecom.gather_and_filter")
-    def gather_and_filter(self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int, chosen: torch.Tensor | None) -> Count:
+    def gather_and_filter(
+        self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int, chosen: torch.Tensor | None, factor: int = 1
+    ) -> Count:
         """Moves (2) and (1) in look-ahead's order, and where `chosen` is given, the winners by |m| afterwards. Gives the number of bad
-        elements."""
-        self._keep(offsets, values)
-        limit = float16_limit(n_workers)
+        elements. factor: by what float16 values will be multiplied before they are summed."""
+        sent, limit = self._sent_like(values), float16_limit(n_workers, factor)
         choose = CHOOSE_NOTHING if chosen is None else CHOOSE_RESIDUE
-        bad = self._sum(
-            kernel.gather_and_filter(self._beta, offsets, values, self._sent, limit, choose, chosen) for kernel, _ in self._kernels
-        )
-        self._filtered = True  # not where the kernel refused its offsets
-        return bad
+        return self._sum(kernel.gather_and_filter(self._beta, offsets, values, sent, limit, choose, chosen) for kernel, _ in self._kernels)
 
     @record_function("scalecom.scatter")
-    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor) -> None:
-        """Every output (N,) <- the averaged values at I in the gradient's units, zero elsewhere. It may be the gradient itself; then the
-        step cannot be undone."""
+    def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor, share: float = 1.0) -> None:
+        """Every output (N,) <- the averages at I in the gradient's units, zero elsewhere. It may be the gradient itself; then the
+        step cannot be undone. share: by what the values are still to be multiplied."""
         for kernel, members in self._kernels:
-            kernel.scatter([outputs[i] for i in members], offsets, values)
+            kernel.scatter([outputs[i] for i in members], offsets, values, share)
 
     def norms(self) -> tuple[float, float]:
         """The Euclidean norms of all residues, and of this step's gradients in the residues' units. Reads them all."""
@@ -158,9 +151,8 @@ class Moves:
 
     def undo(self) -> None:
         """Take this step's moves back, as far as they were made; the offsets and the gradients must still be at hand."""
-        if self._begun:
-            for kernel, _ in self._kernels:
-                kernel.undo(self._beta, self._filtered, self._offsets, self._sent)
+        for kernel, _ in self._kernels:
+            kernel.undo()
         self.finish()
 
     def finish(self) -> None:
@@ -168,14 +160,12 @@ class Moves:
         for kernel, _ in self._kernels:
             kernel.finish()
         self._grads: list[torch.Tensor] = []
-        self._begun = self._filtered = False
-        self._offsets: torch.Tensor | None = None
 
-    def _keep(self, offsets: torch.Tensor, values: torch.Tensor) -> None:
-        """What was sent is kept for `undo`: the buffer of values is averaged in place."""
+    def _sent_like(self, values: torch.Tensor) -> torch.Tensor:
+        """Where what was sent is kept for `undo`: the buffer of values is averaged in place."""
         if self._sent is None:
             self._sent = torch.zeros_like(values)
-        self._offsets = offsets
+        return self._sent
 
     @staticmethod
     def _sum(counts) -> Count:

@@ -232,7 +232,7 @@ def average_values(
         for theirs in (yield from channel.gather(payload, "values")):
             bucket.receive(places, quantiser.unpack(theirs, sent, counts) * channel.share)
     else:
-        average = yield from channel.average(quantiser.summands(payload, sent), "values")
+        average = yield from channel.average(quantiser.summands(payload, sent), "values", bucket.flat.dtype)
         bucket.receive(places, average.to(bucket.flat.dtype))
 
 

@@ -531,7 +531,8 @@ class Reducer:
     def _make_buckets(self, plan: list[list[str]]) -> None:
         self.residues.buckets = plan
         make_moves = Moves if self._method is None else Accumulators
-        self.buckets = [Bucket(b, names, self._parameters, self.residues, make_moves) for b, names in enumerate(plan)]
+        share = self._transport.share
+        self.buckets = [Bucket(b, names, self._parameters, self.residues, make_moves, share) for b, names in enumerate(plan)]
         if self._probe is not None:
             self._probe.draw(self.buckets)
         # Kernels beside Python, and Horovod's thread, need the cores that spinning would take.

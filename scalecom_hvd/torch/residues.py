@@ -17,7 +17,7 @@ from scalecom_hvd.agreement import digest_of
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.health import LOOK_EVERY, Health, check_length, check_share_whole, growth_limit
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.state import STATE_VERSION, check_finite, check_residues, check_state
+from scalecom_hvd.state import STATE_VERSION, check_finite, check_offsets, check_residues, check_state
 from scalecom_hvd.torch.kernels import kernel_for
 
 log = logging.getLogger("scalecom_hvd")
@@ -140,10 +140,10 @@ class Residues:
         if residues:
             shapes = ({name: tuple(of[name].shape) for name in of} for of in (residues, self.tensors))
             check_residues(*shapes)
-        for name, chosen in offsets.items():
-            tensor = self.tensors.get(name)
-            if tensor is None or (chosen.dtype, tuple(chosen.shape)) != (tensor.offset_dtype, (tensor.geometry.k,)):
-                raise ValueError(f"look-ahead's offsets of {name} belong to another model, or are damaged: load another state")
+        check_offsets(
+            {name: chosen.cpu().numpy() for name, chosen in offsets.items()},
+            {name: tensor.geometry for name, tensor in self.tensors.items()},
+        )
 
     def _copy_in(self, residues: dict[str, torch.Tensor]) -> None:
         for name, tensor in self.tensors.items():

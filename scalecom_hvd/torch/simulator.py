@@ -207,7 +207,8 @@ class SimulatedTransport(NamedExchange):
     def average(self, buffer: torch.Tensor, name: str) -> int:
         op, predivide = self._reduction
         what = ("average", op, predivide, buffer.dtype, tuple(buffer.shape))
-        return self._submit(name, what, buffer, functools.partial(_reduce, divide=op == horovod.Average, predivide=predivide))
+        divide = op == horovod.Average and buffer.dtype != torch.float16
+        return self._submit(name, what, buffer, functools.partial(_reduce, divide=divide, predivide=predivide))
 
     def total(self, number: int, name: str) -> int:
         return self._submit(name, ("total",), torch.tensor([number], dtype=torch.int32), sum)

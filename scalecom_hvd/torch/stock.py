@@ -5,6 +5,9 @@ different gradients, and one that waits there for a broadcast waits for ever. So
 broadcast when the last result of a step came, and needed when the next step's first gradient comes; every rank has submitted
 them by then without waiting for another rank's hooks. The first step is sent whole, since no offsets are known yet.
 
+Horovod averages here, in the dtype of what it is given: of float16 values it divides the sum by n in float16, where what is small is
+lost for good. So they travel times n: what is small then is a multiple of n of float16's units, and dividing it leaves nothing over.
+
 Horovod's synchronize() compresses every gradient again where no rank has a new one (news.py). Those are sent as they are, and averaged, as
 without compression, and residues, leader and step stay. Only before ranks have agreed for the first time can that not be known at the
 step's begin: then the step is taken back at its end.
@@ -78,6 +81,7 @@ class StockExchange:
         self._next: dict[torch.device, torch.Tensor] = {}
         self._handles: dict[torch.device, int] = {}
         self._bytes = {"offsets": 0, "values": 0, "dense": 0}
+        self._factor = 1
 
     def in_step(self) -> bool:
         return bool(self._pending)
@@ -164,7 +168,16 @@ class StockExchange:
         tensor = self._residues.tensors[name]
         values = torch.empty(tensor.geometry.k, dtype=tensor.wire_dtype, device=flat.device)
         chosen = self._next_offsets(tensor) if self._i_choose() else None
-        bad = moves.gather_and_filter(self._offsets(tensor), values, self._transport.size, chosen)
+        try:
+            bad = moves.gather_and_filter(self._offsets(tensor), values, self._transport.size, chosen, self._factor)
+        except BaseException:
+            # Of this tensor nothing is sent; the others' values may be on their way already.
+            moves.undo()
+            self._seen.remove(name)
+            self._pending.discard(name)
+            raise
+        if self._factor != 1:
+            values.mul_(self._factor)
         # One NaN tells every rank, through the average, that this gradient was not finite somewhere.
         values[:1].masked_fill_(torch.as_tensor(bad != 0, device=values.device), float("nan"))
         self._bytes["values"] += values.numel() * values.element_size()
@@ -176,14 +189,18 @@ class StockExchange:
             return self._decompress(result, sent)
 
     def _decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
-        in_its_dtype = (result if sent.moves is None else result / self._scale).to(sent.dtype)
+        if sent.moves is None:
+            in_its_dtype = result.to(sent.dtype)
+        else:
+            tensor, share = self._residues.tensors[sent.name], 1 / self._factor
+            in_its_dtype = (result.to(tensor.residue.dtype) * (share / self._scale)).to(sent.dtype)
         bad = ~in_its_dtype.isfinite().all()
         self._bad.append(bad)
         if sent.moves is None:
             output = in_its_dtype.view(sent.shape)
         else:
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
-            sent.moves.scatter([flat], self._offsets(self._residues.tensors[sent.name]), result)
+            sent.moves.scatter([flat], self._offsets(tensor), result, share)
             output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
             if not self._agreed:
                 self._given[sent.name] = flat, sent.moves.grads[0]
@@ -204,6 +221,7 @@ class StockExchange:
         self._seen, self._bad = [], []
         self._bytes = {"offsets": 0, "values": 0, "dense": 0}
         self._scale = 1 / float(self._loss_scale())
+        self._factor = self._transport.size if residues.config.wire_dtype == "float16" else 1
         self._idle = self._agreed and not self._has_news()
         if not self._agreed:
             fresh = bool(self._fresh)

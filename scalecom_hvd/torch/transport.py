@@ -60,7 +60,8 @@ class Restarts:
 class Transport(NamedExchange):
     """Horovod's collectives on a process set; `position` (0 .. size-1) is this rank's place in it.
 
-    op, predivide: as in Horovod's DistributedOptimizer; what `average` does with the sum.
+    op, predivide: as in Horovod's DistributedOptimizer; what `average` does with the sum. Of float16 it gives the sum itself: Horovod would
+    divide in float16, where what is small is lost for good.
     spins: whether it waits as Horovod does, or leaves the core to others meanwhile.
     """
 
@@ -99,7 +100,7 @@ class Transport(NamedExchange):
 
     @property
     def share(self) -> float:
-        """What `average` multiplies a sum over ranks by."""
+        """What `average` multiplies a sum over ranks by, and who averages float16 must."""
         return 1 / self.size if self._reduction["op"] == horovod.Average else 1.0
 
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> int:
@@ -108,8 +109,9 @@ class Transport(NamedExchange):
         return horovod.broadcast_async_(buffer, self._process_set.ranks[root], f"{self._prefix}.{name}", self._process_set)
 
     def average(self, buffer: torch.Tensor, name: str) -> int:
-        """Start the all-reduce of the buffer, in place; gives a handle."""
-        return horovod.allreduce_async_(buffer, name=f"{self._prefix}.{name}", **self._reduction)
+        """Start the all-reduce of the buffer, in place; gives a handle. float16: the sum, which is not yet multiplied by `share`."""
+        half = {"op": horovod.Sum, "prescale_factor": 1.0, "postscale_factor": 1.0} if buffer.dtype == torch.float16 else {}
+        return horovod.allreduce_async_(buffer, name=f"{self._prefix}.{name}", **self._reduction | half)
 
     def total(self, number: int, name: str) -> int:
         """Start summing every rank's whole number; gives a handle, and `wait` the sum, (1,) int32."""

@@ -69,13 +69,13 @@ class TritonKernel:
     def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
         return _sum(part.gather_and_filter(beta, offsets, values, sent, limit, choose, chosen) for part, _ in self._parts)
 
-    def scatter(self, outputs, offsets, values):
+    def scatter(self, outputs, offsets, values, share=1.0):
         for part, members in self._parts:
-            part.scatter([outputs[i] for i in members], offsets, values)
+            part.scatter([outputs[i] for i in members], offsets, values, share)
 
-    def undo(self, beta, filtered, offsets, sent):
+    def undo(self):
         for part, _ in self._parts:
-            part.undo(beta, filtered, offsets, sent)
+            part.undo()
 
     def finish(self):
         for part, _ in self._parts:
@@ -103,34 +103,41 @@ class _OneDtype:
 
     def finish(self):
         self._grads = self._step = None
+        self._filtered = 0.0  # the beta of this step's filter, and what its gather was called with
+        self._gathered: tuple[float, torch.Tensor, torch.Tensor] | None = None
 
     def filter(self, beta, choose, chosen):
         count = self._new_count()
         self._launch_pass(tiles.filter_tiles, chosen, count, beta, self._scale, CHOOSE=choose)
+        self._filtered = beta
         return count
 
     def gather(self, beta, share, offsets, values, sent, limit):
         count = self._new_count()
         arguments = offsets, values, sent, count, beta, self._scale, share, limit
         self._launch(tiles.gather_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
+        self._gathered = beta, offsets, sent
         return count
 
     def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
         count = self._new_count()
         arguments = offsets, values, sent, chosen, count, beta, self._scale, limit
         self._launch_pass(tiles.gather_and_filter_tiles, *arguments, CHOOSE=choose)
+        self._gathered, self._filtered = (beta, offsets, sent), beta
         return count
 
-    def scatter(self, outputs, offsets, values):
+    def scatter(self, outputs, offsets, values, share=1.0):
         in_place = all(output.data_ptr() == grad.data_ptr() for output, grad in zip(outputs, self._grads, strict=True))
         step = self._step if in_place else self._step_table(outputs)
-        self._launch(tiles.scatter_tiles, step, offsets, values, 1 / self._scale, BLOCK=self._block, num_warps=4)
+        self._launch(tiles.scatter_tiles, step, offsets, values, share / self._scale, BLOCK=self._block, num_warps=4)
 
-    def undo(self, beta, filtered, offsets, sent):
-        if offsets is not None:
-            self._launch_pass(tiles.undo_tiles, offsets, sent, beta, beta if filtered else 0.0, self._scale)
-        elif filtered:
-            self.filter(-beta, CHOOSE_NOTHING, None)
+    def undo(self):
+        if self._gathered is not None:
+            beta, offsets, sent = self._gathered
+            self._launch_pass(tiles.undo_tiles, offsets, sent, beta, self._filtered, self._scale)
+        elif self._filtered:
+            self.filter(-self._filtered, CHOOSE_NOTHING, None)
+        self._gathered, self._filtered = None, 0.0
 
     def _launch_pass(self, kernel, *arguments, **constants):
         self._launch(kernel, self._step, *arguments, **constants, BLOCK=self._block, num_warps=4)

@@ -23,3 +23,45 @@ def gradients(shapes: dict, rank: int, step: int, dtype=np.float32) -> dict[str,
     """What worker `rank` computed at a step: the same numbers wherever this is called."""
     random = np.random.default_rng([rank, step])
     return {name: np.asarray(random.standard_normal(shape) * 2.0 ** random.integers(-3, 4), dtype) for name, shape in shapes.items()}
+
+
+# Where half precision is coarse: below 6e-5 its unit is 6e-8. "lone": on rank 0 only.  "huge": beyond what can be summed.
+FINE = {"1e-7": 1e-7, "1e-8": 1e-8, "lone": 5e-9, "huge": 1e6, "wide": None}
+FINE_SHAPES = {f"{which} {kind}": shape for which in FINE for kind, shape in {"weight": (20, 15), "bias": (3,)}.items()}
+
+
+def fine(rank: int, step: int) -> dict[str, np.ndarray]:
+    """A rank's gradients of a step, by FINE_SHAPES: constants, or random magnitudes from 1e-9 to 1e4."""
+    random = np.random.default_rng([rank, step])
+
+    def numbers(which: str, shape: tuple) -> np.ndarray:
+        if FINE[which] is None:
+            return 10 ** random.uniform(-9, 4, shape) * random.choice([-1, 1], shape)
+        return np.full(shape, 0 if which == "lone" and rank else FINE[which] * (1 + rank / 3))
+
+    return {name: numbers(name.split()[0], shape).astype(np.float32) for name, shape in FINE_SHAPES.items()}
+
+
+class Fine:
+    """Adds up what came in of `fine` and what the user was given, and holds both together with what is left: but for the rounding of
+    float16 sums, which is relative, nothing is lost."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._came, self._given, self._rounding = ({name: np.zeros(shape) for name, shape in FINE_SHAPES.items()} for _ in range(3))
+
+    def add(self, step: int, averages: dict[str, np.ndarray]) -> None:
+        everyone = [fine(rank, step) for rank in range(self._n)]
+        for name in FINE_SHAPES:
+            assert np.isfinite(averages[name]).all(), f"{name} at step {step}"
+            self._came[name] += sum(own[name].astype(float) for own in everyone) / self._n
+            self._given[name] += averages[name]
+            self._rounding[name] += 2.0**-23 * sum(np.abs(own[name]) for own in everyone)
+            if name in ("wide weight", "huge weight"):
+                self._rounding[name] += 2.0**-11 * (2 * self._n - 1) * np.abs(averages[name])
+
+    def check(self, mean_residues: dict[str, np.ndarray]) -> None:
+        for name in FINE_SHAPES:
+            off = np.abs(self._given[name] + mean_residues.get(name, 0) - self._came[name])
+            wrong = off > self._rounding[name]
+            assert not wrong.any(), f"{name}: {wrong.sum()} elements are off, by up to {off.max()}"

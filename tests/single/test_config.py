@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from scalecom_hvd import ScaleComConfig
+from scalecom_hvd.config import float16_limit
 
 
 @pytest.mark.parametrize(
@@ -230,3 +231,19 @@ def test_importing_the_package_imports_no_framework():
         "print({'torch', 'tensorflow', 'horovod'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("factor", [1, 3, 64])
+def test_the_largest_values_have_a_finite_sum_in_half_precision(factor):
+    """Whatever the order: one after the other, or two by two. All others' sums are smaller."""
+    for n in (*range(1, 80), 100, 256, 999, 1000, 2046, 2047, 2048, 3000):
+        largest = np.float16(float16_limit(n, factor) * factor)
+        assert 0 < largest <= 65504 / n
+        one = np.float16(0)
+        for _ in range(n):
+            one = one + largest
+        pairs = np.full(n, largest)
+        while len(pairs) > 1:
+            pairs = np.append(pairs, np.zeros(len(pairs) % 2, np.float16))
+            pairs = pairs[::2] + pairs[1::2]
+        assert np.isfinite([one, *pairs]).all(), n

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from scalecom_hvd import ScaleComConfig
 from scalecom_hvd.config import largest_gradient
@@ -86,7 +87,7 @@ def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire):
     outputs = [grad.clone() for grad in grads]
     made.scatter(outputs, offsets, values)
     states.extend(outputs)
-    made.undo(beta, True, offsets, sent)
+    made.undo()
     note()
     return int(bad), states
 
@@ -183,7 +184,7 @@ def test_one_value_beyond_the_largest_is_found_and_counts_as_zero(kernel, dtype,
             made = kernel_on(kernel, grad, residue, shape, scale)
             assert int(made.filter(0.5, choose, new_offsets(shape))) == bad
             assert float(residue[position]) == (0 if bad else sign * 0.5 * taken * scale)
-            made.undo(0.5, True, None, None)
+            made.undo()
             assert not residue.any()
 
 
@@ -396,7 +397,7 @@ def test_offsets_outside_of_their_lanes_are_refused(numel, rate, selection, lane
     ):
         with pytest.raises(RuntimeError, match="offsets that lie outside of their lanes.*go on without loading"):
             move()
-    made.undo(1.0, False, offsets, sent)  # what was refused was not done
+    made.undo()  # what was refused was not done
     assert torch.equal(residue, before)
     assert torch.equal(output, torch.ones(numel))
 
@@ -415,6 +416,92 @@ def test_a_step_with_refused_offsets_is_taken_back(lookahead):
         (moves.gather_and_filter if lookahead else moves.gather)(offsets, values, 2, *[None] * lookahead)
     moves.undo()
     torch.testing.assert_close(tensor.residue, before)
+
+
+class Failing(TorchFunctionMode):
+    """The n-th call of torch from now on runs out of memory."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.left = n
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == -1:
+            raise torch.OutOfMemoryError("made up")
+        return function(*args, **(kwargs or {}))
+
+
+# One kernel and two: those whose gradients are wider than residues are plain torch's.
+SEVERAL = {"one": (torch.float32, torch.float16, torch.float32), "two": (torch.float32, torch.float64, torch.bfloat16, torch.float64)}
+ORDERS = {"leader": ("filter", "gather"), "follower": ("filter without choice", "gather"), "look-ahead": ("gather_and_filter",)}
+
+
+@pytest.mark.parametrize("selection", ["lanes", "exact"])
+@pytest.mark.parametrize("asked", ["native", "torch"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kernels", SEVERAL)
+def test_a_step_that_fails_anywhere_is_taken_back(kernels, order, asked, selection, monkeypatch):
+    """Of several tensors in several kernels some were moved and some were not."""
+    monkeypatch.setenv("SCALECOM_KERNEL", asked)
+    dtypes = SEVERAL[kernels]
+    config = ScaleComConfig(beta=0.5, selection=selection, residue_dtype="float32")
+    tensors = [CompressedTensor(f"p{i}", torch.zeros(700 + i, dtype=dtype), 10, config) for i, dtype in enumerate(dtypes)]
+    random = torch.Generator().manual_seed(1)
+    moves, frozen = Moves(tensors), [False] * (len(dtypes) - 1) + [True]
+    offsets, chosen = (moves.new_offsets(torch.device("cpu")) for _ in range(2))
+    values = torch.zeros(moves.n_values)
+    for tensor in tensors if selection == "exact" else ():
+        moves.offsets_of(tensor, offsets).copy_(torch.arange(tensor.geometry.k))
+    make = {
+        "filter": lambda: moves.filter(offsets),
+        "filter without choice": lambda: moves.filter(),
+        "gather": lambda: moves.gather(offsets, values, 2),
+        "gather_and_filter": lambda: moves.gather_and_filter(offsets, values, 2, chosen),
+    }
+    parts, n, failed = set(), 0, True
+    while failed:
+        before = [tensor.residue.normal_(generator=random).clone() for tensor in tensors]
+        moves.begin([torch.randn(t.residue.numel(), generator=random).to(d) for t, d in zip(tensors, dtypes, strict=True)], 0.5, frozen)
+        try:
+            with Failing(n):
+                for move in ORDERS[order]:
+                    make[move]()
+            failed = False
+        except torch.OutOfMemoryError:
+            untouched = [torch.equal(tensor.residue, old) for tensor, old in zip(tensors, before, strict=True)]
+            parts.add(tuple(untouched))
+        moves.undo()
+        for tensor, old, same in zip(tensors, before, untouched, strict=True):
+            if same and failed:
+                assert torch.equal(tensor.residue, old), f"{tensor.name}, call {n}"
+            torch.testing.assert_close(tensor.residue, old, msg=lambda text, n=n: f"call {n}: {text}")
+        n += 1
+    assert n > 5
+    if asked == "torch" or kernels == "two":
+        assert len(parts) > 2  # some that failed had moved some tensors, and not others
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_offsets_that_the_second_kernel_refuses(lookahead):
+    """What the first has done is taken back, and nothing else."""
+    config = ScaleComConfig(beta=0.5, residue_dtype="float32")
+    dtypes = [torch.float64, torch.float32]  # plain torch's, then the native kernel's
+    tensors = [CompressedTensor(f"p{i}", torch.zeros(6401, dtype=dtype), 100, config) for i, dtype in enumerate(dtypes)]
+    before = [tensor.residue.normal_().clone() for tensor in tensors]
+    moves = Moves(tensors)
+    offsets, values = moves.new_offsets(torch.device("cpu")), torch.zeros(moves.n_values)
+    moves.begin([torch.randn(6401, dtype=dtype) for dtype in dtypes], 1.0, [False, False])
+    if not lookahead:
+        moves.filter(offsets)
+    moves.offsets_of(tensors[1], offsets)[64] = 1
+    with pytest.raises(RuntimeError, match="outside of their lanes"):
+        (moves.gather_and_filter if lookahead else moves.gather)(offsets, values, 2, *[None] * lookahead)
+    moves.undo()
+    for tensor, old in zip(tensors, before, strict=True):
+        torch.testing.assert_close(tensor.residue, old)
+    if lookahead:
+        assert torch.equal(tensors[1].residue, before[1])
 
 
 def test_which_kernel(monkeypatch):
@@ -465,7 +552,7 @@ def test_a_frozen_tensor_keeps_its_residue_and_sends_zeros(kernel):
     assert torch.equal(residue, before)
     assert not values.any()
     np.testing.assert_array_equal(shape.indices(chosen.numpy()), select(before.numpy(), shape, "lanes"))
-    made.undo(0.5, True, offsets, sent)
+    made.undo()
     assert torch.equal(residue, before)
 
 

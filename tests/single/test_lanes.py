@@ -91,6 +91,29 @@ def test_empty_and_one_element_tensors(rate, selection):
         assert (one.full_lanes, one.groups()) == (0, [(slice(0, 1), 1, 1)])
 
 
+@given(numels, rates, st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_offsets_fit_when_each_lies_in_its_lane(numel, rate, random):
+    lanes = Lanes(numel, rate)
+    lengths = lanes.lengths()
+    offsets = np.array([random.randrange(int(n)) for n in lengths])
+    assert lanes.fit(offsets)
+    lane = random.randrange(lanes.k)
+    for wrong in (lengths[lane], -1, 2**31 - 1, -(2**31)):
+        broken = offsets.copy()
+        broken[lane] = wrong
+        assert not lanes.fit(broken)
+
+
+def test_positions_fit_when_they_ascend():
+    positions = geometry(100, 25, "exact")
+    assert positions.fit(np.array([0, 5, 7, 99], np.int32))
+    for wrong in ([0, 5, 5, 99], [5, 0, 7, 99], [-1, 5, 7, 99], [0, 5, 7, 100], [5, -(2**31) + 8, -5, 99]):
+        assert not positions.fit(np.array(wrong, np.int32))
+    assert geometry(0, 10, "exact").fit(np.zeros(0, np.int32))
+    assert geometry(0, 10, "lanes").fit(np.zeros(0, np.uint8))
+
+
 def test_exact_selection_sends_positions():
     positions = geometry(1000, 10, "exact")
     assert isinstance(positions, Positions)

@@ -3,6 +3,7 @@
 import inspect
 
 import horovod.torch as horovod
+import numpy as np
 import pytest
 import torch
 
@@ -63,3 +64,42 @@ def test_parameters_that_are_no_real_numbers_are_refused(dtype, numel):
     parameters = {"weight": torch.zeros(3000), "table": torch.zeros(numel, dtype=dtype)}
     with pytest.raises(TypeError, match=f"table has dtype {dtype}, which ScaleCom cannot average.*keep it out of this optimizer"):
         Residues(hvd.ScaleComConfig()).attach(parameters)
+
+
+WRONG_OFFSETS = {
+    "beyond its lane": ("lanes", 64, 1),  # the last lane has one element
+    "beyond all lanes": ("lanes", 3, 100),
+    "a negative position": ("exact", 0, -1),
+    "beyond the tensor": ("exact", 64, 6401),
+    "a position twice": ("exact", 3, 2),
+}
+
+
+@pytest.mark.parametrize("loaded_first", [False, True])
+@pytest.mark.parametrize("case", WRONG_OFFSETS)
+def test_offsets_that_are_damaged_are_refused(case, loaded_first):
+    """On all ranks alike: then no comparison of ranks finds it."""
+    selection, place, value = WRONG_OFFSETS[case]
+    config = hvd.ScaleComConfig(lookahead=True, selection=selection, dense=())
+    parameters = {"weight": torch.zeros(6401)}
+    made = Residues(config)
+    made.attach(parameters)
+    offsets = torch.from_numpy(np.arange(65).astype(made.tensors["weight"].geometry.offset_dtype) * (selection == "exact"))
+    made.chosen_ahead = {"weight": offsets}
+    good = made.state_dict()
+
+    def load(state):
+        residues = Residues(config)
+        if loaded_first:
+            residues.load_state_dict(state)
+            residues.attach(parameters)
+        else:
+            residues.attach(parameters)
+            residues.load_state_dict(state)
+        return residues
+
+    assert torch.equal(load(good).chosen_ahead["weight"], offsets)
+    damaged = offsets.clone()
+    damaged[place] = value
+    with pytest.raises(ValueError, match="look-ahead's offsets of weight are damaged.*Load the state of another step, or go on"):
+        load(good | {"offsets": {"weight": damaged}})

@@ -6,6 +6,7 @@ import torch
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd import reference_methods as oracle
+from scalecom_hvd.config import float16_limit
 from scalecom_hvd.torch.accumulators import generator
 from scalecom_hvd.torch.quantisers import CHUNK, Unrounded, pack_levels, quantiser_of, unpack_levels
 
@@ -149,7 +150,7 @@ def test_the_oracle_agrees(quantiser, dtype):
         if isinstance(quantiser, hvd.Sign):
             rule = oracle.sign(quantiser.chunk)
         elif isinstance(quantiser, hvd.Float16):
-            rule = oracle.float16(65504 / 4)
+            rule = oracle.float16(float16_limit(4))
         else:
             rule = oracle.qsgd(quantiser.levels, quantiser.chunk, quantiser.norm, 1 + quantiser.variance if quantiser.scaled else 1.0)
         wanted = rule(values.numpy(), COUNTS, lambda shape: torch.rand(shape, generator=generator(9)).numpy())

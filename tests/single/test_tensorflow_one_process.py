@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as hvd_keras
+from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(hvd, horovod), (hvd_keras, horovod_keras)], ids=["tensorflow", "keras"])
@@ -81,3 +82,25 @@ def test_state_that_is_not_finite_is_refused_and_changes_nothing(value):
         compression.load_state_dict(spoilt)
     assert compression.state_dict()["step"] == 5
     np.testing.assert_array_equal(compression.state_dict()["residues"]["kernel"], 1)
+
+
+@pytest.mark.parametrize(("selection", "place", "value"), [("lanes", 64, 1), ("lanes", 3, 100), ("exact", 3, 2), ("exact", 64, 6401)])
+def test_offsets_that_are_damaged_are_refused_and_change_nothing(selection, place, value):
+    compression = hvd.ScaleCom(rate=100, lookahead=True, selection=selection)
+    tensor = CompressedTensor("kernel", tf.Variable(tf.zeros(6401)), 100, compression.config)
+    offsets = np.arange(65).astype(tensor.geometry.offset_dtype) * (selection == "exact")
+    progress = compression._streams[0].progress["exchange"] = Progress("exchange")
+    progress.hold_offsets(tensor)
+
+    def state(step):
+        exchanges = {"exchange": {"step": step, "offsets": {"kernel": offsets.view(np.uint8)}}}
+        return compression.state_dict() | {"step": step, "exchanges": exchanges}
+
+    compression.load_state_dict(state(5))
+    offsets = offsets.copy()
+    offsets[place] = value
+    for load in (lambda: compression.load_state_dict(state(6)), lambda: progress.take_up(state(6)["exchanges"]["exchange"])):
+        with pytest.raises(ValueError, match="look-ahead's offsets of kernel are damaged.*Load the state of another step, or go on"):
+            load()
+    assert progress.as_dict()["step"] == 5
+    assert progress.as_dict()["offsets"]["kernel"].view(tensor.geometry.offset_dtype)[place] != value

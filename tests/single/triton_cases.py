@@ -151,7 +151,7 @@ def test_what_is_beyond_the_largest_counts_as_not_finite(dtype, numel):
         bad = torch.as_tensor(kernel.filter(0.5, CHOOSE_ACCUMULATOR, chosen))
         values, sent = torch.zeros(2, shape.k, dtype=residue_dtype(dtype))
         kernel.gather(0.5, 0.5, chosen, values, sent, 1.0)
-        kernel.undo(0.5, True, chosen, sent)
+        kernel.undo()
         assert int(bad) == 2
         return bad, chosen, values
 
@@ -161,18 +161,53 @@ def test_what_is_beyond_the_largest_counts_as_not_finite(dtype, numel):
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("sent", [False, True])
-def test_what_was_done_is_undone(filtered, sent):
+@pytest.mark.parametrize("gathered", [False, True])
+def test_what_was_done_is_undone(filtered, gathered):
     shape = geometry(900, 7, "lanes")
-    values = torch.randn(shape.k)
+    values, sent = torch.zeros(2, shape.k, device=DEVICE)
 
     def undo(kernel):
-        there = (new_offsets(shape).to(DEVICE if isinstance(kernel, TritonKernel) else "cpu"),) if sent else (None,)
-        kernel.undo(0.3, filtered, *there, values.to(there[0].device) if sent else None)
+        ours = isinstance(kernel, TritonKernel)
+        offsets, *buffers = (t if ours else t.cpu() for t in (new_offsets(shape).to(DEVICE), values, sent))
+        if filtered:
+            kernel.filter(0.3, CHOOSE_NOTHING, None)
+        if gathered:
+            kernel.gather(0.3, 0.7, offsets, *buffers, 1.0)
+        kernel.undo()
         return ()
 
     for ours, plain in on_both(undo, torch.randn(900), torch.randn(900), shape, 0.5):
         assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("move", ["filter", "gather", "gather_and_filter"])
+def test_a_launch_that_fails_is_not_undone(move, monkeypatch):
+    """Two dtypes are two launches."""
+    shape = geometry(900, 7, "lanes")
+    offsets = new_offsets(shape, shape).to(DEVICE)
+    values, sent = torch.zeros(2, 2 * shape.k, device=DEVICE)
+    residues = [torch.randn(900, device=DEVICE) for _ in range(2)]
+    before = [residue.clone() for residue in residues]
+    places = [Place(residue, shape, i * shape.k, i * shape.k) for i, residue in enumerate(residues)]
+    grads = [torch.randn(900, device=DEVICE), torch.randn(900, device=DEVICE).bfloat16()]
+    kernel = TritonKernel(places, [grad.dtype for grad in grads])
+    kernel.begin(grads, [False, False], 1.0)
+    arguments = {
+        "filter": (0.3, CHOOSE_NOTHING, None),
+        "gather": (0.3, 0.7, offsets, values, sent, 1.0),
+        "gather_and_filter": (0.3, offsets, values, sent, 1.0, CHOOSE_NOTHING, None),
+    }[move]
+
+    def no_memory():
+        raise torch.OutOfMemoryError("made up")
+
+    monkeypatch.setattr(kernel._parts[1][0], "_new_count", no_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="made up"):
+        getattr(kernel, move)(*arguments)
+    assert not torch.equal(residues[0], before[0])
+    kernel.undo()
+    assert torch.equal(residues[1], before[1])
+    torch.testing.assert_close(residues[0], before[0])
 
 
 def test_the_average_may_replace_the_gradient():

@@ -1,0 +1,63 @@
+"""Values that travel in half precision: sent + residue is what came in, also where that is very small, in both optimizers."""
+
+import horovod.torch as stock
+import pytest
+import torch
+from made_up import FINE_SHAPES, Fine, fine
+from models import feed, parameters, same_on_all_ranks
+
+import scalecom_hvd.torch as hvd
+
+SETTINGS = {"rate": 3, "min_numel": 10, "dense": (), "warmup_steps": 0}
+HALF = {"wire_dtype": "float16"}
+# {: (library, method, fields, options of the optimizer)}
+WAYS = {
+    "ScaleCom": (hvd, hvd.ScaleCom, HALF, {}),
+    "look-ahead": (hvd, hvd.ScaleCom, HALF | {"lookahead": True}, {}),
+    "predivided": (hvd, hvd.ScaleCom, HALF, {"gradient_predivide_factor": 3.0}),
+    "groups": (hvd, hvd.ScaleCom, HALF, {"groups": 1}),
+    "sums": (hvd, hvd.ScaleCom, HALF, {"op": stock.Sum}),
+    "RandomK": (hvd, hvd.RandomK, {"quantiser": hvd.Float16()}, {}),
+    "Horovod's": (stock, hvd.ScaleCom, HALF, {}),
+    "Horovod's predivided": (stock, hvd.ScaleCom, HALF, {"gradient_predivide_factor": stock.size()}),
+    "Horovod's sums": (stock, hvd.ScaleCom, HALF, {"op": stock.Sum}),
+}
+
+
+def make(library, model, method, fields, **options):
+    names = {"named_parameters": model.items()} if library is stock else {}
+    compressor = method(**names, **SETTINGS, **fields)
+    sgd = torch.optim.SGD(model.values(), lr=1.0)
+    return library.DistributedOptimizer(sgd, model.items(), compression=compressor, **options), compressor
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_lost(way):
+    library, method, fields, options = WAYS[way]
+    n, model = hvd.size(), parameters(FINE_SHAPES)
+    optimizer, compressor = make(library, model, method, fields, **options)
+    books = Fine(n)
+    divisor = n if options.get("op") == stock.Sum else 1
+    for step in range(60):
+        optimizer.zero_grad()
+        feed(model, fine(hvd.rank(), step))
+        optimizer.synchronize()
+        books.add(step, {name: p.grad.double().numpy() / divisor for name, p in model.items()})
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert compressor.stats()["skipped_steps"] == 0
+    residues = {name: tensor.residue.view(tensor.shape).double() for name, tensor in compressor.residues.tensors.items()}
+    books.check({name: hvd.allreduce(own, name=f"residue.{name}").numpy() for name, own in residues.items()})
+    assert list(residues) == [name for name in FINE_SHAPES if name.endswith("weight")]
+    assert same_on_all_ranks(model.values())
+
+
+def test_horovods_own_optimizer_must_not_divide_halves_before_it_sums_them():
+    model = parameters(FINE_SHAPES)
+    optimizer, _ = make(stock, model, hvd.ScaleCom, HALF, gradient_predivide_factor=hvd.size() + 0.5)
+    with pytest.raises(ValueError, match=rf"gradient_predivide_factor={hvd.size()}.5 and wire_dtype='float16' exclude each other"):
+        feed(model, fine(hvd.rank(), 0))
+    other = parameters(FINE_SHAPES)
+    optimizer, _ = make(stock, other, hvd.ScaleCom, {}, gradient_predivide_factor=hvd.size() + 0.5)
+    feed(other, fine(hvd.rank(), 0))
+    optimizer.step()
