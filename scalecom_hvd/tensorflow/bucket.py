@@ -23,13 +23,16 @@ _MOST_ELASTIC_RANKS = 1024
 class Now(NamedTuple):
     """What a step is about, as tensors or numbers: its number, the ranks there are, this one's position, and 1 / loss scale or None.
 
-    whole: whether it is sent whole."""
+    whole: whether it is sent whole.  zero: 0, which TensorFlow cannot know. What is sent must depend on something like it: Horovod's
+    operations are not marked as having effects, so those of constants, such as zeros for a gradient that this rank lacks, are run once,
+    when the graph is optimized, and never again, while other ranks wait."""
 
     step: Any
     size: Any
     position: Any
     scale: Any
     whole: Any
+    zero: Any
 
 
 class Result(NamedTuple):
@@ -99,7 +102,7 @@ class Bucket:
         return Result(*tf.cond(now.whole, lambda: self._exchange_whole(grads, now), lambda: self._exchange_values(grads, now)))
 
     def _exchange_whole(self, grads: dict[str, tf.Tensor], now: Now) -> Result:
-        flat = [tf.cast(grads[name], self._dense_dtype) for name in self.names]
+        flat = [tf.cast(grads[name], self._dense_dtype) + tf.cast(now.zero, self._dense_dtype) for name in self.names]
         averages = self._transport.average_each(flat, f"whole.{self.number}")
         # No count is needed: where a worker's gradient is not finite, the average is not either.
         averages = [tf.cast(average, grads[name].dtype) for name, average in zip(self.names, averages, strict=True)]
@@ -133,7 +136,7 @@ class Bucket:
             dense = tf.concat([tf.cast(grads[name], self.wire_dtype) for name in self.dense], 0)
             parts.append(dense)
             bad += tf.cast(~_all_finite([dense]), tf.int64)
-        parts.append(tf.cast(bad > 0, self.wire_dtype)[None])
+        parts.append(tf.cast(bad + now.zero > 0, self.wire_dtype)[None])
         averaged = self._transport.average(tf.concat(parts, 0), f"values.{self.number}")
 
         sizes = [self.layout.n_values, *(tf.TensorShape(self._shapes[name]).num_elements() for name in self.dense), 1]

@@ -56,14 +56,10 @@ class Transport(NamedExchange):
     def __init__(self, process_set: Any, op: Any, predivide: float, device: str) -> None:
         self._process_set = process_set
         self._device = device
-        self._reduction = {
-            "op": op,
-            "prescale_factor": 1 / predivide if op == horovod.Average else 1.0,
-            "postscale_factor": predivide if op == horovod.Average else 1.0,
-            "process_set": process_set,
-            "device_dense": device,
-            "ignore_name_scope": True,
-        }
+        self._averages = op == horovod.Average
+        self._summation = {"op": horovod.Sum, "process_set": process_set, "device_dense": device, "ignore_name_scope": True}
+        scaling = {"prescale_factor": 1 / predivide, "postscale_factor": predivide} if self._averages else {}
+        self._reduction = self._summation | {"op": op} | scaling
 
     @property
     def size(self) -> int:
@@ -87,7 +83,12 @@ class Transport(NamedExchange):
         with tf.device(self._device), _named_in_errors("HorovodAllgather"):
             return horovod.allgather(offsets, name=f"{self._prefix}.{name}", ignore_name_scope=True, process_set=self._process_set)
 
+    def sum(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
+        with _named_in_errors("HorovodAllreduce"):
+            return horovod.allreduce(buffer, name=f"{self._prefix}.{name}", **self._summation)
+
     def average(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
+        """The average, or with op=Sum the sum."""
         with _named_in_errors("HorovodAllreduce"):
             return horovod.allreduce(buffer, name=f"{self._prefix}.{name}", **self._reduction)
 
