@@ -236,9 +236,7 @@ class Reducer:
         size, position = self._transport.size_and_position()
         unscaling = None if scale is None else 1 / tf.cast(scale, tf.float64)
         now = Now(step, size, position, unscaling, self._must_send_whole(step), tf.minimum(step, 0))
-        # After the step: where one function takes several steps, the next must not use these names before this one is done.
-        with tf.control_dependencies([step]):
-            results = [bucket.exchange(flat, now) for bucket in self.buckets]
+        results = [bucket.exchange(flat, now) for bucket in self.buckets]
         sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
 
         names = [name for bucket in self.buckets for name in bucket.names]
