@@ -145,7 +145,7 @@ class Tapes:
                 "compression": compression,
                 "op": getattr(stock, p["op"]),
                 "gradient_predivide_factor": p["predivide"],
-                "groups": groups if not p["sparse"] == "slices" else None,
+                "groups": groups if p["sparse"] != "slices" else None,
                 "sparse_as_dense": p["sparse"] == "dense",
                 "scale_local_gradients": False,
             }
@@ -192,20 +192,17 @@ class Tapes:
                 seen.append(own_collective(stock, step["own"], x))
             if p["sparse"]:
                 sources = [*sources, variables["table"]]
-            style = p["style"]
-            wrapped = distributed(tape)
-            if style == "disjoint" and not p["sparse"] and not step["forward"]:
-                results = (
-                    [(wrapped, first, sources[:1]), (wrapped, rest, sources[1:])] if names[:1] and sources[0].name[0] == names[0] else []
-                )
-            else:
-                results = []
-            results = results or [(wrapped, loss_x if style == "tensor" else loss, [*sources, x] if style == "tensor" else sources)]
-            if style == "persistent":
+            style, wrapped = p["style"], distributed(tape)
+            results = [(wrapped, loss, sources)]
+            if style == "tensor":
+                results = [(wrapped, loss_x, [*sources, x])]
+            elif style == "disjoint" and not p["sparse"] and not step["forward"] and names and sources[0] is variables[names[0]]:
+                results = [(wrapped, first, sources[:1]), (wrapped, rest, sources[1:])]
+            elif style == "persistent":
                 results.append((wrapped, twice, sources))
             if style == "two tapes":
                 results.append((distributed(second), loss, sources))
-            averages = dict.fromkeys((v.ref() for v in sources))
+            averages = dict.fromkeys(v.ref() for v in sources)
             for tape_, loss_, sources_ in results:
                 for source, average in zip(sources_, tape_.gradient(loss_, sources_), strict=True):
                     if source is x:
