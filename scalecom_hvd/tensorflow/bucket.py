@@ -23,13 +23,17 @@ _MOST_ELASTIC_RANKS = 1024
 class Now(NamedTuple):
     """What a step is about, as tensors or numbers: its number, the ranks there are, this one's position, and 1 / loss scale or None.
 
-    whole: whether it is sent whole."""
+    whole: whether it is sent whole.  zero: 0, which comes with the step's number, so that TensorFlow cannot know it. What is sent must
+    depend on it: Horovod's operations are not marked as having effects, so those of constants, such as zeros for a gradient that this
+    rank lacks, are run once, when the graph is optimized, and never again, while other ranks wait; and where one function takes several
+    steps, the next must not use these names before this one is done."""
 
     step: Any
     size: Any
     position: Any
     scale: Any
     whole: Any
+    zero: Any
 
 
 class Result(NamedTuple):
@@ -66,7 +70,9 @@ class Bucket:
         self._progress, self._transport, self._config = progress, transport, config
         dtype = dtype_of(variables[names[0]])
         self._dense_dtype = tf.float64 if dtype == tf.float64 else tf.float32
+        # Where values travel in float16, nothing is dense (reducer._split), and the count of workers is exact.
         self.wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
+        self._average_dtype = self._dense_dtype if self.wire_dtype == tf.float16 else self.wire_dtype
         geometries = {tensor.name: tensor.geometry for tensor in self.compressed}
         self.layout = Layout(geometries)
         if self.compressed:
@@ -133,8 +139,8 @@ class Bucket:
             dense = tf.concat([tf.cast(grads[name], self.wire_dtype) for name in self.dense], 0)
             parts.append(dense)
             bad += tf.cast(~_all_finite([dense]), tf.int64)
-        parts.append(tf.cast(bad > 0, self.wire_dtype)[None])
-        averaged = self._transport.average(tf.concat(parts, 0), f"values.{self.number}")
+        parts.append(tf.cast(bad + now.zero > 0, self.wire_dtype)[None])
+        averaged = self._transport.average(tf.concat(parts, 0), f"values.{self.number}", now.size, self._average_dtype)
 
         sizes = [self.layout.n_values, *(tf.TensorShape(self._shapes[name]).num_elements() for name in self.dense), 1]
         values, *dense, count = tf.split(averaged, sizes)

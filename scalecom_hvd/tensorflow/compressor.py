@@ -152,17 +152,20 @@ class ScaleCom(tf.Module, Compressor):
         given = {self._name_of(variable) for variable in present}
         key = (stream, tuple(names))
         reducer = bound.reducers.get(key)
-        if reducer is None or not given <= reducer.members or reducer.arguments.comparable() != arguments.comparable():
+        sparse_names = sorted(v.name for v in sparse if isinstance(v, tf.Variable))
+
+        def make() -> Reducer:
             while len(self._streams) <= stream:
                 self._make_stream()
-            reducer = self._make_reducer(stream, dict(zip(names, variables, strict=True)), arguments)
-            sparse_names = sorted(v.name for v in sparse if isinstance(v, tf.Variable))
-            agreed = None if key in bound.reducers else _agreed_on(_label(stream, names))
-            if agreed is not None:
-                reducer.join(agreed, sparse_names)
-            else:
-                old = bound.reducers[key].members if key in bound.reducers else set()
-                reducer.agree(sorted(given | old), sparse_names)
+            return self._make_reducer(stream, dict(zip(names, variables, strict=True)), arguments)
+
+        if reducer is None and (agreed := _agreed_on(_label(stream, names))) is not None:
+            bound.reducers[key] = reducer = make()
+            reducer.join(agreed, sparse_names, given)
+        if reducer is None or reducer.arguments.comparable() != arguments.comparable() or reducer.lacks(given):
+            known = set() if reducer is None else reducer.members
+            reducer = make()
+            reducer.agree(sorted(given | known), sparse_names)
             bound.reducers[key] = reducer
         return reducer, names
 

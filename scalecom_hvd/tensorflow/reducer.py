@@ -87,6 +87,8 @@ class Reducer:
         self.members: set[str] = set()
         self.buckets: list[Bucket] = []
         self.function = tf.function(self.reduce, autograph=False)
+        # A function, since operations that run one by one have no names.
+        self._count_ranks = tf.function(lambda fact: self._transport.sum(fact, "more"), autograph=False)
         self._rates = rates
         self.arguments = arguments
         self._transport = Transport(arguments.process_set, arguments.op, arguments.gradient_predivide_factor, arguments.device_dense)
@@ -135,6 +137,15 @@ class Reducer:
         }
         return dict(self._description)
 
+    def lacks(self, given: set[str]) -> bool:
+        """Whether there is a gradient of a variable that is no member, so that ranks must agree anew.
+
+        Eager steps may have one on one rank alone, so there ranks ask each other, in every step. What a function's gradients are is known
+        when it is traced, which ranks may do at any time (for a smaller batch): there each rank sees for itself, and all must see the same.
+        """
+        more = not given <= self.members
+        return int(self._count_ranks(tf.constant(int(more)))) > 0 if tf.executing_eagerly() else more
+
     # In elastic runs others come later.
 
     def agreement(self) -> dict[str, Any]:
@@ -143,10 +154,17 @@ class Reducer:
         ahead = digest_of(progress["offsets"])
         return self._description | {"members": sorted(self.members), "name": self.number, "step": progress["step"], "ahead": ahead}
 
-    def join(self, agreed: Mapping[str, Any], sparse: Sequence[str]) -> None:
-        """Take part in what other ranks agreed on (`agreement`). Raises RuntimeError where this rank's settings or tensors are others."""
+    def join(self, agreed: Mapping[str, Any], sparse: Sequence[str], given: set[str]) -> None:
+        """Take part in what other ranks agreed on (`agreement`). Raises RuntimeError where this rank's settings or tensors are others, or
+        in a traced function has gradients that the others' functions, which are not traced again, do not send."""
         compare_ranks([*[agreed] * self._transport.position, self._describe(sparse)], tuple(self._description))
         self.settle(set(agreed["members"]), agreed["name"])
+        more = sorted(given - self.members)
+        if more and not tf.executing_eagerly():
+            raise RuntimeError(
+                f"the ranks that were here before send no gradient of {', '.join(more)}, and their functions are not traced again: give "
+                "the same gradients on every rank (zeros where there is none)"
+            )
         self.go_on(agreed["step"], False)
 
     def go_on(self, step: int, ahead: bool) -> None:
@@ -207,6 +225,7 @@ class Reducer:
         grads: those that there are on this rank.  scale: the loss scale, or None for 1.  others_are_finite: whether sparse gradients,
         which do not pass here, are finite on all ranks.
         """
+        step = read(self.progress.step)
         flat = {}
         for name, variable in self.variables.items():
             if name not in self.members:
@@ -214,9 +233,9 @@ class Reducer:
             dtype = dtype_of(variable)
             grad = tf.zeros(variable.shape, dtype) if name not in grads else tf.cast(grads[name], dtype)
             flat[name] = tf.reshape(grad, [-1])
-        step = read(self.progress.step)
         size, position = self._transport.size_and_position()
-        now = Now(step, size, position, None if scale is None else 1 / tf.cast(scale, tf.float64), self._must_send_whole(step))
+        unscaling = None if scale is None else 1 / tf.cast(scale, tf.float64)
+        now = Now(step, size, position, unscaling, self._must_send_whole(step), tf.minimum(step, 0))
         results = [bucket.exchange(flat, now) for bucket in self.buckets]
         sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
 

@@ -102,6 +102,29 @@ def test_bfloat16():
     assert all(residue.dtype == np.float32 for residue in compression.state_dict()["residues"].values())
 
 
+@pytest.mark.parametrize(
+    ("options", "settings"), [({"gradient_predivide_factor": 3.0}, {}), ({"op": hvd.Sum}, {"lookahead": True})], ids=str
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_float16_values_keep_what_is_tiny(dtype, options, settings):
+    """Below 6e-5 float16 goes in steps of 6e-8: what they round stays in the residue, the division included."""
+    tiny = np.zeros(3000, dtype)
+    tiny[:1000], tiny[1000:2000], tiny[2500] = 1e-7, 1e-8, 5e-9
+    compression = scalecom(rate=5, wire_dtype="float16", **settings)
+    model = variables({"kernel": (3000,), "bias": (60,)}, dtype)
+    step = Step(model, compression, **options)
+    sent = dict.fromkeys(model, 0.0)
+    for number in range(50):
+        grads = {"kernel": tiny * (1 + (hvd.rank() + number) % 3), "bias": np.full(60, 1e-8, dtype)}
+        for name, average in step(grads).items():
+            sent[name] = sent[name] + average.astype(np.float64)
+    divisor = 1 if options.get("op") == hvd.Sum else hvd.size()
+    came_in = sum(1 + (rank + number) % 3 for rank in range(hvd.size()) for number in range(50))
+    np.testing.assert_allclose(sent["kernel"] * divisor + total_residue(compression, "kernel"), tiny * came_in, rtol=1e-4)
+    np.testing.assert_allclose(sent["bias"] * divisor, 50e-8 * hvd.size(), rtol=1e-4)
+    assert np.count_nonzero(sent["kernel"]) > 1000
+
+
 def train(model, step, steps):
     x, y = examples(hvd.rank())
     losses = [float(step(x[i % 3 * 8 :][:8], y[i % 3 * 8 :][:8])) for i in range(steps)]
@@ -200,6 +223,60 @@ def test_gradients_missing_on_one_rank_or_on_all():
             if (name != "first" or number % hvd.size() != rank) and (name != "third" or number >= 3)
         )
         np.testing.assert_allclose(total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", [MODES[2], {"lookahead": True, "warmup_steps": 3}], ids=str)
+def test_gradients_that_come_later_on_one_rank_alone(mode):
+    """Eager: who has a gradient that is new must not be the only one to notice. Others take part with zeros."""
+    last = hvd.size() - 1
+    since = {"bias": {0: 1, last: 3}, "third": {last: 2}, "second": {0: 4}}  # {name: {rank: its first step}}; others never have one
+
+    def came(rank, number):
+        grads = gradients(SHAPES, rank, number)
+        return {name: grad for name, grad in grads.items() if number >= since.get(name, {rank: 0}).get(rank, 99)}
+
+    compression = scalecom(**mode)
+    step = Step(variables(SHAPES), compression, traced=False)
+    sent = dict.fromkeys(SHAPES, 0.0)
+    for number in range(6):
+        averages = step(came(hvd.rank(), number))
+        for name, average in averages.items():
+            assert (average is None) == (number < min(since.get(name, {0: 0}).values())), name
+        averages = {name: average.astype(np.float64) for name, average in averages.items() if average is not None}
+        assert same_on_all_ranks([tf.constant(average) for average in averages.values()])
+        sent |= {name: sent[name] + average for name, average in averages.items()}
+    for name, total in sent.items():
+        came_in = sum(came(rank, number).get(name, 0.0) for rank in range(hvd.size()) for number in range(6))
+        np.testing.assert_allclose(total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3)
+    assert compression.stats()["step"] == 6
+
+
+def test_a_bucket_without_gradients_on_one_rank():
+    """There it sums zeros, which TensorFlow would sum once and for all."""
+    compression = scalecom(bucket_bytes=100)
+    step = Step(variables(SHAPES), compression)
+    here = [name for name in SHAPES if name not in ("bias", "third") or hvd.rank() == 0]
+    sent = dict.fromkeys(SHAPES, 0.0)
+    for number in range(4):
+        for name, average in step({name: gradients(SHAPES, hvd.rank(), number)[name] for name in here}).items():
+            sent[name] = sent[name] + average.astype(np.float64)
+    for name, total in sent.items():
+        ranks = range(1 if name in ("bias", "third") else hvd.size())
+        came_in = sum(gradients(SHAPES, rank, number)[name] for rank in ranks for number in range(4))
+        np.testing.assert_allclose(total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3)
+
+
+def test_two_steps_in_one_function():
+    model, compression = variables(SHAPES), scalecom(bucket_bytes=100)
+    step = Step(model, compression, traced=False)
+    both = tf.function(lambda *parts: [step._gradient(part) for part in parts], autograph=False)
+    sent = dict.fromkeys(SHAPES, 0.0)
+    for number in range(0, 6, 2):
+        for averages in both(*(gradients(SHAPES, hvd.rank(), number + part) for part in range(2))):
+            for name, average in zip(model, averages, strict=True):
+                sent[name] = sent[name] + average.numpy().astype(np.float64)
+    check_nothing_is_lost(compression, sent, 6)
+    assert compression.stats()["step"] == 6
 
 
 def test_variables_join_and_leave():

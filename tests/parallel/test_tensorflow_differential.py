@@ -1,0 +1,402 @@
+"""Random programs, run with stock Horovod and with ScaleCom on the same numbers.
+
+With rate 1 variables must end as stock's do, and what a program's own collectives give must be the same. At rate 10 nothing may be lost:
+what the averages were, summed, and the residues are what came in. Programs in which a gradient comes on one rank alone hang in stock
+Horovod: there ScaleCom is held to the sums alone.
+
+Every rank makes the same programs from the same seed. By default they are the same few in every run; FUZZ_SECONDS says for how long to
+make ever new ones, FUZZ_SEED with which seed to begin. A program that fails is printed with its seed.
+"""
+
+import os
+import random
+import time
+
+import horovod.tensorflow as stock
+import horovod.tensorflow.keras as stock_keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow_models import examples, net, same_on_all_ranks
+
+import scalecom_hvd.tensorflow as hvd
+import scalecom_hvd.tensorflow.keras as keras
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 20))
+FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
+PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 6
+SHAPES = {"a": (300,), "b": (20, 15), "c": (7,), "d": (150,)}
+TABLE = (30, 10)
+MODES = ({}, {"lookahead": True}, {"leader": "staggered", "bucket_bytes": 700}, {"lookahead": True, "warmup_steps": 2}, {"warmup_steps": 1})
+RATE_OF_LEARNING = 0.1
+LossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
+
+
+def on_some_rank(fact):
+    """All ranks ask together, so that none stops alone."""
+    return float(stock.allreduce(tf.constant(float(fact)), op=stock.Sum, name="fuzz.on_some_rank")) > 0
+
+
+def total(array):
+    return stock.allreduce(tf.constant(array, tf.float64), op=stock.Sum, name="fuzz.total").numpy()
+
+
+class Arm:
+    """One way to run a program: stock Horovod (rate None), or ScaleCom at a rate."""
+
+    def __init__(self, rate, mode):
+        self.rate, self.mode = rate, mode
+        self.library, self.keras = (stock, stock_keras) if rate is None else (hvd, keras)
+        self.compressions = []
+        self.variables = {name: tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()}
+        self.variables["table"] = tf.Variable(tf.zeros(TABLE), name="table")
+        self.seen = []
+        self.sent = {name: np.zeros(v.shape) for name, v in self.variables.items()}
+        self.came = {name: np.zeros(v.shape) for name, v in self.variables.items()}
+
+    def compression(self, **settings):
+        if self.rate is None:
+            return stock.Compression.none
+        self.compressions.append(hvd.ScaleCom(rate=self.rate, min_numel=100, **settings, **({} if self.rate == 1 else self.mode)))
+        return self.compressions[-1]
+
+    def residue(self, name):
+        """This rank's, of all series of gradients."""
+        found = [r for c in self.compressions for key, r in c.state_dict()["residues"].items() if key.partition("#")[0] == name]
+        return sum(found) if found else np.zeros(self.variables[name].shape)
+
+    def check_sums(self, names, divisor=None):
+        for name in names:
+            sent = self.sent[name] * (hvd.size() if divisor is None else divisor)
+            np.testing.assert_allclose(
+                sent + total(self.residue(name)), total(self.came[name]), rtol=1e-3, atol=1e-3, err_msg=f"{name} at rate {self.rate}"
+            )
+
+
+def numbers(seed, step):
+    """This rank's part of the gradients at a step, and rows of the table with what is asked of them."""
+    made = np.random.default_rng([seed, step, hvd.rank()])
+    grads = {name: made.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    return grads, made.integers(0, TABLE[0], 4), made.standard_normal((4, TABLE[1])).astype(np.float32)
+
+
+def own_collective(library, kind, x):
+    """A collective of the user's own; nameless ones are numbered or named by Horovod."""
+    if kind == "allreduce":
+        return library.allreduce(x)
+    if kind == "named allreduce":
+        return library.allreduce(x, name="mine", op=library.Sum)
+    return library.allgather(x) if kind == "allgather" else library.broadcast(x, 1)
+
+
+OWN = ("allreduce", "named allreduce", "allgather", "broadcast")
+
+
+class Tapes:
+    """Tapes in a loop of the user's own."""
+
+    def draw(self, choose):
+        traced = choose((True, False))
+        uneven = not traced and choose((True, False))
+        style = "one" if uneven else choose(("one", "one", "persistent", "disjoint", "two tapes", "nested", "tensor"))
+        op = choose(("Average", "Average", "Sum"))
+        program = {
+            "traced": traced,
+            "uneven": uneven,
+            "style": style,
+            "op": op,
+            "predivide": choose((1.0, 2.0)) if op == "Average" else 1.0,
+            "groups": choose((None, None, 2, "lists")) if style in ("one", "persistent", "nested") else None,
+            "local": choose((None, None, "register", "partial")),
+            "sparse": None if uneven else choose((None, "slices", "dense")),
+            "mode": choose(MODES),
+        }
+        masks = [tuple(name for name in SHAPES if choose((True, True, False))) for _ in range(2)]
+        program["steps"] = [
+            {
+                # Stock Horovod cannot do groups in which nothing is.
+                "mask": tuple(SHAPES) if choose((True, False)) or program["groups"] else choose(masks),
+                "all sources": choose((True, True, False)) or bool(program["groups"]),
+                "without": {(choose(range(hvd.size())), choose(list(SHAPES))) for _ in range(4)} if uneven else set(),
+                "own": choose((None, *OWN)),
+                "forward": choose((True, False, False)),
+                "raises": None if traced else choose((None, None, None, 0, 1)),
+            }
+            for _ in range(5)
+        ]
+        if traced:  # few kinds of steps, since each is traced
+            kinds = program["steps"][:2]
+            program["steps"] = [choose(kinds) for _ in range(5)]
+        return program
+
+    def needs_stock(self, program):
+        return not program["uneven"]
+
+    def run(self, program, arm, seed):
+        p, variables, functions = program, arm.variables, {}
+        compression = arm.compression()
+        layer = tf.keras.layers.Layer()
+        layer.c = variables["c"]
+        groups = [[variables["a"], variables["c"]], [variables["b"]]] if p["groups"] == "lists" else p["groups"]
+        times = {"persistent": 3, "two tapes": 2}.get(p["style"], 1)
+
+        def distributed(tape):
+            options = {
+                "compression": compression,
+                "op": getattr(stock, p["op"]),
+                "gradient_predivide_factor": p["predivide"],
+                "groups": groups if p["sparse"] != "slices" else None,
+                "sparse_as_dense": p["sparse"] == "dense",
+                "scale_local_gradients": False,
+            }
+            if p["local"] == "partial":
+                return arm.library.PartialDistributedGradientTape(tape, local_layers=layer, **options)
+            tape = arm.library.DistributedGradientTape(tape, **options)
+            if p["local"] == "register":
+                tape.register_local_source(variables["c"])
+            return tape
+
+        def loss_of(names, grads):
+            parts = []
+            for name in names:
+                w = variables[name]
+                if p["style"] == "nested":
+                    with tf.GradientTape() as inner:
+                        half = tf.reduce_sum(w * w) / 2
+                    w2 = tf.square(inner.gradient(half, w))
+                else:
+                    w2 = w * w
+                parts.append(tf.reduce_sum(w * grads[name]) + 0.05 * tf.reduce_sum(w2))
+            return tf.add_n(parts) if parts else tf.constant(0.0)
+
+        def body(grads, rows, asked, x, names, step):
+            seen = []
+            sources = [variables[name] for name in (SHAPES if step["all sources"] else step["mask"])]
+            with tf.GradientTape(persistent=True) as tape, tf.GradientTape() as second:
+                if step["raises"] == hvd.rank():
+                    raise ArithmeticError
+                tape.watch(x)
+                loss = loss_of(names, grads)
+                if step["forward"] and "a" in names:
+                    mine = stock.allreduce(tf.reduce_sum(variables["a"]), name="forward" if step["own"] else None)
+                    loss += 0.01 * mine
+                    seen.append(mine)
+                if p["sparse"]:
+                    loss += tf.reduce_sum(tf.gather(variables["table"], rows) * asked)
+                twice = 2 * loss
+                loss_x = loss + tf.reduce_sum(x * x)
+                first, rest = loss_of(names[:1], grads), loss_of(names[1:], grads)
+            if step["raises"] is not None:
+                return None, seen
+            if step["own"]:
+                seen.append(own_collective(stock, step["own"], x))
+            if p["sparse"]:
+                sources = [*sources, variables["table"]]
+            style, wrapped = p["style"], distributed(tape)
+            results = [(wrapped, loss, sources)]
+            if style == "tensor":
+                results = [(wrapped, loss_x, [*sources, x])]
+            elif style == "disjoint" and not p["sparse"] and not step["forward"] and names and sources[0] is variables[names[0]]:
+                results = [(wrapped, first, sources[:1]), (wrapped, rest, sources[1:])]
+            elif style == "persistent":
+                results.append((wrapped, twice, sources))
+            if style == "two tapes":
+                results.append((distributed(second), loss, sources))
+            averages = dict.fromkeys(v.ref() for v in sources)
+            for tape_, loss_, sources_ in results:
+                for source, average in zip(sources_, tape_.gradient(loss_, sources_), strict=True):
+                    if source is x:
+                        seen.append(average)
+                    elif average is not None:
+                        average = tf.convert_to_tensor(average)
+                        before = averages[source.ref()]
+                        averages[source.ref()] = average if before is None else before + average
+            for source in sources:
+                if averages[source.ref()] is not None:
+                    source.assign_sub(RATE_OF_LEARNING * averages[source.ref()])
+            return {source.name[:-2]: averages[source.ref()] for source in sources}, seen
+
+        def of_kind(names, step):
+            return lambda grads, rows, asked, x: body(grads, rows, asked, x, names, step)
+
+        for number, step in enumerate(p["steps"]):
+            grads, rows, asked = numbers(seed, number)
+            x = tf.constant(grads["c"])
+            names = tuple(name for name in step["mask"] if (hvd.rank(), name) not in step["without"])
+            before = {name: v.numpy() for name, v in variables.items()}
+            raised, averages, seen = False, None, []
+            run = of_kind(names, step)
+            if p["traced"]:
+                key = names, step["all sources"], step["own"], step["forward"]
+                run = functions.setdefault(key, tf.function(run, autograph=False))
+            try:
+                averages, seen = run({name: tf.constant(g) for name, g in grads.items()}, tf.constant(rows), tf.constant(asked), x)
+            except ArithmeticError:
+                raised = True
+            if step["raises"] is not None:
+                assert raised == (step["raises"] == hvd.rank())
+                assert on_some_rank(raised)
+                continue
+            arm.seen += [value.numpy() for value in seen]
+            for name, average in averages.items():
+                if average is not None:
+                    arm.sent[name] += average.numpy()
+            for name in names:
+                arm.came[name] += times * (grads[name] + 0.1 * before[name] + (0.01 if name == "a" and step["forward"] else 0))
+            if p["sparse"]:
+                np.add.at(arm.came["table"], rows, times * asked)
+        shared = [name for name in variables if not (name == "c" and p["local"])]
+        arm.check_sums(shared, 1 if p["op"] == "Sum" else None)
+        assert same_on_all_ranks([variables[name] for name in shared])
+
+
+class Optimizers:
+    """Optimizers of Keras in a loop of the user's own: several taking turns, clipping, aggregation, a moving loss scale with overflows."""
+
+    def draw(self, choose):
+        scaled = choose((True, False, False))
+        passes = 1 if scaled else choose((1, 1, 2))
+        clip = choose((None, None, "clipnorm", "global_clipnorm", "clipvalue"))
+        return {
+            "traced": choose((True, False)),
+            "make": choose(("SGD", "SGD", "momentum", "Adam", "legacy SGD", "legacy Adam")),
+            "clip": {clip: 0.7} if clip else {},
+            "passes": passes,
+            "average": choose((True, False)),
+            "scaled": scaled,
+            "mode": choose(MODES),
+            "turns": [choose((0, 1)) for _ in range(4)],
+            "bad": [choose((None, None, 0, 1)) if scaled else None for _ in range(4)],
+            "own": choose((None, *OWN)),
+        }
+
+    def needs_stock(self, program):
+        return True
+
+    def run(self, p, arm, seed):
+        kinds = tf.keras.optimizers.legacy if "legacy" in p["make"] else tf.keras.optimizers
+        parts = [["a", "c"], ["b", "d"]]
+
+        def make():
+            inner = kinds.Adam(0.1, **p["clip"]) if "Adam" in p["make"] else kinds.SGD(0.1, 0.9 * (p["make"] == "momentum"), **p["clip"])
+            options = {"backward_passes_per_step": p["passes"], "average_aggregated_gradients": p["average"]}
+            made = []
+            settings = {"loss_scale": lambda: made[0].loss_scale} if p["scaled"] and arm.rate else {}
+            optimizer = arm.keras.DistributedOptimizer(inner, compression=arm.compression(**settings), **options)
+            if p["scaled"]:
+                optimizer = LossScaleOptimizer(optimizer, initial_scale=2.0**10, dynamic_growth_steps=2)
+            made.append(optimizer)
+            return optimizer
+
+        optimizers = [make() for _ in parts]
+        variables = [[arm.variables[name] for name in names] for names in parts]
+
+        def body(turn, grads, x):
+            optimizer, names = optimizers[turn], parts[turn]
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(arm.variables[n] * grads[n]) + 0.05 * tf.reduce_sum(arm.variables[n] ** 2) for n in names])
+            seen = own_collective(stock, p["own"], x) if p["own"] else x
+            optimizer.minimize(loss, variables[turn], tape=tape)  # apply_gradients, called alone, averages nothing in Horovod
+            return seen
+
+        steps = [body, body]
+        if p["traced"]:
+            steps = [tf.function(body, autograph=False) for _ in parts]
+            for optimizer, mine in zip(optimizers, variables, strict=True):
+                if hasattr(optimizer, "build"):
+                    optimizer.build(mine)
+        number = 0
+        for turn, bad in zip(p["turns"], p["bad"], strict=True):
+            for _ in range(p["passes"]):
+                grads, _, _ = numbers(seed, number)
+                number += 1
+                for name in parts[turn] if bad is None else ():
+                    arm.came[name] += grads[name] + 0.1 * arm.variables[name].numpy()
+                if bad == hvd.rank():
+                    grads[parts[turn][0]][2] = np.inf
+                seen = steps[turn](turn, {name: tf.constant(g) for name, g in grads.items()}, tf.constant(grads["c"]))
+                if p["own"] and bad is None:
+                    arm.seen.append(seen.numpy())
+        arm.seen += [np.array(optimizer.loss_scale) for optimizer in optimizers if p["scaled"]]
+        assert same_on_all_ranks(list(arm.variables.values()))
+        if p["make"] in ("SGD", "legacy SGD") and not p["clip"]:
+            arm.sent = {name: -v.numpy() / 0.1 for name, v in arm.variables.items()}
+            arm.check_sums(SHAPES, hvd.size() * (p["passes"] if p["average"] else 1))
+
+
+class Fits:
+    """model.fit, with Keras's training step or one of the user's own."""
+
+    def draw(self, choose):
+        return {
+            "make": choose(("SGD", "Adam", "legacy SGD")),
+            "step": choose((None, "optimizer", "tape")),
+            "passes": choose((1, 1, 2)),
+            "clip": choose(({}, {"clipnorm": 0.5})),
+            "compile": choose(({}, {"run_eagerly": True}, {"steps_per_execution": 2})),
+            "uneven batch": choose((True, False)),
+            "mode": choose(MODES),
+        }
+
+    def needs_stock(self, program):
+        return True
+
+    def run(self, p, arm, seed):
+        kinds = tf.keras.optimizers.legacy if "legacy" in p["make"] else tf.keras.optimizers
+        inner = (kinds.Adam if p["make"] == "Adam" else kinds.SGD)(0.01, **p["clip"])
+        compression, model = arm.compression(), net()
+        optimizer = inner
+        if p["step"] != "tape":
+            optimizer = arm.keras.DistributedOptimizer(inner, compression=compression, backward_passes_per_step=p["passes"])
+
+        class Own(tf.keras.Model):
+            def train_step(self, data):
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+                if p["step"] == "tape":
+                    tape = arm.library.DistributedGradientTape(tape, compression=compression)
+                    grads = tape.gradient(loss, self.trainable_variables)
+                    self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
+                else:
+                    self.optimizer.minimize(loss, self.trainable_variables, tape=tape)
+                return {"loss": loss}
+
+        if p["step"]:
+            model = Own(model.inputs, model.outputs)
+        model.compile(optimizer, "mse", **p["compile"])
+        x, y = examples(hvd.rank(), 24 - (p["uneven batch"] and hvd.rank() == 1), seed)
+        model.fit(x, y, 6, 2, verbose=0, shuffle=False)
+        assert same_on_all_ranks(model.trainable_variables)
+        arm.variables = {v.name: v for v in model.trainable_variables}
+        if arm.compressions:
+            assert arm.compressions[0].stats()["step"] == 8 // (1 if p["step"] == "tape" else p["passes"])
+
+
+def check(seed):
+    choose = random.Random(seed).choice
+    kind = choose((Tapes, Tapes, Tapes, Optimizers, Optimizers, Fits))()
+    program = kind.draw(choose)
+    if hvd.rank() == 0:
+        print(f"FUZZ_SEED={seed}: {type(kind).__name__} {program}")
+    arms = [Arm(rate, program["mode"]) for rate in ((None, 1, 10) if kind.needs_stock(program) else (1, 10))]
+    try:
+        for arm in arms:
+            kind.run(program, arm, seed)
+        if arms[0].rate is None:
+            for mine, other in zip(arms[1].variables.values(), arms[0].variables.values(), strict=True):
+                np.testing.assert_allclose(mine.numpy(), other.numpy(), rtol=1e-3, atol=1e-4, err_msg=mine.name)
+            for mine, other in zip(arms[1].seen, arms[0].seen, strict=True):
+                np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-4)
+    except Exception as error:
+        raise AssertionError(f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{type(kind).__name__} {program}") from error
+    return type(kind).__name__
+
+
+@pytest.mark.timeout(SECONDS + 100)
+def test_random_programs():
+    begun, seed = time.monotonic(), FIRST_SEED
+    while not on_some_rank(time.monotonic() - begun > SECONDS or seed - FIRST_SEED == PROGRAMS):
+        check(seed)
+        seed += 1
+    print(f"programs {FIRST_SEED} to {seed - 1}")
