@@ -1,8 +1,8 @@
 """Random programs of calls, as scripts make them, held against stock Horovod.
 
 Every program runs several times on the same made-up gradients: in stock Horovod; with everything chosen (k = N, through lanes and
-residues), where after every call parameters must be those of stock Horovod; and at rate 10, where nothing may be lost. Each of the last two in
-this package's optimizer and in Horovod's own. After every synchronize():
+residues), where after every call parameters must be those of stock Horovod; and at rate 10, where nothing may be lost. Each of the
+last two in this package's optimizer and in Horovod's own. After every synchronize():
 
     mean of gradients as they were + mean of residues before = gradients as they are + mean of residues after
     where no rank had a gradient that was not exchanged yet, residues and step are what they were
