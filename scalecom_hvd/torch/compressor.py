@@ -139,8 +139,9 @@ class ErrorFeedback(Compressor):
         step, skipped_steps (a gradient was not finite); leader: the position of the rank that chose last (for the first bucket);
         bytes_offsets, bytes_values, bytes_dense, bytes_gathered: handed to Horovod in the last step, to be broadcast, all-reduced and
         (by methods other than ScaleCom) gathered; bytes_traffic: what this rank sent for them on a ring, on average over ranks; rate:
-        elements of the model per element sent; collectives per step; residue_norm: Euclidean, over all residues (reads them all);
-        residue_ratio: that of residues to that of gradients, when it was last looked at (every 100 steps; None before).
+        elements of the model per element sent; collectives per step (besides one of 4 bytes, by which ranks tell that there are gradients);
+        residue_norm: Euclidean, over all residues (reads them all); residue_ratio: that of residues to that of gradients, when it was last
+        looked at (every 100 steps; None before).
         diagnostics, where they were asked for: the numbers of the last look, as diagnostics.look gives them, and its step (None before the
         first), the same on all ranks; what ranks gather for them is not counted in the bytes above.
         local_steps, steps_taken, steps_skipped, with local steps: the schedule, this rank's steps, and those of them left out because a

@@ -23,6 +23,9 @@ from torch.utils.weak import TensorWeakRef
 
 from scalecom_hvd.torch.transport import Transport
 
+# Other than that of the objects: another optimizer's may be under way.
+_NAME = "agreement.news"
+
 
 class Found(enum.Enum):
     """What ranks without news have in p.grad."""
@@ -47,20 +50,20 @@ class News:
     def tell(self) -> None:
         """This rank has news. Called in hooks: waits for nothing."""
         if not self._told:
-            self._told, self._handle = True, self._transport.total(1, "news")
+            self._told, self._handle = True, self._transport.total(1, _NAME)
 
     def ask(self) -> bool:
         """This rank has no news: whether another has. Waits for all of them; not to be called in hooks."""
         self._told = True
-        return bool(self._transport.wait(self._transport.total(0, "news")))
+        return bool(self._transport.wait(self._transport.total(0, _NAME)))
 
     def meet(self, fresh: bool) -> bool:
         """Whether any rank has news, before ranks have agreed on the name of their exchange: all are in synchronize(). Waits for them."""
-        return any(self._transport.exchange_objects(fresh, "news"))
+        return any(self._transport.exchange_objects(fresh, "agreement.gradients"))
 
     def compare(self, names: Sequence[str]) -> Found:
         """No rank has news, and all are here: how p.grad of these parameters stands. Waits for all ranks."""
-        return judge(self._transport.exchange_objects(self.standing(names), "news"))
+        return judge(self._transport.exchange_objects(self.standing(names), "agreement.gradients"))
 
     def standing(self, names: Sequence[str]) -> dict[str, Any]:
         """How p.grad of these parameters stands on this rank, for `judge`."""

@@ -271,12 +271,12 @@ class Reducer:
             self._lock.release()
 
     def _begin_step(self) -> None:
-        if self._news is not None and self._agreed:
-            self._news.tell()
         self._outputs.clear()
         self._scale = 1 / float(self._loss_scale())
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
+        if self._news is not None and self._agreed:
+            self._news.tell()
 
     def _must_send_whole(self) -> bool:
         no_offsets = self.config.lookahead and self.residues.tensors and not self.residues.chosen_ahead
