@@ -178,7 +178,8 @@ class Worker:
             evaluations += 1
             self.net.zero_grad(plan["zero"] != "zeros")
             loss = self.loss(self.hidden(plan, 1), plan, 1)
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             for _ in range(plan["synchronize"]):
                 self.optimizer.synchronize()
             if plan["clip"]:
@@ -215,9 +216,9 @@ def train(workers, plan, share):
         if plan["shared"] and plan["raises"] is None:
             middle = share([one.mean(0) for one in hidden.values()], plan, number)
             hidden = {worker: one + common for (worker, one), common in zip(hidden.items(), middle, strict=True)}
-        losses = [worker.loss(one, plan, number) for worker, one in hidden.items()]
-        if losses and losses[0].requires_grad:
-            sum(losses).backward()
+        loss = sum(worker.loss(one, plan, number) for worker, one in hidden.items())
+        if hidden and loss.requires_grad:
+            loss.backward()
     if plan["raises"] is not None and plan["nobody steps"]:
         return False
     for worker in workers:
