@@ -286,6 +286,8 @@ class Trouble:
                 self.slowest[kind] = max(self.slowest.get(kind, 0.0), time.time() - began)
                 return
             time.sleep(0.2)
+        if not victims.isdisjoint(self.job.workers()):
+            raise TimeoutError(f"a worker that was to go is still there {limit:.0f} s after: {kind}")
         raise TimeoutError(f"training did not go on within {limit:.0f} s after: {kind}")
 
     def _generations(self) -> set[str]:

@@ -56,16 +56,31 @@ class Trainer(soak_faults.Worker):
         """See gradients before anybody changes them, and die in the places where a worker may be told to."""
         for name, parameter in self.model.named_parameters():
             parameter.register_hook(self._see(name))
-        reducer = getattr(self.optimizer, "_reducer", None)
-        if reducer is not None:
-            transport, average = reducer._transport, reducer._transport.average
+        if self.plan.optimizer == "stock":
+            self._die_between_in_stock()
+            return
+        reducer = self.optimizer._reducer
+        transport, average = reducer._transport, reducer._transport.average
 
-            def dying_average(buffer: torch.Tensor, name: str) -> int:
-                if self.death == "exchange" and transport.position == reducer.leader(0, reducer.residues.step):
-                    die()
-                return average(buffer, name)
+        def dying_average(buffer: torch.Tensor, name: str) -> int:
+            if self.death == "exchange" and transport.position == reducer.leader(0, reducer.residues.step):
+                die()
+            return average(buffer, name)
 
-            transport.average = dying_average
+        transport.average = dying_average
+
+    def _die_between_in_stock(self) -> None:
+        """In Horovod's own optimizer the leader has chosen when a gradient is compressed, and then Horovod averages it."""
+        compression = self.optimizer._compression
+        compress = compression.compress
+
+        def dying_compress(grad: torch.Tensor) -> Any:
+            sent = compress(grad)
+            if self.death == "exchange" and hvd.rank() == (compression.residues.step + 1) % hvd.size():  # who chooses for the next step
+                die()
+            return sent
+
+        compression.compress = dying_compress
 
     def _see(self, name: str) -> Callable[[torch.Tensor], None]:
         def see(grad: torch.Tensor) -> None:

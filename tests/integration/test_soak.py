@@ -53,20 +53,25 @@ def test_the_next_fault_waits_until_horovod_has_started_again(monkeypatch):
 
 
 def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
-    """Its log says where every worker was."""
+    """Its log says where every worker was. Here the leader dies between its choice and the averages, also in Horovod's own optimizer."""
     monkeypatch.setattr(soak.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(soak.Trouble, "make", _complain)
-    findings, _ = soak.watch(soak.Plan(settings=soak.COMPRESSED), 2, 1, random.Random(0), tqdm(disable=True))
+    monkeypatch.setattr(soak.Trouble, "make", leader_dies)
+    plan = soak.Plan(optimizer="stock", settings=soak.COMPRESSED, random_faults=False)
+    findings, _ = soak.watch(plan, 2, 1, random.Random(0), tqdm(disable=True))
     complaint, where = findings.complaints
-    assert "the job ended after: nothing" in complaint
+    assert complaint.startswith("it died")
     folder = Path(where.rpartition(" ")[2])
     assert folder.parent == tmp_path
     assert len(list(folder.glob("*.jsonl"))) == 2
     assert "Current thread" in (folder / "log").read_text(), "workers should have said where they are"
 
 
-def _complain(trouble, limit):
-    raise ChildProcessError("the job ended after: nothing")
+def leader_dies(trouble, limit):
+    left = trouble._order(trouble.job.workers(), "exchange")
+    end = time.time() + 30
+    while time.time() < end and len(trouble.job.workers()) > len(left):
+        time.sleep(0.1)
+    raise ChildProcessError("it died" if list(trouble.job.workers()) == left else "it did not die")
 
 
 def test_wrong_arguments(run):
