@@ -7,8 +7,10 @@ import torch
 
 from scalecom_hvd.buckets import cut
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.torch.accumulators import Accumulators
 from scalecom_hvd.torch.bucket import Bucket, Wait
-from scalecom_hvd.torch.residues import Residues
+from scalecom_hvd.torch.moves import Moves
+from scalecom_hvd.torch.residues import CompressedTensor, Residues
 
 
 def new_bucket(numel=1_000_000, **settings):
@@ -65,6 +67,14 @@ def test_impatient_buckets_wait_for_nothing_and_patient_ones_only_for_what_may_b
     bucket.advance(patient=True, needs_others=True)
     assert waited == ["kernel", "offsets"]
     assert "values" in came
+
+
+@pytest.mark.parametrize("kind", [Moves, Accumulators])
+def test_gradients_on_another_device_than_residues_are_refused(kind):
+    """As after model.to(device), behind the optimizer's back: kernels follow addresses."""
+    moves = kind([CompressedTensor("weight", torch.zeros(3000), 10, ScaleComConfig())])
+    with pytest.raises(RuntimeError, match="of weight has 3000 elements on meta, and its parameter had 3000 on cpu when.*is on its device"):
+        moves.begin([torch.zeros(3000, device="meta")], 1.0, [False])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
