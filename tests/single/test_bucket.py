@@ -1,5 +1,6 @@
 """One bucket without its reducer: what is taken back when a step is given up while a kernel runs."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -67,6 +68,41 @@ def test_impatient_buckets_wait_for_nothing_and_patient_ones_only_for_what_may_b
     bucket.advance(patient=True, needs_others=True)
     assert waited == ["kernel", "offsets"]
     assert "values" in came
+
+
+def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
+    """The first one's ends when it ends, although a second one has begun."""
+    first, second, over = (threading.Event() for _ in range(3))
+
+    def moves(meanwhile):
+        made = Moves([CompressedTensor("weight", torch.zeros(3000), 10, ScaleComConfig())])
+        made.begin([torch.zeros(3000)], 1.0, [False])
+        (kernel, _), *_ = made._kernels
+        kernel.filter = lambda *_: meanwhile() or 0
+        return made
+
+    def in_first():
+        first.set()
+        assert second.wait(30)
+
+    def in_second():
+        second.set()
+        assert over.wait(30)
+
+    def others():
+        assert first.wait(30)
+        other.filter()
+
+    ours, other = moves(in_first), moves(in_second)
+    with ThreadPoolExecutor(1) as worker, torch.autograd.profiler.profile() as profile:
+        job = worker.submit(others)
+        ours.filter()
+        with torch.profiler.record_function("after"):
+            pass
+        over.set()
+        job.result()
+    ranges = {event.name: event.time_range for event in profile.function_events}
+    assert ranges["scalecom.filter"].end <= ranges["after"].start
 
 
 @pytest.mark.parametrize("kind", [Moves, Accumulators])
