@@ -15,7 +15,10 @@ from scalecom_hvd.lanes import Lanes
 
 STATE_VERSION = 1
 # Settings that may differ between a checkpoint and the run that loads it: they change no result.
-_FREE_SETTINGS = ("bucket_bytes", "planned_steps")
+_FREE_SETTINGS = ("planned_steps",)
+# And what ScaleCom may change besides, but not other methods or quantisers, which draw, or choose, bucket by bucket. (Where leaders are
+# staggered, they take other turns.)
+_FREE_FOR_SCALECOM = ("bucket_bytes",)
 # What states of this package's methods may hold beside the config.
 _METHODS_SETTINGS = ("bits", "seed", "shared", "quantiser")
 
@@ -28,7 +31,8 @@ def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
     if state["version"] != STATE_VERSION:
         raise ValueError(f"this ScaleCom state has version {state['version']}, and this release reads version {STATE_VERSION}")
     mine, theirs = config.to_dict(), dict(state["config"])
-    different = [key for key in mine.keys() | theirs.keys() if key not in _FREE_SETTINGS and mine.get(key) != theirs.get(key)]
+    free = _FREE_SETTINGS if {"method", "quantiser"} & set(state) else _FREE_SETTINGS + _FREE_FOR_SCALECOM
+    different = [key for key in mine.keys() | theirs.keys() if key not in free and mine.get(key) != theirs.get(key)]
     if different:
         listed = ", ".join(f"{key}={theirs.get(key)!r} in the state and {mine.get(key)!r} now" for key in sorted(different))
         raise ValueError(

@@ -14,7 +14,7 @@ import torch
 
 from scalecom_hvd.torch.kernels import CHOOSE_RESIDUE, Kernel, Place, add_usable, kernel_for, positions_of
 from scalecom_hvd.torch.moves import OffsetLayout, norm
-from scalecom_hvd.torch.residues import CompressedTensor
+from scalecom_hvd.torch.residues import CompressedTensor, check_gradient
 from scalecom_hvd.torch.transport import Transport, Wait, wait_for
 
 
@@ -101,6 +101,8 @@ class Accumulators:
         self._grads, self._scale, self._frozen = list(grads), scale, list(frozen)
         if not grads:
             return
+        for tensor, grad in zip(self.tensors, grads, strict=True):
+            check_gradient(tensor.name, grad, tensor.residue)
         if self._flat is None:
             self._flat = torch.empty(sum(self.sizes), dtype=self._dtype, device=grads[0].device)
             self._average = torch.empty_like(self._flat)

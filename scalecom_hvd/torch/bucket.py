@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from scalecom_hvd.torch.accumulators import Accumulators
 from scalecom_hvd.torch.moves import Moves
 from scalecom_hvd.torch.news import any_of
-from scalecom_hvd.torch.residues import CompressedTensor, Residues
+from scalecom_hvd.torch.residues import CompressedTensor, Residues, check_gradient
 from scalecom_hvd.torch.transport import Wait
 
 # Elements whose pass takes longer (about 0.1 ms) than to hand it to a thread.
@@ -112,6 +112,8 @@ class Bucket:
         """All gradients are at hand."""
         self.whole, self.bad = whole, 0
         self.grads = {name: flat_gradient(parameter) for name, parameter in self.parameters.items()}
+        for name, sent in self._values.whole.items():
+            check_gradient(name, self.grads[name], sent)
         frozen = [is_frozen(self.parameters[name]) for name in self.compressed]
         self._scale = scale
         self.moves.begin([self.grads[name] for name in self.compressed], scale, frozen)

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from scalecom_hvd.buckets import Layout
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Count, Kernel, NativeKernel, Place, kernel_for
-from scalecom_hvd.torch.residues import CompressedTensor
+from scalecom_hvd.torch.residues import CompressedTensor, check_gradient
 
 
 class OffsetLayout:
@@ -81,7 +81,10 @@ class Moves:
         to be taken back.
 
         frozen: the parameter is no longer trained, so the residue stays as it is and zeros are sent, as Horovod does.
+        Raises RuntimeError for gradients that are not of the sizes and devices of the residues.
         """
+        for tensor, grad in zip(self.tensors, grads, strict=True):
+            check_gradient(tensor.name, grad, tensor.residue)
         # Kernels walk over memory, not over strides.
         assert all(grad.is_contiguous() for grad in grads), "gradients must be flat and contiguous here"
         self._grads, self._scale = list(grads), scale
@@ -110,24 +113,25 @@ class Moves:
         """Whether the gradients of this step are served by the native kernel alone, which needs no Python."""
         return all(isinstance(kernel, NativeKernel) for kernel, _ in self._kernels)
 
-    @record_function("scalecom.filter")
+    # Each call has a range of its own in profiles: one object for all, as a decorator is, is not for moves on two threads at a time.
+
     def filter(self, chosen: torch.Tensor | None = None) -> Count:
         """Move (1), and where `chosen` is given, its lanes' winners by |m + g|; gives the number of bad gradient elements."""
         choose = CHOOSE_NOTHING if chosen is None else CHOOSE_ACCUMULATOR
-        return self._sum(kernel.filter(self._beta, choose, chosen) for kernel, _ in self._kernels)
+        with record_function("scalecom.filter"):
+            return self._sum(kernel.filter(self._beta, choose, chosen) for kernel, _ in self._kernels)
 
     def choose_without_filter(self, chosen: torch.Tensor) -> None:
         """Select on |m + g| and leave the residue alone: a look-ahead leader's choice in a step that is sent whole."""
         for kernel, _ in self._kernels:
             kernel.filter(0.0, CHOOSE_ACCUMULATOR, chosen)
 
-    @record_function("scalecom.gather")
     def gather(self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int) -> Count:
         """Move (2), after `filter`: `values` become the accumulators at I. Gives the number not finite, which are sent as zero."""
         sent, limit, share = self._sent_like(values), float16_limit(n_workers), 1 - self._beta
-        return self._sum(kernel.gather(self._beta, share, offsets, values, sent, limit) for kernel, _ in self._kernels)
+        with record_function("scalecom.gather"):
+            return self._sum(kernel.gather(self._beta, share, offsets, values, sent, limit) for kernel, _ in self._kernels)
 
-    @record_function("scalecom.gather_and_filter")
     def gather_and_filter(
         self, offsets: torch.Tensor, values: torch.Tensor, n_workers: int, chosen: torch.Tensor | None, factor: int = 1
     ) -> Count:
@@ -135,14 +139,17 @@ class Moves:
         elements. factor: by what float16 values will be multiplied before they are summed."""
         sent, limit = self._sent_like(values), float16_limit(n_workers, factor)
         choose = CHOOSE_NOTHING if chosen is None else CHOOSE_RESIDUE
-        return self._sum(kernel.gather_and_filter(self._beta, offsets, values, sent, limit, choose, chosen) for kernel, _ in self._kernels)
+        with record_function("scalecom.gather_and_filter"):
+            return self._sum(
+                kernel.gather_and_filter(self._beta, offsets, values, sent, limit, choose, chosen) for kernel, _ in self._kernels
+            )
 
-    @record_function("scalecom.scatter")
     def scatter(self, outputs: Sequence[torch.Tensor], offsets: torch.Tensor, values: torch.Tensor, share: float = 1.0) -> None:
         """Every output (N,) <- the averages at I in the gradient's units, zero elsewhere. It may be the gradient itself; then the
         step cannot be undone. share: by what the values are still to be multiplied."""
-        for kernel, members in self._kernels:
-            kernel.scatter([outputs[i] for i in members], offsets, values, share)
+        with record_function("scalecom.scatter"):
+            for kernel, members in self._kernels:
+                kernel.scatter([outputs[i] for i in members], offsets, values, share)
 
     def norms(self) -> tuple[float, float]:
         """The Euclidean norms of all residues, and of this step's gradients in the residues' units. Reads them all."""

@@ -47,7 +47,9 @@ def test_nothing_is_lost(way):
             optimizer.step()
     assert compressor.stats()["skipped_steps"] == 0
     residues = {name: tensor.residue.view(tensor.shape).double() for name, tensor in compressor.residues.tensors.items()}
-    books.check({name: hvd.allreduce(own, name=f"residue.{name}").numpy() for name, own in residues.items()})
+    left = {name: hvd.allreduce(own, name=f"residue.{name}").numpy() for name, own in residues.items()}
+    # Gloo of Horovod 0.28.1 drops a few sums of values that differ so much (agreement.warn_of_half_sums).
+    books.check(left, but="" if hvd.mpi_enabled() else "wide weight")
     assert list(residues) == [name for name in FINE_SHAPES if name.endswith("weight")]
     assert same_on_all_ranks(model.values())
 

@@ -1,5 +1,6 @@
 """One bucket without its reducer: what is taken back when a step is given up while a kernel runs."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 
 from scalecom_hvd.buckets import cut
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.torch.accumulators import Accumulators
 from scalecom_hvd.torch.bucket import Bucket, Wait
-from scalecom_hvd.torch.residues import Residues
+from scalecom_hvd.torch.moves import Moves
+from scalecom_hvd.torch.residues import CompressedTensor, Residues
 
 
 def new_bucket(numel=1_000_000, **settings):
@@ -65,6 +68,49 @@ def test_impatient_buckets_wait_for_nothing_and_patient_ones_only_for_what_may_b
     bucket.advance(patient=True, needs_others=True)
     assert waited == ["kernel", "offsets"]
     assert "values" in came
+
+
+def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
+    """The first one's ends when it ends, although a second one has begun."""
+    first, second, over = (threading.Event() for _ in range(3))
+
+    def moves(meanwhile):
+        made = Moves([CompressedTensor("weight", torch.zeros(3000), 10, ScaleComConfig())])
+        made.begin([torch.zeros(3000)], 1.0, [False])
+        (kernel, _), *_ = made._kernels
+        kernel.filter = lambda *_: meanwhile() or 0
+        return made
+
+    def in_first():
+        first.set()
+        assert second.wait(30)
+
+    def in_second():
+        second.set()
+        assert over.wait(30)
+
+    def others():
+        assert first.wait(30)
+        other.filter()
+
+    ours, other = moves(in_first), moves(in_second)
+    with ThreadPoolExecutor(1) as worker, torch.autograd.profiler.profile() as profile:
+        job = worker.submit(others)
+        ours.filter()
+        with torch.profiler.record_function("after"):
+            pass
+        over.set()
+        job.result()
+    ranges = {event.name: event.time_range for event in profile.function_events}
+    assert ranges["scalecom.filter"].end <= ranges["after"].start
+
+
+@pytest.mark.parametrize("kind", [Moves, Accumulators])
+def test_gradients_on_another_device_than_residues_are_refused(kind):
+    """As after model.to(device), behind the optimizer's back: kernels follow addresses."""
+    moves = kind([CompressedTensor("weight", torch.zeros(3000), 10, ScaleComConfig())])
+    with pytest.raises(RuntimeError, match="of weight has 3000 elements on meta, and its parameter had 3000 on cpu when.*is on its device"):
+        moves.begin([torch.zeros(3000, device="meta")], 1.0, [False])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

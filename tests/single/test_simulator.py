@@ -138,6 +138,47 @@ def test_nothing_is_lost_in_half_precision(n, mode):
     books.check({name: sum(own[name].double() for own in residues).view(FINE_SHAPES[name]).numpy() / n for name in residues[0]})
 
 
+@pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": RandomK}], ids=str)
+@pytest.mark.parametrize("change", [slice(0, 2), slice(0, 1)], ids=["smaller", "one row or element"])
+@pytest.mark.parametrize("name", ["second", "bias"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_parameters_that_became_others_are_refused(name, change, whole, fields):
+    """Their gradients are smaller than residues and buffers: kernels that follow addresses would not see it."""
+    simulation = simulate(2, min_numel=100, warmup_steps=9 * whole, **fields)
+    for step in range(3):
+        simulation.step(as_tensors(made_up(2, step)))
+    grads = as_tensors(made_up(2, 3))
+    for parameters, own in zip(simulation.parameters, grads, strict=True):
+        own[name] = own[name][change]
+        parameters[name].data = torch.zeros_like(own[name])
+    before = residues_of(simulation)
+    with pytest.raises(
+        RuntimeError, match=f"the gradient of {name} has .* and its parameter had .* make the DistributedOptimizer when the"
+    ):
+        simulation.step(grads)
+    for mine, old in zip(residues_of(simulation), before, strict=True):
+        for other in mine:
+            torch.testing.assert_close(mine[other], old[other], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": RandomK}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_parameters_of_another_dtype_than_when_they_were_wrapped(dtype, fields):
+    """model.double() or model.half(): residues and buckets stay what they were."""
+    same, changed = (simulate(2, min_numel=100, **fields) for _ in range(2))
+    for step in range(6):
+        if step == 3:
+            for parameters in changed.parameters:
+                for parameter in parameters.values():
+                    parameter.data = parameter.data.to(dtype)
+        grads = [{name: grad.to(dtype).float() for name, grad in own.items()} for own in as_tensors(made_up(2, step))]
+        others = [{name: grad.to(dtype if step >= 3 else torch.float32, copy=True) for name, grad in own.items()} for own in grads]
+        ours, theirs = changed.step(others)[0], same.step(grads)[0]
+        for name in SHAPES:
+            assert ours[name].dtype == (dtype if step >= 3 else torch.float32)
+            torch.testing.assert_close(ours[name], theirs[name].to(ours[name].dtype))
+
+
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("where", ["broadcast", "average", "scatter"])
 def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch):

@@ -16,6 +16,7 @@ def state(**other):
 def test_what_fits_passes():
     check_state(state(), CONFIG)
     check_state(state(config=CONFIG.replace(bucket_bytes=1000).to_dict()), CONFIG)  # changes no result
+    check_state(state(method="RandomK", config=CONFIG.replace(planned_steps=9).to_dict()), CONFIG)
     check_residues({"a": (3, 4)}, {"a": [3, 4]})
     check_finite({"a": True, "b": True})
     check_finite({})
@@ -35,6 +36,9 @@ def test_residues_of_other_settings():
         ValueError, match="beta=0.1 in the state and 1.0 now, rate=50.0 in the state and 20.0 now.*go on without loading it"
     ):
         check_state(state(config=CONFIG.replace(rate=50, beta=0.1).to_dict()), CONFIG)
+    for by_bucket in ({"method": "GTopK"}, {"method": "RandomK", "seed": 0}, {"quantiser": "QSGD()"}):  # they draw, or choose, by bucket
+        with pytest.raises(ValueError, match="other settings: bucket_bytes=1000 in the state and 26214400 now"):
+            check_state(state(config=CONFIG.replace(bucket_bytes=1000).to_dict(), **by_bucket), CONFIG)
     with pytest.raises(ValueError, match="novelty=1 in the state and None now"):
         check_state(state(config=CONFIG.to_dict() | {"novelty": 1}), CONFIG)
 
