@@ -124,6 +124,8 @@ class Tapes:
             }
             for _ in range(5)
         ]
+        for step in program["steps"]:  # a collective in forward must be on all ranks
+            step["forward"] &= not uneven and step["raises"] is None
         if traced:  # few kinds of steps, since each is traced
             kinds = program["steps"][:2]
             program["steps"] = [choose(kinds) for _ in range(5)]
