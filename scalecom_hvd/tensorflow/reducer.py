@@ -219,20 +219,22 @@ class Reducer:
 
     # One step.
 
+    def complete(self, grads: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Gradients of all members, zeros where this rank has none: so `function` is not traced again when it lacks others."""
+        return {
+            name: grads[name] if name in grads else tf.zeros(variable.shape, dtype_of(variable))
+            for name, variable in self.variables.items()
+            if name in self.members
+        }
+
     def reduce(self, grads: Mapping[str, tf.Tensor], scale: Any, others_are_finite: Any) -> dict[str, tf.Tensor]:
         """The averages of the gradients of all members, shaped like their variables.
 
-        grads: those that there are on this rank.  scale: the loss scale, or None for 1.  others_are_finite: whether sparse gradients,
+        grads: those of all members (`complete`).  scale: the loss scale, or None for 1.  others_are_finite: whether sparse gradients,
         which do not pass here, are finite on all ranks.
         """
         step = read(self.progress.step)
-        flat = {}
-        for name, variable in self.variables.items():
-            if name not in self.members:
-                continue
-            dtype = dtype_of(variable)
-            grad = tf.zeros(variable.shape, dtype) if name not in grads else tf.cast(grads[name], dtype)
-            flat[name] = tf.reshape(grad, [-1])
+        flat = {name: tf.reshape(tf.cast(grad, dtype_of(self.variables[name])), [-1]) for name, grad in grads.items()}
         size, position = self._transport.size_and_position()
         unscaling = None if scale is None else 1 / tf.cast(scale, tf.float64)
         now = Now(step, size, position, unscaling, self._must_send_whole(step), tf.minimum(step, 0))
@@ -381,7 +383,7 @@ def reduction(arguments: Arguments, reducer_for: Callable[..., Reducer], loss_sc
             return grads
 
         reducer, names = reducer_for([variables[i] for i in ours], present, sparse, arguments)
-        given = {name: grads[i] for i, name in zip(ours, names, strict=True) if grads[i] is not None}
+        given = reducer.complete({name: grads[i] for i, name in zip(ours, names, strict=True) if grads[i] is not None})
         scale = loss_scale()
         averages = (reducer.function if tf.executing_eagerly() else reducer.reduce)(given, scale, finite)
         for i, name in zip(ours, names, strict=True):

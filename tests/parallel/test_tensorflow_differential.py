@@ -111,19 +111,22 @@ class Tapes:
             "sparse": None if uneven else choose((None, "slices", "dense")),
             "mode": choose(MODES),
         }
+        since = {(rank, name): choose((0, 1, 2, 3, 9)) for rank in range(hvd.size()) for name in SHAPES}
         masks = [tuple(name for name in SHAPES if choose((True, True, False))) for _ in range(2)]
         program["steps"] = [
             {
                 # Stock Horovod cannot do groups in which nothing is.
-                "mask": tuple(SHAPES) if choose((True, False)) or program["groups"] else choose(masks),
-                "all sources": choose((True, True, False)) or bool(program["groups"]),
-                "without": {(choose(range(hvd.size())), choose(list(SHAPES))) for _ in range(4)} if uneven else set(),
+                "mask": tuple(SHAPES) if choose((True, False)) or program["groups"] or uneven else choose(masks),
+                "all sources": choose((True, True, False)) or bool(program["groups"]) or uneven,
+                "without": sorted({pair for pair, first in since.items() if number < first} | {choose(list(since))}) if uneven else [],
                 "own": choose((None, *OWN)),
                 "forward": choose((True, False, False)),
                 "raises": None if traced else choose((None, None, None, 0, 1)),
             }
-            for _ in range(5)
+            for number in range(5)
         ]
+        for step in program["steps"]:  # a collective in forward must be on all ranks
+            step["forward"] &= not uneven and step["raises"] is None
         if traced:  # few kinds of steps, since each is traced
             kinds = program["steps"][:2]
             program["steps"] = [choose(kinds) for _ in range(5)]
