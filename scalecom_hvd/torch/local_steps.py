@@ -24,7 +24,6 @@ Used by optimizer.py and simulator.py; imports compressor, reducer and the rooms
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import os
 import weakref
@@ -39,6 +38,7 @@ from scalecom_hvd.health import Health
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.compressor import ErrorFeedback
 from scalecom_hvd.torch.kernels import limit_of
+from scalecom_hvd.torch.news import digest
 from scalecom_hvd.torch.reducer import Groups, Reducer
 from scalecom_hvd.torch.transport import Transport
 
@@ -287,7 +287,7 @@ class LocalSteps:
             "open": self._under_way or self._open,
             "early": self._early,
             "overwritten": overwritten,
-            "parameters": digest(self.common),
+            "parameters": digest(self.common.values()),
         }
         everyone = self._transport.exchange_objects(mine, "local_steps")
         compare_ranks(everyone, ("settings",))
@@ -431,14 +431,6 @@ def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> N
         limit = limit_of(torch.float64 if wide else torch.float32)
         if ends and not bool((torch.stack([end.to(ends[0].device, torch.float64) for end in ends]).abs() <= limit).all()):
             raise NotFinite(result)
-
-
-def digest(tensors: Tensors) -> str:
-    """The same for the same numbers, for ranks to compare."""
-    found = hashlib.blake2b()
-    for tensor in tensors.values():
-        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 def _wide(parameter: torch.Tensor) -> torch.nn.Parameter:
