@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from scalecom_hvd.torch import kernels
 from scalecom_hvd.torch.simulator import Simulation
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 0))
@@ -132,32 +133,34 @@ class Training(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fail_in_the_middle(self, data):
-        """A collective fails on one rank; the others wait for it in vain."""
+        """A collective, or a kernel between two of its tensors, fails on one rank; the others wait for it in vain."""
         choose = self.chooser(data)
         step, rank, calls = draw_step(choose, self.setting), choose(range(self.setting.n)), choose(range(4))
         came = self.gradients(step)
         self.runs = self.runs[-1:]
         run = self.runs[0]
-        transport = run.transports[rank]
+        # Plain torch's kernel asks for every tensor's gradient when the tensors before it have moved.
+        place, name = choose([(run.transports[rank], "average"), (kernels, "usable")])
+        whole = getattr(place, name)
 
-        def average(buffer, name):
+        def failing(*arguments):
             nonlocal calls
-            if calls == 0:
-                raise Broken
             calls -= 1
-            return type(transport).average(transport, buffer, name)
+            if calls == -1:
+                raise Broken
+            return whole(*arguments)
 
-        transport.average = average
+        setattr(place, name, failing)
         try:
             averages = run.step(self.gradients(step), step.orders)
         except Broken:
             residues = [{t.name: t.residue.view(t.shape) for t in compressor.residues.tensors.values()} for compressor in run.compressors]
             self.truth.given_up(came, self.scale, residues)
-        else:  # there were fewer collectives than that
+        else:  # there were fewer calls than that
             seen = [Seen.of(compressor, average) for compressor, average in zip(run.compressors, averages, strict=True)]
             self.truth.check(came, self.scale, self.frozen, seen)
         finally:
-            del transport.average
+            setattr(place, name, whole)
 
     def teardown(self):
         for run in getattr(self, "runs", []):
