@@ -148,7 +148,7 @@ class Worker:
     def take(self, plan):
         """What comes after backward, up to the step."""
         optimizer, parameters = self.optimizer, list(self.net.parameters())
-        if plan["hand"] == self.rank:
+        if plan["hand"] == self.rank != plan["raises"]:
             parameters[0].grad = torch.full_like(parameters[0], 0.25)
         for p in parameters:
             if plan["halved"] and p.grad is not None:
