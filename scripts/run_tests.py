@@ -42,13 +42,15 @@ def parallel(*patterns: str, without: tuple[str, ...] = ()) -> list[str]:
 # under every one. PyTorch's run on 4 ranks and under at least one other launcher; Gloo is held to the reference by
 # tests/integration/test_frameworks_agree.py too. Tracing takes TensorFlow most of its time: its files are shared out among the launchers.
 TORCH = ("torch_*", "local_topk")
-SETS = "tests/parallel/test_tensorflow_tape.py::test_process_sets_have_leaders_of_their_own"  # which need 4 ranks
+TAPES = "tests/parallel/test_tensorflow_tape.py::test_"
+SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # which need 4 ranks
+UNLIKE = [f"{TAPES}{name}" for name in ("gradients_that_come_later_on_one_rank_alone", "float16_values_keep_what_is_tiny")]
 PARALLEL = {  # the longest first
     ("torch", "mpirun", 4): parallel(*TORCH),
     ("torch", "horovodrun --gloo", 2): parallel(*TORCH, without=("torch_parity",)),
-    ("tensorflow", "mpirun", 2): parallel("tensorflow_keras", "tensorflow_refusals", "tensorflow_tape"),
-    ("tensorflow", "mpirun", 4): [*parallel("tensorflow_parity"), SETS],
-    ("tensorflow", "horovodrun --gloo", 2): parallel("tensorflow_amp", "tensorflow_state"),
+    ("tensorflow", "mpirun", 2): parallel("tensorflow_differential", "tensorflow_keras", "tensorflow_refusals", "tensorflow_tape"),
+    ("tensorflow", "mpirun", 4): [*parallel("tensorflow_differential", "tensorflow_parity"), SETS, *UNLIKE],
+    ("tensorflow", "horovodrun --gloo", 2): [*parallel("tensorflow_amp", "tensorflow_differential", "tensorflow_state"), *UNLIKE],
     ("torch", "mpirun", 2): parallel(*TORCH, without=("torch_methods", "torch_fuzz")),
 }
 

@@ -147,7 +147,8 @@ class Tapes:
             options = {
                 "compression": compression,
                 "op": getattr(stock, p["op"]),
-                "gradient_predivide_factor": p["predivide"],
+                # Stock Horovod can do neither with slices.
+                "gradient_predivide_factor": p["predivide"] if p["sparse"] != "slices" else 1.0,
                 "groups": groups if p["sparse"] != "slices" else None,
                 "sparse_as_dense": p["sparse"] == "dense",
                 "scale_local_gradients": False,
