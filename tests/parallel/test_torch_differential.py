@@ -71,6 +71,11 @@ class Program:
         self.fields = self.fields | {"warmup_steps": dice.choice((0, 0, 2)), "dense": dice.choice(((), ("bias",)))}
         # torch's SGD cannot add a dense gradient to momentum that was sparse.
         self.momentum = dice.choice((0.0, 0.9)) if self.sparse == "no" else 0.0
+        # Gradients so small that float16 knows a few steps of them alone. (Gloo of Horovod 0.28.1 drops some float16 sums.)
+        self.half = dice.random() < 0.15 and hvd.mpi_enabled()
+        self.size = dice.choice((1.0, 1e-7)) if self.half else 1.0
+        if self.half:
+            self.fields |= {"wire_dtype": "float16"}
         self.frozen = [set() for _ in range(self.models)]
         self.pending = [[0, True] for _ in range(self.models)]  # backward passes, and whether ranks' hooks fired alike
         self.calls = []
@@ -251,7 +256,9 @@ class Run:
 
     def gradients(self, model, seed, rank):
         generator = torch.Generator().manual_seed(seed * 64 + rank)
-        grads = {name: torch.randn(shape, generator=generator) * self.scale_now[model] for name, shape in SHAPES.items()}
+        grads = {
+            name: torch.randn(shape, generator=generator) * (self.program.size * self.scale_now[model]) for name, shape in SHAPES.items()
+        }
         grads["rows"][torch.rand(40, generator=generator) < 0.8] = 0.0
         return grads
 
@@ -356,8 +363,10 @@ class Run:
         came = hvd.allreduce(torch.cat([came[name].double().view(-1) for name in names]), name="differential.came") * factor
         for name, sent in zip(names, came.split([now[name].numel() for name in names]), strict=True):
             size = float(sent.abs().max()) + scale * float(residues.get(name, zero[name]).abs().max())
+            # The rounding of float16 sums is nobody's; of what is tiny, they are exact.
+            precision = 2e-3 * n if self.program.half and self.program.size == 1 else 1e-5
             off = float((sent - now[name].view(-1)).abs().max())
-            assert off <= 1e-5 * size + 1e-30, f"{name}: what left this rank's residues and gradients, and what came, differ by {off:g}"
+            assert off <= precision * size + 1e-30, f"{name}: what left residues and gradients, and what came, differ by {off:g}"
 
     def step(self, model, skipping):
         optimizer = self.optimizers[model]
@@ -511,7 +520,7 @@ def check(program):
             raise
         if rate is None:
             expected = seen
-        elif rate == EVERYTHING:
+        elif rate == EVERYTHING and not program.half:
             for (name, theirs), (_, ours) in zip(expected, seen, strict=True):
                 for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
                     torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, msg=lambda text: f"{kind}, after {name}, {i}: {text}")  # noqa: B023
