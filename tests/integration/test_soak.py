@@ -20,7 +20,7 @@ def test_three_minutes(run):
     output = run([*SOAK, "--minutes", "3", "--ranks", "4"], limit=900)
     steps, tried, survived = map(int, re.search(r"(\d+) steps, (\d+) faults, (\d+) survived", output).groups())
     assert steps > 50, output
-    assert tried == survived > 20, output
+    assert tried == survived > 10, output  # from outside, one in each job at least
     assert "0 complaints" in output
 
 
