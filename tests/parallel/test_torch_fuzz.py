@@ -83,6 +83,12 @@ class Training:
     def step(self, step):
         self.log.append(step)
         came = [step.gradients(self.setting, rank, self.scale, self.frozen) for rank in range(hvd.size())]
+        if all(grad is None for grads in came for grad in grads.values()):
+            before = self.optimizer.compression.stats()["step"]
+            averages = self.exchange(step, came[hvd.rank()])
+            assert not any(average.any() for average in averages.values())
+            assert self.optimizer.compression.stats()["step"] == before
+            return
         error, seen = None, None
         try:
             seen = Seen.of(self.optimizer.compression, self.exchange(step, came[hvd.rank()]))
