@@ -159,31 +159,31 @@ def uneven(x):
 
 
 COLLECTIVES = {
-    "allreduce": lambda library, x, name: library.allreduce(x, name=name),
-    "grouped_allreduce": lambda library, x, name: torch.cat(library.grouped_allreduce([x[:9], x[9:]], name=name)),
-    "allgather": lambda library, x, name: library.allgather(x, name=name),
-    "grouped_allgather": lambda library, x, name: torch.cat(library.grouped_allgather([x[:9], x[9:]], name=name)),
-    "broadcast": lambda library, x, name: library.broadcast(x, 0, name=name),
-    "alltoall": lambda library, x, name: library.alltoall(x, uneven(x), name=name)[0],
-    "reducescatter": lambda library, x, name: library.reducescatter(x, name=name),
-    "grouped_reducescatter": lambda library, x, name: torch.cat(library.grouped_reducescatter([x, x], name=name)),
+    "allreduce": lambda x, name: hvd.allreduce(x, name=name),
+    "grouped_allreduce": lambda x, name: torch.cat(hvd.grouped_allreduce([x[:3], x[3:]], name=name)),
+    "allgather": lambda x, name: hvd.allgather(x, name=name),
+    "grouped_allgather": lambda x, name: torch.cat(hvd.grouped_allgather([x[:3], x[3:]], name=name)),
+    "broadcast": lambda x, name: hvd.broadcast(x, 0, name=name),
+    "alltoall": lambda x, name: hvd.alltoall(x, uneven(x), name=name)[0],
+    "reducescatter": lambda x, name: hvd.reducescatter(x, name=name),
+    "grouped_reducescatter": lambda x, name: torch.cat(hvd.grouped_reducescatter([x, x], name=name)),
 }
 
 
 class Net(torch.nn.Module):
     """Layers before and after a collective, which buckets of their own finish around its backward."""
 
-    def __init__(self, library, collective, name):
+    def __init__(self, collective, name):
         super().__init__()
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList([torch.nn.Linear(40, 40) for _ in range(5)])
-        self.collective, self.library, self.name = COLLECTIVES[collective], library, name
+        self.collective, self.name = COLLECTIVES[collective], name
 
     def forward(self, x):
         for i, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
             if i == 2:
-                x = self.collective(self.library, x, self.name)
+                x = self.collective(x, self.name)
         return x.square().mean()
 
 
@@ -192,11 +192,12 @@ class Net(torch.nn.Module):
 def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
     found = []
     for rate in (None, EVERYTHING, 10):
-        net = Net(stock if rate is None else hvd, collective, name)
+        # Without compression, too, with names: Horovod's own numbers differ where a test before had a process set of some ranks.
+        net = Net(collective, name)
         model = dict(net.named_parameters())
         settings = {} if rate is None else {"bucket_bytes": 1000, "leader": "staggered"}
         optimizer, _ = make(hvd, rate, model, lr=0.1, **settings)
-        for step in range(6):
+        for step in range(4):
             # Ranks come to their hooks at other times, so that offsets are there on some and not on others.
             for layer in net.layers:
                 layer.weight.register_post_accumulate_grad_hook(lambda _, step=step: time.sleep(0.002 * ((step + hvd.rank()) % 3)))
