@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from scalecom_hvd.torch.transport import Transport
+
+log = logging.getLogger("scalecom_hvd")
 
 # Other than that of the objects: another optimizer's may be under way.
 _NAME = "agreement.news"
@@ -44,7 +47,7 @@ class News:
     def __init__(self, transport: Transport, parameters: dict[str, torch.Tensor]) -> None:
         self._transport, self._parameters = transport, parameters
         self._handle: int | None = None
-        self._told = False
+        self._told = self._warned = False
         self._left: dict[str, TensorWeakRef] = {}
 
     def tell(self) -> None:
@@ -63,7 +66,15 @@ class News:
 
     def compare(self, names: Sequence[str]) -> Found:
         """No rank has news, and all are here: how p.grad of these parameters stands. Waits for all ranks."""
-        return judge(self._transport.exchange_objects(self.standing(names), "agreement.gradients"))
+        found = judge(self._transport.exchange_objects(self.standing(names), "agreement.gradients"))
+        if found is Found.CHANGED and not self._warned:
+            log.warning(
+                "gradients were changed after synchronize(), on every rank in another way, and are averaged once more, as Horovod "
+                "does: whole, not compressed. If they need not be, call step() inside `with optimizer.skip_synchronize():`; if they are "
+                "new gradients, put them into p.grad as new tensors"
+            )
+            self._warned = True
+        return found
 
     def standing(self, names: Sequence[str]) -> dict[str, Any]:
         """How p.grad of these parameters stands on this rank, for `judge`."""
@@ -98,9 +109,13 @@ def freshness(parameters: dict[str, torch.Tensor]) -> set[str]:
     """A set to which backward adds the names of parameters that it gives gradients, for who is not told by Horovod's hooks."""
     fresh: set[str] = set()
     for name, parameter in parameters.items():
-        if parameter.requires_grad and parameter.is_leaf:
+        if parameter.is_leaf and parameter.is_floating_point():
+            trained = parameter.requires_grad
+            # Also one that is frozen now: it may be thawed before the optimizer is made. torch wants it to be trained meanwhile.
+            parameter.requires_grad_(True)
             # Called before Horovod's own, which hang on the node that accumulates.
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: fresh.add(name))
+            parameter.requires_grad_(trained)
     return fresh
 
 

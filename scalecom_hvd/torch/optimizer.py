@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     transport = Transport(process_set, op, gradient_predivide_factor)
     group_names = _group_names(groups, parameters)
     if local_steps is not None:
-        local = LocalSteps(parameters, compressor, transport, Schedule(local_steps), group_names, start_anew=lambda: _zero_state(wrapped))
+        local = LocalSteps(parameters, compressor, transport, Schedule(local_steps), group_names, start_anew=lambda: _zero_state(this()))
         members = _members(local.reducer) | _local_members(local, type(optimizer), parameters)
     else:
         reducer = Reducer(
@@ -100,7 +101,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             groups=group_names,
             sparse_as_dense=sparse_as_dense,
             loss_scale=compressor.loss_scale,
-            send_sparse=lambda p: wrapped._sparse_allreduce_grad_async(p, wrapped._parameter_names[p])[0],
+            send_sparse=lambda p: this()._sparse_allreduce_grad_async(p, this()._parameter_names[p])[0],
             method=compressor.exchange,
             settings=compressor.settings,
             news=News(transport, parameters),
@@ -126,6 +127,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     except BaseException:
         compressor.detach()
         raise
+    # The compressor, which a script may keep, must not keep an optimizer that was deleted: its hooks would go on.
+    this = weakref.ref(wrapped)
     return wrapped
 
 

@@ -22,7 +22,6 @@ The optimizer calls `ready` from its hooks and `result` from synchronize(). Impo
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +43,6 @@ from scalecom_hvd.torch.news import Found, News
 from scalecom_hvd.torch.probe import Probe
 from scalecom_hvd.torch.residues import Residues, describe
 from scalecom_hvd.torch.transport import Transport, Wait, wait_for
-
-log = logging.getLogger("scalecom_hvd")
 
 Groups = Sequence[Sequence[str]]
 # How a method other than ScaleCom averages one bucket: it submits, and yields what it waits for (see methods/base.py).
@@ -90,7 +87,6 @@ class Reducer:
         self._method = method
         self._settings = dict(settings or {})
         self._news = news
-        self._warned = False
         self._probe: Probe | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
@@ -130,12 +126,6 @@ class Reducer:
         for name in self._parameters:
             self._fill_in(name)
         if found is Found.CHANGED:
-            if not self._warned:
-                log.warning(
-                    "gradients were changed after synchronize(), on every rank in another way, and are averaged once more, as Horovod "
-                    "does: whole, not compressed. If they need not be, call step() inside `with optimizer.skip_synchronize():`"
-                )
-                self._warned = True
             self._average_again()
         elif self._transport.share == 1:  # the sum of what is the same on all ranks
             for parameter in self._parameters.values():

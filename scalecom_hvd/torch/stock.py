@@ -17,9 +17,11 @@ Used by compressor.py alone; imports news, residues, transport and the rooms bel
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,7 +36,8 @@ from scalecom_hvd.torch.residues import CompressedTensor, Residues, describe
 from scalecom_hvd.torch.transport import Transport
 
 
-class Sent(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sent:
     """What decompress must know about a tensor: Horovod carries it from compress to decompress."""
 
     name: str
@@ -68,7 +71,8 @@ class StockExchange:
         self._members: set[str] = set()
         self._bad: list[torch.Tensor] = []
         self._lock = threading.RLock()  # hooks run on autograd's threads, one per device
-        self._pending: set[str] = set()
+        # What was sent and has not come back. Horovod holds it, and drops all of it when the optimizer loads a state.
+        self._pending: dict[str, weakref.ref[Sent]] = {}
         self._agreed = False
         self._news = News(transport, parameters)
         self._fresh = fresh
@@ -84,7 +88,7 @@ class StockExchange:
         self._factor = 1
 
     def in_step(self) -> bool:
-        return bool(self._pending)
+        return any(sent() is not None for sent in self._pending.values())
 
     def settle(self) -> None:
         """The offsets that the last step's end broadcast become this step's."""
@@ -144,15 +148,18 @@ class StockExchange:
     def compress(self, grad: torch.Tensor) -> tuple[torch.Tensor, Sent]:
         """What travels for a gradient: (k,) values, or all of it flat, in the wire dtype."""
         with self._lock:
-            return self._compress(grad)
+            self._notice_restart()
+            if self._pending and not self.in_step():
+                self.abort()
+            wire, sent = self._compress(grad)
+            self._pending[sent.name] = weakref.ref(sent)
+            return wire, sent
 
     def _compress(self, grad: torch.Tensor) -> tuple[torch.Tensor, Sent]:
-        self._notice_restart()
         name = self._name_of(grad)
         if not self._pending:
             self._begin_step()
         self._seen.append(name)
-        self._pending.add(name)
         moves = self._moves.get(name)
         # Horovod moves the gradient's tensor onto the result's memory; this alias keeps the gradient until the step's end.
         flat = grad.detach().contiguous().view(-1)
@@ -174,7 +181,6 @@ class StockExchange:
             # Of this tensor nothing is sent; the others' values may be on their way already.
             moves.undo()
             self._seen.remove(name)
-            self._pending.discard(name)
             raise
         if self._factor != 1:
             values.mul_(self._factor)
@@ -204,7 +210,7 @@ class StockExchange:
             output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
             if not self._agreed:
                 self._given[sent.name] = flat, sent.moves.grads[0]
-        self._pending.discard(sent.name)
+        self._pending.pop(sent.name, None)
         if not self._pending:
             self._end_step()
         return output

@@ -1,6 +1,8 @@
 """Orders of calls that scripts make and that once went wrong; test_torch_differential.py draws all others."""
 
+import gc
 import time
+import weakref
 
 import horovod.torch as stock
 import pytest
@@ -208,3 +210,62 @@ def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
         found.append(model)
     for key in found[0]:
         torch.testing.assert_close(found[1][key], found[0][key], rtol=1e-4, atol=1e-6)
+
+
+@WHERE
+def test_a_state_is_loaded_between_backward_and_step(library):
+    """Horovod drops what is under way; so must the exchange, whose values would be sent and reach nobody. (Own optimizers: compress() alone
+    learns of it.)"""
+
+    def train(optimizer, model):
+        for step in range(12):
+            for parameter in model.values():
+                parameter.grad = None
+            if step % 3 == 1:  # a step that is given up
+                feed(model, gradients(SHAPES, hvd.rank(), 100 + step))
+                # Stock Horovod refuses names that are still under way.
+                hvd.barrier()
+                time.sleep(0.05)
+                optimizer.load_state_dict(optimizer.state_dict())
+                for parameter in model.values():
+                    parameter.grad = None
+            feed(model, gradients(SHAPES, hvd.rank(), step))
+            optimizer.step()
+
+    nothing_is_lost(*compare(library, train), 12)
+
+
+def test_parameters_thawed_after_the_compressor_was_made():
+    """In Horovod's own optimizer the compressor watches backward from then on, whatever is trained at that time."""
+    model = parameters(SHAPES)
+    for parameter in model.values():
+        parameter.requires_grad_(False)
+    compressor = hvd.ScaleCom(model.items(), rate=10, min_numel=2, warmup_steps=0, dense=())
+    for parameter in model.values():
+        parameter.requires_grad_(True)
+    optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor)
+    for step in range(4):
+        for parameter in model.values():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+        feed(model, gradients(SHAPES, hvd.rank(), step))
+        optimizer.step()
+    nothing_is_lost([None, None, model], compressor, 4)
+
+
+@WHERE
+def test_an_optimizer_is_deleted_and_its_compressor_kept(library):
+    """As scripts do that keep the compressor for checkpoints: the hooks of a deleted optimizer must not go on."""
+    model, kept = parameters(SHAPES), []
+    for stage in range(2):
+        optimizer, compressor = make(library, 10, model)
+        kept.append(compressor)
+        for step in range(3):
+            optimizer.zero_grad()
+            feed(model, gradients(SHAPES, hvd.rank(), 3 * stage + step))
+            optimizer.step()
+        optimizer.zero_grad()
+        deleted = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert deleted() is None
+    assert [compressor.stats()["step"] for compressor in kept] == [3, 3]
