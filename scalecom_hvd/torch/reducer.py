@@ -129,7 +129,7 @@ class Reducer:
             self._average_again()
         elif self._transport.share == 1:  # the sum of what is the same on all ranks
             for parameter in self._parameters.values():
-                parameter.grad.mul_(self._transport.size)
+                parameter.grad = parameter.grad * self._transport.size
         self._news.end()
         return False
 
@@ -144,12 +144,13 @@ class Reducer:
                 whole = flat.to(torch.float64 if flat.dtype == torch.float64 else torch.float32, copy=True)
                 handles[name] = self._transport.average(whole, f"again.{name}")
         for name, handle in handles.items():
-            grad = self._parameters[name].grad
+            parameter = self._parameters[name]
+            grad = parameter.grad
             average = handle() if name in self._sparse else self._transport.wait(handle).view(grad.shape).to(grad.dtype)
             if grad.is_sparse:
                 grad.zero_().add_(average if average.is_sparse else average.to_sparse(grad.sparse_dim()))
             else:
-                grad.copy_(average)
+                parameter.grad = average  # a script may have set one that cannot be written to, such as an expanded one
 
     def _fill_in(self, name: str) -> None:
         """A gradient that there is not becomes zero: another rank may have it."""
