@@ -17,7 +17,6 @@ import enum
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -76,15 +75,16 @@ class News:
             self._warned = True
         return found
 
-    def standing(self, names: Sequence[str]) -> dict[str, Any]:
-        """How p.grad of these parameters stands on this rank, for `judge`."""
-        grads = {name: self._parameters[name].grad for name in names}
-        left = {name: ref() for name, ref in self._left.items()}
-        return {
-            "digest": digest(torch.zeros_like(self._parameters[name]) if grad is None else grad for name, grad in grads.items()),
+    def standing(self, names: Iterable[str]) -> dict[str, list]:
+        """How p.grad of these parameters stands on this rank, for `judge`: {name: [digest, whether the script put it there]}."""
+        standing = {}
+        for name in names:
+            parameter = self._parameters[name]
+            grad, left = parameter.grad, self._left.get(name)
             # Horovod, too, puts tensors there, of zeros.
-            "by hand": any(grad is not None and grad is not left.get(name) and any_of(grad) for name, grad in grads.items()),
-        }
+            by_hand = grad is not None and (left is None or grad is not left()) and any_of(grad)
+            standing[name] = [digest([torch.zeros_like(parameter) if grad is None else grad]), by_hand]
+        return standing
 
     def end(self) -> None:
         """The exchange is over, or none was needed, and p.grad holds the result."""
@@ -98,11 +98,13 @@ class News:
         self._told, self._handle = False, None
 
 
-def judge(everyone: Sequence[dict[str, Any]]) -> Found:
+def judge(everyone: Sequence[dict[str, list]]) -> Found:
     """What ranks have that stand so."""
-    if len({theirs["digest"] for theirs in everyone}) == 1:
+    if all(
+        {name: one for name, (one, _) in theirs.items()} == {name: one for name, (one, _) in everyone[0].items()} for theirs in everyone
+    ):
         return Found.THE_SAME
-    return Found.SET_BY_HAND if any(theirs["by hand"] for theirs in everyone) else Found.CHANGED
+    return Found.SET_BY_HAND if any(by_hand for theirs in everyone for _, by_hand in theirs.values()) else Found.CHANGED
 
 
 def freshness(parameters: dict[str, torch.Tensor]) -> set[str]:
@@ -126,7 +128,7 @@ def any_of(grad: torch.Tensor) -> bool:
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     """The same for the same numbers, for ranks to compare; of dense and sparse tensors. Reads them all."""
-    found = hashlib.blake2b()
+    found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         parts = [tensor]
         if tensor.is_sparse:

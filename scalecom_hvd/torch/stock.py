@@ -230,8 +230,8 @@ class StockExchange:
         self._factor = self._transport.size if residues.config.wire_dtype == "float16" else 1
         self._idle = self._agreed and not self._has_news()
         if not self._agreed:
-            fresh = bool(self._fresh)
-            self._standing = {"fresh": fresh} | ({} if fresh else self._news.standing(list(self._parameters)))
+            # Which of the parameters this optimizer trains is known when all have come.
+            self._standing = {"fresh": set(self._fresh), "grads": self._news.standing(self._parameters)}
         self._whole = self._idle or residues.step < residues.config.warmup_steps or not residues.chosen_ahead
         # Until ranks have agreed: where this one gathers in this step.
         self._gathers_at = None if self._whole or self._agreed else residues.digest_ahead()
@@ -323,11 +323,12 @@ class StockExchange:
             "name": self._transport.claim_name(),
             "look-ahead offsets": self._gathers_at,
             "step": self._residues.step,
-            "standing": self._standing,
+            "fresh": not self._standing["fresh"].isdisjoint(self._seen),
+            "grads": {name: self._standing["grads"][name] for name in self._seen},
         }
         everyone = self._transport.exchange_objects(mine, "agreement")
-        standing = [other["standing"] for other in everyone]
-        self._idle = not any(one["fresh"] for one in standing) and judge(standing) is not Found.SET_BY_HAND
+        news = any(other["fresh"] for other in everyone)
+        self._idle = not news and judge([other["grads"] for other in everyone]) is not Found.SET_BY_HAND
         try:
             compare_ranks(everyone, ("version", "settings", "tensors", "look-ahead offsets"))
         except RuntimeError:

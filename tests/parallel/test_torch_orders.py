@@ -252,6 +252,26 @@ def test_parameters_thawed_after_the_compressor_was_made():
     nothing_is_lost([None, None, model], compressor, 4)
 
 
+def test_two_compressors_that_know_all_parameters():
+    """As in a GAN with Horovod's own optimizer: what the other one's backward gave is no news, from the first synchronize() on."""
+    halves = [parameters({name: SHAPES[name] for name in names}) for names in (("first", "bias"), ("second", "third"))]
+    everything = halves[0] | halves[1]
+    compressors = [hvd.ScaleCom(everything.items(), rate=10, min_numel=2, warmup_steps=0, dense=()) for _ in halves]
+    optimizers = [
+        stock.DistributedOptimizer(torch.optim.SGD(half.values(), lr=1.0), half.items(), compression=compressor)
+        for half, compressor in zip(halves, compressors, strict=True)
+    ]
+    for step in range(6):
+        for half, optimizer, other in zip(halves, optimizers, reversed(optimizers), strict=True):
+            optimizer.zero_grad()
+            feed(half, {name: gradients(SHAPES, hvd.rank(), step)[name] for name in half})
+            if step == 0:
+                other.synchronize()
+            optimizer.step()
+            other.synchronize()
+    assert [compressor.stats()["step"] for compressor in compressors] == [6, 6]
+
+
 @WHERE
 def test_an_optimizer_is_deleted_and_its_compressor_kept(library):
     """As scripts do that keep the compressor for checkpoints: the hooks of a deleted optimizer must not go on."""
