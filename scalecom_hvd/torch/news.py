@@ -100,9 +100,8 @@ class News:
 
 def judge(everyone: Sequence[dict[str, list]]) -> Found:
     """What ranks have that stand so."""
-    if all(
-        {name: one for name, (one, _) in theirs.items()} == {name: one for name, (one, _) in everyone[0].items()} for theirs in everyone
-    ):
+    digests = [{name: of_it for name, (of_it, _) in theirs.items()} for theirs in everyone]
+    if all(theirs == digests[0] for theirs in digests):
         return Found.THE_SAME
     return Found.SET_BY_HAND if any(by_hand for theirs in everyone for _, by_hand in theirs.values()) else Found.CHANGED
 
