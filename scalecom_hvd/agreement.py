@@ -7,12 +7,13 @@ raise or none.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from scalecom_hvd import __version__
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -23,24 +24,48 @@ JOIN_REFUSED = (
 )
 
 
-# How many exchanges this process has named; ranks agree on the next number when an exchange starts.
-_instances = itertools.count()
+class Numbers:
+    """Counts the exchanges that one process has named."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def claim(self) -> int:
+        """A number that this process has not used."""
+        self._next += 1
+        return self._next - 1
+
+    def use(self, number: int) -> None:
+        """Every rank uses this one, so none that is not larger is claimed again."""
+        self._next = max(self._next, number + 1)
 
 
-class NamedExchange:
-    """An exchange whose collectives carry its number, so that two exchanges in one process never collide."""
+# This process's exchanges, of all frameworks.
+NUMBERS = Numbers()
 
-    _prefix = "scalecom"
 
-    def claim_name(self) -> int:
-        """A number for this exchange that this process has not used; ranks then settle on the largest claimed (`use_name`)."""
-        return next(_instances)
+class Names:
+    """The names of one exchange's collectives: they carry its number, so that two never collide.
 
-    def use_name(self, number: int) -> None:
-        """Name this exchange's collectives by the number all ranks agreed on."""
-        global _instances
-        _instances = itertools.count(max(number + 1, next(_instances)))
-        self._prefix = "scalecom" if number == 0 else f"scalecom.{number}"
+    Ranks claim a number each, agree on the largest, and use that.
+    """
+
+    def __init__(self, numbers: Numbers = NUMBERS) -> None:
+        self._numbers = numbers
+        self.number = 0
+
+    def __call__(self, name: str) -> str:
+        """The full name of a collective of this exchange."""
+        return f"scalecom.{name}" if self.number == 0 else f"scalecom.{self.number}.{name}"
+
+    def claim(self) -> int:
+        """A number for this exchange that this process has not used."""
+        return self._numbers.claim()
+
+    def use(self, number: int) -> None:
+        """All ranks agreed on this number."""
+        self._numbers.use(number)
+        self.number = number
 
 
 def check_operation(op: Any, predivide: float, horovod: Any) -> None:
@@ -68,7 +93,7 @@ def warn_of_half_sums(sums_halves: bool, horovod: Any) -> None:
 
 
 def digest_of(offsets: Mapping[str, np.ndarray]) -> str | None:
-    """The same for the same look-ahead offsets of the same tensors, for ranks to compare; None for none."""
+    """The same for the same arrays by the same names, for ranks to compare; None for none."""
     if not offsets:
         return None
     digest = hashlib.sha256()
@@ -76,6 +101,45 @@ def digest_of(offsets: Mapping[str, np.ndarray]) -> str | None:
         digest.update(name.encode())
         digest.update(offsets[name].tobytes())
     return digest.hexdigest()
+
+
+def describe(
+    config: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, Sequence[Any]],
+) -> dict[str, Any]:
+    """What every rank must have in common with all others.
+
+    Args:
+        config: the ScaleComConfig as a dict.
+        settings: what must be the same besides.
+        tensors: {name: shape, dtype, rate, ...}.
+    """
+    return {
+        "version": __version__,
+        "settings": dict(config) | dict(settings),
+        "tensors": {name: list(tensors[name]) for name in sorted(tensors)},
+    }
+
+
+def agree(everyone: Sequence[Mapping[str, Any]], topics: Sequence[str], names: Names) -> int:
+    """All ranks told each other about one exchange: check that it is the same, and name it.
+
+    Args:
+        everyone: every rank's description: the topics, its "name" (a number that it claimed) and
+            its "step".
+        topics: keys that must be equal on all ranks.
+        names: of this exchange; they take the number that is new to all ranks.
+
+    Returns:
+        The step at which all ranks go on.
+
+    Raises:
+        RuntimeError: a topic differs. All ranks raise alike.
+    """
+    compare_ranks(everyone, topics)
+    names.use(max(theirs["name"] for theirs in everyone))
+    return latest_step([theirs["step"] for theirs in everyone])
 
 
 def latest_step(steps: list[int]) -> int:
@@ -89,7 +153,7 @@ def latest_step(steps: list[int]) -> int:
     return max(steps)
 
 
-def compare_ranks(per_rank: list[dict[str, Any]], topics: tuple[str, ...]) -> None:
+def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) -> None:
     """Raise RuntimeError that names the first difference to rank 0 in any of the topics of the ranks' descriptions."""
     for topic in topics:
         first = per_rank[0][topic]

@@ -1,10 +1,12 @@
-"""When workers that take local steps synchronise: a number of steps, one that changes, or one of each worker's own.
+"""Whose turn it is: which rank leads a bucket's step, and when workers with local steps meet.
 
-Framework-free. A schedule is a function of the step's number alone, so all ranks know, without asking, whose turn it is. Imports nothing.
+Framework-free. All this depends on the step's number only, so every rank knows it without asking.
+Imports nothing.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,26 @@ _FORMS = (
     "local_steps must be a number of steps (4), the number in force from each step on ({0: 1, 500: 4, 2000: 16}), or one number for each "
     "rank ([4, 8])"
 )
+
+
+def leader(
+    step: int, bucket: int, size: int, staggered: bool, senders: Sequence[int] | None = None
+) -> int:
+    """The position of the rank that chooses for a bucket at a step.
+
+    Args:
+        step: the step; a tensor where a graph computes it.
+        bucket: the bucket's number.
+        size: how many ranks there are; a tensor where their number may change.
+        staggered: whether every bucket has another leader (config.leader).
+        senders: the positions of those who have something to send, where not all have.
+    """
+    turn = step + (bucket if staggered else 0)
+    if senders is None:
+        return turn % size
+    # Drawn, the same on all ranks: where the same ones send every other time, some would never
+    # have their turn.
+    return senders[random.Random(turn).randrange(len(senders))]
 
 
 class Schedule:
