@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace) -> None:
 
     import scalecom_hvd.torch as hvd
     from scalecom_hvd import health, native
-    from scalecom_hvd.torch import residues
+    from scalecom_hvd.exchange import residue as residues
 
     hvd.init()
     torch.set_num_threads(1)
@@ -127,7 +127,7 @@ def unchecked(library: Switch) -> Iterator[None]:
     """Steps in here check nothing."""
     import torch
 
-    from scalecom_hvd.torch import bucket
+    from scalecom_hvd.exchange import bucket
 
     yes = torch.tensor(True)
     with (

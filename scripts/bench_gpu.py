@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from scalecom_hvd.lanes import Lanes
-from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Kernel, Place, TorchKernel
+from scalecom_hvd.exchange.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Kernel, Place, TorchKernel
 
 BETA, LIMIT = 0.5, 65504.0
 N_TENSORS = 75
@@ -84,7 +84,7 @@ class Workload:
 
 
 def candidates(numel: int, rate: float, device: torch.device) -> Iterator[Candidate]:
-    from scalecom_hvd.torch.triton_kernel import TritonKernel
+    from scalecom_hvd.exchange.triton_kernel import TritonKernel
 
     work = Workload(numel, rate, torch.float32, device)
     yield from work.copies()

@@ -16,8 +16,8 @@ import torch
 from bench_cases import transformer_shapes
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.torch import moves
-from scalecom_hvd.torch.residues import CompressedTensor
+from scalecom_hvd.exchange import bucket
+from scalecom_hvd.exchange.residue import CompressedTensor
 
 FLOOR = "torch._foreach_add_(residues, grads)"
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.simulator import Simulation
 
 # Elements that diagnostics look at.
 SAMPLE = 8192

@@ -5,7 +5,7 @@ that use them, and for models, are put into that registry, so TorchState knows t
 Rank 0's model and optimizer come to all ranks, its residues to none. With local steps every rank keeps its own parameters and optimizer,
 and who comes anew gets the common parameters.
 
-Used by users alone; imports local_steps and compressor.
+Imports broadcast and exchange.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 from horovod.torch.functions import broadcast_object
 
-from scalecom_hvd.torch.compressor import ErrorFeedback
-from scalecom_hvd.torch.local_steps import broadcast_parameters, rounds_of
+from scalecom_hvd.exchange.local_steps import rounds_of
+from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.torch.broadcast import broadcast_parameters
 
 
 class ResiduesHandler(_state.StateHandler):
     """Keeps a method's residues and step: this rank's own, of the last commit."""
 
-    def __init__(self, compressor: ErrorFeedback) -> None:
-        super().__init__(compressor)
+    def __init__(self, method: Method) -> None:
+        super().__init__(method)
         self.save()
 
     def save(self) -> None:
@@ -89,13 +90,13 @@ class ModelHandler(_state.ModelStateHandler):
 
 
 def _handler(optimizer: torch.optim.Optimizer) -> _state.StateHandler:
-    has_residues = isinstance(getattr(optimizer, "_compression", None), ErrorFeedback)
+    has_residues = isinstance(getattr(optimizer, "_compression", None), Method)
     return (OptimizerHandler if has_residues else _state.OptimizerStateHandler)(optimizer)
 
 
 _state.set_handler_registry(
     [
-        (ErrorFeedback, ResiduesHandler),
+        (Method, ResiduesHandler),
         (torch.optim.Optimizer, _handler),
         (torch.nn.Module, ModelHandler),
         *_state.get_handler_registry(),

@@ -17,19 +17,19 @@ from typing import Any
 
 import horovod.torch as horovod
 import torch
-from horovod.common.util import split_list
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression
 
 from scalecom_hvd.agreement import check_operation, warn_of_half_sums
+from scalecom_hvd.bucket_layout import group_names
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.local_steps import LocalSteps, NotFinite, check_gradients
+from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.exchange.undo import Remembered
 from scalecom_hvd.schedule import Schedule
-from scalecom_hvd.torch.compressor import ErrorFeedback, ScaleCom, without_ties
-from scalecom_hvd.torch.local_steps import LocalSteps, NotFinite, check_gradients
-from scalecom_hvd.torch.news import News
-from scalecom_hvd.torch.reducer import Reducer
-from scalecom_hvd.torch.transport import Transport
-from scalecom_hvd.torch.undo import Remembered
+from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
+from scalecom_hvd.torch.per_tensor import ScaleCom, without_ties
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -63,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """
     if local_steps is not None:
         compression = _with_local_steps(compression)
-    if not (isinstance(compression, ErrorFeedback) or (isinstance(compression, type) and issubclass(compression, ErrorFeedback))):
+    if not (isinstance(compression, Method) or (isinstance(compression, type) and issubclass(compression, Method))):
         return horovod_optimizer.DistributedOptimizer(
             optimizer,
             named_parameters,
@@ -88,26 +88,30 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     parameters = _trained_parameters(optimizer, named_parameters)
-    transport = Transport(process_set, op, gradient_predivide_factor)
-    group_names = _group_names(groups, parameters)
+    collectives = HorovodCollectives(process_set, op, gradient_predivide_factor)
+    in_groups = _group_names(groups, parameters)
     if local_steps is not None:
-        local = LocalSteps(parameters, compressor, transport, Schedule(local_steps), group_names, start_anew=lambda: _zero_state(this()))
-        members = _members(local.reducer) | _local_members(local, type(optimizer), parameters)
-    else:
-        reducer = Reducer(
+        local = LocalSteps(
             parameters,
-            compressor.residues,
-            transport,
-            groups=group_names,
-            sparse_as_dense=sparse_as_dense,
-            loss_scale=compressor.loss_scale,
-            send_sparse=lambda p: this()._sparse_allreduce_grad_async(p, this()._parameter_names[p])[0],
-            method=compressor.exchange,
-            settings=compressor.settings,
-            news=News(transport, parameters),
+            compressor,
+            collectives,
+            Schedule(local_steps),
+            in_groups,
+            start_anew=lambda: _zero_state(this()),
         )
-        compressor.attach(parameters, reducer)
-        members = _members(reducer)
+        members = _members(local.exchange) | _local_members(local, type(optimizer), parameters)
+    else:
+        exchange = Exchange(
+            parameters,
+            compressor,
+            collectives,
+            groups=in_groups,
+            sparse_as_dense=sparse_as_dense,
+            send_sparse=lambda p: _send_sparse(this(), p),
+            asks_for_news=True,
+        )
+        compressor.attach(parameters, exchange)
+        members = _members(exchange)
     # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing takes off again.
     warn_of_half_sums(compressor.sums_halves, horovod)
     try:
@@ -134,8 +138,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
 def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
     """Replaces Horovod's: report the gradient; a callable handle is what its synchronize() calls for the result (optimizer.py:284)."""
-    self._reducer.ready(p)
-    return functools.partial(self._reducer.result, p), None
+    self._exchange.ready(p)
+    return functools.partial(self._exchange.result, p), None
+
+
+def _send_sparse(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> Callable[[], torch.Tensor]:
+    name = optimizer._parameter_names[p]
+    return optimizer._sparse_allreduce_grad_async(p, name)[0]
 
 
 def _grouped_allreduce_grad_async(self, ps: Any) -> None:
@@ -145,23 +154,23 @@ def _grouped_allreduce_grad_async(self, ps: Any) -> None:
 def _synchronize(self) -> None:
     """Horovod's; but where no rank has gradients that were not exchanged yet, there is nothing to do."""
     # Without hooks there is one rank, or this one is in another process set.
-    if not self._requires_update or self._reducer.must_exchange(fresh=bool(self._handles)):
+    if not self._requires_update or self._exchange.must_exchange(fresh=bool(self._handles)):
         horovod_optimizer._DistributedOptimizer.__dict__["synchronize"](self)
     self._synchronized = True
 
 
 def _load_state_dict(self, *args: Any, **kwargs: Any) -> None:
     """Horovod's drops what is in flight when a state is loaded (elastic restores do that); so does the exchange."""
-    if self._reducer.in_step():
-        self._reducer.abort()
+    if self._exchange.in_step():
+        self._exchange.abort()
     horovod_optimizer._DistributedOptimizer.__dict__["load_state_dict"](self, *args, **kwargs)
 
 
-def _members(reducer: Reducer) -> dict[str, Any]:
+def _members(exchange: Exchange) -> dict[str, Any]:
     """Of Horovod's class, with the reduce methods replaced."""
     # __module__ stays Horovod's: broadcast_optimizer_state looks at it (functions.py:105).
     return dict(horovod_optimizer._DistributedOptimizer.__dict__) | {
-        "_reducer": reducer,
+        "_exchange": exchange,
         "_allreduce_grad_async": _allreduce_grad_async,
         "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
         "synchronize": _synchronize,
@@ -264,7 +273,7 @@ def _with_local_steps(compression: Any) -> Any:
     """The compressor that local steps send changes through: for Compression.none, one that sends all of them whole."""
     if compression is Compression.none:
         return ScaleCom(config=ScaleComConfig(dense=["*"], warmup_steps=0))  # whatever the environment says of ScaleCom
-    if isinstance(compression, ErrorFeedback) or (isinstance(compression, type) and issubclass(compression, ErrorFeedback)):
+    if isinstance(compression, Method) or (isinstance(compression, type) and issubclass(compression, Method)):
         return compression
     raise ValueError(
         "local_steps send changes of parameters through ScaleCom, another method with error feedback, or Compression.none, not through "
@@ -286,20 +295,20 @@ def _trained_parameters(optimizer: torch.optim.Optimizer, named_parameters: list
     return dict(without_ties([item for item in named_parameters if isinstance(item, tuple) and id(item[1]) in trained]))
 
 
-def _group_names(groups: int | list | None, parameters: dict[str, torch.Tensor]) -> list[list[str]] | None:
-    """Horovod's `groups` (a number of groups, or lists of tensors; a tensor in no list is a group of its own) as lists of names."""
-    if groups is None:
-        return None
-    if not isinstance(groups, list):
-        if not groups > 0:
-            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        return [list(names) for names in split_list(list(parameters), groups)]
+def _group_names(
+    groups: int | list | None, parameters: dict[str, torch.Tensor]
+) -> list[list[str]] | None:
+    """Horovod's `groups` as lists of names."""
     names = {id(p): name for name, p in parameters.items()}
+    if groups is None or not isinstance(groups, list):
+        if groups is not None and not groups > 0:
+            raise ValueError(
+                "groups should be a non-negative integer or a list of list of torch.Tensor."
+            )
+        return group_names(groups, names)
     listed = [p for group in groups for p in group]
     if not all(isinstance(p, torch.Tensor) for p in listed):
         raise ValueError("groups must consist of torch.Tensor.")
     if len({id(p) for p in listed}) < len(listed):
         raise ValueError("A parameter can only appear once in groups.")
-    grouped = [[names[id(p)] for p in group if id(p) in names] for group in groups]
-    alone = [[name] for name, p in parameters.items() if id(p) not in {id(q) for q in listed}]
-    return [group for group in grouped if group] + alone
+    return group_names([[id(p) for p in group] for group in groups], names)

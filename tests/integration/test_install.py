@@ -11,7 +11,7 @@ TRAIN = """
 import logging, sys, torch
 logging.basicConfig()
 import scalecom_hvd, scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.kernels import kernel_for
+from scalecom_hvd.exchange.kernels import kernel_for
 assert scalecom_hvd.__file__.startswith(sys.argv[1]), scalecom_hvd.__file__
 hvd.init()
 model = torch.nn.Linear(200, 300)

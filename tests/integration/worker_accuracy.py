@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.moves import Moves
+from scalecom_hvd.exchange.bucket import Moves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
 from train_image import augment, load_digits, shift  # noqa: E402

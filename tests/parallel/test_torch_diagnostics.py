@@ -8,7 +8,7 @@ import torch
 from models import feed, gradients, parameters
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.simulator import Simulation
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (6401,)}
 SETTINGS = {"rate": 20, "beta": 0.3, "min_numel": 100}

@@ -14,7 +14,7 @@ import scalecom_hvd.torch as hvd
 from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.reference_local import LocalStepsReference
 from scalecom_hvd.schedule import Schedule
-from scalecom_hvd.torch.kernels import positions_of
+from scalecom_hvd.exchange.kernels import positions_of
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,), "double": (700,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0, "bucket_bytes": 30_000}

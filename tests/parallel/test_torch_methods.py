@@ -15,7 +15,7 @@ from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd import reference_methods as oracle
-from scalecom_hvd.torch.methods.local_topk import pack, unpack
+from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}

@@ -50,5 +50,5 @@ def test_either_kernel(kernel, monkeypatch):
 @pytest.mark.parametrize("settings", [{}, {"lookahead": True, "leader": "staggered"}, {"bucket_bytes": 20_000}], ids=str)
 def test_kernels_that_run_beside_backward(settings, monkeypatch):
     """As in buckets of half a million elements and more."""
-    monkeypatch.setattr("scalecom_hvd.torch.bucket.WORTH_A_THREAD", 1)
+    monkeypatch.setattr("scalecom_hvd.exchange.bucket.WORTH_A_THREAD", 1)
     run_against_reference(steps=15, rate=20, beta=0.3, **settings)

@@ -5,7 +5,7 @@ import torch
 from models import ODD_SHAPES, feed, gradients, parameters
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.simulator import Simulation
 
 MODES = [
     {},

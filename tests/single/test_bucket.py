@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from scalecom_hvd.buckets import cut
+from scalecom_hvd.bucket_layout import cut
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.accumulators import Accumulators
-from scalecom_hvd.torch.bucket import Bucket, Wait
-from scalecom_hvd.torch.moves import Moves
-from scalecom_hvd.torch.residues import CompressedTensor, Residues
+from scalecom_hvd.exchange.bucket import Bucket, Wait
+from scalecom_hvd.exchange.bucket import Moves
+from scalecom_hvd.exchange.residue import CompressedTensor, Residues
 
 
 def new_bucket(numel=1_000_000, **settings):

@@ -13,8 +13,8 @@ import scalecom_hvd.torch as hvd
 from scalecom_hvd.diagnostics import COLUMNS, NAMES, Piece, draw, look, quantiles
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.reference import select
-from scalecom_hvd.torch import probe
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange import diagnostics_sampler
+from scalecom_hvd.exchange.simulator import Simulation
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (6401,)}
 SETTINGS = {"rate": 20, "beta": 0.3, "min_numel": 100}

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from scalecom_hvd.torch import kernels
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange import kernels
+from scalecom_hvd.exchange.simulator import Simulation
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 0))
 EXAMPLES = 90

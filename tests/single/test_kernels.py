@@ -14,7 +14,7 @@ from scalecom_hvd import ScaleComConfig
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.reference import ScaleComReference, select
-from scalecom_hvd.torch.kernels import (
+from scalecom_hvd.exchange.kernels import (
     CHOOSE_ACCUMULATOR,
     CHOOSE_NOTHING,
     CHOOSE_RESIDUE,
@@ -23,8 +23,8 @@ from scalecom_hvd.torch.kernels import (
     TorchKernel,
     kernel_for,
 )
-from scalecom_hvd.torch.moves import Moves
-from scalecom_hvd.torch.residues import CompressedTensor
+from scalecom_hvd.exchange.bucket import Moves
+from scalecom_hvd.exchange.residue import CompressedTensor
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SIZES = [1, 2, 63, 64, 65, 6399, 6400, 6401, 20_000]
@@ -519,7 +519,7 @@ def test_which_kernel(monkeypatch):
 def test_without_a_library_there_is_one_warning(tmp_path):
     code = (
         "import logging, pathlib; logging.basicConfig(format='%(levelname)s %(message)s')\n"
-        "import torch; from scalecom_hvd import native; from scalecom_hvd.torch.kernels import kernel_for\n"
+        "import torch; from scalecom_hvd import native; from scalecom_hvd.exchange.kernels import kernel_for\n"
         f"native.LIBRARY = pathlib.Path({str(tmp_path / '_lanes.so')!r})\n"
         "kinds = {kernel_for(torch.device('cpu'), torch.float32, torch.float32).__name__ for _ in range(5)}; print(kinds)"
     )

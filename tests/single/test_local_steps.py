@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.local_steps import NotFinite
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.local_steps import NotFinite
+from scalecom_hvd.exchange.simulator import Simulation
 
 SETTINGS = {"rate": 4, "min_numel": 0, "dense": [], "warmup_steps": 0}
 

@@ -10,11 +10,11 @@ from parallel.made_up import gradients
 import scalecom_hvd.torch as hvd
 from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.lanes import Lanes, Positions
-from scalecom_hvd.torch.accumulators import generator
-from scalecom_hvd.torch.methods.gtopk import merge
-from scalecom_hvd.torch.methods.local_topk import pack, unpack
-from scalecom_hvd.torch.methods.randomk import draw
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.quantisers import generator
+from scalecom_hvd.exchange.methods.g_top_k import merge
+from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
+from scalecom_hvd.exchange.methods.random_k import draw
+from scalecom_hvd.exchange.simulator import Simulation
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "scalar": ()}
 BUCKETS = [["scalar", "first", "bias"], ["second"]]

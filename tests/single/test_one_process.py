@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.residues import Residues
+from scalecom_hvd.exchange.residue import Residues
 
 
 def test_it_is_horovod_torch_and_more():

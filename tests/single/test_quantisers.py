@@ -7,8 +7,8 @@ import torch
 import scalecom_hvd.torch as hvd
 from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.config import float16_limit
-from scalecom_hvd.torch.accumulators import generator
-from scalecom_hvd.torch.quantisers import CHUNK, Unrounded, pack_levels, quantiser_of, unpack_levels
+from scalecom_hvd.exchange.quantisers import generator
+from scalecom_hvd.exchange.quantisers import CHUNK, Unrounded, pack_levels, quantiser_of, unpack_levels
 
 UNSCALED = hvd.QSGD(7, norm=2, chunk=512, scaled=False)
 RANDOM = [hvd.QSGD(1), hvd.QSGD(7), hvd.QSGD(127), hvd.QSGD(3, norm=2), hvd.QSGD(7, norm=2, chunk=32), UNSCALED]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.simulator import Simulation
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

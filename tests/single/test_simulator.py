@@ -7,9 +7,9 @@ import torch
 from parallel.made_up import FINE_SHAPES, ODD_SHAPES, Fine, fine, gradients
 
 from scalecom_hvd.reference import ScaleComReference
-from scalecom_hvd.torch.methods import RandomK
-from scalecom_hvd.torch.quantisers import Float16
-from scalecom_hvd.torch.simulator import Network, SimulatedTransport, Simulation
+from scalecom_hvd.exchange.methods import RandomK
+from scalecom_hvd.exchange.quantisers import Float16
+from scalecom_hvd.exchange.simulator import Network, SimulatedTransport, Simulation
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
 
@@ -85,7 +85,7 @@ def test_many_workers(n, mode):
 
 
 def test_kernels_that_run_beside_backward(monkeypatch):
-    monkeypatch.setattr("scalecom_hvd.torch.bucket.WORTH_A_THREAD", 1)
+    monkeypatch.setattr("scalecom_hvd.exchange.bucket.WORTH_A_THREAD", 1)
     hold_against_reference(3, steps=20, bucket_bytes=5000)
     hold_against_reference(3, steps=20, bucket_bytes=5000, lookahead=True)
 

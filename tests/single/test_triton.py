@@ -45,7 +45,7 @@ JITFunction.run = compile_only
 sys.path.insert(0, sys.argv[1])
 from test_kernels import DTYPES, all_moves, residue_dtype
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.torch.triton_kernel import TritonKernel
+from scalecom_hvd.exchange.triton_kernel import TritonKernel
 
 for dtype in DTYPES:
     residue = torch.zeros(900, dtype=residue_dtype(dtype))
@@ -72,7 +72,7 @@ def test_it_compiles_for_a_gpu_to_wide_moves_without_fused_multiply_adds_or_spil
 def test_it_is_not_imported_where_nobody_asks_for_it():
     code = (
         "import sys, torch, scalecom_hvd.torch\n"
-        "from scalecom_hvd.torch.kernels import kernel_for\n"
+        "from scalecom_hvd.exchange.kernels import kernel_for\n"
         "kernel_for(torch.device('cpu'), torch.float32, torch.float32)\n"
         "print('scalecom_hvd.triton' in sys.modules)"
     )

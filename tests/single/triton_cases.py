@@ -12,11 +12,11 @@ from test_kernels import all_moves, at_the_limit, kernel_on, new_offsets, residu
 from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.torch import kernels
-from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Place, TorchKernel, kernel_for
-from scalecom_hvd.torch.moves import Moves
-from scalecom_hvd.torch.residues import CompressedTensor
-from scalecom_hvd.torch.triton_kernel import TritonKernel
+from scalecom_hvd.exchange import kernels
+from scalecom_hvd.exchange.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Place, TorchKernel, kernel_for
+from scalecom_hvd.exchange.bucket import Moves
+from scalecom_hvd.exchange.residue import CompressedTensor
+from scalecom_hvd.exchange.triton_kernel import TritonKernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -308,8 +308,8 @@ def test_the_cpus_tensors_need_the_interpreter(asks, monkeypatch):
 
 
 def test_without_triton_plain_torch_serves_cuda_and_says_so(asks, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "scalecom_hvd.torch.triton_kernel", None)
-    monkeypatch.delattr("scalecom_hvd.torch.triton_kernel")
+    monkeypatch.setitem(sys.modules, "scalecom_hvd.exchange.triton_kernel", None)
+    monkeypatch.delattr("scalecom_hvd.exchange.triton_kernel")
     asks("")
     assert {kernel_for(torch.device("cuda"), torch.float32, torch.float32) for _ in range(3)} == {TorchKernel}
     assert caplog.text.count("the Triton kernel is not used: triton cannot be imported") == 1

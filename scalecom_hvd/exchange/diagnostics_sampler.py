@@ -1,8 +1,10 @@
-"""What diagnostics see of a step: residues and accumulators before it, the average and the residues after it, at the sample's places.
+"""What diagnostics see of a step, at the sample's places.
 
-It works for every method, because it looks at a bucket from outside: when its gradients are at hand and nothing has moved yet, and when
-all averages are out. Then ranks gather what each saw, and all compute the same numbers. The reducer calls it, on steps that are due alone;
-nothing here changes a bucket. Imports diagnostics, bucket and the rooms below.
+Residues and accumulators before it, the average and the residues after it. It works for every
+method, because it looks at a bucket from outside: when its gradients are at hand and nothing has
+moved yet, and when all averages are out. Then ranks gather what each saw, and all compute the same
+numbers. The exchange calls it, only on steps that are due; nothing here changes a bucket. Imports
+bucket and the rooms below.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import numpy as np
 import torch
 
 from scalecom_hvd.diagnostics import Diagnostics, Numbers, Piece, Writer, draw, look, share_sent
-from scalecom_hvd.torch.bucket import Bucket, is_frozen
-from scalecom_hvd.torch.kernels import usable
-from scalecom_hvd.torch.transport import Transport
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import Collectives
+from scalecom_hvd.exchange.gradients import is_frozen
+from scalecom_hvd.exchange.kernels import usable
 
 
 class Before(NamedTuple):
@@ -29,7 +32,7 @@ class Before(NamedTuple):
     frozen: bool
 
 
-class Probe:
+class Sampler:
     """Looks at one optimizer's steps on this rank. last: the numbers of the last look, and its step; None before the first."""
 
     def __init__(self, diagnostics: Diagnostics) -> None:
@@ -50,16 +53,18 @@ class Probe:
         self._pieces = draw({name: tensor.geometry for name, tensor in tensors.items()}, self._sample)
         self._places = {name: torch.from_numpy(piece.positions).to(tensors[name].residue.device) for name, piece in self._pieces.items()}
 
-    def before(self, bucket: Bucket, scale: float) -> None:
+    def before(self, bucket: Bucket) -> None:
         """A bucket's gradients are at hand, and nothing has moved."""
         for name, tensor in bucket.compressed.items():
             places = self._places[name]
             residue = tensor.residue[places]
-            gradient, _ = usable(bucket.grads[name][places], residue, scale)
+            gradient, _ = usable(bucket.grads[name][places], residue, bucket.scale)
             frozen = is_frozen(bucket.parameters[name])
-            self._before[name] = Before(residue, residue + gradient, scale, frozen)
+            self._before[name] = Before(residue, residue + gradient, bucket.scale, frozen)
 
-    def look(self, step: int, buckets: Sequence[Bucket], transport: Transport) -> None:
+    def look(
+        self, step: int, buckets: Sequence[Bucket], collectives: Collectives, name: str
+    ) -> None:
         """The step counted, and its averages are in the buckets' gradients. All ranks are here, so they may wait for each other."""
         if not self._pieces:
             return
@@ -69,7 +74,7 @@ class Probe:
             bucket, tensor = tensors[name]
             seen, places = self._before[name], self._places[name]
             # Residues hold what one worker has, so a sum over workers is divided by their number.
-            average = bucket.grads[name][places].to(tensor.residue.dtype) * (seen.scale / (transport.share * transport.size))
+            average = bucket.grads[name][places].to(tensor.residue.dtype) * (seen.scale / (collectives.share * collectives.size))
             columns = (seen.residue, seen.accumulator, average, tensor.residue[places])
             for kept, column in zip((residues, accumulators, averages, new_residues), columns, strict=True):
                 kept.append(torch.zeros_like(column) if seen.frozen else column)
@@ -77,9 +82,9 @@ class Probe:
         self._before.clear()
         share = share_sent(m.numpy(), acc.numpy(), new.numpy(), next(iter(tensors.values()))[1].beta)
         mine = torch.cat([m, acc, torch.tensor([share], dtype=m.dtype)])
-        everyone = transport.wait(transport.gather(mine[None], "diagnostics"))
+        everyone = collectives.gather(mine[None], name).wait()
         self.last = {"step": step} | _numbers(everyone, average.numpy(), list(self._pieces.values()))
-        if transport.position == 0:
+        if collectives.position == 0:
             self._writer.write(self.last)
 
 

@@ -1,31 +1,31 @@
-"""n simulated workers in one process: the very same Reducer, over collectives that never leave memory.
+"""n simulated workers in one process: the very same Exchange, in memory.
 
-Every rank is a thread, but one runs at a time: until it waits for another rank, and then the next one goes on. So a run gives the same
-results every time, and ranks that wait for what nobody will ever submit are found at once: that is an error, never a hang. Collectives
-meet by name, as in Horovod; sums are made in the order of ranks.
+Every rank is a thread, but one runs at a time: until it waits for another rank, and then the next
+one goes on. So a run gives the same results every time, and ranks that wait for what nobody will
+ever submit are found at once: that is an error, never a hang. Collectives meet by name; sums are
+made in the order of ranks.
 
-For studies with more workers than there are machines, and for tests. Imports compressor, reducer and local_steps.
+For studies with more workers than there are machines, and for tests. Imports methods, exchange and
+local_steps.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import json
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
-from scalecom_hvd.agreement import NamedExchange
+from scalecom_hvd.agreement import Numbers
+from scalecom_hvd.exchange.collectives import CollectiveError
+from scalecom_hvd.exchange.exchange import Exchange, Groups
+from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.schedule import Schedule
-from scalecom_hvd.torch.compressor import ErrorFeedback, ScaleCom
-from scalecom_hvd.torch.local_steps import LocalSteps
-from scalecom_hvd.torch.reducer import Groups, Reducer
 
 Gradients = Mapping[str, torch.Tensor | None]
 
@@ -54,16 +54,15 @@ class Meeting:
 class Network:
     """Where the simulated ranks meet, and who of them runs.
 
-    Threads that a reducer keeps beside backward may submit too, but never wait, so a lock guards meetings and nothing else.
+    Threads that an exchange keeps for kernels may submit too, but never wait, so a lock guards
+    meetings and nothing else.
     """
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.exchanges = [itertools.count() for _ in range(n)]  # how many each rank has named
+        self.numbers = [Numbers() for _ in range(n)]
         self._lock = threading.Lock()
         self._meetings: dict[str, Meeting] = {}
-        self._handles: dict[int, Meeting] = {}
-        self._numbers = itertools.count()
         self._running: int | None = None
         self._ready: deque[int] = deque()
         self._waiting: dict[int, Meeting] = {}
@@ -89,7 +88,6 @@ class Network:
         self._functions, self._results, self._failure = (), [], None
         if failure is not None:
             self._meetings.clear()
-            self._handles.clear()
             raise failure
         return results
 
@@ -100,32 +98,39 @@ class Network:
             for gate in self._gates[:-1]:
                 gate.release()
 
-    def submit(self, rank: int, name: str, what: tuple, payload: Any, combine: Callable[[list[Any]], Any]) -> int:
-        """Bring something to the meeting of this name; `what` must be the same on all ranks. Gives a handle."""
+    def submit(
+        self,
+        rank: int,
+        name: str,
+        what: tuple,
+        payload: torch.Tensor,
+        combine: Callable[[list[torch.Tensor]], Any],
+    ) -> SimulatedWork:
+        """Bring something to the meeting of this name; `what` must be the same on all ranks."""
         with self._lock:
             meeting = self._meetings.setdefault(name, Meeting())
             if rank in meeting.brought:
-                raise ValueError(f"Duplicate tensor name {name}: rank {rank} submitted it again before all ranks had submitted it once")
+                raise ValueError(
+                    f"Duplicate tensor name {name}: rank {rank} submitted it again before all "
+                    "ranks had submitted it once"
+                )
             meeting.brought[rank] = (what, payload)
-            handle = next(self._numbers)
-            self._handles[handle] = meeting
             if len(meeting.brought) == self.n:
                 del self._meetings[name]
                 meeting.finish(combine)
-                self._wake([rank for rank, awaited in self._waiting.items() if awaited is meeting])
-        return handle
+                self._wake([one for one, other in self._waiting.items() if other is meeting])
+        return SimulatedWork(self, rank, meeting, payload)
 
-    def done(self, handle: int) -> bool:
-        return self._handles[handle].complete
-
-    def wait(self, rank: int, handle: int, forget: bool = True) -> Any:
+    def wait(self, rank: int, meeting: Meeting) -> Any:
         """Let others run until the meeting is complete; gives its result."""
-        meeting = self._handles.pop(handle) if forget else self._handles[handle]
         while not meeting.complete:
             if self._failure is not None:
-                raise horovod.HorovodInternalError(f"another rank failed: {self._failure}") from self._failure
+                raise CollectiveError(f"another rank failed: {self._failure}") from self._failure
             if self._running != rank:
-                raise RuntimeError(f"simulated rank {rank} waits outside of a step for what other ranks have not submitted")
+                raise RuntimeError(
+                    f"simulated rank {rank} waits outside of a step for what other ranks have not "
+                    "submitted"
+                )
             with self._lock:
                 if meeting.complete:
                     break
@@ -133,7 +138,9 @@ class Network:
             self._next()
             self._gates[rank].acquire()
         if meeting.error is not None:
-            raise horovod.HorovodInternalError(f"ranks submitted different collectives by one name: {meeting.error}")
+            raise CollectiveError(
+                f"ranks submitted different collectives by one name: {meeting.error}"
+            )
         return meeting.result
 
     def _serve(self, rank: int) -> None:
@@ -169,73 +176,79 @@ class Network:
             self._wake(list(self._waiting))
 
 
-class SimulatedTransport(NamedExchange):
-    """What transport.Transport is to a real rank: the collectives of one simulated rank. op, predivide: as there."""
+class SimulatedWork:
+    """A collective that one simulated rank has submitted."""
 
-    included = True
+    def __init__(
+        self, network: Network, rank: int, meeting: Meeting, brought: torch.Tensor
+    ) -> None:
+        self._network, self._rank, self._meeting = network, rank, meeting
+        self._brought = brought
+
+    def done(self) -> bool:
+        """Whether all ranks have submitted it."""
+        return self._meeting.complete
+
+    def wait(self) -> torch.Tensor:
+        """Let other ranks run until they have; gives the result, which may be what was brought."""
+        result = self._network.wait(self._rank, self._meeting)
+        return self._brought if result is None else result
+
+
+class SimulatedCollectives:
+    """The collectives of one simulated rank.
+
+    Args:
+        network: where the ranks meet.
+        position: this rank's place.
+        sums: whether `average` gives sums.
+        predivide: by what values are divided before they are summed, as Horovod's
+            gradient_predivide_factor says.
+    """
+
+    elastic = False
     spins = True
 
-    def __init__(self, network: Network, position: int, op: Any = horovod.Average, predivide: float = 1.0) -> None:
+    def __init__(
+        self, network: Network, position: int, sums: bool = False, predivide: float = 1.0
+    ) -> None:
         self._network = network
         self.position = position
         self.size = network.n
-        self._reduction = (op, predivide)
+        self.share = 1.0 if sums else 1 / network.n
+        # As in a process per rank: each numbers its exchanges for itself.
+        self.numbers = network.numbers[position]
+        self._sums, self._predivide = sums, predivide
 
-    @property
-    def share(self) -> float:
-        return 1 / self.size if self._reduction[0] == horovod.Average else 1.0
+    def restarts(self) -> Callable[[], bool]:
+        """They are never started anew."""
+        return lambda: False
 
-    def restarted(self) -> bool:
-        return False
-
-    def listen(self) -> Callable[[], bool]:
-        return self.restarted
-
-    def claim_name(self) -> int:
-        """As in a process per rank: each rank numbers its exchanges for itself."""
-        return next(self._network.exchanges[self.position])
-
-    def use_name(self, number: int) -> None:
-        exchanges = self._network.exchanges
-        exchanges[self.position] = itertools.count(max(number + 1, next(exchanges[self.position])))
-        self._prefix = "scalecom" if number == 0 else f"scalecom.{number}"
-
-    def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> int:
+    def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> SimulatedWork:
+        """The root's buffer, in place."""
         what = ("broadcast", root, buffer.dtype, tuple(buffer.shape))
         return self._submit(name, what, buffer, functools.partial(_broadcast, root=root))
 
-    def average(self, buffer: torch.Tensor, name: str) -> int:
-        op, predivide = self._reduction
-        what = ("average", op, predivide, buffer.dtype, tuple(buffer.shape))
-        divide = op == horovod.Average and buffer.dtype != torch.float16
-        return self._submit(name, what, buffer, functools.partial(_reduce, divide=divide, predivide=predivide))
+    def average(self, buffer: torch.Tensor, name: str) -> SimulatedWork:
+        """The average, or sum, in place; of float16 the sum."""
+        what = ("average", self._sums, self._predivide, buffer.dtype, tuple(buffer.shape))
+        divide = not self._sums and buffer.dtype != torch.float16
+        combine = functools.partial(_reduce, divide=divide, predivide=self._predivide)
+        return self._submit(name, what, buffer, combine)
 
-    def total(self, number: int, name: str) -> int:
-        return self._submit(name, ("total",), torch.tensor([number], dtype=torch.int32), sum)
+    def gather(self, tensor: torch.Tensor, name: str) -> SimulatedWork:
+        """All tensors, joined."""
+        what = ("gather", tensor.dtype, tuple(tensor.shape[1:]))
+        return self._submit(name, what, tensor, torch.cat)
 
-    def gather(self, tensor: torch.Tensor, name: str) -> int:
-        return self._submit(name, ("gather", tensor.dtype, tuple(tensor.shape[1:])), tensor, _gather)
-
-    def done(self, handle: int) -> bool:
-        return self._network.done(handle)
-
-    def until_done(self, handle: int) -> None:
-        self._network.wait(self.position, handle, forget=False)
-
-    def wait(self, handle: int) -> torch.Tensor | None:
-        return self._network.wait(self.position, handle)
-
-    def exchange_objects(self, value: Any, name: str) -> list[Any]:
-        handle = self._network.submit(self.position, f"scalecom.{name}", ("objects",), json.dumps(value), _read)
-        return self._network.wait(self.position, handle)
-
-    def send_to_all(self, tensor: torch.Tensor, root: int, name: str) -> None:
-        what = ("broadcast", root, tensor.dtype, tuple(tensor.shape))
-        handle = self._network.submit(self.position, f"scalecom.{name}", what, tensor, functools.partial(_broadcast, root=root))
-        self._network.wait(self.position, handle)
-
-    def _submit(self, name: str, what: tuple, buffer: torch.Tensor, combine: Callable[[list[torch.Tensor]], Any]) -> int:
-        return self._network.submit(self.position, f"{self._prefix}.{name}", what, buffer, combine)
+    def _submit(
+        self,
+        name: str,
+        what: tuple,
+        buffer: torch.Tensor,
+        combine: Callable[[list[torch.Tensor]], Any],
+    ) -> SimulatedWork:
+        return self._network.submit(self.position, name, what, buffer, combine)
 
 
 def _broadcast(buffers: list[torch.Tensor], root: int) -> None:
@@ -259,21 +272,23 @@ def _reduce(buffers: list[torch.Tensor], divide: bool, predivide: float) -> None
         buffer.copy_(total)
 
 
-def _gather(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(tensors)
-
-
-def _read(texts: list[str]) -> list[Any]:
-    return [json.loads(text) for text in texts]
-
-
 class Simulation:
-    """n ranks, each with its parameters, its compressor and its Reducer.
+    """n ranks, each with its parameters, its method and its Exchange.
 
-    make_parameters: gives a rank's {name: torch.nn.Parameter}, in the model's order; called with the rank.
-    compression: the method.  fields: what it takes: config=, loss_scale=, and fields of ScaleComConfig.
-    local_steps: as in DistributedOptimizer; then `take_steps` takes the place of `step`, and every rank needs parameters of its own.
-    With many ranks, torch.set_num_threads(1) is much faster: every rank's thread would have a pool of its own.
+    With many ranks, torch.set_num_threads(1) is much faster: every rank's thread would have a pool
+    of its own.
+
+    Args:
+        n: how many.
+        make_parameters: gives a rank's {name: torch.nn.Parameter}, in the model's order; called
+            with the rank.
+        sums: whether gradients are summed, not averaged.
+        predivide: Horovod's gradient_predivide_factor.
+        groups, sparse_as_dense: see Exchange.
+        compression: the method's class.
+        local_steps: as in DistributedOptimizer; then `take_steps` takes the place of `step`, and
+            every rank needs parameters of its own.
+        **settings: what the class takes: config=, loss_scale=, and fields of ScaleComConfig.
     """
 
     def __init__(
@@ -281,38 +296,37 @@ class Simulation:
         n: int,
         make_parameters: Callable[[int], dict[str, torch.Tensor]],
         *,
-        op: Any = horovod.Average,
+        sums: bool = False,
         predivide: float = 1.0,
         groups: Groups | None = None,
         sparse_as_dense: bool = False,
-        compression: Callable[..., ErrorFeedback] = ScaleCom,
+        compression: Callable[..., Method] = ScaleCom,
         local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
-        **fields: Any,
+        **settings: Any,
     ) -> None:
         self.network = Network(n)
         weakref.finalize(self, self.network.close)
-        self.transports = [SimulatedTransport(self.network, rank, op, predivide) for rank in range(n)]
+        self.collectives = [
+            SimulatedCollectives(self.network, rank, sums, predivide) for rank in range(n)
+        ]
         self.parameters = [make_parameters(rank) for rank in range(n)]
-        self.compressors = [compression(**fields) for _ in range(n)]
-        self.reducers: list[Reducer] = []
+        self.compressors = [compression(**settings) for _ in range(n)]
+        self.exchanges: list[Exchange] = []
         self.locals: list[LocalSteps] = []
-        for parameters, compressor, transport in zip(self.parameters, self.compressors, self.transports, strict=True):
+        for parameters, method, collectives in zip(
+            self.parameters, self.compressors, self.collectives, strict=True
+        ):
             if local_steps is not None:
-                self.locals.append(LocalSteps(parameters, compressor, transport, Schedule(local_steps), groups))
-                self.reducers.append(self.locals[-1].reducer)
+                schedule = Schedule(local_steps)
+                local = LocalSteps(parameters, method, collectives, schedule, groups)
+                self.locals.append(local)
+                self.exchanges.append(local.exchange)
                 continue
-            reducer = Reducer(
-                parameters,
-                compressor.residues,
-                transport,
-                groups=groups,
-                sparse_as_dense=sparse_as_dense,
-                loss_scale=compressor.loss_scale,
-                method=compressor.exchange,
-                settings=compressor.settings,
+            exchange = Exchange(
+                parameters, method, collectives, groups=groups, sparse_as_dense=sparse_as_dense
             )
-            compressor.attach(parameters, reducer)
-            self.reducers.append(reducer)
+            method.attach(parameters, exchange)
+            self.exchanges.append(exchange)
 
     def step(self, grads: Sequence[Gradients], order: Sequence[Sequence[str]] | None = None) -> list[dict[str, torch.Tensor]]:
         """One step on all ranks: every rank's gradients in, every rank's averages out (NaN, if some gradient was not finite).
@@ -336,19 +350,19 @@ class Simulation:
         try:
             return self.network.run(tasks)
         except Exception:
-            for reducer in self.reducers:
-                reducer.abort()
+            for exchange in self.exchanges:
+                exchange.abort()
             raise
 
     def _step(self, rank: int, grads: Gradients, order: Sequence[str]) -> dict[str, torch.Tensor]:
-        parameters, reducer = self.parameters[rank], self.reducers[rank]
+        parameters, exchange = self.parameters[rank], self.exchanges[rank]
         for name, parameter in parameters.items():
             parameter.grad = grads.get(name)
         arrived = [name for name in order if parameters[name].grad is not None]
         # Horovod's synchronize() reports what did not arrive, before it asks for the first result.
         missing = [name for name in parameters if name not in arrived]
         for name in (*arrived, *missing):
-            reducer.ready(parameters[name])
+            exchange.ready(parameters[name])
         for parameter in parameters.values():
-            parameter.grad = reducer.result(parameter)
+            parameter.grad = exchange.result(parameter)
         return {name: parameter.grad for name, parameter in parameters.items()}

@@ -7,7 +7,7 @@ own). x: the common parameters; x_i: worker i's; m_i: its residue.
     then:      acc_i = m_i + (x - x_i)        sent_i = what the compressor makes of acc_i        m_i <- acc_i - sent_i
                x <- x - (1/n) * sum_i sent_i  x_i <- x
 
-The exchange is the Reducer's as it is, made on the common parameters with their changes in the place of gradients: buckets, residues,
+The Exchange is used as it is, on the common parameters with their changes in the place of gradients: buckets, residues,
 leaders, warm-up, void steps and checks are the same. Optimizers' states are each worker's own, and never averaged.
 
 Which rank waits for whom: `step` waits for all ranks at the first step, where they compare, and after each step at which the schedule has
@@ -15,32 +15,30 @@ any rank synchronise. Both depend on how many steps were taken alone, so every r
 
 A rank that resumes in the middle of a round has parameters of its own, and they must be in place before its first forward, whoever loads
 or broadcasts a model meanwhile. So they are held until the first step: put in place with the state, and again after every
-`broadcast_parameters` of this room, which sends the common ones to those who come anew. Where they were overwritten otherwise, all ranks
+`broadcast_parameters` of the face, which sends the common ones to those who come anew. Where they were overwritten otherwise, all ranks
 refuse to go on.
 
-Used by optimizer.py and simulator.py; imports compressor, reducer and the rooms below.
+Imports exchange, methods/base and the rooms below.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from horovod.torch import functions
 
 from scalecom_hvd.agreement import compare_ranks
-from scalecom_hvd.health import Health
+from scalecom_hvd.exchange.collectives import Collectives, gather_objects
+from scalecom_hvd.exchange.exchange import Exchange, Groups
+from scalecom_hvd.exchange.kernels import limit_of
+from scalecom_hvd.exchange.methods.base import Method
+from scalecom_hvd.exchange.new_gradients import digest
 from scalecom_hvd.schedule import Schedule
-from scalecom_hvd.torch.compressor import ErrorFeedback
-from scalecom_hvd.torch.kernels import limit_of
-from scalecom_hvd.torch.news import digest
-from scalecom_hvd.torch.reducer import Groups, Reducer
-from scalecom_hvd.torch.transport import Transport
+from scalecom_hvd.training_warnings import Health
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -58,20 +56,9 @@ class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
 _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 
 
-def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """horovod.torch.broadcast_parameters, for models with local steps too.
-
-    Where a rank's loaded state is in the middle of a round of local steps, the root sends the common parameters to ranks without a state,
-    and those with one have their own again afterwards.
-    """
-    held = [local for local in rounds_of(params) if local.held] if any(local.held for local in list(_alive)) else []
-    for local in held:
-        local.show_common()
-    try:
-        functions.broadcast_parameters(params, root_rank)
-    finally:
-        for local in held:
-            local.put_back()
+def any_held() -> bool:
+    """Whether some optimizer of this process holds parameters in the middle of a round."""
+    return any(local.held for local in list(_alive))
 
 
 def rounds_of(params: Any) -> list[LocalSteps]:
@@ -86,7 +73,7 @@ def rounds_of(params: Any) -> list[LocalSteps]:
 
 
 class LocalSteps:
-    """The local steps of one optimizer on this rank, and the exchange that joins them.
+    """The local steps of one optimizer on this rank, and the Exchange that joins them.
 
     parameters: {name: parameter} of all that are trained, in the model's order.  schedule: when ranks synchronise.
     start_anew: makes this rank's optimizer forget what it has gathered, after its parameters had to go back.
@@ -97,13 +84,13 @@ class LocalSteps:
     def __init__(
         self,
         parameters: dict[str, torch.Tensor],
-        compressor: ErrorFeedback,
-        transport: Transport,
+        method: Method,
+        collectives: Collectives,
         schedule: Schedule,
         groups: Groups | None = None,
         start_anew: Callable[[], None] = lambda: None,
     ) -> None:
-        if schedule.asynchronous and compressor.config.lookahead:
+        if schedule.asynchronous and method.config.lookahead:
             raise ValueError("lookahead needs to know who synchronises next: give all ranks the same local_steps, or leave lookahead out")
         self.schedule = schedule
         self.taken = 0
@@ -114,8 +101,8 @@ class LocalSteps:
         self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
         # What this rank's parameters were at its last synchronisation; with one schedule for all the common ones still are.
         self._start = {name: x.detach().clone() for name, x in self.common.items()} if schedule.asynchronous else self.common
-        self._transport = transport
-        self._restarted = transport.listen()
+        self._collectives = collectives
+        self._restarted = collectives.restarts()
         self._start_anew = start_anew
         self._health = Health()
         # Whether this rank has taken steps since its last synchronisation, and whether any rank has since the last of all.
@@ -127,24 +114,23 @@ class LocalSteps:
         self._knows = False
         # This rank's own parameters, from when a state was loaded till the first step.
         self._own: Tensors | None = None
-        self._residues = compressor.residues
-        self.reducer = Reducer(
+        self._residues = method.residues
+        self.exchange = Exchange(
             self.common,
-            compressor.residues,
-            transport,
+            method,
+            collectives,
             groups=groups,
-            method=compressor.exchange,
-            settings=compressor.settings | {"local_steps": schedule.describe()},
+            settings={"local_steps": schedule.describe()},
         )
-        compressor.attach(self.common, self.reducer, self)
+        method.attach(self.common, self.exchange, self)
         _alive.add(self)
 
     @property
     def active(self) -> bool:
         """Whether there is anybody to synchronise with."""
-        return self._transport.included and (self._transport.size > 1 or os.environ.get("HOROVOD_ELASTIC") == "1")
+        return self._collectives.size > 1 or (self._collectives.elastic and self._collectives.size > 0)
 
-    def exchanges_in(self, steps: int) -> int:
+    def synchronisations_in(self, steps: int) -> int:
         """How many synchronisations there are in so many first steps."""
         return self.schedule.synchronisations(steps) + self._early
 
@@ -167,7 +153,7 @@ class LocalSteps:
         self.taken += 1
         if self.active:
             self._under_way = self._open = True
-            due = self.schedule.due(self.taken, self._transport.size)
+            due = self.schedule.due(self.taken, self._collectives.size)
             if due:
                 self._synchronise(due)
         return result
@@ -183,7 +169,7 @@ class LocalSteps:
         self._own = None
         if not self._open:
             return
-        everyone = range(self._transport.size)
+        everyone = range(self._collectives.size)
         # Where a rank's change is not finite nothing is exchanged, and that rank goes back; then it can be.
         if not self._synchronise(everyone) and not self._synchronise(everyone):
             raise RuntimeError(
@@ -219,7 +205,7 @@ class LocalSteps:
     @torch.no_grad()
     def _synchronise(self, due: Sequence[int]) -> bool:
         """Average the changes of the ranks at these places; the others send nothing, and go on as they are. Gives whether it happened."""
-        mine = self._transport.position in due
+        mine = self._collectives.position in due
         for name, parameter in self._parameters.items():
             x, change = self.common[name], self._changes[name]
             if mine:
@@ -231,11 +217,11 @@ class LocalSteps:
             # that was frozen in the middle of a round has a change to send.
             x.requires_grad_(mine and (parameter.requires_grad or bool(change.any())))
             x.grad = change
-        self.reducer.present = list(due) if self.schedule.asynchronous else None
+        self.exchange.senders = list(due) if self.schedule.asynchronous else None
         skipped = self._residues.skipped_steps
         for x in reversed(self.common.values()):
-            self.reducer.ready(x)
-        averages = {name: self.reducer.result(x) for name, x in self.common.items()}
+            self.exchange.ready(x)
+        averages = {name: self.exchange.result(x) for name, x in self.common.items()}
         if self._residues.skipped_steps > skipped:
             if mine:
                 self._go_back()
@@ -248,7 +234,7 @@ class LocalSteps:
                 self._begin_at(name)
         if mine:
             self._under_way = False
-        if len(due) == self._transport.size:
+        if len(due) == self._collectives.size:
             self._open = False
         return True
 
@@ -276,7 +262,7 @@ class LocalSteps:
 
         early: before the first step, where ranks that are all new may still differ.
         """
-        self.schedule.check_ranks(self._transport.size)
+        self.schedule.check_ranks(self._collectives.size)
         overwritten = not self._in_place()
         if not self._under_way and not overwritten:
             self._take_up_parameters()
@@ -289,7 +275,7 @@ class LocalSteps:
             "overwritten": overwritten,
             "parameters": digest(self.common.values()),
         }
-        everyone = self._transport.exchange_objects(mine, "local_steps")
+        everyone = gather_objects(self._collectives, mine, "local_steps")
         compare_ranks(everyone, ("settings",))
         lost = [rank for rank, other in enumerate(everyone) if other["overwritten"]]
         if lost:
@@ -311,7 +297,7 @@ class LocalSteps:
                 "hvd.broadcast_parameters(model.state_dict(), root_rank=0) on all ranks before the first step, and load states of one step"
             )
         if len({other["parameters"] for other in everyone}) > 1:
-            self._send_common(root=known[0], keeps=self._transport.position in known)
+            self._send_common(root=known[0], keeps=self._collectives.position in known)
         if known:
             self.taken, self._early = latest, everyone[known[0]]["early"]
         self._open = any(everyone[rank]["open"] for rank in compared)
@@ -321,7 +307,7 @@ class LocalSteps:
         for i, (name, parameter) in enumerate(self._parameters.items()):
             x = self.common[name].detach()
             whole = x.contiguous()  # Horovod takes no other
-            self._transport.send_to_all(whole, root, f"local_steps.{i}")
+            self._collectives.broadcast(whole, root, f"scalecom.local_steps.{i}").wait()
             x.copy_(whole)
             if not keeps:
                 parameter.copy_(x)

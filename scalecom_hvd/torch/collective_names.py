@@ -5,7 +5,7 @@ counts the exchange's too. How many of those a rank has submitted at some moment
 nameless `hvd.allreduce(loss)` between backward() and step() would be called something else on every rank, and wait for ever. So would
 a differentiable collective in the middle of a model, named or not: its backward calls nameless ones (mpi_ops.py, HorovodAllgather).
 Here they are counted by themselves, and from zero again whenever Horovod is started again, as Horovod counts: in elastic runs a newcomer
-has called none yet. Imports transport alone.
+has called none yet. Imports horovod_collectives only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from scalecom_hvd.torch.transport import Restarts
+from scalecom_hvd.torch.horovod_collectives import Restarts
 
 _OPERATIONS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 

@@ -1,23 +1,21 @@
-"""Quantisers: chosen values travel in 1 to 16 bits, whoever chose them, and what rounding changes stays in the residue.
+"""Quantisers: chosen values travel in 1 to 16 bits, and what rounding changes stays in the residue.
 
-A `Quantiser` turns values into bytes and back; `average_values` lets it do so between ranks that chose the same places. Horovod sums
-nothing narrower than 16 bits, so fewer bits are gathered, as long as that is less: each rank sends its k values of b bits n - 1 times, or
-2 (n-1)/n times the values of 32 bits, so while n b < 64; b is what travels, scales included. Used by the compressor and methods/; imports
-accumulators alone.
+A `Quantiser` turns values into bytes and back; methods/quantised_values.py lets it do so between
+ranks. Horovod sums nothing narrower than 16 bits, so fewer bits are gathered, as long as that is
+less: each rank sends its k values of b bits n - 1 times, or 2 (n-1)/n times the values of 32 bits,
+so while n b < 64; b is what travels, scales included. Imports config only.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from scalecom_hvd.config import float16_limit
-from scalecom_hvd.torch.accumulators import Accumulators, Channel, generator
-from scalecom_hvd.torch.transport import Wait
 
 # Values that share a scale, where the quantiser does not ask for fewer: a scale of 32 bits adds a sixteenth of a bit to each.
 CHUNK = 512
@@ -206,36 +204,6 @@ def quantiser_of(value: Any) -> Quantiser:
     raise TypeError(f"quantiser must be hvd.QSGD(levels=...), hvd.Sign(), hvd.Float16() or None, not {value!r}")
 
 
-def rounded(
-    quantiser: Quantiser, values: torch.Tensor, counts: Sequence[int], bucket: Accumulators, channel: Channel
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes that this rank sends for its values in this step, and the values that they stand for."""
-    random = generator(quantiser.seed, bucket.step, channel.bucket, channel.position)
-    payload = quantiser.pack(values, counts, random, channel.size)
-    return payload, quantiser.unpack(payload, values, counts)
-
-
-def average_values(
-    bucket: Accumulators, channel: Channel, places: Any, quantiser: Quantiser, counts: Sequence[int] | None = None
-) -> Generator[Wait, Any, None]:
-    """Average the accumulators at places that are the same on all ranks: send, and receive, what the quantiser makes of them.
-
-    places: as of Accumulators.send.  counts: how many of them are each tensor's; default: those of every tensor's choice.
-    """
-    counts = bucket.counts if counts is None else counts
-    values = bucket.flat[places]
-    if isinstance(places, slice):
-        values = values.clone()  # it is a view of the accumulators, and is averaged in place
-    payload, sent = rounded(quantiser, values, counts, bucket, channel)
-    bucket.send(places, sent)
-    if quantiser.is_gathered(payload, sent, channel.size):
-        for theirs in (yield from channel.gather(payload, "values")):
-            bucket.receive(places, quantiser.unpack(theirs, sent, counts) * channel.share)
-    else:
-        average = yield from channel.average(quantiser.summands(payload, sent), "values", bucket.flat.dtype)
-        bucket.receive(places, average.to(bucket.flat.dtype))
-
-
 def pack_levels(levels: torch.Tensor, bits: int) -> torch.Tensor:
     """Several levels in a byte, two's complement, the first in the lowest bits; the last byte may hold zeros beside them."""
     each = 8 // bits
@@ -287,3 +255,14 @@ class Layout:
 
 
 _layout = functools.lru_cache(maxsize=256)(Layout)
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """Random numbers that depend on these numbers only, such as (seed, step, bucket).
+
+    They are the same on every rank that gives the same.
+    """
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % 2**63
+    return torch.Generator().manual_seed(seed)

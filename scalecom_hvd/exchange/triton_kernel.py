@@ -1,10 +1,12 @@
-"""The Triton kernel (scalecom_hvd/triton) as a `Kernel` of kernels.py: for CUDA tensors, and under TRITON_INTERPRET=1 for the CPU's.
+"""The Triton kernel (scalecom_hvd/triton) as a `Kernel` of kernels.py.
 
-Nothing here waits for the device: a step's addresses go there by one small asynchronous copy, and counts stay there. Only the choice of
-exact selection, which is plain torch's, does wait. Imported by kernels.py when a tensor asks for it, since it imports triton.
+For CUDA tensors, and under TRITON_INTERPRET=1 for the CPU's. Nothing here waits for the device: a
+step's addresses go there by one small asynchronous copy, and counts stay there. kernels.py imports
+this when a tensor asks for it, since it imports triton.
 
-All launches go to the stream that is current on the tensors' device, so callers need nothing more where one stream is used, as in
-autograd's hooks. Who uses several must let each move's stream wait for the one before, and the next step's first for this step's last.
+All launches go to the stream that is current on the tensors' device, so callers need nothing more
+where one stream is used, as in autograd's hooks. Who uses several must let each move's stream wait
+for the one before, and the next step's first for this step's last.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import triton
 import triton.language as tl
 
 from scalecom_hvd import triton as tiles
-from scalecom_hvd.lanes import LANES, Positions
-from scalecom_hvd.torch.kernels import CHOOSE_NOTHING, Count, Kernel, Place, TorchKernel
+from scalecom_hvd.exchange.kernels import CHOOSE_NOTHING, Count, TensorSlot
+from scalecom_hvd.lanes import LANES
 
 __all__ = ["TritonKernel", "why_not"]
 
@@ -45,85 +47,85 @@ def why_not(device_type: str) -> str | None:
 
 
 class TritonKernel:
-    """One launch per move and gradient dtype. Tensors of exact selection are left to plain torch: it is for studies."""
+    """One launch per move and gradient dtype, for tensors of lanes."""
 
-    def __init__(self, places: Sequence[Place], grad_dtypes: Sequence[torch.dtype]) -> None:
-        members: dict[torch.dtype | None, list[int]] = {}
-        for i, (place, dtype) in enumerate(zip(places, grad_dtypes, strict=True)):
-            members.setdefault(None if isinstance(place.geometry, Positions) else dtype, []).append(i)
-        self._parts: list[tuple[Kernel, list[int]]] = []
-        for dtype, chosen in members.items():
-            kind = TorchKernel if dtype is None else _OneDtype
-            self._parts.append((kind([places[i] for i in chosen], [grad_dtypes[i] for i in chosen]), chosen))
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
+        members: dict[torch.dtype, list[int]] = {}
+        for i, dtype in enumerate(grad_dtypes):
+            members.setdefault(dtype, []).append(i)
+        self._parts = [
+            (_OneDtype([slots[i] for i in chosen], dtype), chosen)
+            for dtype, chosen in members.items()
+        ]
 
     def begin(self, grads, frozen, scale):
         for part, members in self._parts:
             part.begin([grads[i] for i in members], [frozen[i] for i in members], scale)
 
-    def filter(self, beta, choose, chosen):
-        return _sum(part.filter(beta, choose, chosen) for part, _ in self._parts)
+    def accumulate(self, beta, choose, chosen):
+        return _sum(part.accumulate(beta, choose, chosen) for part, _ in self._parts)
 
-    def gather(self, beta, share, offsets, values, sent, limit):
-        return _sum(part.gather(beta, share, offsets, values, sent, limit) for part, _ in self._parts)
+    def take(self, beta, share, offsets, values, sent, limit):
+        return _sum(part.take(beta, share, offsets, values, sent, limit) for part, _ in self._parts)
 
-    def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
-        return _sum(part.gather_and_filter(beta, offsets, values, sent, limit, choose, chosen) for part, _ in self._parts)
+    def take_and_accumulate(self, beta, offsets, values, sent, limit, choose, chosen):
+        return _sum(part.take_and_accumulate(beta, offsets, values, sent, limit, choose, chosen) for part, _ in self._parts)
 
     def scatter(self, outputs, offsets, values, share=1.0):
         for part, members in self._parts:
             part.scatter([outputs[i] for i in members], offsets, values, share)
 
-    def undo(self):
+    def roll_back(self):
         for part, _ in self._parts:
-            part.undo()
+            part.roll_back()
 
-    def finish(self):
+    def commit(self):
         for part, _ in self._parts:
-            part.finish()
+            part.commit()
 
 
 class _OneDtype:
-    """The same for tensors of lanes whose gradients have one dtype."""
+    """The same for tensors whose gradients have one dtype."""
 
-    def __init__(self, places, grad_dtypes):
-        self._places = places
-        self._device = places[0].residue.device
-        real = tl.float64 if grad_dtypes[0] == torch.float64 else tl.float32
-        self._dtypes = {"GRAD": _STORED[grad_dtypes[0]], "REAL": real}
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None:
+        self._slots = slots
+        self._device = slots[0].residue.device
+        real = tl.float64 if grad_dtype == torch.float64 else tl.float32
+        self._dtypes = {"GRAD": _STORED[grad_dtype], "REAL": real}
         self._block = 32 if real == tl.float32 else 16  # rows at a time: a thread has 4 x 16 bytes of residue under way
-        table = _tiles(places)
+        table = _tiles(slots)
         self._n_tiles = len(table)
         self._tiles = self._to_device(table)
-        self._tensors = self._to_device(np.array([_fields(place) for place in places], np.int64))
-        self.finish()
+        self._tensors = self._to_device(np.array([_fields(slot) for slot in slots], np.int64))
+        self.commit()
 
     def begin(self, grads, frozen, scale):
         self._grads, self._frozen, self._scale = grads, frozen, scale
         self._step = self._step_table(grads)
 
-    def finish(self):
+    def commit(self):
         self._grads = self._step = None
-        self._filtered = 0.0  # the beta of this step's filter, and what its gather was called with
-        self._gathered: tuple[float, torch.Tensor, torch.Tensor] | None = None
+        self._accumulated = 0.0  # the beta of this step's accumulation, and what its taking was called with
+        self._taken: tuple[float, torch.Tensor, torch.Tensor] | None = None
 
-    def filter(self, beta, choose, chosen):
+    def accumulate(self, beta, choose, chosen):
         count = self._new_count()
         self._launch_pass(tiles.filter_tiles, chosen, count, beta, self._scale, CHOOSE=choose)
-        self._filtered = beta
+        self._accumulated = beta
         return count
 
-    def gather(self, beta, share, offsets, values, sent, limit):
+    def take(self, beta, share, offsets, values, sent, limit):
         count = self._new_count()
         arguments = offsets, values, sent, count, beta, self._scale, share, limit
         self._launch(tiles.gather_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
-        self._gathered = beta, offsets, sent
+        self._taken = beta, offsets, sent
         return count
 
-    def gather_and_filter(self, beta, offsets, values, sent, limit, choose, chosen):
+    def take_and_accumulate(self, beta, offsets, values, sent, limit, choose, chosen):
         count = self._new_count()
         arguments = offsets, values, sent, chosen, count, beta, self._scale, limit
         self._launch_pass(tiles.gather_and_filter_tiles, *arguments, CHOOSE=choose)
-        self._gathered, self._filtered = (beta, offsets, sent), beta
+        self._taken, self._accumulated = (beta, offsets, sent), beta
         return count
 
     def scatter(self, outputs, offsets, values, share=1.0):
@@ -131,13 +133,13 @@ class _OneDtype:
         step = self._step if in_place else self._step_table(outputs)
         self._launch(tiles.scatter_tiles, step, offsets, values, share / self._scale, BLOCK=self._block, num_warps=4)
 
-    def undo(self):
-        if self._gathered is not None:
-            beta, offsets, sent = self._gathered
-            self._launch_pass(tiles.undo_tiles, offsets, sent, beta, self._filtered, self._scale)
-        elif self._filtered:
-            self.filter(-self._filtered, CHOOSE_NOTHING, None)
-        self._gathered, self._filtered = None, 0.0
+    def roll_back(self):
+        if self._taken is not None:
+            beta, offsets, sent = self._taken
+            self._launch_pass(tiles.undo_tiles, offsets, sent, beta, self._accumulated, self._scale)
+        elif self._accumulated:
+            self.accumulate(-self._accumulated, CHOOSE_NOTHING, None)
+        self._taken, self._accumulated = None, 0.0
 
     def _launch_pass(self, kernel, *arguments, **constants):
         self._launch(kernel, self._step, *arguments, **constants, BLOCK=self._block, num_warps=4)
@@ -152,9 +154,9 @@ class _OneDtype:
     def _step_table(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The fields of a step, in the order in which scalecom_hvd/triton names them, with the addresses of `tensors`."""
         rows = []
-        for place, tensor, frozen in zip(self._places, tensors, self._frozen, strict=True):
+        for slot, tensor, frozen in zip(self._slots, tensors, self._frozen, strict=True):
             address = tensor.data_ptr()
-            rows.append((address, frozen, (address | place.residue.data_ptr()) % 16 == 0))
+            rows.append((address, frozen, (address | slot.residue.data_ptr()) % 16 == 0))
         return self._to_device(np.array(rows, np.int64))
 
     def _to_device(self, table: np.ndarray) -> torch.Tensor:
@@ -167,22 +169,22 @@ class _OneDtype:
         return torch.zeros((), dtype=torch.int64, device=self._device)
 
 
-def _tiles(places: Sequence[Place]) -> np.ndarray:
+def _tiles(slots: Sequence[TensorSlot]) -> np.ndarray:
     """Every tile's tensor and number in there. Those of last groups come first: they take longest, and would be waited for at the end."""
-    counts = [-(-place.geometry.k // LANES) for place in places]
-    tensor = np.repeat(np.arange(len(places)), counts)
+    counts = [-(-slot.geometry.k // LANES) for slot in slots]
+    tensor = np.repeat(np.arange(len(slots)), counts)
     number = np.arange(len(tensor)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
-    full_lanes = np.array([place.geometry.full_lanes for place in places])
+    full_lanes = np.array([slot.geometry.full_lanes for slot in slots])
     order = np.argsort(number * LANES < full_lanes[tensor], kind="stable")
     return np.stack([tensor, number], axis=1).astype(np.int32)[order]
 
 
-def _fields(place: Place) -> tuple[int, ...]:
+def _fields(slot: TensorSlot) -> tuple[int, ...]:
     """The fields of a tensor, in the order in which scalecom_hvd/triton names them."""
-    lanes = place.geometry
+    lanes = slot.geometry
     left, last = lanes.numel - lanes.full_lanes * lanes.rows, max(lanes.k - lanes.full_lanes, 1)
-    address, width = place.residue.data_ptr(), lanes.offset_dtype.itemsize
-    return address, lanes.numel, lanes.k, lanes.full_lanes, lanes.rows, -(-left // last), width, place.offsets_at, place.values_at
+    address, width = slot.residue.data_ptr(), lanes.offset_dtype.itemsize
+    return address, lanes.numel, lanes.k, lanes.full_lanes, lanes.rows, -(-left // last), width, slot.offsets_at, slot.values_at
 
 
 def _sum(counts: Iterable[Count]) -> Count:

@@ -1,7 +1,8 @@
-"""A thread beside backward, on which kernels run that need no Python, and which lets the exchange go on between them.
+"""A thread on which kernels run that need no Python, while backward goes on.
 
-Gradients arrive in bursts, and between two of them backward may compute for long without a hook; what became possible meanwhile (a
-kernel is done, offsets have come) is not to wait for the next one. Used by reducer.py; imports nothing of this package.
+Between them it lets the exchange go on. Gradients arrive in bursts, and between two of them
+backward may compute for long without a hook; what became possible meanwhile (a kernel is done,
+offsets have come) is not to wait for the next one. Imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from typing import Any
 POLL_SECONDS = 3e-4
 
 
-class Beside:
-    """One thread, started when it is first needed; it ends with its owner. A second would not be faster: memory is the limit.
+class KernelThread:
+    """One thread, started when it is first needed; it ends with its owner.
 
-    go_on: a method of the owner, called after every job, and then again every POLL_SECONDS as long as it gives True.
+    A second would not be faster: memory is the limit.
+
+    Args:
+        go_on: a method of the owner, called after every job, and then again every POLL_SECONDS as
+            long as it gives True.
     """
 
     def __init__(self, go_on: Callable[[], bool]) -> None:

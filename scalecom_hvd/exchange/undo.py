@@ -1,7 +1,7 @@
 """What an optimizer may change in a step, remembered so that the step can be undone.
 
 An optimizer that calls its closure several times (LBFGS) has changed parameters and state before it learns that a gradient cannot be used.
-Used by optimizer.py; imports nothing.
+Used by optimizers with local steps; imports nothing.
 """
 
 from __future__ import annotations
