@@ -39,7 +39,7 @@ from scalecom_hvd.exchange.kernels import (
     kernel_for,
     positions_of,
 )
-from scalecom_hvd.exchange.residue import CompressedTensor, Residues, check_gradient
+from scalecom_hvd.exchange.residue import Residues, check_gradient
 
 # Elements whose pass takes longer (about 0.1 ms) than to hand it to a thread.
 WORTH_A_THREAD = 2**19
@@ -559,5 +559,3 @@ def finished(step: Step) -> Any:
     except StopIteration as end:
         return end.value
     raise AssertionError("there is something to wait for")
-
-

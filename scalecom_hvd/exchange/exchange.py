@@ -477,7 +477,8 @@ class Exchange:
             members = [[name for name in group if name in wanted] for group in self._groups]
             return [part for group in members for part in self._split(group, None)]
         if loaded and wanted == {name for names in loaded for name in names}:
-            if all(len(self._split(names, None)) == 1 for names in loaded):
+            parts = [self._split(names, None) for names in loaded]
+            if all(len(part) == 1 for part in parts):
                 return [list(names) for names in loaded]
         late = [name for name in reversed(self._parameters) if name not in arrived]
         in_order = [name for name in [*arrived, *late] if name in wanted]

@@ -37,7 +37,9 @@ class KernelThread:
         """Have a function called on the thread, after those submitted before."""
         if self._thread is None:
             # A daemon: a script that ends in mid-step is not held up.
-            self._thread = threading.Thread(target=_serve, args=(self._jobs, self._go_on), name="scalecom", daemon=True)
+            self._thread = threading.Thread(
+                target=_serve, args=(self._jobs, self._go_on), name="scalecom", daemon=True
+            )
             self._thread.start()
         future: Future = Future()
         self._jobs.put((future, function, arguments))

@@ -21,7 +21,7 @@ import torch
 from scalecom_hvd import native
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import Lanes, Positions
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -67,13 +67,9 @@ class Kernel(Protocol):
     as it is, and zeros are sent.
     """
 
-    def __init__(
-        self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]
-    ) -> None: ...
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None: ...
 
-    def begin(
-        self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float
-    ) -> None:
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
         """Take up a step's gradients: (N,) contiguous each, of the dtypes announced.
 
         They must stay alive until the step's last move.
@@ -245,9 +241,7 @@ class TorchKernel:
         self._steps: list[_Step] = []
 
 
-def choose_by_torch(
-    accumulator: torch.Tensor, geometry: Lanes, offsets: torch.Tensor
-) -> None:
+def choose_by_torch(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.Tensor) -> None:
     """offsets (k,) <- the winners of |accumulator| (N,).
 
     Each lane's largest, first of equals; with exact selection the k largest of all, ascending.
@@ -349,9 +343,7 @@ def kernel_for(
     """
     asked = os.environ.get("SCALECOM_KERNEL", "")
     if asked not in ("", "native", "triton", "torch"):
-        raise ValueError(
-            f"SCALECOM_KERNEL must be 'native', 'triton' or 'torch', not {asked!r}"
-        )
+        raise ValueError(f"SCALECOM_KERNEL must be 'native', 'triton' or 'torch', not {asked!r}")
     same_width = (residue_dtype == torch.float64) == (grad_dtype == torch.float64)
     known = same_width and _name(grad_dtype) in native.DTYPES and type(geometry) is Lanes
     if asked == "torch" or not known:
@@ -418,9 +410,7 @@ def limit_of(dtype: torch.dtype) -> float:
     return largest_gradient(_name(dtype))
 
 
-def usable(
-    grad: torch.Tensor, residue: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, Count]:
+def usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[torch.Tensor, Count]:
     """scale*g in the residue's dtype with zero for bad elements, and how many those are.
 
     The tensor is a new one.
@@ -437,9 +427,7 @@ def usable(
     return g.masked_fill_(~good, 0), good.numel() - good.count_nonzero()
 
 
-def add_usable(
-    grad: torch.Tensor, residue: torch.Tensor, scale: float, out: torch.Tensor
-) -> Count:
+def add_usable(grad: torch.Tensor, residue: torch.Tensor, scale: float, out: torch.Tensor) -> Count:
     """out <- residue + scale*g, with zero for bad elements; gives how many those are."""
     if grad.device.type == "cpu" and grad.dtype == residue.dtype and scale == 1 and grad.numel():
         # The usual case needs no copies: where the ends are good, all is.
@@ -466,9 +454,7 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _starts_and_strides(
-    geometry: Lanes, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _starts_and_strides(geometry: Lanes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     starts, strides = geometry.starts_and_strides()
     return (
         torch.from_numpy(np.ascontiguousarray(starts)).to(device),

@@ -1,21 +1,26 @@
-"""Local steps: every worker takes some optimizer steps on its own parameters, and then their *change* is averaged, not a gradient.
+"""Local steps: workers step on their own parameters, and average the *change*, not gradients.
 
-Qsparse-local-SGD (Basu et al., 2019, arXiv 1906.02367), algorithm 1 (all ranks synchronise after the same steps) and 2 (each rank after its
-own). x: the common parameters; x_i: worker i's; m_i: its residue.
+Qsparse-local-SGD (Basu et al., 2019, arXiv 1906.02367), algorithm 1 (all ranks synchronise after
+the same steps) and 2 (each rank after its own). x: the common parameters; x_i: worker i's; m_i: its
+residue.
 
     H times:   x_i <- optimizer_i(x_i, gradient_i)
-    then:      acc_i = m_i + (x - x_i)        sent_i = what the compressor makes of acc_i        m_i <- acc_i - sent_i
-               x <- x - (1/n) * sum_i sent_i  x_i <- x
+    then:      acc_i = m_i + (x - x_i)
+               sent_i = what the method makes of acc_i;  m_i <- acc_i - sent_i
+               x <- x - (1/n) * sum_i sent_i;  x_i <- x
 
-The Exchange is used as it is, on the common parameters with their changes in the place of gradients: buckets, residues,
-leaders, warm-up, void steps and checks are the same. Optimizers' states are each worker's own, and never averaged.
+The Exchange is used as it is, on the common parameters with their changes in the place of
+gradients: buckets, residues, leaders, warm-up, void steps and checks are the same. Optimizers'
+states are each worker's own, and never averaged.
 
-Which rank waits for whom: `step` waits for all ranks at the first step, where they compare, and after each step at which the schedule has
-any rank synchronise. Both depend on how many steps were taken alone, so every rank has to take every step, also one with a bad gradient.
+Which rank waits for whom: `step` waits for all ranks at the first step, where they compare, and
+after each step at which the schedule has any rank synchronise. Both depend only on how many steps
+were taken, so every rank has to take every step, also one with a bad gradient.
 
-A rank that resumes in the middle of a round has parameters of its own, and they must be in place before its first forward, whoever loads
-or broadcasts a model meanwhile. So they are held until the first step: put in place with the state, and again after every
-`broadcast_parameters` of the face, which sends the common ones to those who come anew. Where they were overwritten otherwise, all ranks
+A rank that resumes in the middle of a round has parameters of its own, and they must be in place
+before its first forward, whoever loads or broadcasts a model meanwhile. So they are held until the
+first step: put in place with the state, and again after every `broadcast_parameters` of the face,
+which sends the common ones to those who come anew. Where they were overwritten otherwise, all ranks
 refuse to go on.
 
 Imports exchange, methods/base and the rooms below.
@@ -46,7 +51,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
-    """Raised by a step that finds a gradient that cannot be used, before it has changed anything. result: what the step would give."""
+    """Raised by a step that finds a gradient that cannot be used, before it has changed anything.
+    result: what the step would give.
+    """
 
     def __init__(self, result: Any = None) -> None:
         super().__init__("a gradient is not finite, or larger than 2**100")
@@ -62,22 +69,34 @@ def any_held() -> bool:
 
 
 def rounds_of(params: Any) -> list[LocalSteps]:
-    """The local steps whose parameters are among these: a dict, or a list, as broadcast_parameters takes."""
+    """The local steps whose parameters are among these: a dict, or a list, as broadcast_parameters
+    takes.
+    """
     if not isinstance(params, (dict, list)):
         return []  # which Horovod refuses
-    tensors = params.values() if isinstance(params, dict) else [item[1] if isinstance(item, tuple) else item for item in params]
-    places = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}  # a state_dict has other objects
+    tensors = (
+        params.values()
+        if isinstance(params, dict)
+        else [item[1] if isinstance(item, tuple) else item for item in params]
+    )
+    # a state_dict has other objects
+    places = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
     if any(local.trains(places) for local in list(_alive)):
-        gc.collect()  # an optimizer that was deleted hangs in a cycle with its own class, and its parameters are perhaps another's now
+        # an optimizer that was deleted hangs in a cycle with its own class, and its parameters are
+        # perhaps another's now
+        gc.collect()
     return [local for local in list(_alive) if local.trains(places)]
 
 
 class LocalSteps:
     """The local steps of one optimizer on this rank, and the Exchange that joins them.
 
-    parameters: {name: parameter} of all that are trained, in the model's order.  schedule: when ranks synchronise.
-    start_anew: makes this rank's optimizer forget what it has gathered, after its parameters had to go back.
-    common: {name: x}, float32 or float64, the same on all ranks once they agreed.  taken: how many steps were taken.
+    parameters: {name: parameter} of all that are trained, in the model's order.  schedule: when
+        ranks synchronise.
+    start_anew: makes this rank's optimizer forget what it has gathered, after its parameters had to
+        go back.
+    common: {name: x}, float32 or float64, the same on all ranks once they agreed.  taken: how many
+        steps were taken.
     newcomer: whether this rank has taken no step yet, here or in a loaded state.
     """
 
@@ -91,7 +110,10 @@ class LocalSteps:
         start_anew: Callable[[], None] = lambda: None,
     ) -> None:
         if schedule.asynchronous and method.config.lookahead:
-            raise ValueError("lookahead needs to know who synchronises next: give all ranks the same local_steps, or leave lookahead out")
+            raise ValueError(
+                "lookahead needs to know who synchronises next: give all ranks the same "
+                "local_steps, or leave lookahead out"
+            )
         self.schedule = schedule
         self.taken = 0
         self.skipped = 0
@@ -99,18 +121,26 @@ class LocalSteps:
         self.common = {name: _wide(parameter) for name, parameter in parameters.items()}
         self._parameters = parameters
         self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
-        # What this rank's parameters were at its last synchronisation; with one schedule for all the common ones still are.
-        self._start = {name: x.detach().clone() for name, x in self.common.items()} if schedule.asynchronous else self.common
+        # What this rank's parameters were at its last synchronisation; with one schedule for all
+        # the common ones still are.
+        self._start = (
+            {name: x.detach().clone() for name, x in self.common.items()}
+            if schedule.asynchronous
+            else self.common
+        )
         self._collectives = collectives
         self._restarted = collectives.restarts()
         self._start_anew = start_anew
         self._health = Health()
-        # Whether this rank has taken steps since its last synchronisation, and whether any rank has since the last of all.
+        # Whether this rank has taken steps since its last synchronisation, and whether any rank has
+        # since the last of all.
         self._under_way = self._open = False
-        # How many synchronisations before their time there were in the warm-up, which is counted in steps.
+        # How many synchronisations before their time there were in the warm-up, which is counted in
+        # steps.
         self._early = 0
         self._agreed = False
-        # Whether x comes from training with others, or a loaded state, so that a newcomer's gives way.
+        # Whether x comes from training with others, or a loaded state, so that a newcomer's gives
+        # way.
         self._knows = False
         # This rank's own parameters, from when a state was loaded till the first step.
         self._own: Tensors | None = None
@@ -128,14 +158,17 @@ class LocalSteps:
     @property
     def active(self) -> bool:
         """Whether there is anybody to synchronise with."""
-        return self._collectives.size > 1 or (self._collectives.elastic and self._collectives.size > 0)
+        return self._collectives.size > 1 or (
+            self._collectives.elastic and self._collectives.size > 0
+        )
 
     def synchronisations_in(self, steps: int) -> int:
         """How many synchronisations there are in so many first steps."""
         return self.schedule.synchronisations(steps) + self._early
 
     def step(self, take: Callable[[], Any]) -> Any:
-        """One step of this rank's own optimizer, `take()`, and the synchronisation if one is due; gives what `take` returned.
+        """One step of this rank's own optimizer, `take()`, and the synchronisation if one is due;
+        gives what `take` returned.
 
         Where it raises NotFinite, the step counts as one that changed nothing on this rank.
         """
@@ -148,7 +181,12 @@ class LocalSteps:
         except NotFinite as reason:
             result = reason.result
             self.skipped += 1
-            log.info("local step %d is skipped on this rank: %s (%d skipped so far)", self.taken, reason, self.skipped)
+            log.info(
+                "local step %d is skipped on this rank: %s (%d skipped so far)",
+                self.taken,
+                reason,
+                self.skipped,
+            )
             self._health.skip(self.taken)
         self.taken += 1
         if self.active:
@@ -159,7 +197,9 @@ class LocalSteps:
         return result
 
     def synchronise(self) -> None:
-        """Synchronise now, whatever the schedule says. All ranks must call it after the same step; the schedule goes on as before.
+        """Synchronise now, whatever the schedule says.
+
+        All ranks must call it after the same step; the schedule goes on as before.
 
         Raises RuntimeError, on all ranks, if their parameters cannot be made the same.
         """
@@ -170,10 +210,12 @@ class LocalSteps:
         if not self._open:
             return
         everyone = range(self._collectives.size)
-        # Where a rank's change is not finite nothing is exchanged, and that rank goes back; then it can be.
+        # Where a rank's change is not finite nothing is exchanged, and that rank goes back; then it
+        # can be.
         if not self._synchronise(everyone) and not self._synchronise(everyone):
             raise RuntimeError(
-                "ranks cannot synchronise: their changes, or residues, add up to what is not finite. Lower the learning rate"
+                "ranks cannot synchronise: their changes, or residues, add up to what is not "
+                "finite. Lower the learning rate"
             )
         self._early += self.taken < self._residues.config.warmup_steps
 
@@ -186,8 +228,9 @@ class LocalSteps:
             self._agree()
             self._agreed = self._knows = True
         elif not self._under_way and not self.schedule.asynchronous:
-            # Whoever loads a model, or clips its weights, between two rounds means the common parameters. (Where ranks have rounds of their
-            # own, only some are between two; there it is part of the change.)
+            # Whoever loads a model, or clips its weights, between two rounds means the common
+            # parameters. (Where ranks have rounds of their own, only some are between two; there it
+            # is part of the change.)
             self._take_up_parameters()
 
     def _take_up_parameters(self) -> None:
@@ -204,7 +247,11 @@ class LocalSteps:
 
     @torch.no_grad()
     def _synchronise(self, due: Sequence[int]) -> bool:
-        """Average the changes of the ranks at these places; the others send nothing, and go on as they are. Gives whether it happened."""
+        """Average the changes of the ranks at these places; the others send nothing, and go on as
+        they are.
+
+        Gives whether it happened.
+        """
         mine = self._collectives.position in due
         for name, parameter in self._parameters.items():
             x, change = self.common[name], self._changes[name]
@@ -213,8 +260,9 @@ class LocalSteps:
                 change.copy_(self._start[name].to(parameter.dtype)).sub_(parameter)
             else:
                 change.zero_()
-            # A frozen tensor sends nothing, and its residue stays as it is: so it is with a rank that has no synchronisation point. One
-            # that was frozen in the middle of a round has a change to send.
+            # A frozen tensor sends nothing, and its residue stays as it is: so it is with a rank
+            # that has no synchronisation point. One that was frozen in the middle of a round has a
+            # change to send.
             x.requires_grad_(mine and (parameter.requires_grad or bool(change.any())))
             x.grad = change
         self.exchange.senders = list(due) if self.schedule.asynchronous else None
@@ -239,14 +287,18 @@ class LocalSteps:
         return True
 
     def _go_back(self) -> None:
-        """Nothing was exchanged, since some rank's change was not finite: that rank goes back to where it began. The others keep what they
-        have, and send it with the next synchronisation."""
+        """Nothing was exchanged, since some rank's change was not finite: that rank goes back to
+        where it began.
+
+        The others keep what they have, and send it with the next synchronisation.
+        """
         changes = (self._start[name] - parameter for name, parameter in self._parameters.items())
         if all(bool((change.abs() <= limit_of(change.dtype)).all()) for change in changes):
             return
         log.warning(
-            "step %d: this rank's parameters are not finite, or changed by more than 2**100, since its last synchronisation: they are "
-            "those of then again, and its optimizer's state is zero. Look at the loss of every rank, or lower the learning rate",
+            "step %d: this rank's parameters are not finite, or changed by more than 2**100, "
+            "since its last synchronisation: they are those of then again, and its optimizer's "
+            "state is zero. Look at the loss of every rank, or lower the learning rate",
             self.taken,
         )
         for name, parameter in self._parameters.items():
@@ -258,7 +310,8 @@ class LocalSteps:
 
     @torch.no_grad()
     def _agree(self, early: bool = False) -> None:
-        """Compare schedules, steps and common parameters of all ranks; newcomers take up those of who was there before.
+        """Compare schedules, steps and common parameters of all ranks; newcomers take up those of
+        who was there before.
 
         early: before the first step, where ranks that are all new may still differ.
         """
@@ -280,21 +333,28 @@ class LocalSteps:
         lost = [rank for rank, other in enumerate(everyone) if other["overwritten"]]
         if lost:
             raise RuntimeError(
-                f"parameters of rank {', '.join(map(str, lost))} were changed after a state in the middle of a round of local steps was "
-                "loaded, and are no longer that rank's own: load the compressor's state last, or call broadcast_parameters of "
-                "scalecom_hvd.torch when the model is loaded, which leaves every rank its own. To begin from other parameters, save after "
-                "optimizer.synchronize_parameters(), when no round is under way"
+                f"parameters of rank {', '.join(map(str, lost))} were changed after a state in the "
+                "middle of a round of local steps was loaded, and are no longer that rank's own: "
+                "load the compressor's state last, or call broadcast_parameters of "
+                "scalecom_hvd.torch when the model is loaded, which leaves every rank its own. To "
+                "begin from other parameters, save after optimizer.synchronize_parameters(), when "
+                "no round is under way"
             )
         # In elastic runs a rank may have committed a step that others have not.
         latest = max((other["taken"] for other in everyone if other["knows"]), default=0)
-        known = [rank for rank, other in enumerate(everyone) if other["knows"] and other["taken"] == latest]
+        known = [
+            rank
+            for rank, other in enumerate(everyone)
+            if other["knows"] and other["taken"] == latest
+        ]
         if early and not known:
             return
         compared = known or range(len(everyone))
         if len({everyone[rank]["parameters"] for rank in compared}) > 1:
             raise RuntimeError(
-                "ranks begin local steps from different parameters, which local steps would keep apart for ever: call "
-                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) on all ranks before the first step, and load states of one step"
+                "ranks begin local steps from different parameters, which local steps would keep "
+                "apart for ever: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) "
+                "on all ranks before the first step, and load states of one step"
             )
         if len({other["parameters"] for other in everyone}) > 1:
             self._send_common(root=known[0], keeps=self._collectives.position in known)
@@ -303,7 +363,9 @@ class LocalSteps:
         self._open = any(everyone[rank]["open"] for rank in compared)
 
     def _send_common(self, root: int, keeps: bool) -> None:
-        """All ranks get the common parameters of the rank at place `root`; those that do not keep their own begin from them."""
+        """All ranks get the common parameters of the rank at place `root`; those that do not keep
+        their own begin from them.
+        """
         for i, (name, parameter) in enumerate(self._parameters.items()):
             x = self.common[name].detach()
             whole = x.contiguous()  # Horovod takes no other
@@ -314,12 +376,17 @@ class LocalSteps:
                 self._begin_at(name)
         if not keeps:
             self._under_way, self._own = False, None
-            log.warning("this rank begins from the common parameters of rank %d, in the middle of a round of local steps", root)
+            log.warning(
+                "this rank begins from the common parameters of rank %d, in the middle of a "
+                "round of local steps",
+                root,
+            )
 
     # What the compressor asks.
 
     def meet(self) -> None:
-        """Ranks of an elastic run come together, all at once: newcomers take up what others have, before they compute a gradient.
+        """Ranks of an elastic run come together, all at once: newcomers take up what others have,
+        before they compute a gradient.
 
         They compare again before the next step: models may be loaded until then.
         """
@@ -330,7 +397,9 @@ class LocalSteps:
     def keep(self) -> None:
         """Hold this rank's own parameters till the next step, whatever is broadcast until then."""
         if self._own is None and self.active and not self.newcomer:
-            self._own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+            self._own = {
+                name: parameter.detach().clone() for name, parameter in self._parameters.items()
+            }
 
     @property
     def held(self) -> bool:
@@ -358,68 +427,122 @@ class LocalSteps:
         """Whether the parameters are those that are held, if any are."""
         # Of a round that went wrong they may be NaN.
         return self._own is None or all(
-            torch.allclose(parameter, self._own[name], rtol=0, atol=0, equal_nan=True) for name, parameter in self._parameters.items()
+            torch.allclose(parameter, self._own[name], rtol=0, atol=0, equal_nan=True)
+            for name, parameter in self._parameters.items()
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """{"taken": steps, "early": synchronisations before their time}, and where x is not the model's parameters (after steps since the
-        last synchronisation, and in half precision) also {"common": {name: x}, "local": {name: x_i}}, with "start" where every rank has its
-        own schedule, and "under_way" and "open": whether this rank, and any, has taken steps since. Tensors are the ones in use."""
+        """{"taken": steps, "early": synchronisations before their time}, and where x is not the
+        model's parameters (after steps since the last synchronisation, and in half precision) also
+        {"common": {name: x}, "local": {name: x_i}}, with "start" where every rank has its own
+        schedule, and "under_way" and "open": whether this rank, and any, has taken steps since.
+
+        Tensors are the ones in use.
+        """
         state: dict[str, Any] = {"taken": self.taken, "early": self._early}
-        narrow = any(parameter.dtype != self.common[name].dtype for name, parameter in self._parameters.items())
-        if self.taken and (self.held or self.active) and (self._under_way or narrow or self.schedule.asynchronous):
+        narrow = any(
+            parameter.dtype != self.common[name].dtype
+            for name, parameter in self._parameters.items()
+        )
+        if (
+            self.taken
+            and (self.held or self.active)
+            and (self._under_way or narrow or self.schedule.asynchronous)
+        ):
             state |= {"under_way": self._under_way, "open": self._open}
             state["common"] = {name: x.detach() for name, x in self.common.items()}
-            state["local"] = self._own or {name: parameter.detach() for name, parameter in self._parameters.items()}
+            state["local"] = self._own or {
+                name: parameter.detach() for name, parameter in self._parameters.items()
+            }
             if self._start is not self.common:
                 state["start"] = {name: x.detach() for name, x in self._start.items()}
         return state
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless this is a state of `state_dict` of these parameters."""
-        if ("common" in state) != ("local" in state) or ("common" in state and ("start" in state) != self.schedule.asynchronous):
-            raise ValueError("the state's local steps are of another kind of schedule: give the same local_steps, or go on without it")
+        if ("common" in state) != ("local" in state) or (
+            "common" in state and ("start" in state) != self.schedule.asynchronous
+        ):
+            raise ValueError(
+                "the state's local steps are of another kind of schedule: give the same "
+                "local_steps, or go on without it"
+            )
         for part in _PARTS:
-            shapes = [{name: tuple(tensor.shape) for name, tensor in of.items()} for of in (state.get(part, self.common), self.common)]
+            shapes = [
+                {name: tuple(tensor.shape) for name, tensor in of.items()}
+                for of in (state.get(part, self.common), self.common)
+            ]
             if shapes[0] != shapes[1]:
                 raise ValueError(f"the state's local steps ({part}) belong to another model")
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state of `state_dict`. In the middle of a round this rank's own parameters are in place at once."""
+        """Take up a state of `state_dict`.
+
+        In the middle of a round this rank's own parameters are in place at once.
+        """
         self.taken, self._early = int(state["taken"]), int(state.get("early", 0))
         self._under_way = self._open = self._agreed = False
         # A state of before the first step knows no more than a newcomer does.
         self._knows, self.newcomer, self._own = self.taken > 0, self.taken == 0, None
         if "common" in state:
-            self._under_way, self._open = bool(state.get("under_way", True)), bool(state.get("open", True))
+            self._under_way, self._open = (
+                bool(state.get("under_way", True)),
+                bool(state.get("open", True)),
+            )
             for name, x in self.common.items():
                 x.copy_(state["common"][name])
                 if self._start is not self.common:
                     self._start[name].copy_(state["start"][name])
-            self._own = {name: torch.empty_like(p).copy_(state["local"][name]) for name, p in self._parameters.items()}
+            self._own = {
+                name: torch.empty_like(p).copy_(state["local"][name])
+                for name, p in self._parameters.items()
+            }
             self.put_back()
 
     def stats(self) -> dict[str, Any]:
-        """local_steps: the schedule; steps_taken: of this rank's optimizer; steps_skipped: those left out for a bad gradient."""
-        return {"local_steps": self.schedule.describe(), "steps_taken": self.taken, "steps_skipped": self.skipped}
+        """local_steps: the schedule; steps_taken: of this rank's optimizer; steps_skipped: those
+        left out for a bad gradient.
+        """
+        return {
+            "local_steps": self.schedule.describe(),
+            "steps_taken": self.taken,
+            "steps_skipped": self.skipped,
+        }
 
 
 _PARTS = ("common", "local", "start")
 
 
 def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> None:
-    """Raise NotFinite unless all gradients that there are, are finite, and small enough for a residue. One wait for a device."""
+    """Raise NotFinite unless all gradients that there are, are finite, and small enough for a
+    residue.
+
+    One wait for a device.
+    """
     values = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [grad._values() if grad.is_sparse else grad for grad in values]
     for wide in (False, True):
-        ends = [end for value in values if value.numel() and (value.dtype == torch.float64) == wide for end in torch.aminmax(value)]
+        ends = [
+            end
+            for value in values
+            if value.numel() and (value.dtype == torch.float64) == wide
+            for end in torch.aminmax(value)
+        ]
         limit = limit_of(torch.float64 if wide else torch.float32)
-        if ends and not bool((torch.stack([end.to(ends[0].device, torch.float64) for end in ends]).abs() <= limit).all()):
+        if ends and not bool(
+            (
+                torch.stack([end.to(ends[0].device, torch.float64) for end in ends]).abs() <= limit
+            ).all()
+        ):
             raise NotFinite(result)
 
 
 def _wide(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """A place for the common parameter: what half precision would round away of averages must not be lost."""
+    """A place for the common parameter: what half precision would round away of averages must not
+    be lost.
+    """
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=parameter.requires_grad)
+    return torch.nn.Parameter(
+        parameter.detach().to(dtype, copy=True), requires_grad=parameter.requires_grad
+    )

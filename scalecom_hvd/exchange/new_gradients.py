@@ -39,7 +39,9 @@ class Found(enum.Enum):
 
     THE_SAME = "the same on all ranks"
     SET_BY_HAND = "tensors that the script put there: gradients to be exchanged"
-    CHANGED = "what the last exchange left there, and the script changed since, otherwise on every rank"
+    CHANGED = (
+        "what the last exchange left there, and the script changed since, otherwise on every rank"
+    )
 
 
 class NewGradients:
@@ -96,9 +98,10 @@ class NewGradients:
         found = judge(gather_objects(self._collectives, standing, "agreement.gradients"))
         if found is Found.CHANGED and not self._warned:
             log.warning(
-                "gradients were changed after synchronize(), on every rank in another way, and are averaged once more, as Horovod "
-                "does: whole, not compressed. If they need not be, call step() inside `with optimizer.skip_synchronize():`; if they are "
-                "new gradients, put them into p.grad as new tensors"
+                "gradients were changed after synchronize(), on every rank in another way, and "
+                "are averaged once more, as Horovod does: whole, not compressed. If they need not "
+                "be, call step() inside `with optimizer.skip_synchronize():`; if they are new "
+                "gradients, put them into p.grad as new tensors"
             )
             self._warned = True
         return found
@@ -114,7 +117,10 @@ class NewGradients:
             grad, left = parameter.grad, self._left.get(name)
             # Horovod, too, puts tensors there, of zeros.
             by_hand = grad is not None and (left is None or grad is not left()) and any_of(grad)
-            standing[name] = [digest([torch.zeros_like(parameter) if grad is None else grad]), by_hand]
+            standing[name] = [
+                digest([torch.zeros_like(parameter) if grad is None else grad]),
+                by_hand,
+            ]
         return standing
 
     def end(self) -> None:
@@ -122,7 +128,11 @@ class NewGradients:
         if self._work is not None:
             self._work.wait()
         self.forget()
-        self._left = {name: TensorWeakRef(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        self._left = {
+            name: TensorWeakRef(p.grad)
+            for name, p in self._parameters.items()
+            if p.grad is not None
+        }
 
     def forget(self) -> None:
         """The exchange was given up."""
@@ -134,7 +144,11 @@ def judge(everyone: Sequence[dict[str, list]]) -> Found:
     digests = [{name: of_it for name, (of_it, _) in theirs.items()} for theirs in everyone]
     if all(theirs == digests[0] for theirs in digests):
         return Found.THE_SAME
-    return Found.SET_BY_HAND if any(by_hand for theirs in everyone for _, by_hand in theirs.values()) else Found.CHANGED
+    return (
+        Found.SET_BY_HAND
+        if any(by_hand for theirs in everyone for _, by_hand in theirs.values())
+        else Found.CHANGED
+    )
 
 
 def freshness(parameters: Mapping[str, torch.Tensor]) -> set[str]:

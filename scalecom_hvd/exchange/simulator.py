@@ -31,7 +31,10 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 
 class Meeting:
-    """One collective: what every rank brings to it. It is complete when all have come; `error` says why it failed then."""
+    """One collective: what every rank brings to it.
+
+    It is complete when all have come; `error` says why it failed then.
+    """
 
     def __init__(self) -> None:
         self.brought: dict[int, tuple[tuple, Any]] = {}
@@ -44,7 +47,9 @@ class Meeting:
         first = self.brought[0][0]
         different = [rank for rank in ranks if self.brought[rank][0] != first]
         if different:
-            self.error = f"rank 0 submitted {first}, and rank {different[0]} {self.brought[different[0]][0]}"
+            self.error = (
+                f"rank 0 submitted {first}, and rank {different[0]} {self.brought[different[0]][0]}"
+            )
         else:
             self.result = combine([self.brought[rank][1] for rank in ranks])
         self.brought.clear()
@@ -75,10 +80,15 @@ class Network:
         for gate in self._gates:
             gate.acquire()
         for rank in range(n):
-            threading.Thread(target=self._serve, args=(rank,), name=f"simulated rank {rank}", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(rank,), name=f"simulated rank {rank}", daemon=True
+            ).start()
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run a function on every rank, and give what they returned. An error on one ends all, and is raised here."""
+        """Run a function on every rank, and give what they returned.
+
+        An error on one ends all, and is raised here.
+        """
         self._functions, self._results, self._failure = functions, [None] * self.n, None
         self._unfinished = self.n
         self._ready.extend(range(self.n))
@@ -159,8 +169,17 @@ class Network:
     def _next(self) -> None:
         """Hand the turn on; it comes back to the caller when all ranks have finished."""
         if not self._ready and self._unfinished:
-            names = sorted(name for name, meeting in self._meetings.items() if meeting in self._waiting.values())
-            self._fail(RuntimeError(f"simulated ranks wait for each other for ever; not all have submitted {', '.join(names)}"))
+            names = sorted(
+                name
+                for name, meeting in self._meetings.items()
+                if meeting in self._waiting.values()
+            )
+            self._fail(
+                RuntimeError(
+                    "simulated ranks wait for each other for ever; not all have submitted "
+                    f"{', '.join(names)}"
+                )
+            )
         self._running = self._ready.popleft() if self._ready else None
         self._gates[-1 if self._running is None else self._running].release()
 
@@ -328,19 +347,35 @@ class Simulation:
             method.attach(parameters, exchange)
             self.exchanges.append(exchange)
 
-    def step(self, grads: Sequence[Gradients], order: Sequence[Sequence[str]] | None = None) -> list[dict[str, torch.Tensor]]:
-        """One step on all ranks: every rank's gradients in, every rank's averages out (NaN, if some gradient was not finite).
+    def step(
+        self, grads: Sequence[Gradients], order: Sequence[Sequence[str]] | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        """One step on all ranks: every rank's gradients in, every rank's averages out (NaN, if some
+        gradient was not finite).
 
-        The tensors given become p.grad, and hold the averages then. A gradient that is None or not there did not arrive on this rank.
-        order: the names in which each rank's gradients arrive; default: as in backward, the last layer first.
-        An error on any rank ends the step on all, takes it back, and is raised.
+        The tensors given become p.grad, and hold the averages then. A gradient that is None or not
+        there did not arrive on this rank.
+        order: the names in which each rank's gradients arrive; default: as in backward, the last
+            layer first. An error on any rank ends the step on all, takes it back, and is raised.
         """
         names = list(reversed(self.parameters[0])) if order is None else None
-        return self._run([functools.partial(self._step, rank, grads[rank], names or order[rank]) for rank in range(self.network.n)])
+        return self._run(
+            [
+                functools.partial(self._step, rank, grads[rank], names or order[rank])
+                for rank in range(self.network.n)
+            ]
+        )
 
     def take_steps(self, takes: Sequence[Callable[[], Any]]) -> list[Any]:
-        """One local step on all ranks, and their synchronisation if it is due: every rank's own optimizer's step in, what it gave out."""
-        return self._run([functools.partial(local.step, take) for local, take in zip(self.locals, takes, strict=True)])
+        """One local step on all ranks, and their synchronisation if it is due: every rank's own
+        optimizer's step in, what it gave out.
+        """
+        return self._run(
+            [
+                functools.partial(local.step, take)
+                for local, take in zip(self.locals, takes, strict=True)
+            ]
+        )
 
     def synchronise(self) -> None:
         """End the round of local steps on all ranks."""

@@ -28,20 +28,30 @@ from scalecom_hvd.lanes import LANES
 __all__ = ["TritonKernel", "why_not"]
 
 # What gradients are stored in; scalecom_hvd/triton reads int16 as bfloat16.
-_STORED = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.int16}
+_STORED = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.int16,
+}
 
 
 def why_not(device_type: str) -> str | None:
-    """Why the kernel cannot serve tensors of such devices, and what can be done about it; None if it can."""
+    """Why the kernel cannot serve tensors of such devices; None if it can."""
+    if device_type == "cpu" and not tiles.INTERPRETED:
+        return "it is for CUDA devices: tensors of the CPU need TRITON_INTERPRET=1 (slow, for tests)"
     if device_type == "cpu":
-        return None if tiles.INTERPRETED else "it is for CUDA devices: tensors of the CPU need TRITON_INTERPRET=1 (slow, for tests)"
+        return None
     if device_type != "cuda":
         return f"it is for CUDA devices, not for {device_type!r}"
     if tiles.INTERPRETED:
-        return "TRITON_INTERPRET is set, and the interpreter cannot follow addresses on a device: unset it"
+        return (
+            "TRITON_INTERPRET is set, and the interpreter cannot follow addresses on a device: "
+            "unset it"
+        )
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # such as a missing C compiler, which Triton needs to talk to the driver
+    except Exception as error:  # a missing C compiler, for one: Triton needs it
         return f"Triton does not work on this machine ({error})"
     return None
 
@@ -69,7 +79,10 @@ class TritonKernel:
         return _sum(part.take(beta, share, offsets, values, sent, limit) for part, _ in self._parts)
 
     def take_and_accumulate(self, beta, offsets, values, sent, limit, choose, chosen):
-        return _sum(part.take_and_accumulate(beta, offsets, values, sent, limit, choose, chosen) for part, _ in self._parts)
+        return _sum(
+            part.take_and_accumulate(beta, offsets, values, sent, limit, choose, chosen)
+            for part, _ in self._parts
+        )
 
     def scatter(self, outputs, offsets, values, share=1.0):
         for part, members in self._parts:
@@ -92,7 +105,8 @@ class _OneDtype:
         self._device = slots[0].residue.device
         real = tl.float64 if grad_dtype == torch.float64 else tl.float32
         self._dtypes = {"GRAD": _STORED[grad_dtype], "REAL": real}
-        self._block = 32 if real == tl.float32 else 16  # rows at a time: a thread has 4 x 16 bytes of residue under way
+        # rows at a time: a thread has 4 x 16 bytes of residue under way
+        self._block = 32 if real == tl.float32 else 16
         table = _tiles(slots)
         self._n_tiles = len(table)
         self._tiles = self._to_device(table)
@@ -105,7 +119,8 @@ class _OneDtype:
 
     def commit(self):
         self._grads = self._step = None
-        self._accumulated = 0.0  # the beta of this step's accumulation, and what its taking was called with
+        # the beta of this step's accumulation, and what its taking was called with
+        self._accumulated = 0.0
         self._taken: tuple[float, torch.Tensor, torch.Tensor] | None = None
 
     def accumulate(self, beta, choose, chosen):
@@ -129,9 +144,20 @@ class _OneDtype:
         return count
 
     def scatter(self, outputs, offsets, values, share=1.0):
-        in_place = all(output.data_ptr() == grad.data_ptr() for output, grad in zip(outputs, self._grads, strict=True))
+        in_place = all(
+            output.data_ptr() == grad.data_ptr()
+            for output, grad in zip(outputs, self._grads, strict=True)
+        )
         step = self._step if in_place else self._step_table(outputs)
-        self._launch(tiles.scatter_tiles, step, offsets, values, share / self._scale, BLOCK=self._block, num_warps=4)
+        self._launch(
+            tiles.scatter_tiles,
+            step,
+            offsets,
+            values,
+            share / self._scale,
+            BLOCK=self._block,
+            num_warps=4,
+        )
 
     def roll_back(self):
         if self._taken is not None:
@@ -147,12 +173,26 @@ class _OneDtype:
     def _launch(self, kernel, step, *arguments, **constants):
         if self._n_tiles == 0:
             return
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+        with (
+            torch.cuda.device(self._device)
+            if self._device.type == "cuda"
+            else contextlib.nullcontext()
+        ):
             # No fused multiply-adds: they round otherwise than all other kernels.
-            kernel[(self._n_tiles,)](self._tiles, self._tensors, step, *arguments, **constants, **self._dtypes, enable_fp_fusion=False)
+            kernel[(self._n_tiles,)](
+                self._tiles,
+                self._tensors,
+                step,
+                *arguments,
+                **constants,
+                **self._dtypes,
+                enable_fp_fusion=False,
+            )
 
     def _step_table(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The fields of a step, in the order in which scalecom_hvd/triton names them, with the addresses of `tensors`."""
+        """The fields of a step, in the order in which scalecom_hvd/triton names them, with the
+        addresses of `tensors`.
+        """
         rows = []
         for slot, tensor, frozen in zip(self._slots, tensors, self._frozen, strict=True):
             address = tensor.data_ptr()
@@ -160,7 +200,10 @@ class _OneDtype:
         return self._to_device(np.array(rows, np.int64))
 
     def _to_device(self, table: np.ndarray) -> torch.Tensor:
-        """A copy that nobody waits for. Pinned memory is taken anew every time: torch hands it out again when the copy is over."""
+        """A copy that nobody waits for.
+
+        Pinned memory is taken anew every time: torch hands it out again when the copy is over.
+        """
         if self._device.type != "cuda":
             return torch.from_numpy(table)
         return torch.from_numpy(table).pin_memory().to(self._device, non_blocking=True)
@@ -170,7 +213,10 @@ class _OneDtype:
 
 
 def _tiles(slots: Sequence[TensorSlot]) -> np.ndarray:
-    """Every tile's tensor and number in there. Those of last groups come first: they take longest, and would be waited for at the end."""
+    """Every tile's tensor and number in there.
+
+    Those of last groups come first: they take longest, and would be waited for at the end.
+    """
     counts = [-(-slot.geometry.k // LANES) for slot in slots]
     tensor = np.repeat(np.arange(len(slots)), counts)
     number = np.arange(len(tensor)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
@@ -184,7 +230,17 @@ def _fields(slot: TensorSlot) -> tuple[int, ...]:
     lanes = slot.geometry
     left, last = lanes.numel - lanes.full_lanes * lanes.rows, max(lanes.k - lanes.full_lanes, 1)
     address, width = slot.residue.data_ptr(), lanes.offset_dtype.itemsize
-    return address, lanes.numel, lanes.k, lanes.full_lanes, lanes.rows, -(-left // last), width, slot.offsets_at, slot.values_at
+    return (
+        address,
+        lanes.numel,
+        lanes.k,
+        lanes.full_lanes,
+        lanes.rows,
+        -(-left // last),
+        width,
+        slot.offsets_at,
+        slot.values_at,
+    )
 
 
 def _sum(counts: Iterable[Count]) -> Count:

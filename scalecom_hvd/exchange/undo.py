@@ -1,7 +1,7 @@
 """What an optimizer may change in a step, remembered so that the step can be undone.
 
-An optimizer that calls its closure several times (LBFGS) has changed parameters and state before it learns that a gradient cannot be used.
-Used by optimizers with local steps; imports nothing.
+An optimizer that calls its closure several times (LBFGS) has changed parameters and state before it
+learns that a gradient cannot be used. Used by optimizers with local steps; imports nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 
 
 class Remembered:
-    """Tensors, and the dicts and lists that they are in, as they are now; `put_back` makes the same objects so again.
+    """Tensors, and the dicts and lists that they are in, as they are now; `put_back` makes the same
+    objects so again.
 
-    Others may hold them too: a state's tensors are told by their parameter, parameters by who they are. What is neither tensor, dict nor
-    list is taken for a value that nobody changes in place.
+    Others may hold them too: a state's tensors are told by their parameter, parameters by who they
+    are. What is neither tensor, dict nor list is taken for a value that nobody changes in place.
     """
 
     def __init__(self, *roots: Any) -> None:

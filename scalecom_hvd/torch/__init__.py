@@ -1,4 +1,6 @@
-"""`import scalecom_hvd.torch as hvd`: everything in horovod.torch, with ScaleCom and a DistributedOptimizer that knows it."""
+"""`import scalecom_hvd.torch as hvd`: everything in horovod.torch, with ScaleCom and a
+DistributedOptimizer that knows it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ globals().update(_named_collectives())
 
 
 def join(device: int = -1) -> int:
-    """Horovod's join. Raises RuntimeError where an optimizer of this process uses ScaleCom, whose broadcasts it would break."""
+    """Horovod's join.
+
+    Raises RuntimeError where an optimizer of this process uses ScaleCom, whose broadcasts it would
+    break.
+    """
     if _exchanges_alive():
         raise RuntimeError(_JOIN_REFUSED)
     return _horovod.join(device)

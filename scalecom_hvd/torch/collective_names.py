@@ -1,11 +1,16 @@
-"""Names for the collectives that a script calls without one, and for those that their gradients need.
+"""Names for the collectives that a script calls without one, and for those that their gradients
+need.
 
-Horovod names a nameless collective by a counter of all collectives of the process (torch/mpi_ops_v2.cc, GetOpName), which
-counts the exchange's too. How many of those a rank has submitted at some moment of backward depends on when offsets arrived, so a
-nameless `hvd.allreduce(loss)` between backward() and step() would be called something else on every rank, and wait for ever. So would
-a differentiable collective in the middle of a model, named or not: its backward calls nameless ones (mpi_ops.py, HorovodAllgather).
-Here they are counted by themselves, and from zero again whenever Horovod is started again, as Horovod counts: in elastic runs a newcomer
-has called none yet. Imports horovod_collectives only.
+Horovod names a nameless collective by a counter of all collectives of the process
+(torch/mpi_ops_v2.cc, GetOpName), which counts the exchange's too. How many of those a rank has
+submitted at some moment of backward depends on when offsets arrived, so a nameless
+`hvd.allreduce(loss)` between backward() and step() would be called something else on every rank,
+and wait for ever. So would
+a differentiable collective in the middle of a model, named or not: its backward calls nameless ones
+    (mpi_ops.py, HorovodAllgather).
+Here they are counted by themselves, and from zero again whenever Horovod is started again, as
+    Horovod counts: in elastic runs a newcomer has called none yet. Imports horovod_collectives
+    only.
 """
 
 from __future__ import annotations
@@ -26,28 +31,40 @@ _OPERATIONS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter
 
 
 def named_collectives() -> dict[str, Any]:
-    """{function's name: the same function, which names what was not named} for all collectives of horovod.torch."""
+    """{function's name: the same function, which names what was not named} for all collectives of
+    horovod.torch.
+    """
     counts = _Counts()
-    # Horovod's own code, in a namespace of its own: there the backward of a differentiable collective finds the functions below. Horovod's
-    # module stays as it is.
+    # Horovod's own code, in a namespace of its own: there the backward of a differentiable
+    # collective finds the functions below. Horovod's module stays as it is.
     namespace = dict(vars(mpi_ops))
     for name, kind in vars(mpi_ops).items():
         if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):
-            namespace[name] = type(name, (kind,), {"backward": staticmethod(_moved(kind.backward, namespace))})
+            namespace[name] = type(
+                name, (kind,), {"backward": staticmethod(_moved(kind.backward, namespace))}
+            )
     named = {}
     for operation in _OPERATIONS:
-        for name in (grouped + operation + form for grouped in ("", "grouped_") for form in ("", "_", "_async", "_async_")):
+        for name in (
+            grouped + operation + form
+            for grouped in ("", "grouped_")
+            for form in ("", "_", "_async", "_async_")
+        ):
             function = getattr(mpi_ops, name, None)
             if function is not None:
                 differentiable = name.removeprefix("grouped_") == operation
-                named[name] = _named(_moved(function, namespace) if differentiable else function, name, counts)
+                named[name] = _named(
+                    _moved(function, namespace) if differentiable else function, name, counts
+                )
     namespace |= named
     return named
 
 
 def _moved(function: Callable[..., Any], namespace: dict[str, Any]) -> Callable[..., Any]:
     """The same code, for which names of the module mean what they mean in `namespace`."""
-    moved = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    moved = FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
     return functools.update_wrapper(moved, function)
 
 

@@ -1,8 +1,10 @@
-"""horovod.torch.elastic, whose states keep residues: every rank commits and restores its own, and newcomers start with none.
+"""horovod.torch.elastic, whose states keep residues: every rank commits and restores its own, and
+newcomers start with none.
 
-Horovod's TorchState asks a registry of handlers how to keep an object. Here handlers for ScaleCom and the other methods, for optimizers
-that use them, and for models, are put into that registry, so TorchState knows them from the import of scalecom_hvd.torch on.
-Rank 0's model and optimizer come to all ranks, its residues to none. With local steps every rank keeps its own parameters and optimizer,
+Horovod's TorchState asks a registry of handlers how to keep an object. Here handlers for ScaleCom
+and the other methods, for optimizers that use them, and for models, are put into that registry, so
+TorchState knows them from the import of scalecom_hvd.torch on. Rank 0's model and optimizer come to
+all ranks, its residues to none. With local steps every rank keeps its own parameters and optimizer,
 and who comes anew gets the common parameters.
 
 Imports broadcast and exchange.
@@ -36,14 +38,16 @@ class ResiduesHandler(_state.StateHandler):
         try:
             state = self.value.state_dict()
         except HorovodInternalError:
-            # A worker was lost after the step, with look-ahead's offsets in flight. The commit is whole without them: they would be dropped
-            # when Horovod starts again. Half a commit, the model of this step with residues of another, would not be.
+            # A worker was lost after the step, with look-ahead's offsets in flight. The commit is
+            # whole without them: they would be dropped when Horovod starts again. Half a commit,
+            # the model of this step with residues of another, would not be.
             self.value.abort()
             state = self.value.state_dict()
         self._saved = copy.deepcopy(state)
 
     def restore(self) -> None:
-        # A worker may be lost anywhere, so a step may be half done, and what is in flight will never arrive.
+        # A worker may be lost anywhere, so a step may be half done, and what is in flight will
+        # never arrive.
         self.value.abort()
         self.value.load_state_dict(self._saved)
 
@@ -64,7 +68,8 @@ class OptimizerHandler(_state.OptimizerStateHandler):
 
     def restore(self) -> None:
         self._residues.restore()
-        # An optimizer goes on with the tensors it is given: Horovod would give it the commit's own, which a second failure needs.
+        # An optimizer goes on with the tensors it is given: Horovod would give it the commit's own,
+        # which a second failure needs.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
 
     def sync(self) -> None:
@@ -72,15 +77,19 @@ class OptimizerHandler(_state.OptimizerStateHandler):
         if local is None:
             super().sync()
         else:
-            # With local steps the optimizer's state is each rank's own; a newcomer begins with rank 0's.
-            state = broadcast_object(self.value.state_dict(), root_rank=0, name="scalecom.optimizer_state")
+            # With local steps the optimizer's state is each rank's own; a newcomer begins with rank
+            # 0's.
+            state = broadcast_object(
+                self.value.state_dict(), root_rank=0, name="scalecom.optimizer_state"
+            )
             if local.newcomer:
                 self.value.load_state_dict(state)
         self._residues.sync()
 
 
 class ModelHandler(_state.ModelStateHandler):
-    """Keeps a model as Horovod does; with local steps, every rank its own in the middle of a round."""
+    """Keeps a model as Horovod does; with local steps, every rank its own in the middle of a round.
+    """
 
     def sync(self) -> None:
         values = self.value.state_dict()

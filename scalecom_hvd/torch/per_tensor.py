@@ -539,7 +539,10 @@ class PerTensor:
     def _name_of(self, grad: torch.Tensor) -> str:
         """Which parameter's gradient this is: Horovod does not say, but passes p.grad itself."""
         position = len(self._seen) if self._pending else 0
-        if position < len(self._usual_order) and self._parameters[self._usual_order[position]].grad is grad:
+        if (
+            position < len(self._usual_order)
+            and self._parameters[self._usual_order[position]].grad is grad
+        ):
             return self._usual_order[position]
         for name, parameter in self._parameters.items():
             if parameter.grad is grad:
@@ -548,18 +551,25 @@ class PerTensor:
         candidates = [
             name
             for name, p in self._parameters.items()
-            if p.grad is not None and p.grad.is_sparse and p.shape == grad.shape and not (self._pending and name in self._seen)
+            if p.grad is not None
+            and p.grad.is_sparse
+            and p.shape == grad.shape
+            and not (self._pending and name in self._seen)
         ]
         if len(candidates) == 1:
             return candidates[0]
         raise TypeError(
-            f"ScaleCom cannot tell whose gradient this tensor of shape {tuple(grad.shape)} is: it compresses the gradients of the "
-            "parameters in ScaleCom(named_parameters=...), inside a DistributedOptimizer. For other tensors use hvd.Compression.none; for "
-            "several sparse embeddings of one shape with sparse_as_dense use scalecom_hvd.torch.DistributedOptimizer"
+            f"ScaleCom cannot tell whose gradient this tensor of shape {tuple(grad.shape)} is: it "
+            "compresses the gradients of the parameters in ScaleCom(named_parameters=...), inside "
+            "a DistributedOptimizer. For other tensors use hvd.Compression.none; for several "
+            "sparse embeddings of one shape with sparse_as_dense use "
+            "scalecom_hvd.torch.DistributedOptimizer"
         )
 
 
-def without_ties(named_parameters: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def without_ties(
+    named_parameters: Sequence[tuple[str, torch.Tensor]],
+) -> list[tuple[str, torch.Tensor]]:
     """Each parameter with the first of its names: a tied one has several, and one gradient."""
     first = {id(item[1]): item for item in reversed(named_parameters)}
     return [item for item in named_parameters if first[id(item[1])] is item]
@@ -568,11 +578,20 @@ def without_ties(named_parameters: Sequence[tuple[str, torch.Tensor]]) -> list[t
 def _by_name(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """{name: parameter}; a tied parameter goes by the first of its names, on every rank alike."""
     named_parameters = list(named_parameters)
-    if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor) for item in named_parameters):
-        raise ValueError("ScaleCom's named_parameters should be (name, parameter) tuples, as model.named_parameters() gives")
+    if not all(
+        isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)
+        for item in named_parameters
+    ):
+        raise ValueError(
+            "ScaleCom's named_parameters should be (name, parameter) tuples, as "
+            "model.named_parameters() gives"
+        )
     distinct = without_ties(named_parameters)
     parameters = dict(distinct)
     twice = sorted({name for name, parameter in distinct if parameters[name] is not parameter})
     if twice:
-        raise ValueError(f"names in ScaleCom's named_parameters must be unique, but {', '.join(twice)} stands for several parameters")
+        raise ValueError(
+            f"names in ScaleCom's named_parameters must be unique, but {', '.join(twice)} stands "
+            "for several parameters"
+        )
     return parameters

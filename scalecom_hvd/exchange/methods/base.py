@@ -319,9 +319,7 @@ class Method:
         """
         raise NotImplementedError
 
-    def whole_step(
-        self, bucket: Bucket, collectives: BucketCollectives, state: State
-    ) -> Step:
+    def whole_step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
         """The same in a step that is sent whole, before the gradients travel: nothing is sent.
 
         bucket.grads holds this rank's gradients; times bucket.scale they are in the residues'
@@ -508,8 +506,7 @@ class Method:
             RuntimeError: called between backward() and step().
         """
         self._complete(
-            "state_dict() was called between backward() and step(): call it after "
-            "optimizer.step()"
+            "state_dict() was called between backward() and step(): call it after optimizer.step()"
         )
         state = self.residues.state_dict() | self.settings
         if self._loaded is not None:
@@ -526,8 +523,7 @@ class Method:
                 changed then.
         """
         self._complete(
-            "load_state_dict() was called between backward() and step(): call it before "
-            "backward()"
+            "load_state_dict() was called between backward() and step(): call it before backward()"
         )
         check_method(state, self.settings)
         if self._averager is not None:

@@ -71,11 +71,15 @@ class RandomK(Method):
 
 
 def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:
-    """k positions (int64) in a tensor, at random: one in each lane, uniformly; in exact geometry any, without repeats."""
+    """k positions (int64) in a tensor, at random: one in each lane, uniformly; in exact geometry
+    any, without repeats.
+    """
     if isinstance(geometry, Positions):
         return torch.randperm(geometry.numel, generator=random)[: geometry.k]
     starts, strides, rows = _lanes(geometry)
-    row = (torch.rand(geometry.k, generator=random, dtype=torch.float64).numpy() * rows).astype(np.int64)
+    row = (torch.rand(geometry.k, generator=random, dtype=torch.float64).numpy() * rows).astype(
+        np.int64
+    )
     return torch.from_numpy(starts + row * strides)
 
 

@@ -111,9 +111,7 @@ class ScaleCom(Method):
         places = bucket.places_at(offsets)
         yield from average_values(bucket, collectives, places, self.quantiser)
 
-    def whole_step(
-        self, bucket: Bucket, collectives: BucketCollectives, state: State
-    ) -> Step:
+    def whole_step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
         """With look-ahead the last step that is sent whole has the first choice made."""
         if not self.config.lookahead or state.whole_next or not bucket.tensors:
             return None
