@@ -28,9 +28,6 @@ from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.gradients import flat_gradient, is_frozen, unflat_gradient
 from scalecom_hvd.exchange.kernel_thread import KernelThread
 from scalecom_hvd.exchange.kernels import (
-    CHOOSE_ACCUMULATOR,
-    CHOOSE_NOTHING,
-    CHOOSE_RESIDUE,
     Count,
     Kernel,
     NativeKernel,
@@ -40,6 +37,7 @@ from scalecom_hvd.exchange.kernels import (
     positions_of,
 )
 from scalecom_hvd.exchange.residue import Residues, check_gradient
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
 # Elements whose pass takes longer (about 0.1 ms) than to hand it to a thread.
 WORTH_A_THREAD = 2**19

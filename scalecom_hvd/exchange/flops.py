@@ -15,7 +15,9 @@ GUIDE = ((196, 25.0), (128, 50.0), (0, 400.0))
 GUIDE_BATCH = 32
 
 
-def rates_from_flops(model: torch.nn.Module, example_inputs: Any, batch_size: int) -> dict[str, float]:
+def rates_from_flops(
+    model: torch.nn.Module, example_inputs: Any, batch_size: int
+) -> dict[str, float]:
     """A rate for every trained parameter of the model, to be passed as ScaleCom(rates=...): 25, 50 or 400, and 1 for the first layer.
 
     example_inputs: one batch as the model takes it: a tensor, a tuple of positional or a dict of keyword arguments. It is run
@@ -25,8 +27,14 @@ def rates_from_flops(model: torch.nn.Module, example_inputs: Any, batch_size: in
     as part of the one around it.
     """
     if batch_size < 1:
-        raise ValueError(f"batch_size is the number of samples in example_inputs, at least 1, not {batch_size}")
-    layers = {name: module for name, module in model.named_modules() if any(p.requires_grad for p in module.parameters(recurse=False))}
+        raise ValueError(
+            f"batch_size is the number of samples in example_inputs, at least 1, not {batch_size}"
+        )
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    }
     if not layers:
         raise ValueError("the model has no parameters that are trained")
     flops = _count(model, layers, example_inputs)
@@ -46,11 +54,20 @@ def rates_from_flops(model: torch.nn.Module, example_inputs: Any, batch_size: in
     rates = {}
     for layer, names in owned.items():
         per_gradient = flops.get(layer, 0) * GUIDE_BATCH / batch_size / sizes[layer]
-        rates.update(dict.fromkeys(names, 1.0 if layer == first else next(rate for least, rate in GUIDE if per_gradient >= least)))
+        rates.update(
+            dict.fromkeys(
+                names,
+                1.0
+                if layer == first
+                else next(rate for least, rate in GUIDE if per_gradient >= least),
+            )
+        )
     return {name: rates[name] for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _count(model: torch.nn.Module, layers: dict[str, torch.nn.Module], example_inputs: Any) -> dict[str, int]:
+def _count(
+    model: torch.nn.Module, layers: dict[str, torch.nn.Module], example_inputs: Any
+) -> dict[str, int]:
     """{layer: FLOPs of its forward passes}, in the order of their first call; layers that were never called are missing."""
     flops: dict[str, int] = {}
     handles = []
@@ -66,7 +83,10 @@ def _count(model: torch.nn.Module, layers: dict[str, torch.nn.Module], example_i
             def after(_module, _args, _output, name=name, started=started):
                 flops[name] += counter.get_total_flops() - started.pop()
 
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+            handles += [
+                module.register_forward_pre_hook(before),
+                module.register_forward_hook(after),
+            ]
         model.eval()
         try:
             with torch.no_grad():

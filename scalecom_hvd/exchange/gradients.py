@@ -9,8 +9,7 @@ import torch
 
 
 def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient as a contiguous (N,) tensor: p.grad itself where its layout allows, or a copy.
-    """
+    """The gradient as a contiguous (N,) tensor: p.grad itself where its layout allows, or a copy."""
     grad = parameter.grad.detach()
     return (grad.to_dense() if grad.is_sparse else grad).contiguous().view(-1)
 

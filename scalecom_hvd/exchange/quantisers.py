@@ -37,7 +37,9 @@ class Quantiser:
         """Whether gathering these bytes is less traffic than summing the values that they stand for, as they are."""
         return ranks * payload.numel() < 2 * sent.numel() * sent.element_size()
 
-    def quantise(self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(
+        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales (chunks,), and levels (chunks, chunk), int8, that fit into `bits` bits.
 
         counts: (chunks,) how many values of each chunk there are; the others are zero.  random: gives
@@ -49,18 +51,27 @@ class Quantiser:
         """The values (chunks, chunk) of scales (chunks, 1) and levels (chunks, chunk)."""
         raise NotImplementedError
 
-    def pack(self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int) -> torch.Tensor:
+    def pack(
+        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int
+    ) -> torch.Tensor:
         """The bytes that travel: scales, then levels. counts: how many of the values are each tensor's."""
         layout = _layout(tuple(counts), self.chunk, values.device)
         chunks, lengths = layout.spread(values), layout.lengths
-        scales, levels = self.quantise(chunks, lengths, lambda: torch.rand(chunks.shape, generator=random).to(values))
+        scales, levels = self.quantise(
+            chunks, lengths, lambda: torch.rand(chunks.shape, generator=random).to(values)
+        )
         return torch.cat([scales.view(torch.uint8), pack_levels(layout.collect(levels), self.bits)])
 
-    def unpack(self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def unpack(
+        self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
         """The values that bytes of `pack` stand for, as many as in `like` and of its dtype."""
         layout = _layout(tuple(counts), self.chunk, like.device)
         cut = len(layout.lengths) * like.element_size()
-        scales, levels = payload[:cut].view(like.dtype), unpack_levels(payload[cut:], self.bits)[: like.numel()]
+        scales, levels = (
+            payload[:cut].view(like.dtype),
+            unpack_levels(payload[cut:], self.bits)[: like.numel()],
+        )
         return layout.collect(self.restore(scales[:, None], layout.spread(levels)))
 
     def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
@@ -84,13 +95,23 @@ class QSGD(Quantiser):
     """
 
     def __init__(
-        self, levels: int = 7, *, norm: str | int = "max", chunk: int | None = None, scaled: bool | None = None, seed: int = 0
+        self,
+        levels: int = 7,
+        *,
+        norm: str | int = "max",
+        chunk: int | None = None,
+        scaled: bool | None = None,
+        seed: int = 0,
     ) -> None:
         if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
-            raise ValueError(f"levels must be a whole number from 1 to 127, not {levels!r}: more do not fit into 8 bits")
+            raise ValueError(
+                f"levels must be a whole number from 1 to 127, not {levels!r}: more do not fit into 8 bits"
+            )
         if norm not in ("max", 2):
             raise ValueError(f'norm must be "max" or 2, not {norm!r}')
-        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        if chunk is not None and (
+            isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1
+        ):
             raise ValueError(f"chunk must be a whole number of values, at least 1, not {chunk!r}")
         self.levels, self.norm, self.seed = levels, norm, int(seed)
         small = (size for size in (512, 256, 128, 64) if self._variance(size) < 1)
@@ -117,10 +138,16 @@ class QSGD(Quantiser):
             return min(d / s**2, math.sqrt(d) / s)
         return (math.sqrt(1 + (d - 1) / s**2) - 1) / 2
 
-    def quantise(self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(
+        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         number = torch.finfo(chunks.dtype)
         # Wide, so that no square overflows, and that the order of summands does not show.
-        norms = chunks.double().square().sum(1).sqrt().clamp_max(number.max) if self.norm == 2 else chunks.abs().amax(1)
+        norms = (
+            chunks.double().square().sum(1).sqrt().clamp_max(number.max)
+            if self.norm == 2
+            else chunks.abs().amax(1)
+        )
         scales = norms.to(chunks.dtype)
         # A chunk of zeros has scale 0, and one of denormals a scale by which nothing can be divided.
         shares = chunks / scales.clamp_min(number.tiny)[:, None] * self.levels
@@ -145,7 +172,9 @@ class Sign(Quantiser):
             raise ValueError(f"chunk must be a whole number of values, at least 1, not {chunk!r}")
         self.chunk = chunk
 
-    def quantise(self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantise(
+        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # Summed in float64, so that the order of summands does not show.
         scales = chunks.abs().double().sum(1) / counts
         return scales.to(chunks.dtype), -(chunks < 0).to(torch.int8)
@@ -165,11 +194,15 @@ class Float16(Quantiser):
     def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
         return False
 
-    def pack(self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int) -> torch.Tensor:
+    def pack(
+        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int
+    ) -> torch.Tensor:
         limit = float16_limit(ranks)
         return values.clamp(-limit, limit).half().view(torch.uint8)
 
-    def unpack(self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def unpack(
+        self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
         return payload.view(torch.float16).to(like.dtype)
 
     def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
@@ -184,10 +217,14 @@ class Unrounded(Quantiser):
     def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
         return False
 
-    def pack(self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int) -> torch.Tensor:
+    def pack(
+        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int
+    ) -> torch.Tensor:
         return values.view(torch.uint8)
 
-    def unpack(self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def unpack(
+        self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
         return payload.view(like.dtype)
 
 
@@ -199,9 +236,13 @@ def quantiser_of(value: Any) -> Quantiser:
         value = value()
     if isinstance(value, Quantiser):
         if value.bits not in (1, 2, 4, 8) and type(value).pack is Quantiser.pack:
-            raise ValueError(f"{type(value).__name__}.bits must be 1, 2, 4 or 8, which fill bytes, not {value.bits!r}")
+            raise ValueError(
+                f"{type(value).__name__}.bits must be 1, 2, 4 or 8, which fill bytes, not {value.bits!r}"
+            )
         return value
-    raise TypeError(f"quantiser must be hvd.QSGD(levels=...), hvd.Sign(), hvd.Float16() or None, not {value!r}")
+    raise TypeError(
+        f"quantiser must be hvd.QSGD(levels=...), hvd.Sign(), hvd.Float16() or None, not {value!r}"
+    )
 
 
 def pack_levels(levels: torch.Tensor, bits: int) -> torch.Tensor:
@@ -220,7 +261,11 @@ def pack_levels(levels: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_levels(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of `pack_levels`, as many as the bytes hold: int8."""
     # Shifting signed bytes left, then right, extends the sign.
-    fields = torch.stack([packed << (8 - bits - i) for i in range(0, 8, bits)], 1) if bits < 8 else packed
+    fields = (
+        torch.stack([packed << (8 - bits - i) for i in range(0, 8, bits)], 1)
+        if bits < 8
+        else packed
+    )
     return fields.contiguous().view(torch.int8).view(-1) >> (8 - bits)
 
 
@@ -241,7 +286,11 @@ class Layout:
         self._shape, self._count = (len(lengths), chunk), sum(counts)
         # Where each value lies; nothing as large as the values is kept where they lie one after the other.
         in_order = all(count % chunk == 0 for count in counts[:-1])
-        self._slots = None if in_order else torch.cat([torch.arange(own.start, own.stop) for own in slots]).to(device)
+        self._slots = (
+            None
+            if in_order
+            else torch.cat([torch.arange(own.start, own.stop) for own in slots]).to(device)
+        )
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Values, or levels, (K,) in their places, (chunks, chunk); zeros elsewhere."""
@@ -251,7 +300,11 @@ class Layout:
 
     def collect(self, chunks: torch.Tensor) -> torch.Tensor:
         """The inverse of `spread`."""
-        return chunks.reshape(-1)[: self._count] if self._slots is None else chunks.reshape(-1)[self._slots]
+        return (
+            chunks.reshape(-1)[: self._count]
+            if self._slots is None
+            else chunks.reshape(-1)[self._slots]
+        )
 
 
 _layout = functools.lru_cache(maxsize=256)(Layout)

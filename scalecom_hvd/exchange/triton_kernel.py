@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 
 from scalecom_hvd import triton as tiles
-from scalecom_hvd.exchange.kernels import CHOOSE_NOTHING, Count, TensorSlot
+from scalecom_hvd.exchange.kernels import Count, TensorSlot
 from scalecom_hvd.lanes import LANES
+from scalecom_hvd.native import CHOOSE_NOTHING
 
 __all__ = ["TritonKernel", "why_not"]
 
@@ -39,7 +40,9 @@ _STORED = {
 def why_not(device_type: str) -> str | None:
     """Why the kernel cannot serve tensors of such devices; None if it can."""
     if device_type == "cpu" and not tiles.INTERPRETED:
-        return "it is for CUDA devices: tensors of the CPU need TRITON_INTERPRET=1 (slow, for tests)"
+        return (
+            "it is for CUDA devices: tensors of the CPU need TRITON_INTERPRET=1 (slow, for tests)"
+        )
     if device_type == "cpu":
         return None
     if device_type != "cuda":

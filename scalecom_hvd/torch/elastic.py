@@ -88,8 +88,7 @@ class OptimizerHandler(_state.OptimizerStateHandler):
 
 
 class ModelHandler(_state.ModelStateHandler):
-    """Keeps a model as Horovod does; with local steps, every rank its own in the middle of a round.
-    """
+    """Keeps a model as Horovod does; with local steps, every rank its own in the middle of a round."""
 
     def sync(self) -> None:
         values = self.value.state_dict()

@@ -284,8 +284,7 @@ def _zero_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _nothing_to_synchronize(self) -> None:
-    """Gradients are this rank's own: nothing is averaged before a step. See synchronize_parameters.
-    """
+    """Gradients are this rank's own: nothing is averaged before a step. See synchronize_parameters."""
 
 
 @contextlib.contextmanager
