@@ -7,12 +7,15 @@ ranks' is simulator.py. `Wait` is what a bucket's step yields. Imports agreement
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from scalecom_hvd.agreement import Numbers
+
+LAST = sys.maxsize
 
 
 class CollectiveError(RuntimeError):
@@ -97,15 +100,14 @@ class Wait(NamedTuple):
         done: whether `wait` would return at once.
         wait: blocks.
         round: how many collectives of this step others must have waited for before they submit
-            this one, itself included. 0: it needs nothing that others do in this step.
-        last: whether nothing follows, so that nobody hurries to look.
+            this one, itself included. 0: it needs nothing that others do in this step. LAST:
+            nothing but the step's end follows, so that nobody hurries to look.
     """
 
     what: str
     done: Callable[[], bool]
     wait: Callable[[], object]
     round: int
-    last: bool = False
 
 
 def gather_objects(collectives: Collectives, value: Any, name: str) -> list[Any]:

@@ -37,7 +37,7 @@ from scalecom_hvd.bucket_layout import split, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import Collectives, Wait, Work, gather_objects
+from scalecom_hvd.exchange.collectives import LAST, Collectives, Wait, Work, gather_objects
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.gradients import empty_sparse_gradient, flat_gradient
 from scalecom_hvd.exchange.kernel_thread import KernelThread
@@ -353,13 +353,15 @@ class Exchange:
         self._advance()
         for step in self._steps:
             step.start(self._average(step))
-        # Where a bucket has come to is known by what it waits for: nobody is waited for longer
-        # than all other buckets have come as far.
+        # All buckets wait for what comes in one round before any waits for the next: then what
+        # follows is submitted early, and by every rank in the same order.
         patience = 0
-        while any(step.waits for step in self._steps):
+        while any(step.waits and step.waits.round < LAST for step in self._steps):
             for step in self._steps:
                 step.advance(patience)
             patience += 1
+        for step in self._steps:
+            step.advance(LAST)
         sparse = {name: wait() for name, wait in self._sparse.items()}
         # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
         sound = [bucket.is_sound().cpu() for bucket in self.buckets]
@@ -552,9 +554,9 @@ class BucketStep:
         """Go on as far as no waiting is needed, or only up to this round of collectives."""
         while self.waits is not None:
             patient = self.waits.round <= patience
-            if not patient and (self.waits.last or not self.waits.done()):
+            if not patient and (self.waits.round == LAST or not self.waits.done()):
                 return
-            if patient and not self.waits.done():
+            if not self.waits.done():
                 with record_function(f"scalecom.wait for {self.waits.what}"):
                     self.waits.wait()
             self.waits = next(self._steps, None)
@@ -562,7 +564,7 @@ class BucketStep:
     @property
     def waits_for_others(self) -> bool:
         """Whether it waits for other ranks, and something follows."""
-        return self.waits is not None and self.waits.round > 0 and not self.waits.last
+        return self.waits is not None and 0 < self.waits.round < LAST
 
     def keep_state(self) -> State:
         """The step counts: its new state."""

@@ -20,7 +20,7 @@ from scalecom_hvd.agreement import digest_of
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, Work
+from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait, Work
 from scalecom_hvd.exchange.quantisers import Float16, Quantiser, Unrounded, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues, every_step
 from scalecom_hvd.saved_state import check_local_steps, check_method
@@ -56,12 +56,11 @@ class State:
 class Arriving:
     """A collective under way; `result = yield from arriving` waits for it."""
 
-    def __init__(self, work: Work, what: str, round: int, last: bool = False) -> None:
-        self._work, self._what = work, what
-        self._round, self._last = round, last
+    def __init__(self, work: Work, what: str, round: int) -> None:
+        self._work, self._what, self._round = work, what, round
 
     def __iter__(self) -> Generator[Wait, None, torch.Tensor]:
-        yield Wait(self._what, self._work.done, self._work.wait, self._round, self._last)
+        yield Wait(self._what, self._work.done, self._work.wait, self._round)
         return self._work.wait()
 
     def later(self) -> Arriving:
@@ -151,8 +150,7 @@ class BucketCollectives:
         self._submitted["values"] += bucket.values_bytes
         self._submitted["collectives"] += len(works)
         self.sent_values = True
-        self._round += 1
-        return Arriving(_All(works, values), "values", self._round, last=True)
+        return Arriving(_All(works, values), "values", LAST)
 
     def gather(self, tensor: torch.Tensor, name: str) -> Step:
         """Every rank's tensor, all of one shape, in order of position."""
