@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -25,8 +24,13 @@ from torch.profiler import record_function
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.collectives import Step, Wait
-from scalecom_hvd.exchange.gradients import flat_gradient, is_frozen, unflat_gradient
-from scalecom_hvd.exchange.kernel_thread import KernelThread
+from scalecom_hvd.exchange.gradients import (
+    check_gradients,
+    flat_gradient,
+    is_frozen,
+    unflat_gradient,
+)
+from scalecom_hvd.exchange.kernel_thread import Job, KernelThread
 from scalecom_hvd.exchange.kernels import (
     Count,
     Kernel,
@@ -36,7 +40,7 @@ from scalecom_hvd.exchange.kernels import (
     kernel_for,
     positions_of,
 )
-from scalecom_hvd.exchange.residue import Residues, check_gradient
+from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
 # Elements whose pass takes longer (about 0.1 ms) than to hand it to a thread.
@@ -100,7 +104,7 @@ class Bucket:
         self.bad: Count = 0
         self.is_large = sum(self.sizes) >= WORTH_A_THREAD
         self._thread = thread
-        self._job: Future | None = None
+        self._job: Job | None = None
 
         first = parameters[names[0]]
         self._device = first.device
@@ -168,7 +172,6 @@ class Bucket:
 
     def accumulate(self, choose: bool = False) -> Step:
         """(1) m <- m + beta*g. Gives, if it shall choose, the offsets of the largest |m + g|."""
-        self._moves_in_place()
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_ACCUMULATOR if choose else CHOOSE_NOTHING
         yield from self._run("accumulate", self._beta, mode, chosen)
@@ -180,7 +183,7 @@ class Bucket:
         Comes after `accumulate`. Gives v (k,) as it travels, rounded to the wire dtype, of which
         the residue keeps the error.
         """
-        values, sent = self._values_and_sent()
+        values, sent = self._values.compressed, self._kept()
         share = 1 - self._beta
         yield from self._run("take", self._beta, share, offsets, values, sent, self._limit)
         return values
@@ -191,8 +194,7 @@ class Bucket:
         It gives what the other order gives, since (1 - beta)*m is left at I either way. Gives v,
         and if it shall choose, the offsets of the largest |m| afterwards.
         """
-        self._moves_in_place()
-        values, sent = self._values_and_sent()
+        values, sent = self._values.compressed, self._kept()
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_RESIDUE if choose else CHOOSE_NOTHING
         arguments = self._beta, offsets, values, sent, self._limit, mode, chosen
@@ -292,13 +294,9 @@ class Bucket:
         if grads is None:
             grads = {name: flat_gradient(p) for name, p in self.parameters.items()}
         self.grads = dict(grads)
-        for name, sent in self._values.whole.items():
-            check_gradient(name, self.grads[name], sent)
+        like = {tensor.name: tensor.residue for tensor in self.tensors} | self._values.whole
+        check_gradients(self.grads, like)
         own = [self.grads[name] for name in self.compressed]
-        for tensor, grad in zip(self.tensors, own, strict=True):
-            check_gradient(tensor.name, grad, tensor.residue)
-            # Kernels walk over memory, not over strides.
-            assert grad.is_contiguous(), "gradients must be flat and contiguous here"
         self._frozen = [is_frozen(self.parameters[name]) for name in self.compressed]
         dtypes = [grad.dtype for grad in own]
         if dtypes != self._grad_dtypes:  # torch allows gradients of another dtype than p has
@@ -451,32 +449,29 @@ class Bucket:
         ]
         self._grad_dtypes = dtypes
 
-    def _moves_in_place(self) -> None:
-        assert not self._has_accumulators, "a move in place was asked for after accumulators"
-        self._in_place = True
-
-    def _values_and_sent(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffer for values, and where what was sent is kept: values are averaged in place."""
+    def _kept(self) -> torch.Tensor:
+        """Where what was sent is kept, to be rolled back: values are averaged in place."""
         if self._sent is None:
             self._sent = torch.zeros_like(self._values.compressed)
-        return self._values.compressed, self._sent
+        return self._sent
 
     def _run(self, move: str, *arguments: Any) -> Step:
         """Make a move: while Python goes on, where no kernel needs it and it takes long enough."""
+        assert not self._has_accumulators, "a move in place was asked for after accumulators"
+        self._in_place = True
+
+        def make() -> None:
+            # Each call has a range of its own: moves may be made on two threads at a time.
+            with record_function(f"scalecom.{move}"):
+                counts = [getattr(kernel, move)(*arguments) for kernel, _ in self._kernels]
+            self.bad = sum(counts, self.bad)
+
         native = all(isinstance(kernel, NativeKernel) for kernel, _ in self._kernels)
         if self._thread is None or not (self.is_large and native):
-            self._make(move, *arguments)
-            return
-        self._job = self._thread.submit(self._make, move, *arguments)
-        yield Wait("kernel", self._job.done, self._job.result, round=0)
-        self._job.result()
-
-    def _make(self, move: str, *arguments: Any) -> None:
-        # Each call has a range of its own: moves may be made on two threads at a time.
-        with record_function(f"scalecom.{move}"):
-            counts: list[Count] = [getattr(kernel, move)(*arguments) for kernel, _ in self._kernels]
-        for count in counts:
-            self.bad = self.bad + count
+            make()
+        else:
+            self._job = self._thread.submit(make)
+            yield from Wait("kernel", self._job, round=0)
 
     def _accumulate_apart(self) -> None:
         if self._flat is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -92,22 +92,35 @@ class Collectives(Protocol):
         ...
 
 
-class Wait(NamedTuple):
-    """What a bucket's step waits for.
+class Wait:
+    """What a bucket's step yields when it waits; `result = yield from wait` gives the result.
 
-    Attributes:
+    Args:
         what: for profiles.
-        done: whether `wait` would return at once.
-        wait: blocks.
+        work: what is waited for: a collective, or a kernel.
         round: how many collectives of this step others must have waited for before they submit
             this one, itself included. 0: it needs nothing that others do in this step. LAST:
             nothing but the step's end follows, so that nobody hurries to look.
+        then: what is made of the work's result.
     """
 
-    what: str
-    done: Callable[[], bool]
-    wait: Callable[[], object]
-    round: int
+    def __init__(
+        self,
+        what: str,
+        work: Work,
+        round: int,
+        then: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
+        self.what, self.work, self.round, self._then = what, work, round, then
+
+    def __iter__(self) -> Generator[Wait, None, Any]:
+        yield self
+        result = self.work.wait()
+        return result if self._then is None else self._then(result)
+
+
+Step = Generator[Wait, None, Any]
+"""One bucket's step, or a part of it: it yields what it waits for, and returns what it gives."""
 
 
 def gather_objects(collectives: Collectives, value: Any, name: str) -> list[Any]:
@@ -120,7 +133,3 @@ def gather_objects(collectives: Collectives, value: Any, name: str) -> list[Any]
     lengths = collectives.gather(length, f"scalecom.{name}.sizes").wait()
     joined = collectives.gather(payload, f"scalecom.{name}").wait()
     return [json.loads(part.numpy().tobytes()) for part in joined.split(lengths.tolist())]
-
-
-Step = Generator[Wait, None, Any]
-"""One bucket's step, or a part of it: it yields what it waits for, and returns what it gives."""

@@ -41,7 +41,7 @@ from scalecom_hvd.exchange.collectives import LAST, Collectives, Wait, Work, gat
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.gradients import empty_sparse_gradient, flat_gradient
 from scalecom_hvd.exchange.kernel_thread import KernelThread
-from scalecom_hvd.exchange.methods.base import Arriving, BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
 from scalecom_hvd.exchange.new_gradients import Found, NewGradients
 from scalecom_hvd.exchange.residue import Residues, describe_tensors
 from scalecom_hvd.schedule import leader
@@ -198,23 +198,20 @@ class Exchange:
                     self._begin_step()
                 self._arrived[name] = None
                 self._fill_in(name)
-                self._take_up(name, parameter)
+                if name in self._sparse and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_sparse(1)
+                may_be_sparse = not (self._sparse_as_dense or self._agreed)
+                if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
+                    self._sparse[name] = self._send_sparse(parameter)
+                elif self._agreed:
+                    step = self._step_of[name]
+                    step.waiting.discard(name)
+                    if not step.waiting:
+                        step.start(self._average(step))
                 self._advance()
             except BaseException:
                 self._abort()
                 raise
-
-    def _take_up(self, name: str, parameter: torch.Tensor) -> None:
-        if name in self._sparse and not parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.to_sparse(1)
-        is_new = parameter.grad.is_sparse and not self._sparse_as_dense and not self._agreed
-        if name in self._sparse or is_new:
-            self._sparse[name] = self._send_sparse(parameter)
-        elif self._agreed:
-            step = self._step_of[name]
-            step.waiting.discard(name)
-            if not step.waiting:
-                step.start(self._average(step))
 
     def result(self, parameter: torch.Tensor) -> torch.Tensor:
         """The averaged gradient. Called when every gradient of this rank was reported."""
@@ -303,10 +300,7 @@ class Exchange:
             self._news.tell()
 
     def _must_send_whole(self) -> bool:
-        return self._in_warmup(self.residues.step) or not self._method.is_ready()
-
-    def _in_warmup(self, step: int) -> bool:
-        return step < self.residues.warmup
+        return self.residues.step < self.residues.warmup or not self._method.is_ready()
 
     def _look_due(self) -> bool:
         looks = self._sampler is not None and self._sampler.due(self.residues.step)
@@ -339,7 +333,7 @@ class Exchange:
     def _state(self, bucket: Bucket) -> State:
         method, now = self._method, self.residues.step
         own = {name: method.tensor_states[name] for name in bucket.compressed}
-        return State(now, own, method.method_state, self._in_warmup(now + 1))
+        return State(now, own, method.method_state, now + 1 < self.residues.warmup)
 
     def _finish(self) -> None:
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
@@ -387,7 +381,7 @@ class Exchange:
         self._method.take_state([step.keep_state() for step in self._steps if step.new_state])
         looks = self._look_due()
         self.residues.note_step()
-        if self._whole and not self._in_warmup(self.residues.step):
+        if self._whole and self.residues.step >= self.residues.warmup:
             # Here every rank can wait, and the first choice is not to be waited for in a hook.
             for step in self._steps:
                 step.complete_state()
@@ -406,7 +400,7 @@ class Exchange:
             step.bucket.roll_back()
             step.bucket.spoil()
             if step.new_state is not None and step.new_state.arrives is not None:
-                step.new_state.arrives.wait()  # its name is used again
+                step.new_state.arrives.work.wait()  # its name is used again
 
     def _abort(self) -> None:
         """A collective failed in mid-step: roll back what was done, and forget it."""
@@ -540,7 +534,7 @@ class BucketStep:
         self.bucket = bucket
         self.waiting = set(bucket.names)
         self.new_state: State | None = None
-        self.state_arrives: Arriving | None = None
+        self.state_arrives: Wait | None = None
         self._steps: Generator[Wait, None, None] | None = None
         self.waits: Wait | None = None
 
@@ -554,11 +548,11 @@ class BucketStep:
         """Go on as far as no waiting is needed, or only up to this round of collectives."""
         while self.waits is not None:
             patient = self.waits.round <= patience
-            if not patient and (self.waits.round == LAST or not self.waits.done()):
+            if not patient and (self.waits.round == LAST or not self.waits.work.done()):
                 return
-            if not self.waits.done():
+            if not self.waits.work.done():
                 with record_function(f"scalecom.wait for {self.waits.what}"):
-                    self.waits.wait()
+                    self.waits.work.wait()
             self.waits = next(self._steps, None)
 
     @property
@@ -574,7 +568,7 @@ class BucketStep:
     def complete_state(self) -> None:
         """Wait until its state can be used."""
         if self.state_arrives is not None:
-            self.state_arrives.wait()
+            self.state_arrives.work.wait()
             self.state_arrives = None
 
     def end(self) -> dict[str, torch.Tensor]:

@@ -5,11 +5,13 @@ Imports nothing of this package.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 
 def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient as a contiguous (N,) tensor: p.grad itself where its layout allows, or a copy."""
+    """The gradient as a contiguous (N,) tensor: p.grad itself where its layout allows."""
     grad = parameter.grad.detach()
     return (grad.to_dense() if grad.is_sparse else grad).contiguous().view(-1)
 
@@ -25,6 +27,22 @@ def unflat_gradient(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor
     if flat.data_ptr() != grad.data_ptr() or not grad.is_contiguous():
         grad.copy_(flat.view(grad.shape))
     return grad
+
+
+def check_gradients(grads: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> None:
+    """Raise RuntimeError unless gradients have the sizes and devices that they had at the start.
+
+    Kernels follow addresses, over memory, not over strides.
+    """
+    for name, own in like.items():
+        grad = grads[name]
+        if grad.numel() != own.numel() or grad.device != own.device:
+            raise RuntimeError(
+                f"the gradient of {name} has {grad.numel()} elements on {grad.device}, and its "
+                f"parameter had {own.numel()} on {own.device} when the optimizer was made: make "
+                "the DistributedOptimizer when the model has its final shapes and is on its device"
+            )
+        assert grad.is_contiguous(), "gradients must be flat and contiguous here"
 
 
 def empty_sparse_gradient(parameter: torch.Tensor) -> torch.Tensor:

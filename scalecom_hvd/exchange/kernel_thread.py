@@ -17,6 +17,14 @@ from typing import Any
 POLL_SECONDS = 3e-4
 
 
+class Job(Future):
+    """A function that is called on the thread."""
+
+    def wait(self) -> Any:
+        """What it gave, or raised, when it has been called."""
+        return self.result()
+
+
 class KernelThread:
     """One thread, started when it is first needed; it ends with its owner.
 
@@ -33,7 +41,7 @@ class KernelThread:
         self._thread: threading.Thread | None = None
         weakref.finalize(go_on.__self__, self._jobs.put, None)
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
         """Have a function called on the thread, after those submitted before."""
         if self._thread is None:
             # A daemon: a script that ends in mid-step is not held up.
@@ -41,7 +49,7 @@ class KernelThread:
                 target=_serve, args=(self._jobs, self._go_on), name="scalecom", daemon=True
             )
             self._thread.start()
-        future: Future = Future()
+        future = Job()
         self._jobs.put((future, function, arguments))
         return future
 
@@ -63,7 +71,7 @@ def _serve(jobs: queue.SimpleQueue, go_on: weakref.WeakMethod) -> None:
         del owners
 
 
-def _do(future: Future, function: Callable[..., Any], arguments: tuple) -> None:
+def _do(future: Job, function: Callable[..., Any], arguments: tuple) -> None:
     try:
         future.set_result(function(*arguments))
     except BaseException as error:

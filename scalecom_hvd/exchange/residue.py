@@ -40,19 +40,6 @@ def every_step(steps: int) -> int:
     return steps
 
 
-def check_gradient(name: str, grad: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise RuntimeError unless a gradient has as many elements as `like`, on the same device.
-
-    Kernels follow addresses.
-    """
-    if grad.numel() != like.numel() or grad.device != like.device:
-        raise RuntimeError(
-            f"the gradient of {name} has {grad.numel()} elements on {grad.device}, and its "
-            f"parameter had {like.numel()} on {like.device} when the optimizer was made: make the "
-            "DistributedOptimizer when the model has its final shapes and is on its device"
-        )
-
-
 class CompressedTensor:
     """One compressed parameter on this rank: its lanes and its residue.
 

@@ -11,7 +11,7 @@ Imports bucket, residue and the rooms below.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -43,33 +43,14 @@ class State:
         method: {what: tensor or number} of the whole method. Where several buckets give
             different ones, that of the last bucket counts.
         whole_next: whether the next step is sent whole.
-        arrives: what must arrive before the state is complete, if something is under way.
+        arrives: the collective that completes the state in the next step, if one is under way.
     """
 
     step: int
     tensors: TensorStates
     method: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     whole_next: bool = False
-    arrives: Arriving | None = None
-
-
-class Arriving:
-    """A collective under way; `result = yield from arriving` waits for it."""
-
-    def __init__(self, work: Work, what: str, round: int) -> None:
-        self._work, self._what, self._round = work, what, round
-
-    def __iter__(self) -> Generator[Wait, None, torch.Tensor]:
-        yield Wait(self._what, self._work.done, self._work.wait, self._round)
-        return self._work.wait()
-
-    def later(self) -> Arriving:
-        """The same in the next step, in which every rank has submitted it already."""
-        return Arriving(self._work, self._what, round=0)
-
-    def wait(self) -> None:
-        """Block until it is there."""
-        self._work.wait()
+    arrives: Wait | None = None
 
 
 class BucketCollectives:
@@ -114,26 +95,28 @@ class BucketCollectives:
         """Whether that is this rank."""
         return self.leader(later) == self.position
 
-    def broadcast(self, offsets: torch.Tensor, root: int) -> Arriving:
+    def broadcast(self, offsets: torch.Tensor, root: int) -> Wait:
         """The offsets of the rank at position `root`, in place: others bring a buffer as large."""
-        work = self._collectives.broadcast(offsets, root, self._named("offsets"))
-        return self._arriving("offsets", work, "offsets", offsets)
+        name = self._name(f"offsets.{self.bucket}")
+        return self._wait(
+            "offsets", self._collectives.broadcast(offsets, root, name), "offsets", offsets
+        )
 
     def average(
         self, values: torch.Tensor, name: str = "values", dtype: torch.dtype = torch.float32
-    ) -> Step:
+    ) -> Wait:
         """The average over ranks (or sum), in place.
 
         float16 values are summed as such, and the average is then of this dtype.
         """
-        work = self._collectives.average(values, self._named(name))
-        return self._averaged(self._arriving(name, work, "values", values), values, dtype)
 
-    def _averaged(self, arriving: Arriving, values: torch.Tensor, dtype: torch.dtype) -> Step:
-        yield from arriving
-        return values.to(dtype) * self.share if values.dtype == torch.float16 else values
+        def divided(total: torch.Tensor) -> torch.Tensor:
+            return total.to(dtype) * self.share if total.dtype == torch.float16 else total
 
-    def average_values(self, values: torch.Tensor | None = None) -> Arriving:
+        work = self._collectives.average(values, self._name(f"{name}.{self.bucket}"))
+        return self._wait(name, work, "values", values, divided)
+
+    def average_values(self, values: torch.Tensor | None = None) -> Wait:
         """What the bucket took, averaged in place, in one all-reduce with what it sends whole.
 
         In float16 it is the sum: the bucket multiplies it.
@@ -143,50 +126,52 @@ class BucketCollectives:
         """
         bucket, works = self._bucket, []
         for ending, buffer in bucket.fill().items():
-            name = f"{self._named(bucket.kind)}{ending}"
+            name = self._name(f"{bucket.kind}.{self.bucket}{ending}")
             works.append(self._collectives.average(buffer, name))
             self._submitted["dense"] += buffer.numel() * buffer.element_size()
         self._submitted["dense"] -= bucket.values_bytes
         self._submitted["values"] += bucket.values_bytes
         self._submitted["collectives"] += len(works)
         self.sent_values = True
-        return Arriving(_All(works, values), "values", LAST)
+        work = works[0] if len(works) == 1 else _All(works)
+        return Wait("values", work, LAST, lambda _: values)
 
-    def gather(self, tensor: torch.Tensor, name: str) -> Step:
+    def gather(self, tensor: torch.Tensor, name: str) -> Wait:
         """Every rank's tensor, all of one shape, in order of position."""
-        work = self._collectives.gather(tensor, self._named(name))
-        return self._gathered(self._arriving(name, work, "gathered", tensor), len(tensor))
 
-    @staticmethod
-    def _gathered(arriving: Arriving, length: int) -> Step:
-        joined = yield from arriving
-        # Copies: bytes are viewed as other dtypes only where they begin on a word, and simulated
-        # ranks share what is joined.
-        return [part.clone() for part in joined.split(length)]
+        def parts(joined: torch.Tensor) -> list[torch.Tensor]:
+            # Copies: bytes are viewed as other dtypes only where they begin on a word, and
+            # simulated ranks share what is joined.
+            return [part.clone() for part in joined.split(len(tensor))]
 
-    def _named(self, what: str) -> str:
-        return self._name(f"{what}.{self.bucket}")
+        work = self._collectives.gather(tensor, self._name(f"{name}.{self.bucket}"))
+        return self._wait(name, work, "gathered", tensor, parts)
 
-    def _arriving(self, what: str, work: Work, kind: str, buffer: torch.Tensor) -> Arriving:
+    def _wait(
+        self,
+        what: str,
+        work: Work,
+        kind: str,
+        buffer: torch.Tensor,
+        then: Callable[[torch.Tensor], Any] | None = None,
+    ) -> Wait:
         self._submitted[kind] += buffer.numel() * buffer.element_size()
         self._submitted["collectives"] += 1
         self._round += 1
-        return Arriving(work, what, self._round)
+        return Wait(what, work, self._round, then)
 
 
 class _All:
     """Several collectives as one."""
 
-    def __init__(self, works: Sequence[Work], result: torch.Tensor | None) -> None:
-        self._works, self._result = works, result
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
 
     def done(self) -> bool:
         return all(work.done() for work in self._works)
 
-    def wait(self) -> torch.Tensor | None:
-        for work in self._works:
-            work.wait()
-        return self._result
+    def wait(self) -> torch.Tensor:
+        return [work.wait() for work in self._works][0]
 
 
 class Averager(Protocol):

@@ -15,7 +15,7 @@ import torch
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import Step
+from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
 from scalecom_hvd.exchange.methods.quantised_values import average_values
 from scalecom_hvd.exchange.quantisers import Float16, quantiser_of
@@ -130,8 +130,10 @@ class ScaleCom(Method):
         """(2) for the next step."""
         offsets = bucket.new_offsets() if chosen is None else chosen
         travelling = collectives.broadcast(offsets, collectives.leader(later=1))
+        # In the next step every rank has submitted it already.
+        arrives = Wait("offsets", travelling.work, round=0)
         own = {name: {"offsets": part} for name, part in bucket.split_offsets(offsets).items()}
-        return dataclasses.replace(state, tensors=own, arrives=travelling.later())
+        return dataclasses.replace(state, tensors=own, arrives=arrives)
 
     def is_ready(self) -> bool:
         """With look-ahead nothing is chosen before the first step."""
