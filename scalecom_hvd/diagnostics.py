@@ -235,14 +235,6 @@ def look(residues: np.ndarray, accumulators: np.ndarray, average: np.ndarray, sh
     }
 
 
-def quantiles(residues: np.ndarray, levels: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Every worker's quantiles at these levels (0 to 1), (n, len(levels)), for Q-Q plots of one worker's against another's.
-
-    residues: (n, S).
-    """
-    return np.quantile(np.asarray(residues, np.float64), levels, axis=1).T
-
-
 def _with_starts(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
     start = 0
     for piece in pieces:

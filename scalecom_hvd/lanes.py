@@ -63,11 +63,6 @@ class Lanes:
         starts, strides = self.starts_and_strides()
         return starts + offsets.astype(np.int64) * strides
 
-    def offsets(self, indices: np.ndarray) -> np.ndarray:
-        """The inverse of `indices`: the row of each lane's element (`offset_dtype`, shape (k,))."""
-        starts, strides = self.starts_and_strides()
-        return ((indices - starts) // strides).astype(self.offset_dtype)
-
     def starts_and_strides(self) -> tuple[np.ndarray, np.ndarray]:
         """Each lane's first element and the distance between its elements (int64, shape (k,) both)."""
         lane = np.arange(self.k, dtype=np.int64)

@@ -10,7 +10,7 @@ import torch
 from parallel.made_up import gradients
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.diagnostics import COLUMNS, NAMES, Piece, draw, look, quantiles
+from scalecom_hvd.diagnostics import COLUMNS, NAMES, Piece, draw, look
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.reference import select
 from scalecom_hvd.torch import probe
@@ -278,12 +278,6 @@ def test_nothing_but_zeros():
     for name in ("residue_distance", "accumulator_distance", "distance_to_top_k", "contraction", "energy_sent", "quantile_correlation"):
         assert numbers[name] is None
     assert numbers["sent_density"] == 0
-
-
-def test_quantiles():
-    residues = np.random.default_rng(0).standard_normal((3, 1001))
-    got = quantiles(residues, [0, 0.5, 1])
-    np.testing.assert_array_equal(got, np.stack([residues.min(1), np.median(residues, 1), residues.max(1)], axis=1))
 
 
 def rows_of(path):

@@ -33,19 +33,18 @@ def test_k_is_the_rate_promised(numel, rate):
 
 @given(numels, rates, st.randoms(use_true_random=False))
 @settings(max_examples=300, deadline=None)
-def test_offsets_and_indices_are_each_others_inverse(numel, rate, random):
+def test_offsets_tell_an_element_of_each_lane(numel, rate, random):
     lanes = Lanes(numel, rate)
     starts, strides = lanes.starts_and_strides()
     lengths = (np.where(np.arange(lanes.k) < lanes.full_lanes, starts + (lanes.rows - 1) * strides, numel - 1) - starts) // strides + 1
     offsets = np.array([random.randrange(int(n)) for n in lengths])
     assert offsets.max() < lanes.rows
     assert offsets.max() <= np.iinfo(lanes.offset_dtype).max
-    indices = lanes.indices(offsets)
+    indices = lanes.indices(offsets.astype(lanes.offset_dtype))
+    assert np.array_equal((indices - starts) // strides, offsets)
     assert len(set(indices.tolist())) == lanes.k
     assert indices.min() >= 0
     assert indices.max() < numel
-    assert np.array_equal(lanes.offsets(indices), offsets)
-    assert lanes.offsets(indices).dtype == lanes.offset_dtype
 
 
 @given(numels, rates)

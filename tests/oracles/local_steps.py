@@ -4,7 +4,7 @@ x: the common parameters, x_i: worker i's, started from x at its last synchronis
 
     every step:  x_i <- update_i(x_i, gradient_i)
     workers that synchronise after it:    change_i = start_i - x_i;  all others: no part in the exchange
-    exchange:    x <- x - (1/n) * sum_i sent_i, with error compensation as in reference_methods.py
+    exchange:    x <- x - (1/n) * sum_i sent_i, with error compensation as in methods.py
     those again: x_i <- x, start_i <- x
 
 Imports NumPy, schedule and the oracle of the methods alone.
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from oracles.methods import MethodReference
 
-from scalecom_hvd.reference_methods import MethodReference
 from scalecom_hvd.schedule import Schedule
 
 Arrays = dict[str, np.ndarray]
