@@ -1,13 +1,14 @@
-"""The oracle of local steps: Qsparse-local-SGD (Basu et al., 2019, arXiv 1906.02367), algorithms 1 and 2, in plain NumPy.
+"""The oracle of local steps in plain NumPy: Qsparse-local-SGD, algorithms 1 and 2.
 
-x: the common parameters, x_i: worker i's, started from x at its last synchronisation, `starts[i]`.
+From Basu et al., 2019, arXiv 1906.02367. x: the common parameters. x_i: worker i's, started from x
+at its last synchronisation, `starts[i]`.
 
     every step:  x_i <- update_i(x_i, gradient_i)
-    workers that synchronise after it:    change_i = start_i - x_i;  all others: no part in the exchange
-    exchange:    x <- x - (1/n) * sum_i sent_i, with error compensation as in methods.py
-    those again: x_i <- x, start_i <- x
+    workers that synchronise after it:  change_i = start_i - x_i; all others have no part
+    they average:  x <- x - (1/n) * sum_i sent_i, with error compensation as in methods.py
+    those again:  x_i <- x, start_i <- x
 
-Imports NumPy, schedule and the oracle of the methods alone.
+Imports NumPy, schedule and the oracle of the methods only.
 """
 
 from __future__ import annotations
@@ -25,38 +26,49 @@ Arrays = dict[str, np.ndarray]
 class LocalStepsReference:
     """n workers with parameters of their own.
 
-    exchange: what averages changes, with a residue for each worker.  parameters: {name: array}, where all begin.
-    update: gives worker i's new parameters from its old ones and its gradients, its own optimizer's step.
+    Args:
+        method: averages changes, with a residue for each worker.
+        parameters: {name: array}, where all begin.
+        schedule: when workers synchronise.
+        update: gives worker i's new parameters from its old ones and its gradients, its own
+            optimizer's step.
+
+    Attributes:
+        common: x.
+        workers: every worker's x_i.
+        starts: every worker's start_i.
+        taken: how many steps were taken.
     """
 
     def __init__(
         self,
-        exchange: MethodReference,
+        method: MethodReference,
         parameters: Mapping[str, np.ndarray],
         schedule: Schedule,
         update: Callable[[int, Arrays, Arrays], Arrays],
     ) -> None:
-        n = exchange.n_workers
-        self.exchange, self.schedule, self.update = exchange, schedule, update
+        n = method.n_workers
+        self.method, self.schedule, self.update = method, schedule, update
         self.common: Arrays = {name: value.copy() for name, value in parameters.items()}
         self.workers: list[Arrays] = [dict(self.common) for _ in range(n)]
         self.starts: list[Arrays] = [dict(self.common) for _ in range(n)]
         self.taken = 0
 
     def step(self, grads: Sequence[Arrays]) -> None:
-        """Every worker's own step, and the exchange, if it is due."""
+        """Every worker's own step, and the synchronisation, if one is due."""
         n = len(self.workers)
-        self.workers = [self.update(i, mine, grad) for i, (mine, grad) in enumerate(zip(self.workers, grads, strict=True))]
+        self.workers = [self.update(i, self.workers[i], grads[i]) for i in range(n)]
         self.taken += 1
         due = self.schedule.due(self.taken, n)
         if not due:
             return
-        self.exchange.present = due if self.schedule.asynchronous else None
-        changes = [
-            {name: self.starts[i][name] - self.workers[i][name] if i in due else np.zeros_like(x) for name, x in self.common.items()}
-            for i in range(n)
-        ]
-        averages = self.exchange.step(changes)
+        self.method.senders = due if self.schedule.asynchronous else None
+        averages = self.method.step([self._change(i, i in due) for i in range(n)])
         self.common = {name: x - averages[name] for name, x in self.common.items()}
         for i in due:
             self.workers[i], self.starts[i] = dict(self.common), dict(self.common)
+
+    def _change(self, i: int, is_due: bool) -> Arrays:
+        if not is_due:
+            return {name: np.zeros_like(x) for name, x in self.common.items()}
+        return {name: self.starts[i][name] - self.workers[i][name] for name in self.common}

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from scalecom_hvd.buckets import cut
+from scalecom_hvd.bucket_layout import cut
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.accumulators import Accumulators
 from scalecom_hvd.torch.bucket import Bucket, Wait
