@@ -1,4 +1,7 @@
-"""The paper's guide to per-layer rates: layers that compute much per gradient are compressed less."""
+"""The paper's guide to per-layer rates: layers that compute much per gradient are compressed less.
+
+Users call it once, before training. Imports PyTorch only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-# FLOPs per gradient element at a mini-batch of 32 per worker, and the rate from there on (Chen et al., section 4).
+# FLOPs per gradient element at a mini-batch of 32 per worker, and the rate from there on (Chen et
+# al., NeurIPS 2020, arXiv 2104.11125, section 4).
 GUIDE = ((196, 25.0), (128, 50.0), (0, 400.0))
 GUIDE_BATCH = 32
 
@@ -18,13 +22,27 @@ GUIDE_BATCH = 32
 def rates_from_flops(
     model: torch.nn.Module, example_inputs: Any, batch_size: int
 ) -> dict[str, float]:
-    """A rate for every trained parameter of the model, to be passed as ScaleCom(rates=...): 25, 50 or 400, and 1 for the first layer.
+    """A rate for every trained parameter of the model, to be passed as ScaleCom(rates=...).
 
-    example_inputs: one batch as the model takes it: a tensor, a tuple of positional or a dict of keyword arguments. It is run
-    once, forward only, without gradients.  batch_size: how many samples it holds; FLOPs are scaled from it to the guide's 32.
-    A layer is a module with parameters of its own; its FLOPs are those of its forward pass, counted by torch.utils.flop_counter on
-    the CPU or wherever the model is. A module that is never called itself (the output projection of nn.MultiheadAttention) counts
-    as part of the one around it.
+    A layer is a module with parameters of its own. Its FLOPs are those of its forward pass, counted
+    by torch.utils.flop_counter on the CPU or wherever the model is. A module that is never called
+    itself (the output projection of nn.MultiheadAttention) counts as part of the one around it.
+
+    Args:
+        model: the model; it is run once, forward only, without gradients.
+        example_inputs: one batch as the model takes it: a tensor, a tuple of positional or a dict
+            of keyword arguments.
+        batch_size: how many samples the batch holds. FLOPs are scaled from it to the guide's 32.
+
+    Returns:
+        {parameter's name: rate}: 25, 50 or 400, and 1 for the first layer.
+
+    Raises:
+        ValueError: the batch has no samples, or the model no parameters that are trained.
+
+    Example:
+        rates = hvd.rates_from_flops(model, images, batch_size=len(images))
+        compression = hvd.ScaleCom(rates=rates)
     """
     if batch_size < 1:
         raise ValueError(
@@ -54,39 +72,34 @@ def rates_from_flops(
     rates = {}
     for layer, names in owned.items():
         per_gradient = flops.get(layer, 0) * GUIDE_BATCH / batch_size / sizes[layer]
-        rates.update(
-            dict.fromkeys(
-                names,
-                1.0
-                if layer == first
-                else next(rate for least, rate in GUIDE if per_gradient >= least),
-            )
-        )
+        guided = next(rate for least, rate in GUIDE if per_gradient >= least)
+        rates.update(dict.fromkeys(names, 1.0 if layer == first else guided))
     return {name: rates[name] for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _count(
-    model: torch.nn.Module, layers: dict[str, torch.nn.Module], example_inputs: Any
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], example_inputs: Any
 ) -> dict[str, int]:
-    """{layer: FLOPs of its forward passes}, in the order of their first call; layers that were never called are missing."""
+    """{layer: FLOPs of its forward passes}, in the order of their first call.
+
+    Layers that were never called are missing.
+    """
     flops: dict[str, int] = {}
-    handles = []
+    handles: list[torch.utils.hooks.RemovableHandle] = []
     training = {module: module.training for module in model.modules()}
     with FlopCounterMode(display=False) as counter, _countable():
         for name, module in layers.items():
             started: list[int] = []
 
-            def before(_module, _args, name=name, started=started):
+            def before(*_: object, name: str = name, started: list[int] = started) -> None:
                 flops.setdefault(name, 0)
                 started.append(counter.get_total_flops())
 
-            def after(_module, _args, _output, name=name, started=started):
+            def after(*_: object, name: str = name, started: list[int] = started) -> None:
                 flops[name] += counter.get_total_flops() - started.pop()
 
-            handles += [
-                module.register_forward_pre_hook(before),
-                module.register_forward_hook(after),
-            ]
+            handles.append(module.register_forward_pre_hook(before))
+            handles.append(module.register_forward_hook(after))
         model.eval()
         try:
             with torch.no_grad():
@@ -101,7 +114,7 @@ def _count(
 
 @contextlib.contextmanager
 def _countable() -> Iterator[None]:
-    """Without the fused LSTM and attention of the CPU, whose FLOPs the counter does not know (it counts them as none)."""
+    """Without the fused LSTM and attention of the CPU: the counter counts their FLOPs as none."""
     fast_attention = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

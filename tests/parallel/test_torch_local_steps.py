@@ -9,10 +9,10 @@ import pytest
 import rules
 import torch
 from models import feed, gradients, parameters, same_on_all_ranks
+from oracles import methods as oracle
+from oracles.local_steps import LocalStepsReference
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import reference_methods as oracle
-from scalecom_hvd.reference_local import LocalStepsReference
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.exchange.kernels import positions_of
 

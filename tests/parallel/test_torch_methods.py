@@ -12,9 +12,9 @@ import pytest
 import rules
 import torch
 from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+from oracles import methods as oracle
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}

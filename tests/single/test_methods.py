@@ -5,10 +5,10 @@ import functools
 import numpy as np
 import pytest
 import torch
+from oracles import methods as oracle
 from parallel.made_up import gradients
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.lanes import Lanes, Positions
 from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.exchange.methods.g_top_k import merge

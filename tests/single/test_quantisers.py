@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from oracles import methods as oracle
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.exchange.quantisers import CHUNK, Unrounded, pack_levels, quantiser_of, unpack_levels
