@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from scalecom_hvd.buckets import Layout
+from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import ScaleComConfig, float16_limit
+from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.kernels import Units, kernel_for
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, dtype_of, read, shape_of
 from scalecom_hvd.tensorflow.transport import Transport
@@ -70,7 +71,7 @@ class Bucket:
         self._progress, self._transport, self._config = progress, transport, config
         dtype = dtype_of(variables[names[0]])
         self._dense_dtype = tf.float64 if dtype == tf.float64 else tf.float32
-        # Where values travel in float16, nothing is dense (reducer._split), and the count of workers is exact.
+        # Where values travel in float16, nothing is dense (reducer's kinds), and the count of workers is exact.
         self.wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
         self._average_dtype = self._dense_dtype if self.wire_dtype == tf.float16 else self.wire_dtype
         geometries = {tensor.name: tensor.geometry for tensor in self.compressed}
@@ -79,10 +80,6 @@ class Bucket:
             device = tf.DeviceSpec.from_string(self.compressed[0].residue.device or "/device:CPU:0").device_type
             same_width = (self.compressed[0].dtype == tf.float64) == (dtype == tf.float64)
             self._kernel = kernel_for(device, config.selection, same_width)(geometries)
-
-    def leader(self, step: Any, size: Any) -> Any:
-        """The position of the rank that chooses at a step."""
-        return (step + (self.number if self._config.leader == "staggered" else 0)) % size
 
     @property
     def dense_bytes(self) -> int:
@@ -170,7 +167,8 @@ class Bucket:
 
     def _chooses(self, now: Now, later: int) -> tf.Tensor:
         """Whether this rank is the leader so many steps later."""
-        return tf.equal(self.leader(now.step + later, tf.cast(now.size, tf.int64)), tf.cast(now.position, tf.int64))
+        chooser = leader(now.step + later, self.number, tf.cast(now.size, tf.int64), self._config.leader == "staggered")
+        return tf.equal(chooser, tf.cast(now.position, tf.int64))
 
     def _in_layout(self) -> list[str]:
         return sorted(self.layout.offsets, key=lambda name: self.layout.offsets[name].start)

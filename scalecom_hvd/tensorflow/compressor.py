@@ -22,8 +22,9 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
+from scalecom_hvd.agreement import Names
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.state import STATE_VERSION, check_finite, check_residues, check_state
+from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
 from scalecom_hvd.tensorflow.reducer import Arguments, Reducer, reduction
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, runs_eagerly, set_value, shape_of, value_of
 from scalecom_hvd.tensorflow.transport import Transport, is_elastic
@@ -358,7 +359,7 @@ def meet() -> None:
         for label, reducer in compressor.exchanges().items():
             same = sum(1 for other in mine if other.partition(".")[0] == label)
             mine[f"{label}.{same}" if same else label] = reducer
-    transport = Transport(horovod.global_process_set, horovod.Average, 1.0, "")
+    transport = Transport(horovod.global_process_set, horovod.Average, 1.0, "", Names())
     everyone = transport.exchange_objects({label: reducer.agreement() for label, reducer in mine.items()}, "agreements")
     agreed: dict[str, dict[str, Any]] = {}
     for theirs in reversed(everyone):  # the first rank's word counts, like its weights

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from scalecom_hvd import native
-from scalecom_hvd.buckets import Layout
+from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import Lanes, Positions
 
@@ -42,7 +42,7 @@ class Kernel(Protocol):
     """The moves of one step. m: residues, g: gradients times `scale`, with zero for bad elements, I: the indices.
 
     An element of g is bad unless |g| <= config.largest_gradient, a value of what is sent if it is not finite.
-    grads, residues: (N,) each, in the order of the geometries.  offsets: bytes, as laid out by buckets.Layout; none, (0,), where a rank
+    grads, residues: (N,) each, in the order of the geometries.  offsets: bytes, as laid out by Layout; none, (0,), where a rank
     does not choose.  values: (k,) of all tensors together, in the wire dtype.  bad: how many elements are (int64 scalar).
     """
 

@@ -25,16 +25,15 @@ from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
-from horovod.common.util import split_list
 
-import scalecom_hvd
-from scalecom_hvd.agreement import check_operation, compare_ranks, digest_of, latest_step, warn_of_half_sums
-from scalecom_hvd.buckets import cut, traffic
+from scalecom_hvd.agreement import Names, agree, check_operation, compare_ranks, describe, digest_of, warn_of_half_sums
+from scalecom_hvd.bucket_layout import group_names, split, step_stats
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.health import GROWTH_WARNING, LOOK_EVERY, check_length, check_share_whole, growth_limit, keep_growing
+from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.bucket import Bucket, Now
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, dtype_of, read, runs_eagerly, set_value, shape_of, value_of
 from scalecom_hvd.tensorflow.transport import Transport, is_elastic
+from scalecom_hvd.training_warnings import GROWTH_WARNING, LOOK_EVERY, check_length, check_share_whole, growth_limit, keep_growing
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -91,7 +90,10 @@ class Reducer:
         self._count_ranks = tf.function(lambda fact: self._transport.sum(fact, "more"), autograph=False)
         self._rates = rates
         self.arguments = arguments
-        self._transport = Transport(arguments.process_set, arguments.op, arguments.gradient_predivide_factor, arguments.device_dense)
+        self._names = Names()
+        self._transport = Transport(
+            arguments.process_set, arguments.op, arguments.gradient_predivide_factor, arguments.device_dense, self._names
+        )
 
     # The agreement, once: it blocks, so it happens only where every rank surely is, at the first call for these variables.
 
@@ -99,17 +101,16 @@ class Reducer:
         """Compare settings and tensors of all ranks, and settle on members, names and the step; raises RuntimeError on all alike."""
         mine = self._describe(sparse) | {
             "present": list(present),
-            "name": self._transport.claim_name(),
+            "name": self._names.claim(),
             "step": int(value_of(self.progress.step)) if runs_eagerly() else 0,
             "ahead": bool(value_of(self.progress.ahead)) if runs_eagerly() else False,
         }
         everyone = self._transport.exchange_objects(mine, "agreement")
-        compare_ranks(everyone, tuple(self._description))
+        step = agree(everyone, tuple(self._description), self._names)
         check_length(self.config.planned_steps, self.config.warmup_steps, self._rates.values())
         check_share_whole(self._rates, {name: math.prod(shape_of(self.variables[name])) for name in self._rates if name in self.variables})
         warn_of_half_sums(self.config.wire_dtype == "float16", horovod)
-        self.settle({name for other in everyone for name in other["present"]}, max(other["name"] for other in everyone))
-        step = latest_step([other["step"] for other in everyone])
+        self._make_buckets({name for other in everyone for name in other["present"]})
         if runs_eagerly():
             set_value(self.progress.step, step)
             if not all(other["ahead"] for other in everyone):
@@ -125,16 +126,12 @@ class Reducer:
 
     def _describe(self, sparse: Sequence[str]) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        self._description = {
-            "version": scalecom_hvd.__version__,
-            "settings": self.config.to_dict() | {"sparse_as_dense": self.arguments.sparse_as_dense},
-            "tensors": {
-                name: [list(shape_of(variable)), dtype_of(variable).name, f"rate {self._rates[name]:g}"]
-                for name, variable in sorted(self.variables.items())
-            },
-            "groups": self._groups(list(self.variables)),
-            "sparse gradients": list(sparse),
+        tensors = {
+            name: (list(shape_of(variable)), dtype_of(variable).name, f"rate {self._rates[name]:g}")
+            for name, variable in self.variables.items()
         }
+        settings = {"sparse_as_dense": self.arguments.sparse_as_dense}
+        self._description = describe(self.config.to_dict(), settings, tensors) | {"groups": self._groups, "sparse gradients": list(sparse)}
         return dict(self._description)
 
     def lacks(self, given: set[str]) -> bool:
@@ -152,13 +149,14 @@ class Reducer:
         """What ranks that come later must know. ahead: a digest of look-ahead's offsets, if there are any."""
         progress = self.progress.as_dict()
         ahead = digest_of(progress["offsets"])
-        return self._description | {"members": sorted(self.members), "name": self.number, "step": progress["step"], "ahead": ahead}
+        return self._description | {"members": sorted(self.members), "name": self._names.number, "step": progress["step"], "ahead": ahead}
 
     def join(self, agreed: Mapping[str, Any], sparse: Sequence[str], given: set[str]) -> None:
         """Take part in what other ranks agreed on (`agreement`). Raises RuntimeError where this rank's settings or tensors are others, or
         in a traced function has gradients that the others' functions, which are not traced again, do not send."""
         compare_ranks([*[agreed] * self._transport.position, self._describe(sparse)], tuple(self._description))
-        self.settle(set(agreed["members"]), agreed["name"])
+        self._names.use(agreed["name"])
+        self._make_buckets(set(agreed["members"]))
         more = sorted(given - self.members)
         if more and not tf.executing_eagerly():
             raise RuntimeError(
@@ -177,45 +175,33 @@ class Reducer:
         if not ahead:
             set_value(self.progress.ahead, False)
 
-    def settle(self, members: set[str], name: int) -> None:
-        """Take up what was agreed on, and make the buckets."""
-        self.members, self.number = members, name
-        self._transport.use_name(name)
+    def _make_buckets(self, members: set[str]) -> None:
+        """Take up which variables have a gradient on some rank."""
+        self.members = members
         # Backward gives the last layers' gradients first.
-        order = [name for name in reversed(self.variables) if name in members]
-        groups = self._groups(list(self.variables))
-        plan = (
-            self._split(order, self.config.bucket_bytes)
-            if groups is None
-            else [part for group in groups for part in self._split([name for name in group if name in members], None)]
-        )
+        groups, limit = self._groups, None
+        if groups is None:
+            groups, limit = [list(reversed(self.variables))], self.config.bucket_bytes
+        plan = [part for group in groups for part in split((n for n in group if n in members), self._kind_of, self._bytes_of, limit)]
         self.buckets = [
             Bucket(b, names, self.variables, self.tensors, self.progress, self._transport, self.config) for b, names in enumerate(plan)
         ]
 
-    def _groups(self, names: list[str]) -> list[list[str]] | None:
-        """Horovod's `groups` (a number of groups, or lists of variables; one in no list is a group of its own) as lists of names."""
+    @property
+    def _groups(self) -> list[list[str]] | None:
+        """Horovod's `groups` as lists of names."""
         groups = self.arguments.groups
-        if groups is None:
-            return None
-        if not isinstance(groups, list):
-            return [list(part) for part in split_list(names, groups)]
-        known = {variable.ref(): name for name, variable in self.variables.items()}
-        grouped = [[known[v.ref()] for v in group if v.ref() in known] for group in groups]
-        listed = {name for group in grouped for name in group}
-        return [group for group in grouped if group] + [[name] for name in names if name not in listed]
+        keys = groups if groups is None or isinstance(groups, int) else [[id(variable) for variable in group] for group in groups]
+        return group_names(keys, {id(variable): name for name, variable in self.variables.items()})
 
-    def _split(self, names: list[str], limit: int | None) -> list[list[str]]:
-        """Buckets of one device, dtype and wire dtype each, of at most `limit` bytes of gradients where variables are not larger."""
-        kinds: dict[Any, list[str]] = {}
-        for name in names:
-            variable, tensor = self.variables[name], self.tensors.get(name)
-            dense_dtype = tf.float64 if dtype_of(variable) == tf.float64 else tf.float32
-            kinds.setdefault((variable.device, dtype_of(variable), tensor.wire_dtype if tensor else dense_dtype), []).append(name)
-        if limit is None:
-            return list(kinds.values())
-        sizes = {name: self.variables[name].shape.num_elements() * self.variables[name].dtype.size for name in names}
-        return [bucket for kind in kinds.values() for bucket in cut([sizes[name] for name in kind], kind, limit)]
+    def _kind_of(self, name: str) -> tuple[str, tf.DType, tf.DType]:
+        """Its device, dtype, and dtype on the wire."""
+        variable, tensor = self.variables[name], self.tensors.get(name)
+        dense_dtype = tf.float64 if dtype_of(variable) == tf.float64 else tf.float32
+        return variable.device, dtype_of(variable), tensor.wire_dtype if tensor else dense_dtype
+
+    def _bytes_of(self, name: str) -> int:
+        return self.variables[name].shape.num_elements() * self.variables[name].dtype.size
 
     # One step.
 
@@ -311,21 +297,20 @@ class Reducer:
         whole, step = bool(value_of(self.progress.whole)), int(value_of(self.progress.step))
         compressing = [bucket for bucket in self.buckets if bucket.compressed]
         with_offsets = compressing if self.config.lookahead or not whole else []
-        offsets = sum(bucket.layout.offsets_bytes for bucket in with_offsets)
-        values = 0 if whole else sum(bucket.values_bytes for bucket in self.buckets)
-        dense = sum(bucket.whole_bytes if whole else bucket.dense_bytes for bucket in self.buckets)
-        elements = {name: self.variables[name].shape.num_elements() for name in self.members}
-        sent = elements if whole else elements | {n: t.geometry.k for n, t in self.tensors.items() if n in elements}
+        size = self._transport.size
         return {
             "step": step,
             "skipped_steps": int(value_of(self.progress.skipped)),
-            "leader": self.buckets[0].leader(max(step - 1, 0), self._transport.size) if self.buckets else 0,
-            "bytes_offsets": offsets,
-            "bytes_values": values,
-            "bytes_dense": dense,
-            "bytes_traffic": traffic(self._transport.size, offsets, values + dense),
-            "rate": sum(elements.values()) / max(sum(sent.values()), 1),
-            "collectives": len(with_offsets) + (len(self.members) if whole else len(self.buckets)),
+            **step_stats(
+                size,
+                leader(max(step - 1, 0), 0, size, self.config.leader == "staggered"),
+                elements={name: self.variables[name].shape.num_elements() for name in self.members},
+                chosen={} if whole else {name: tensor.geometry.k for name, tensor in self.tensors.items()},
+                collectives=len(with_offsets) + (len(self.members) if whole else len(self.buckets)),
+                offsets=sum(bucket.layout.offsets_bytes for bucket in with_offsets),
+                values=0 if whole else sum(bucket.values_bytes for bucket in self.buckets),
+                dense=sum(bucket.whole_bytes if whole else bucket.dense_bytes for bucket in self.buckets),
+            ),
             "residue_ratio": self._ratio(),
         }
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes, geometry
-from scalecom_hvd.state import check_offsets
+from scalecom_hvd.saved_state import check_offsets
 from scalecom_hvd.tensorflow.transport import runs_eagerly
 
 

@@ -14,7 +14,7 @@ import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 
-from scalecom_hvd.agreement import NamedExchange
+from scalecom_hvd.agreement import Names
 
 
 def is_elastic() -> bool:
@@ -47,14 +47,15 @@ def _named_in_errors(operation: str) -> Any:
     return tf.name_scope(operation)
 
 
-class Transport(NamedExchange):
+class Transport:
     """Horovod's collectives on a process set; `position` (0 .. size-1) is this rank's place in it.
 
-    op, predivide, device: as in Horovod's DistributedOptimizer (device_dense).
+    op, predivide, device: as in Horovod's DistributedOptimizer (device_dense).  names: of the collectives.
     """
 
-    def __init__(self, process_set: Any, op: Any, predivide: float, device: str) -> None:
+    def __init__(self, process_set: Any, op: Any, predivide: float, device: str, names: Names) -> None:
         self._process_set = process_set
+        self._names = names
         self._device = device
         self._averages = op == horovod.Average
         self._summation = {"op": horovod.Sum, "process_set": process_set, "device_dense": device, "ignore_name_scope": True}
@@ -81,11 +82,11 @@ class Transport(NamedExchange):
         A gather, not a broadcast: a broadcast's root is fixed when the graph is made (mpi_ops.cc:988), and the leader changes every step.
         """
         with tf.device(self._device), _named_in_errors("HorovodAllgather"):
-            return horovod.allgather(offsets, name=f"{self._prefix}.{name}", ignore_name_scope=True, process_set=self._process_set)
+            return horovod.allgather(offsets, name=self._names(name), ignore_name_scope=True, process_set=self._process_set)
 
     def sum(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
         with _named_in_errors("HorovodAllreduce"):
-            return horovod.allreduce(buffer, name=f"{self._prefix}.{name}", **self._summation)
+            return horovod.allreduce(buffer, name=self._names(name), **self._summation)
 
     def average(self, buffer: tf.Tensor, name: str, size: Any, dtype: tf.DType) -> tf.Tensor:
         """The average over `size` ranks, or with op=Sum the sum, in `dtype`, which for any buffer but float16 is its own.
@@ -97,11 +98,11 @@ class Transport(NamedExchange):
             total = tf.cast(self.sum(buffer, name), dtype)
             return total / tf.cast(size, dtype) if self._averages else total
         with _named_in_errors("HorovodAllreduce"):
-            return horovod.allreduce(buffer, name=f"{self._prefix}.{name}", **self._reduction)
+            return horovod.allreduce(buffer, name=self._names(name), **self._reduction)
 
     def average_each(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         with _named_in_errors("HorovodAllreduce"):
-            return horovod.grouped_allreduce(list(tensors), name=f"{self._prefix}.{name}", **self._reduction)
+            return horovod.grouped_allreduce(list(tensors), name=self._names(name), **self._reduction)
 
     def exchange_objects(self, value: Any, name: str) -> list[Any]:
         """Every rank's JSON value, in order of position. Blocks: all ranks must be here."""
@@ -111,7 +112,7 @@ class Transport(NamedExchange):
             with _named_in_errors("HorovodAllgather"):
                 return [
                     horovod.allgather(
-                        tf.constant(array), name=f"scalecom.{name}{ending}", ignore_name_scope=True, process_set=self._process_set
+                        tf.constant(array), name=self._names(name + ending), ignore_name_scope=True, process_set=self._process_set
                     )
                     for array, ending in ((np.array([payload.size]), ".sizes"), (payload, ""))
                 ]

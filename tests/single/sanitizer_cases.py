@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 
 from scalecom_hvd import native
-from scalecom_hvd.buckets import Layout
+from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, REFUSED
