@@ -59,8 +59,8 @@ def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, 
         model.train_on_batch(tf.random.normal([4, WIDTHS[0]]), tf.zeros([4, WIDTHS[-1]]))
 
     def report() -> dict[str, Any]:
-        (reducer,) = optimizer.compression.reducers()
-        k = {name: [t.geometry.k, t.geometry.numel] for name, t in reducer.tensors.items()}
+        (exchange,) = optimizer.compression.exchanges()
+        k = {name: [t.geometry.k, t.geometry.numel] for name, t in exchange.tensors.items()}
         return optimizer.compression.stats() | {"k": k}
 
     return step, report, hvd.rank()

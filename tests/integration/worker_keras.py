@@ -79,7 +79,7 @@ def main() -> None:
         "custom": acc9(*BOUND, "--loop", "custom", "--lookahead", "--leader", "staggered"),
     }
     # Residues that are never assigned stay zero.
-    with replaced(Bucket, "assign", lambda bucket, result: []):
+    with replaced(Bucket, "commit", lambda bucket, result: []):
         reached["residues thrown away"] = acc9(*BOUND)
     show("REACHED", reached)
 

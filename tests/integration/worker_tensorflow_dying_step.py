@@ -35,7 +35,7 @@ def main() -> None:
     random = np.random.default_rng(hvd.rank())
     everything = [tf.constant(random.standard_normal([2, 4000]), tf.float32) for _ in range(3)]
     step(everything[0])
-    assert len(compressor.reducers()[0].buckets) == 2
+    assert len(compressor.exchanges()[0].buckets) == 2
     before = compressor.state_dict()
     assert all(residue.any() for residue in before["residues"].values())
     dies.assign(True)

@@ -44,7 +44,7 @@ def run_against_reference(dtype=np.float32, steps=12, shapes=ODD_SHAPES, toleran
         everyone = [gradients(shapes, r, number, dtype) for r in range(n)]
         got = step(everyone[rank])
         if number == 0:
-            buckets = compressor.reducers()[0].buckets
+            buckets = compressor.exchanges()[0].buckets
             reference.bucket_of = {name: bucket.number for bucket in buckets for name in bucket.names}
         averages = reference.step(everyone)
         for name, average in averages.items():

@@ -147,7 +147,7 @@ def test_several_models_and_optimizers_in_one_process():
     for model in models:
         model.fit(*examples(hvd.rank()), 8, verbose=0)
     assert all(same_on_all_ranks(model.variables) for model in models)
-    assert len(shared.reducers()) == 2
+    assert len(shared.exchanges()) == 2
     assert {name.partition("_")[0] for name in shared.state_dict()["residues"]} == {"one", "two"}
 
 
@@ -161,7 +161,7 @@ def test_horovod_tensorflow_given_a_keras_optimizer():
     model.fit(*inputs(hvd.rank()), batch_size=24, verbose=0)
     came_in = sum(inputs(rank)[0].mean(0) for rank in range(hvd.size()))[:, None]
     np.testing.assert_allclose(-model.trainable_variables[0].numpy(), came_in, rtol=1e-4, atol=1e-5)
-    assert len(optimizer.compression.reducers()[0].buckets) == 2
+    assert len(optimizer.compression.exchanges()[0].buckets) == 2
 
 
 def test_groups_of_variables():
@@ -169,7 +169,7 @@ def test_groups_of_variables():
     groups = [[model.layers[0].kernel, model.layers[2].bias], [model.layers[1].kernel]]
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS[0](), compression=scalecom(), groups=groups)
     fit(model, optimizer)
-    assert [bucket.names for bucket in optimizer.compression.reducers()[0].buckets] == [
+    assert [bucket.names for bucket in optimizer.compression.exchanges()[0].buckets] == [
         ["first/kernel", "head/bias"],
         ["second/kernel"],
         ["first/bias"],

@@ -20,7 +20,7 @@ def test_gradient_dtypes(dtype, lookahead):
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_staggered_leaders_of_many_buckets(lookahead):
     compressor = run_against_reference(rate=20, beta=0.5, leader="staggered", bucket_bytes=20_000, lookahead=lookahead)
-    assert len(compressor.reducers()[0].buckets) >= 4
+    assert len(compressor.exchanges()[0].buckets) >= 4
 
 
 @pytest.mark.parametrize("lookahead", [False, True])

@@ -300,18 +300,18 @@ def check_operations(library, bucket, beta, scale, wire):
         flag = np.array([chooses])
         updated, chosen, bad = bucket.filter(bucket.residues, beta, scale, CHOOSE_ACCUMULATOR if chooses else CHOOSE_NOTHING)
         inputs = [*bucket.gradients, *bucket.residues, settings, flag]
-        found = operate(library, "ScalecomFilter", bucket, inputs, [*[kind] * n, "uint8", "int64"], False)
+        found = operate(library, "ScalecomAccumulate", bucket, inputs, [*[kind] * n, "uint8", "int64"], False)
         same(found, [*updated, chosen if chooses else [], [bad]])
         rest, values = bucket.gather(bucket.residues, beta, scale, 1, wire)
         updated, chosen, bad = bucket.filter(rest, beta, scale, CHOOSE_RESIDUE if chooses else CHOOSE_NOTHING)
         outputs = [*[kind] * n, wire_name, "uint8", "int64"]
-        found = operate(library, "ScalecomGatherAndFilter", bucket, [*inputs, bucket.offsets], outputs, False)
+        found = operate(library, "ScalecomTakeAndAccumulate", bucket, [*inputs, bucket.offsets], outputs, False)
         same(found, [*updated, values, chosen if chooses else [], [bad]])
     rest, values = bucket.gather(bucket.residues, beta, scale, 1 - beta, wire)
     averages = bucket.scatter(1 / scale, values)
     for forwards in (False, True):
         inputs = [*bucket.residues, *bucket.gradients, settings, bucket.offsets]
-        found = operate(library, "ScalecomGather", bucket, inputs, [*[kind] * n, wire_name, "int64"], forwards)
+        found = operate(library, "ScalecomTake", bucket, inputs, [*[kind] * n, wire_name, "int64"], forwards)
         same(found[:n] + found[values_at], [*rest, values, [0]])
         inputs = [*bucket.gradients, settings, bucket.offsets, values]
         same(operate(library, "ScalecomScatter", bucket, inputs, [grad_dtype] * n, forwards), averages)
@@ -323,7 +323,7 @@ def check_refusals(library, random):
     settings, outputs = np.array([1.0, 1.0, LIMIT]), ["float32", "float32", "int64"]
 
     def gather(gradient, residue, offsets):
-        return operate(library, "ScalecomGather", bucket, [residue, gradient, settings, offsets], outputs, False)
+        return operate(library, "ScalecomTake", bucket, [residue, gradient, settings, offsets], outputs, False)
 
     gradient, residue, offsets = bucket.gradients[0], bucket.residues[0], bucket.offsets
     short = Gradient("float32", np.zeros(6400))
@@ -335,7 +335,7 @@ def check_refusals(library, random):
     outside[64] = 1
     assert "outside of their lanes" in gather(gradient, residue, outside)
     inputs = [gradient, residue, settings, np.array([True]), outside]
-    found = operate(library, "ScalecomGatherAndFilter", bucket, inputs, ["float32", "float32", "uint8", "int64"], False)
+    found = operate(library, "ScalecomTakeAndAccumulate", bucket, inputs, ["float32", "float32", "uint8", "int64"], False)
     assert "outside of their lanes" in found
     inputs = [gradient, settings, outside, np.zeros(bucket.layout.n_values, np.float32)]
     assert "outside of their lanes" in operate(library, "ScalecomScatter", bucket, inputs, ["float32"], False)
