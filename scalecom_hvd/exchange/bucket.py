@@ -157,12 +157,11 @@ class Bucket:
     def join_offsets(self, offsets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The inverse of `split_offsets`, without a copy where they are views of one buffer."""
         parts = [offsets[tensor.name] for tensor in self.tensors]
-        base = parts[0]._base
-        if base is not None and base.numel() == self._layout.offsets_bytes:
-            places = [self._layout.offsets[tensor.name].start for tensor in self.tensors]
-            start, byte = base.data_ptr(), [part.data_ptr() for part in parts]
-            if byte == [start + place for place in places]:
-                return base
+        storage = parts[0].untyped_storage()  # views of another dtype do not know what they view
+        starts = [storage.data_ptr() + slot.offsets_at for slot in self._slots]
+        whole = storage.nbytes() == self._layout.offsets_bytes
+        if whole and starts == [part.data_ptr() for part in parts]:
+            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         buffer = self.new_offsets()
         for slot, part in zip(self._slots, parts, strict=True):
             slot.offsets(buffer).copy_(part.view(slot.offsets(buffer).dtype))

@@ -199,7 +199,7 @@ class TorchKernel:
                 part.zero_()
                 copy.zero_()
                 continue
-            positions = positions_of(slot.geometry, slot.offsets(offsets))
+            positions = _checked_positions(slot, offsets)
             value = residue[positions]
             if share != 0:
                 value.add_(usable(step.grad[positions], residue, self._scale)[0].mul_(share))
@@ -219,9 +219,9 @@ class TorchKernel:
     def scatter(self, outputs, offsets, values, share=1.0):
         for slot, output in zip(self._slots, outputs, strict=True):
             kind = torch.float64 if output.dtype == torch.float64 else torch.float32
+            positions = _checked_positions(slot, offsets)
             output.zero_()
             scaled = slot.values(values).to(kind) * (share / self._scale)
-            positions = positions_of(slot.geometry, slot.offsets(offsets))
             output[positions] = scaled.to(output.dtype)
 
     def roll_back(self):
@@ -239,6 +239,19 @@ class TorchKernel:
 
     def commit(self):
         self._steps: list[_Step] = []
+
+
+def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor:
+    """Where a tensor's offsets lie.
+
+    Raises RuntimeError where exact selection's lie outside of it, or one is there twice; on the
+    CPU only, as elsewhere it would wait for the device.
+    """
+    own = slot.offsets(offsets)
+    if own.device.type == "cpu" and isinstance(slot.geometry, Positions):
+        if not slot.geometry.fit(own.numpy()):
+            raise RuntimeError(native.OFFSETS_OUTSIDE)
+    return positions_of(slot.geometry, own)
 
 
 def choose_by_torch(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.Tensor) -> None:

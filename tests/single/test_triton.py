@@ -44,8 +44,8 @@ JITFunction.run = compile_only
 
 sys.path.insert(0, sys.argv[1])
 from test_kernels import DTYPES, all_moves, residue_dtype
-from scalecom_hvd.lanes import geometry
 from scalecom_hvd.exchange.triton_kernel import TritonKernel
+from scalecom_hvd.lanes import geometry
 
 for dtype in DTYPES:
     residue = torch.zeros(900, dtype=residue_dtype(dtype))
@@ -73,7 +73,8 @@ def test_it_is_not_imported_where_nobody_asks_for_it():
     code = (
         "import sys, torch, scalecom_hvd.torch\n"
         "from scalecom_hvd.exchange.kernels import kernel_for\n"
-        "kernel_for(torch.device('cpu'), torch.float32, torch.float32)\n"
+        "from scalecom_hvd.lanes import Lanes\n"
+        "kernel_for(torch.device('cpu'), torch.float32, torch.float32, Lanes(900, 7))\n"
         "print('scalecom_hvd.triton' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -11,12 +11,19 @@ from test_kernels import all_moves, at_the_limit, kernel_on, new_offsets, residu
 
 from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.lanes import geometry
 from scalecom_hvd.exchange import kernels
-from scalecom_hvd.exchange.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Place, TorchKernel, kernel_for
-from scalecom_hvd.exchange.bucket import Moves
-from scalecom_hvd.exchange.residue import CompressedTensor
+from scalecom_hvd.exchange.bucket import Bucket, finished
+from scalecom_hvd.exchange.kernels import (
+    CHOOSE_ACCUMULATOR,
+    CHOOSE_NOTHING,
+    CHOOSE_RESIDUE,
+    TensorSlot,
+    TorchKernel,
+    kernel_for,
+)
+from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.triton_kernel import TritonKernel
+from scalecom_hvd.lanes import geometry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -37,7 +44,7 @@ def some(numel, dtype):
 def assert_alike(geometries, grad_dtypes, choose, wire, kernel=TritonKernel, plain=TorchKernel, shift=0):
     """All moves give the same with both kernels, for tensors that share their buffers. shift: how many elements a gradient lies off."""
     torch.manual_seed(choose)
-    order = sorted(range(len(geometries)), key=lambda i: -geometries[i].offset_dtype.itemsize)  # as moves.py lays them out
+    order = sorted(range(len(geometries)), key=lambda i: -geometries[i].offset_dtype.itemsize)  # as Layout lays them out
     geometries, grad_dtypes = [geometries[i] for i in order], [grad_dtypes[i] for i in order]
     grads = [some(shape.numel, dtype) for shape, dtype in zip(geometries, grad_dtypes, strict=True)]
     residues = [some(shape.numel, residue_dtype(dtype)) for shape, dtype in zip(geometries, grad_dtypes, strict=True)]
@@ -66,9 +73,12 @@ def test_agrees_with_plain_torch_to_the_bit(case):
 
 @pytest.mark.parametrize("choose", CHOICES)
 def test_tensors_of_different_kinds_share_a_kernel(choose):
-    shapes = [(333, 7, "lanes"), (333, 7, "exact"), (900, 300, "lanes"), (1000, 100, "lanes"), (129, 1, "lanes"), (500, 2.5, "exact")]
-    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float64, torch.float32]
-    assert_alike([geometry(*shape) for shape in shapes], dtypes, choose, torch.float16)
+    shapes = [(333, 7), (333, 40_000), (900, 300), (1000, 100), (129, 1), (500, 2.5)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    dtypes += [torch.float16, torch.float64, torch.float32]
+    geometries = [geometry(*shape, "lanes") for shape in shapes]
+    assert {lanes.offset_dtype.itemsize for lanes in geometries} == {1, 2, 4}
+    assert_alike(geometries, dtypes, choose, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,11 +122,11 @@ def test_values_are_rounded_to_float16_as_everywhere(dtype):
     residue = torch.cat([below, middle, -middle, middle * (1 + 2**-40), middle * (1 - 2**-22), beyond]).to(dtype)
     shape = geometry(residue.numel(), 1, "lanes")
 
-    def gather(kernel):
+    def take(kernel):
         values, sent = torch.zeros(2, shape.k, dtype=torch.float16)
-        return kernel.gather(0.7, 1.0, new_offsets(shape).to(values.device), values, sent, 65504), values, sent
+        return kernel.take(0.7, 1.0, new_offsets(shape).to(values.device), values, sent, 65504), values, sent
 
-    for ours, plain in on_both(gather, residue, torch.zeros_like(residue), shape):
+    for ours, plain in on_both(take, residue, torch.zeros_like(residue), shape):
         torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True, check_dtype=False)
 
 
@@ -146,56 +156,56 @@ def test_what_is_beyond_the_largest_counts_as_not_finite(dtype, numel):
     grad[:4] = torch.tensor([taken, -taken, beyond, -beyond], dtype=torch.float64).to(dtype)
     offsets = new_offsets(shape)
 
-    def filter_and_undo(kernel):
+    def accumulate_and_roll_back(kernel):
         chosen = offsets.to(DEVICE if isinstance(kernel, TritonKernel) else "cpu")
-        bad = torch.as_tensor(kernel.filter(0.5, CHOOSE_ACCUMULATOR, chosen))
+        bad = torch.as_tensor(kernel.accumulate(0.5, CHOOSE_ACCUMULATOR, chosen))
         values, sent = torch.zeros(2, shape.k, dtype=residue_dtype(dtype))
-        kernel.gather(0.5, 0.5, chosen, values, sent, 1.0)
-        kernel.undo()
+        kernel.take(0.5, 0.5, chosen, values, sent, 1.0)
+        kernel.roll_back()
         assert int(bad) == 2
         return bad, chosen, values
 
-    for ours, plain in on_both(filter_and_undo, some(numel, residue_dtype(dtype)), grad, shape, scale):
+    for ours, plain in on_both(accumulate_and_roll_back, some(numel, residue_dtype(dtype)), grad, shape, scale):
         assert torch.equal(ours, plain)
         assert ours.isfinite().all()
 
 
-@pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("gathered", [False, True])
-def test_what_was_done_is_undone(filtered, gathered):
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_was_done_is_rolled_back(accumulated, taken):
     shape = geometry(900, 7, "lanes")
     values, sent = torch.zeros(2, shape.k, device=DEVICE)
 
-    def undo(kernel):
+    def roll_back(kernel):
         ours = isinstance(kernel, TritonKernel)
         offsets, *buffers = (t if ours else t.cpu() for t in (new_offsets(shape).to(DEVICE), values, sent))
-        if filtered:
-            kernel.filter(0.3, CHOOSE_NOTHING, None)
-        if gathered:
-            kernel.gather(0.3, 0.7, offsets, *buffers, 1.0)
-        kernel.undo()
+        if accumulated:
+            kernel.accumulate(0.3, CHOOSE_NOTHING, None)
+        if taken:
+            kernel.take(0.3, 0.7, offsets, *buffers, 1.0)
+        kernel.roll_back()
         return ()
 
-    for ours, plain in on_both(undo, torch.randn(900), torch.randn(900), shape, 0.5):
+    for ours, plain in on_both(roll_back, torch.randn(900), torch.randn(900), shape, 0.5):
         assert torch.equal(ours, plain)
 
 
-@pytest.mark.parametrize("move", ["filter", "gather", "gather_and_filter"])
-def test_a_launch_that_fails_is_not_undone(move, monkeypatch):
+@pytest.mark.parametrize("move", ["accumulate", "take", "take_and_accumulate"])
+def test_a_launch_that_fails_is_not_rolled_back(move, monkeypatch):
     """Two dtypes are two launches."""
     shape = geometry(900, 7, "lanes")
     offsets = new_offsets(shape, shape).to(DEVICE)
     values, sent = torch.zeros(2, 2 * shape.k, device=DEVICE)
     residues = [torch.randn(900, device=DEVICE) for _ in range(2)]
     before = [residue.clone() for residue in residues]
-    places = [Place(residue, shape, i * shape.k, i * shape.k) for i, residue in enumerate(residues)]
+    slots = [TensorSlot(own, shape, i * shape.k, i * shape.k) for i, own in enumerate(residues)]
     grads = [torch.randn(900, device=DEVICE), torch.randn(900, device=DEVICE).bfloat16()]
-    kernel = TritonKernel(places, [grad.dtype for grad in grads])
+    kernel = TritonKernel(slots, [grad.dtype for grad in grads])
     kernel.begin(grads, [False, False], 1.0)
     arguments = {
-        "filter": (0.3, CHOOSE_NOTHING, None),
-        "gather": (0.3, 0.7, offsets, values, sent, 1.0),
-        "gather_and_filter": (0.3, offsets, values, sent, 1.0, CHOOSE_NOTHING, None),
+        "accumulate": (0.3, CHOOSE_NOTHING, None),
+        "take": (0.3, 0.7, offsets, values, sent, 1.0),
+        "take_and_accumulate": (0.3, offsets, values, sent, 1.0, CHOOSE_NOTHING, None),
     }[move]
 
     def no_memory():
@@ -205,7 +215,7 @@ def test_a_launch_that_fails_is_not_undone(move, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="made up"):
         getattr(kernel, move)(*arguments)
     assert not torch.equal(residues[0], before[0])
-    kernel.undo()
+    kernel.roll_back()
     assert torch.equal(residues[1], before[1])
     torch.testing.assert_close(residues[0], before[0])
 
@@ -214,7 +224,7 @@ def test_the_average_may_replace_the_gradient():
     grad, shape = torch.randn(900), geometry(900, 7, "lanes")
     values = torch.randn(shape.k)
     with torch.device(DEVICE):
-        kernel = TritonKernel([Place(torch.zeros(900), shape, 0, 0)], [grad.dtype])
+        kernel = TritonKernel([TensorSlot(torch.zeros(900), shape, 0, 0)], [grad.dtype])
         grad, offsets = grad.to(DEVICE), new_offsets(shape).to(DEVICE)
         kernel.begin([grad], [False], 1.0)
         kernel.scatter([grad], offsets, values.to(DEVICE))
@@ -223,32 +233,44 @@ def test_the_average_may_replace_the_gradient():
 
 
 def steps(device, lookahead, wire):
-    """Several steps of `Moves` with the kernel that SCALECOM_KERNEL names, one of them taken back: all that can be seen of them."""
+    """All that can be seen of several steps of a bucket, one of which is rolled back.
+
+    SCALECOM_KERNEL names the kernel.
+    """
     torch.manual_seed(0)
-    config = ScaleComConfig(rate=7, beta=0.3, wire_dtype=wire)
-    parameters = [torch.zeros(shape, device=device) for shape in ((30, 40), (500,), (7, 9, 11))]
-    tensors = [CompressedTensor(str(i), p, rate, config) for i, (p, rate) in enumerate(zip(parameters, (7, 300, 2.5), strict=True))]
-    moves, seen = Moves(tensors), []
-    offsets, ahead = moves.new_offsets(device), moves.new_offsets(device)
-    values = torch.zeros(moves.n_values, dtype=tensors[0].wire_dtype, device=device)
+    rates = {"0": 7, "1": 300, "2": 2.5}
+    config = ScaleComConfig(beta=0.3, wire_dtype=wire, rates=rates, dense=(), min_numel=0)
+    parameters = {
+        name: torch.nn.Parameter(torch.zeros(shape, device=device))
+        for name, shape in zip(rates, ((30, 40), (500,), (7, 9, 11)), strict=True)
+    }
+    residues = Residues(config)
+    residues.attach(parameters)
+    bucket, seen, ahead = Bucket(0, list(rates), parameters, residues, ranks=2), [], None
     for step in range(4):
-        grads = [torch.randn(tensor.residue.numel()).to(device) for tensor in tensors]
-        moves.begin(grads, 0.5, [False, step == 3, False])
+        grads = {n: torch.randn(p.numel()).to(device) for n, p in parameters.items()}
+        parameters["1"].requires_grad_(step != 3)
+        bucket.begin(0.5, grads=grads)
         if lookahead and step == 0:
-            moves.choose_without_filter(ahead)
+            ahead = bucket.choose_without_accumulating()
         if lookahead:
-            offsets.copy_(ahead)
-            bad = moves.gather_and_filter(offsets, values, 2, ahead)
+            offsets = ahead
+            values, ahead = finished(bucket.take_and_accumulate(offsets, choose=True))
         else:
-            bad = moves.filter(offsets) + moves.gather(offsets, values, 2)
-        seen += [torch.as_tensor(bad), offsets, ahead, values]
+            offsets = finished(bucket.accumulate(choose=True))
+            values = finished(bucket.take(offsets))
+            ahead = offsets
+        seen += [torch.as_tensor(bucket.bad), offsets, ahead, values]
         if step == 2:
-            moves.undo()
+            bucket.roll_back()
         else:
-            moves.scatter(grads, offsets, values)
-            moves.finish()
-        seen += [*grads, *(tensor.residue for tensor in tensors)]
-        seen = [tensor.cpu().clone() if i >= len(seen) - 10 else tensor for i, tensor in enumerate(seen)]
+            bucket.receive(offsets, values)
+            bucket.commit()
+        seen += [*grads.values(), *(tensor.residue for tensor in bucket.tensors)]
+        bucket.forget()
+        seen = [
+            tensor.cpu().clone() if i >= len(seen) - 10 else tensor for i, tensor in enumerate(seen)
+        ]
     return seen
 
 
@@ -261,7 +283,7 @@ def test_steps_agree_with_the_native_kernel(lookahead, wire, monkeypatch):
         assert torch.equal(mine, native)
 
 
-MOVES = ["begin", "filter", "gather", "gather_and_filter", "scatter", "undo", "finish"]
+MOVES = ["begin", "accumulate", "take", "take_and_accumulate", "scatter", "roll_back", "commit"]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device: only there can a move wait for one")
@@ -293,26 +315,29 @@ def asks(monkeypatch):
 
 def test_which_tensors_it_serves(asks):
     asks("triton")
-    device = torch.device(DEVICE)
-    assert kernel_for(device, torch.bfloat16, torch.float32) is TritonKernel
-    assert kernel_for(device, torch.float64, torch.float32) is TorchKernel
+    device, lanes = torch.device(DEVICE), geometry(900, 7, "lanes")
+    assert kernel_for(device, torch.bfloat16, torch.float32, lanes) is TritonKernel
+    assert kernel_for(device, torch.float64, torch.float32, lanes) is TorchKernel
+    exact = geometry(900, 7, "exact")
+    assert kernel_for(device, torch.bfloat16, torch.float32, exact) is TorchKernel
     with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but it is for CUDA devices, not for 'meta'"):
-        kernel_for(torch.device("meta"), torch.float32, torch.float32)
+        kernel_for(torch.device("meta"), torch.float32, torch.float32, lanes)
 
 
 def test_the_cpus_tensors_need_the_interpreter(asks, monkeypatch):
     monkeypatch.setattr(tiles, "INTERPRETED", False)
     asks("triton")
     with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but .* need TRITON_INTERPRET=1"):
-        kernel_for(torch.device("cpu"), torch.float32, torch.float32)
+        kernel_for(torch.device("cpu"), torch.float32, torch.float32, geometry(900, 7, "lanes"))
 
 
 def test_without_triton_plain_torch_serves_cuda_and_says_so(asks, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "scalecom_hvd.exchange.triton_kernel", None)
     monkeypatch.delattr("scalecom_hvd.exchange.triton_kernel")
     asks("")
-    assert {kernel_for(torch.device("cuda"), torch.float32, torch.float32) for _ in range(3)} == {TorchKernel}
+    what = torch.device("cuda"), torch.float32, torch.float32, geometry(900, 7, "lanes")
+    assert {kernel_for(*what) for _ in range(3)} == {TorchKernel}
     assert caplog.text.count("the Triton kernel is not used: triton cannot be imported") == 1
     asks("triton")
     with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but triton cannot be imported"):
-        kernel_for(torch.device("cuda"), torch.float32, torch.float32)
+        kernel_for(*what)
