@@ -553,7 +553,7 @@ class BucketStep:
             patient = self.waits.round <= patience
             if not patient and (self.waits.last or not self.waits.done()):
                 return
-            if patient and not self.waits.done():
+            if patient:
                 with record_function(f"scalecom.wait for {self.waits.what}"):
                     self.waits.wait()
             self.waits = next(self._steps, None)
