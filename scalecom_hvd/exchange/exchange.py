@@ -550,7 +550,7 @@ class BucketStep:
             patient = self.waits.round <= patience
             if not patient and (self.waits.round == LAST or not self.waits.work.done()):
                 return
-            if not self.waits.work.done():
+            if patient:
                 with record_function(f"scalecom.wait for {self.waits.what}"):
                     self.waits.work.wait()
             self.waits = next(self._steps, None)

@@ -248,9 +248,9 @@ def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor:
     CPU only, as elsewhere it would wait for the device.
     """
     own = slot.offsets(offsets)
-    if own.device.type == "cpu" and isinstance(slot.geometry, Positions):
-        if not slot.geometry.fit(own.numpy()):
-            raise RuntimeError(native.OFFSETS_OUTSIDE)
+    checks = own.device.type == "cpu" and isinstance(slot.geometry, Positions)
+    if checks and not slot.geometry.fit(own.numpy()):
+        raise RuntimeError(native.OFFSETS_OUTSIDE)
     return positions_of(slot.geometry, own)
 
 
