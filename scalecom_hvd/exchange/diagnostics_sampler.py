@@ -1,17 +1,17 @@
-"""What diagnostics see of a step, at the sample's places.
+"""What diagnostics see of a step: numbers of the sample's elements, before it and after it.
 
-Residues and accumulators before it, the average and the residues after it. It works for every
-method, because it looks at a bucket from outside: when its gradients are at hand and nothing has
-moved yet, and when all averages are out. Then ranks gather what each saw, and all compute the same
-numbers. The exchange calls it, only on steps that are due; nothing here changes a bucket. Imports
-bucket and the rooms below.
+Before the step these are residues and accumulators, after it the average and the new residues.
+That works for every method, because a bucket is looked at from outside: when its gradients are at
+hand and nothing has moved yet, and when all averages are out. Then ranks gather what each saw, and
+all compute the same numbers. The exchange calls this, only in steps that are due. Nothing here
+changes a bucket. Imports bucket and the rooms below.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,17 @@ from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.gradients import is_frozen
 from scalecom_hvd.exchange.kernels import usable
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 
 class Before(NamedTuple):
-    """One tensor's sample before the step. scale: 1 / loss scale.  frozen: nothing is sent of it,
-    and it shows as zeros.
+    """One tensor's sample before the step.
+
+    Attributes:
+        residue, accumulator: (size of the sample,), in the residue's units.
+        scale: 1 / loss scale.
+        frozen: whether nothing is sent of the tensor, so that it shows as zeros.
     """
 
     residue: torch.Tensor
@@ -35,8 +42,14 @@ class Before(NamedTuple):
 
 
 class Sampler:
-    """Looks at one optimizer's steps on this rank. last: the numbers of the last look, and its
-    step; None before the first.
+    """Looks at one optimizer's steps on this rank.
+
+    Args:
+        diagnostics: which steps, how much of the model, and where the numbers go.
+
+    Attributes:
+        settings: what ranks must have in common.
+        last: the numbers of the last look, and its step; None before the first.
     """
 
     def __init__(self, diagnostics: Diagnostics) -> None:
@@ -49,21 +62,21 @@ class Sampler:
         self._places: dict[str, torch.Tensor] = {}
 
     def due(self, step: int) -> bool:
+        """Whether this step is looked at."""
         return step % self._every == 0
 
     def draw(self, buckets: Sequence[Bucket]) -> None:
-        """Choose the sample, of these buckets' compressed tensors: every rank has the same."""
+        """Choose the sample of these buckets' compressed tensors, the same on every rank."""
         tensors = {name: tensor for bucket in buckets for name, tensor in bucket.compressed.items()}
-        self._pieces = draw(
-            {name: tensor.geometry for name, tensor in tensors.items()}, self._sample
-        )
+        geometries = {name: tensor.geometry for name, tensor in tensors.items()}
+        self._pieces = draw(geometries, self._sample)
         self._places = {
             name: torch.from_numpy(piece.positions).to(tensors[name].residue.device)
             for name, piece in self._pieces.items()
         }
 
     def before(self, bucket: Bucket) -> None:
-        """A bucket's gradients are at hand, and nothing has moved."""
+        """Look at a bucket whose gradients are at hand, before anything has moved."""
         for name, tensor in bucket.compressed.items():
             places = self._places[name]
             residue = tensor.residue[places]
@@ -74,70 +87,59 @@ class Sampler:
     def look(
         self, step: int, buckets: Sequence[Bucket], collectives: Collectives, name: str
     ) -> None:
-        """The step counted, and its averages are in the buckets' gradients.
+        """Look at the step after it: it counts, and buckets' gradients are its averages.
 
         All ranks are here, so they may wait for each other.
+
+        Args:
+            step: its number.
+            buckets: all of them.
+            collectives: the other ranks.
+            name: the full name by which ranks gather.
         """
         if not self._pieces:
             return
-        tensors = {
-            name: (bucket, tensor)
-            for bucket in buckets
-            for name, tensor in bucket.compressed.items()
-        }
-        residues, accumulators, averages, new_residues = [], [], [], []
-        for name in self._pieces:
-            bucket, tensor = tensors[name]
-            seen, places = self._before[name], self._places[name]
+        bucket_of = {own: bucket for bucket in buckets for own in bucket.compressed}
+        columns: list[tuple[torch.Tensor, ...]] = []
+        for own, places in self._places.items():
+            bucket, seen = bucket_of[own], self._before[own]
+            tensor = bucket.compressed[own]
             # Residues hold what one worker has, so a sum over workers is divided by their number.
-            average = bucket.grads[name][places].to(tensor.residue.dtype) * (
-                seen.scale / (collectives.share * collectives.size)
-            )
-            columns = (seen.residue, seen.accumulator, average, tensor.residue[places])
-            for kept, column in zip(
-                (residues, accumulators, averages, new_residues), columns, strict=True
-            ):
-                kept.append(torch.zeros_like(column) if seen.frozen else column)
+            scale = seen.scale / (collectives.share * collectives.size)
+            average = bucket.grads[own][places].to(tensor.residue.dtype) * scale
+            column = seen.residue, seen.accumulator, average, tensor.residue[places]
+            columns.append(tuple(map(torch.zeros_like, column)) if seen.frozen else column)
         m, acc, average, new = (
-            torch.cat([part.cpu() for part in parts])
-            for parts in (residues, accumulators, averages, new_residues)
+            torch.cat([part.cpu() for part in parts]) for parts in zip(*columns, strict=True)
         )
         self._before.clear()
-        share = share_sent(
-            m.numpy(), acc.numpy(), new.numpy(), next(iter(tensors.values()))[1].beta
-        )
+        share = share_sent(m.numpy(), acc.numpy(), new.numpy(), tensor.beta)
         mine = torch.cat([m, acc, torch.tensor([share], dtype=m.dtype)])
         everyone = collectives.gather(mine[None], name).wait()
-        self.last = {"step": step} | _numbers(
-            everyone, average.numpy(), list(self._pieces.values())
-        )
+        pieces = list(self._pieces.values())
+        self.last = {"step": step} | _numbers(everyone, average.numpy(), pieces)
         if collectives.position == 0:
             self._writer.write(self.last)
 
 
-# The last gathered tensor, and its numbers: simulated ranks get the very same tensor, and compute
+# The last gathered tensor, and its numbers. Simulated ranks get the very same tensor, and compute
 # once.
-_known: tuple[weakref.ref, Mapping[str, Any]] | None = None
+_known: tuple[weakref.ref[torch.Tensor], Numbers] | None = None
 
 
 def _numbers(everyone: torch.Tensor, average: np.ndarray, pieces: Sequence[Piece]) -> Numbers:
     global _known
     known = _known
     if known is None or known[0]() is not everyone:
-        residues, accumulators, shares = np.split(
-            everyone.numpy(), [average.size, 2 * average.size], axis=1
-        )
-        known = _known = (
-            weakref.ref(everyone),
-            look(residues, accumulators, average, shares[:, 0], pieces),
-        )
+        ends = [average.size, 2 * average.size]
+        residues, accumulators, shares = np.split(everyone.numpy(), ends, axis=1)
+        numbers = look(residues, accumulators, average, shares[:, 0], pieces)
+        known = _known = weakref.ref(everyone), numbers
     return dict(known[1])
 
 
-def open_tensorboard(directory: str, step: int) -> Any:
-    """TensorBoard's writer; what an earlier run wrote there from `step` on is hidden by what comes
-    now.
-    """
+def open_tensorboard(directory: str, step: int) -> SummaryWriter:
+    """TensorBoard's writer: what an earlier run wrote from `step` on no longer shows."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(directory, purge_step=step)

@@ -1,8 +1,8 @@
-"""A thread on which kernels run that need no Python, while backward goes on.
+"""A thread for kernels that need no Python, so that they run while backward goes on.
 
-Between them it lets the exchange go on. Gradients arrive in bursts, and between two of them
-backward may compute for long without a hook; what became possible meanwhile (a kernel is done,
-offsets have come) is not to wait for the next one. Imports nothing of this package.
+After every kernel it lets the exchange go on. Gradients arrive in bursts, and between two of them
+backward may compute for long without a hook: what became possible meanwhile (a kernel is done,
+offsets have come) shall not wait for the next one. Imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Job(Future):
 
 
 class KernelThread:
-    """One thread, started when it is first needed; it ends with its owner.
+    """One thread, started when it is first needed. It ends with its owner.
 
-    A second would not be faster: memory is the limit.
+    A second one would not be faster: memory is the limit.
 
     Args:
-        go_on: a method of the owner, called after every job, and then again every POLL_SECONDS as
-            long as it gives True.
+        go_on: a method of the owner, called after every job, and again every POLL_SECONDS as long
+            as it gives True.
     """
 
     def __init__(self, go_on: Callable[[], bool]) -> None:
         self._go_on = weakref.WeakMethod(go_on)  # the thread must not keep its owner alive
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        weakref.finalize(go_on.__self__, self._jobs.put, None)
+        weakref.finalize(go_on.__self__, self._jobs.put, None)  # type: ignore[attr-defined]
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
         """Have a function called on the thread, after those submitted before."""
@@ -54,7 +54,9 @@ class KernelThread:
         return future
 
 
-def _serve(jobs: queue.SimpleQueue, go_on: weakref.WeakMethod) -> None:
+def _serve(
+    jobs: queue.SimpleQueue[tuple | None], go_on: weakref.WeakMethod[Callable[[], bool]]
+) -> None:
     again = False
     while True:
         try:
@@ -71,7 +73,7 @@ def _serve(jobs: queue.SimpleQueue, go_on: weakref.WeakMethod) -> None:
         del owners
 
 
-def _do(future: Job, function: Callable[..., Any], arguments: tuple) -> None:
+def _do(future: Job, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
         future.set_result(function(*arguments))
     except BaseException as error:

@@ -1,10 +1,10 @@
-"""Whether a synchronize() has anything to exchange. Ranks find out together.
+"""Ranks find out together whether a synchronize() has anything to exchange.
 
 Each knows only its own gradients. Horovod's synchronize() reduces every parameter, also when no
 gradient came since the last one: optimizer.step() calls it before its closure runs, and again
-after the script has called it. An average of averages is what it was, so there it is harmless. An
-exchange with residues is not: values leave them a second time, and the script, which has the first
-ones, throws these away.
+after the script has called it. There that is harmless, as the average of averages is what they
+were. With residues it is not: values leave them a second time, and the script, which holds the
+first ones, throws these away.
 
 A rank has news when backward gave it gradients since the last exchange. It says so in its first
 hook, and waits for nobody (`tell`). A rank without news asks (`ask`), and waits until all ranks
@@ -20,6 +20,7 @@ import enum
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -30,8 +31,11 @@ from scalecom_hvd.exchange.gradients import any_of
 
 log = logging.getLogger("scalecom_hvd")
 
-# Other than that of the objects: another optimizer's may be under way.
+# Not the name by which ranks gather objects: another optimizer's may be under way.
 _NAME = "agreement.news"
+
+Standing = dict[str, list[Any]]
+"""How one rank's gradients stand: {name: [digest of p.grad, whether the script put it there]}."""
 
 
 class Found(enum.Enum):
@@ -48,16 +52,13 @@ class NewGradients:
     """What ranks say to each other about one optimizer's gradients before they exchange them.
 
     Args:
-        collectives: the ranks.
-        names: of the optimizer's exchange.
+        collectives: the other ranks.
+        names: gives the full names of the optimizer's collectives.
         parameters: {name: parameter} of all that are trained.
     """
 
     def __init__(
-        self,
-        collectives: Collectives,
-        names: Names,
-        parameters: Mapping[str, torch.Tensor],
+        self, collectives: Collectives, names: Names, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         self._collectives, self._names, self._parameters = collectives, names, parameters
         self._work: Work | None = None
@@ -65,32 +66,35 @@ class NewGradients:
         self._left: dict[str, TensorWeakRef] = {}
 
     def tell(self) -> None:
-        """This rank has news. Called in hooks: waits for nothing."""
+        """Say that this rank has news. Called in hooks: waits for nothing."""
         if not self._told:
             self._told, self._work = True, self._share(1)
 
     def ask(self) -> bool:
-        """This rank has no news: whether another has.
+        """Say that this rank has no news; gives whether another has.
 
-        Waits for all of them; not to be called in hooks.
+        Waits for all ranks, so it is not called in hooks.
         """
         self._told = True
         return bool(self._share(0).wait())
 
     def _share(self, news: int) -> Work:
-        # Of an average over ranks only this counts: whether it is zero.
+        # Of the average over ranks only one thing counts: whether it is zero.
         mine = torch.tensor([news], dtype=torch.float32)
         return self._collectives.average(mine, self._names(_NAME))
 
     def meet(self, fresh: bool) -> bool:
         """Whether any rank has news, before ranks have agreed on the name of their exchange.
 
-        All are in synchronize(). Waits for them.
+        All are in synchronize(); waits for them.
+
+        Args:
+            fresh: whether this rank has.
         """
         return any(gather_objects(self._collectives, fresh, "agreement.gradients"))
 
     def compare(self, names: Sequence[str]) -> Found:
-        """No rank has news, and all are here: how p.grad of these parameters stands.
+        """How p.grad of these parameters stands, where no rank has news and all are here.
 
         Waits for all ranks.
         """
@@ -106,25 +110,20 @@ class NewGradients:
             self._warned = True
         return found
 
-    def standing(self, names: Iterable[str]) -> dict[str, list]:
-        """How p.grad of these parameters stands on this rank, for `judge`.
-
-        {name: [digest, whether the script put it there]}.
-        """
-        standing: dict[str, list] = {}
+    def standing(self, names: Iterable[str]) -> Standing:
+        """How p.grad of these parameters stands on this rank, for `judge`."""
+        standing: Standing = {}
         for name in names:
             parameter = self._parameters[name]
             grad, left = parameter.grad, self._left.get(name)
-            # Horovod, too, puts tensors there, of zeros.
+            # Horovod puts tensors there too, of zeros.
             by_hand = grad is not None and (left is None or grad is not left()) and any_of(grad)
-            standing[name] = [
-                digest([torch.zeros_like(parameter) if grad is None else grad]),
-                by_hand,
-            ]
+            numbers = torch.zeros_like(parameter) if grad is None else grad
+            standing[name] = [digest([numbers]), by_hand]
         return standing
 
     def end(self) -> None:
-        """The exchange is over, or none was needed, and p.grad holds the result."""
+        """Begin anew: the exchange is over, or none was needed, and p.grad holds the result."""
         if self._work is not None:
             self._work.wait()
         self.forget()
@@ -135,44 +134,41 @@ class NewGradients:
         }
 
     def forget(self) -> None:
-        """The exchange was given up."""
+        """Begin anew, after an exchange that was given up."""
         self._told, self._work = False, None
 
 
-def judge(everyone: Sequence[dict[str, list]]) -> Found:
-    """What ranks have that stand so."""
-    digests = [{name: of_it for name, (of_it, _) in theirs.items()} for theirs in everyone]
+def judge(everyone: Sequence[Standing]) -> Found:
+    """What ranks without news have, given how every rank's gradients stand."""
+    digests = [{name: digest for name, (digest, _) in theirs.items()} for theirs in everyone]
     if all(theirs == digests[0] for theirs in digests):
         return Found.THE_SAME
-    return (
-        Found.SET_BY_HAND
-        if any(by_hand for theirs in everyone for _, by_hand in theirs.values())
-        else Found.CHANGED
-    )
+    any_by_hand = any(by_hand for theirs in everyone for _, by_hand in theirs.values())
+    return Found.SET_BY_HAND if any_by_hand else Found.CHANGED
 
 
 def freshness(parameters: Mapping[str, torch.Tensor]) -> set[str]:
-    """A set to which backward adds the names of parameters that it gives gradients.
+    """A set to which backward adds the names of the parameters that it gives gradients.
 
-    For who is not told by Horovod's hooks.
+    For those whom Horovod's hooks do not tell.
     """
     fresh: set[str] = set()
     for name, parameter in parameters.items():
         if parameter.is_leaf and parameter.is_floating_point():
             trained = parameter.requires_grad
-            # Also one that is frozen now: it may be thawed before the optimizer is made. torch
-            # wants it to be trained meanwhile.
+            # One that is frozen now may be thawed before the optimizer is made. torch wants it to
+            # be trained while the hook is put on.
             parameter.requires_grad_(True)
-            # Called before Horovod's own, which hang on the node that accumulates.
+            # This hook is called before Horovod's, which are on the node that accumulates.
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: fresh.add(name))
             parameter.requires_grad_(trained)
     return fresh
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """The same for the same numbers, for ranks to compare. Reads all of them.
+    """The same for the same numbers, for ranks to compare. Tensors may be sparse.
 
-    Tensors may be sparse.
+    Reads all of them.
     """
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
@@ -181,5 +177,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
             tensor = tensor.coalesce()
             parts = [tensor.indices(), tensor.values()]
         for part in parts:
-            found.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            flat = part.detach().cpu().contiguous().view(-1)
+            found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -1,12 +1,12 @@
-"""n simulated workers in one process: the very same Exchange, in memory.
+"""n simulated workers in one process: the very same Exchange, with collectives in memory.
 
-Every rank is a thread, but one runs at a time: until it waits for another rank, and then the next
-one goes on. So a run gives the same results every time, and ranks that wait for what nobody will
-ever submit are found at once: that is an error, never a hang. Collectives meet by name; sums are
-made in the order of ranks.
+Every rank is a thread, but only one runs at a time: until it waits for another rank, and then the
+next one goes on. So a run gives the same results every time, and ranks that wait for what nobody
+will ever submit are found at once: that is an error, never a hang. Collectives meet by name. Sums
+are made in the order of ranks.
 
-For studies with more workers than there are machines, and for tests. Imports methods, exchange and
-local_steps.
+For studies with more workers than there are machines, and for tests. Imports local_steps, methods
+and the rooms below.
 """
 
 from __future__ import annotations
@@ -28,21 +28,28 @@ from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.schedule import Schedule
 
 Gradients = Mapping[str, torch.Tensor | None]
+Combine = Callable[[list[torch.Tensor]], torch.Tensor | None]
+"""Makes the result of what all ranks brought; None: what they brought holds it now."""
 
 
 class Meeting:
     """One collective: what every rank brings to it.
 
-    It is complete when all have come; `error` says why it failed then.
+    Attributes:
+        brought: {rank: (what must be the same on all ranks, its tensor)}.
+        complete: whether all have come.
+        error: why it failed then.
+        result: what `Combine` gave.
     """
 
     def __init__(self) -> None:
-        self.brought: dict[int, tuple[tuple, Any]] = {}
+        self.brought: dict[int, tuple[tuple[Any, ...], torch.Tensor]] = {}
         self.complete = False
         self.error: str | None = None
-        self.result: Any = None
+        self.result: torch.Tensor | None = None
 
-    def finish(self, combine: Callable[[list[Any]], Any]) -> None:
+    def finish(self, combine: Combine) -> None:
+        """All have come: make the result, or the error."""
         ranks = sorted(self.brought)
         first = self.brought[0][0]
         different = [rank for rank in ranks if self.brought[rank][0] != first]
@@ -57,10 +64,16 @@ class Meeting:
 
 
 class Network:
-    """Where the simulated ranks meet, and who of them runs.
+    """Where the simulated ranks meet, and which of them runs.
 
-    Threads that an exchange keeps for kernels may submit too, but never wait, so a lock guards
-    meetings and nothing else.
+    An exchange's thread for kernels may submit too, but never waits. So a lock guards meetings,
+    and nothing else.
+
+    Args:
+        n: how many ranks there are.
+
+    Attributes:
+        numbers: of each rank's exchanges.
     """
 
     def __init__(self, n: int) -> None:
@@ -85,9 +98,13 @@ class Network:
             ).start()
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run a function on every rank, and give what they returned.
+        """Run a function on every rank.
 
-        An error on one ends all, and is raised here.
+        Returns:
+            What each returned.
+
+        Raises:
+            Exception: the error of the first rank that had one. It ends all of them.
         """
         self._functions, self._results, self._failure = functions, [None] * self.n, None
         self._unfinished = self.n
@@ -109,14 +126,9 @@ class Network:
                 gate.release()
 
     def submit(
-        self,
-        rank: int,
-        name: str,
-        what: tuple,
-        payload: torch.Tensor,
-        combine: Callable[[list[torch.Tensor]], Any],
+        self, rank: int, name: str, what: tuple[Any, ...], tensor: torch.Tensor, combine: Combine
     ) -> SimulatedWork:
-        """Bring something to the meeting of this name; `what` must be the same on all ranks."""
+        """Bring a tensor to the meeting of this name; `what` must be the same on all ranks."""
         with self._lock:
             meeting = self._meetings.setdefault(name, Meeting())
             if rank in meeting.brought:
@@ -124,14 +136,14 @@ class Network:
                     f"Duplicate tensor name {name}: rank {rank} submitted it again before all "
                     "ranks had submitted it once"
                 )
-            meeting.brought[rank] = (what, payload)
+            meeting.brought[rank] = what, tensor
             if len(meeting.brought) == self.n:
                 del self._meetings[name]
                 meeting.finish(combine)
                 self._wake([one for one, other in self._waiting.items() if other is meeting])
-        return SimulatedWork(self, rank, meeting, payload)
+        return SimulatedWork(self, rank, meeting, tensor)
 
-    def wait(self, rank: int, meeting: Meeting) -> Any:
+    def wait(self, rank: int, meeting: Meeting) -> torch.Tensor | None:
         """Let others run until the meeting is complete; gives its result."""
         while not meeting.complete:
             if self._failure is not None:
@@ -169,11 +181,8 @@ class Network:
     def _next(self) -> None:
         """Hand the turn on; it comes back to the caller when all ranks have finished."""
         if not self._ready and self._unfinished:
-            names = sorted(
-                name
-                for name, meeting in self._meetings.items()
-                if meeting in self._waiting.values()
-            )
+            waited_for = self._waiting.values()
+            names = sorted(name for name, one in self._meetings.items() if one in waited_for)
             self._fail(
                 RuntimeError(
                     "simulated ranks wait for each other for ever; not all have submitted "
@@ -209,7 +218,10 @@ class SimulatedWork:
         return self._meeting.complete
 
     def wait(self) -> torch.Tensor:
-        """Let other ranks run until they have; gives the result, which may be what was brought."""
+        """Let other ranks run until they have, and give the result.
+
+        It may be the tensor that was brought.
+        """
         result = self._network.wait(self._rank, self._meeting)
         return self._brought if result is None else result
 
@@ -261,13 +273,9 @@ class SimulatedCollectives:
         return self._submit(name, what, tensor, torch.cat)
 
     def _submit(
-        self,
-        name: str,
-        what: tuple,
-        buffer: torch.Tensor,
-        combine: Callable[[list[torch.Tensor]], Any],
+        self, name: str, what: tuple[Any, ...], tensor: torch.Tensor, combine: Combine
     ) -> SimulatedWork:
-        return self._network.submit(self.position, name, what, buffer, combine)
+        return self._network.submit(self.position, name, what, tensor, combine)
 
 
 def _broadcast(buffers: list[torch.Tensor], root: int) -> None:
@@ -294,8 +302,8 @@ def _reduce(buffers: list[torch.Tensor], divide: bool, predivide: float) -> None
 class Simulation:
     """n ranks, each with its parameters, its method and its Exchange.
 
-    With many ranks, torch.set_num_threads(1) is much faster: every rank's thread would have a pool
-    of its own.
+    With many ranks, torch.set_num_threads(1) is much faster: otherwise every rank's thread has a
+    pool of its own.
 
     Args:
         n: how many.
@@ -305,9 +313,18 @@ class Simulation:
         predivide: Horovod's gradient_predivide_factor.
         groups, sparse_as_dense: see Exchange.
         compression: the method's class.
-        local_steps: as in DistributedOptimizer; then `take_steps` takes the place of `step`, and
+        local_steps: as in DistributedOptimizer. Then `take_steps` takes the place of `step`, and
             every rank needs parameters of its own.
         **settings: what the class takes: config=, loss_scale=, and fields of ScaleComConfig.
+
+    Attributes:
+        parameters, compressors, collectives, exchanges: each rank's parameters, method,
+            collectives and Exchange.
+        locals: each rank's LocalSteps; empty without local steps.
+
+    Example:
+        >>> simulation = Simulation(4, lambda rank: dict(make_model().named_parameters()))
+        >>> averages = simulation.step([gradients_of(rank) for rank in range(4)])
     """
 
     def __init__(
@@ -332,50 +349,54 @@ class Simulation:
         self.compressors = [compression(**settings) for _ in range(n)]
         self.exchanges: list[Exchange] = []
         self.locals: list[LocalSteps] = []
-        for parameters, method, collectives in zip(
-            self.parameters, self.compressors, self.collectives, strict=True
-        ):
+        ranks = zip(self.parameters, self.compressors, self.collectives, strict=True)
+        for parameters, method, collectives in ranks:
             if local_steps is not None:
                 schedule = Schedule(local_steps)
                 local = LocalSteps(parameters, method, collectives, schedule, groups)
                 self.locals.append(local)
-                self.exchanges.append(local.exchange)
-                continue
-            exchange = Exchange(
-                parameters, method, collectives, groups=groups, sparse_as_dense=sparse_as_dense
-            )
-            method.attach(parameters, exchange)
+                exchange = local.exchange
+            else:
+                exchange = Exchange(
+                    parameters, method, collectives, groups=groups, sparse_as_dense=sparse_as_dense
+                )
+                method.attach(parameters, exchange)
             self.exchanges.append(exchange)
 
     def step(
         self, grads: Sequence[Gradients], order: Sequence[Sequence[str]] | None = None
     ) -> list[dict[str, torch.Tensor]]:
-        """One step on all ranks: every rank's gradients in, every rank's averages out (NaN, if some
-        gradient was not finite).
+        """Take one step on all ranks.
 
-        The tensors given become p.grad, and hold the averages then. A gradient that is None or not
-        there did not arrive on this rank.
-        order: the names in which each rank's gradients arrive; default: as in backward, the last
-            layer first. An error on any rank ends the step on all, takes it back, and is raised.
+        Args:
+            grads: every rank's gradients. The tensors become p.grad, and hold the averages then.
+                One that is None, or not there, did not arrive on this rank.
+            order: the names in whose order each rank's gradients arrive; default: as in backward,
+                the last layer first.
+
+        Returns:
+            Every rank's averages; NaN where some gradient was not finite.
+
+        Raises:
+            Exception: that of any rank. It ends the step on all, which is rolled back.
         """
-        names = list(reversed(self.parameters[0])) if order is None else None
+        n = self.network.n
+        orders = [list(reversed(self.parameters[0]))] * n if order is None else order
         return self._run(
-            [
-                functools.partial(self._step, rank, grads[rank], names or order[rank])
-                for rank in range(self.network.n)
-            ]
+            [functools.partial(self._step, rank, grads[rank], orders[rank]) for rank in range(n)]
         )
 
     def take_steps(self, takes: Sequence[Callable[[], Any]]) -> list[Any]:
-        """One local step on all ranks, and their synchronisation if it is due: every rank's own
-        optimizer's step in, what it gave out.
+        """Take one local step on all ranks, and synchronise them if that is due.
+
+        Args:
+            takes: every rank's own optimizer's step.
+
+        Returns:
+            What each gave.
         """
-        return self._run(
-            [
-                functools.partial(local.step, take)
-                for local, take in zip(self.locals, takes, strict=True)
-            ]
-        )
+        steps = zip(self.locals, takes, strict=True)
+        return self._run([functools.partial(local.step, take) for local, take in steps])
 
     def synchronise(self) -> None:
         """End the round of local steps on all ranks."""
@@ -398,6 +419,7 @@ class Simulation:
         missing = [name for name in parameters if name not in arrived]
         for name in (*arrived, *missing):
             exchange.ready(parameters[name])
-        for parameter in parameters.values():
-            parameter.grad = exchange.result(parameter)
-        return {name: parameter.grad for name, parameter in parameters.items()}
+        averages = {name: exchange.result(p) for name, p in parameters.items()}
+        for name, average in averages.items():
+            parameters[name].grad = average
+        return averages

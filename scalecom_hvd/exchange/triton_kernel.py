@@ -1,11 +1,11 @@
 """The Triton kernel (scalecom_hvd/triton) as a `Kernel` of kernels.py.
 
-For CUDA tensors, and under TRITON_INTERPRET=1 for the CPU's. Nothing here waits for the device: a
-step's addresses go there by one small asynchronous copy, and counts stay there. kernels.py imports
-this when a tensor asks for it, since it imports triton.
+It is for CUDA tensors, and under TRITON_INTERPRET=1 for the CPU's. Nothing here waits for the
+device: a step's addresses go there by one small asynchronous copy, and counts stay there.
+kernels.py imports this only when a tensor asks for it, since it imports triton.
 
-All launches go to the stream that is current on the tensors' device, so callers need nothing more
-where one stream is used, as in autograd's hooks. Who uses several must let each move's stream wait
+All launches go to the stream that is current on the tensors' device. Where one stream is used, as
+in autograd's hooks, callers need nothing more. Who uses several must let each move's stream wait
 for the one before, and the next step's first for this step's last.
 """
 
@@ -26,8 +26,6 @@ from scalecom_hvd.exchange.kernels import Count, TensorSlot
 from scalecom_hvd.lanes import LANES
 from scalecom_hvd.native import CHOOSE_NOTHING
 
-__all__ = ["TritonKernel", "why_not"]
-
 # What gradients are stored in; scalecom_hvd/triton reads int16 as bfloat16.
 _STORED = {
     torch.float32: tl.float32,
@@ -39,12 +37,12 @@ _STORED = {
 
 def why_not(device_type: str) -> str | None:
     """Why the kernel cannot serve tensors of such devices; None if it can."""
-    if device_type == "cpu" and not tiles.INTERPRETED:
+    if device_type == "cpu" and tiles.INTERPRETED:
+        return None
+    if device_type == "cpu":
         return (
             "it is for CUDA devices: tensors of the CPU need TRITON_INTERPRET=1 (slow, for tests)"
         )
-    if device_type == "cpu":
-        return None
     if device_type != "cuda":
         return f"it is for CUDA devices, not for {device_type!r}"
     if tiles.INTERPRETED:
@@ -60,7 +58,7 @@ def why_not(device_type: str) -> str | None:
 
 
 class TritonKernel:
-    """One launch per move and gradient dtype, for tensors of lanes."""
+    """One launch per move and gradient dtype, for tensors of lanes. See `Kernel`."""
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
         members: dict[torch.dtype, list[int]] = {}
@@ -108,7 +106,7 @@ class _OneDtype:
         self._device = slots[0].residue.device
         real = tl.float64 if grad_dtype == torch.float64 else tl.float32
         self._dtypes = {"GRAD": _STORED[grad_dtype], "REAL": real}
-        # rows at a time: a thread has 4 x 16 bytes of residue under way
+        # Rows at a time: a thread has 4 x 16 bytes of residue under way.
         self._block = 32 if real == tl.float32 else 16
         table = _tiles(slots)
         self._n_tiles = len(table)
@@ -122,7 +120,7 @@ class _OneDtype:
 
     def commit(self):
         self._grads = self._step = None
-        # the beta of this step's accumulation, and what its taking was called with
+        # The beta of this step's accumulation, and what its taking was called with.
         self._accumulated = 0.0
         self._taken: tuple[float, torch.Tensor, torch.Tensor] | None = None
 
@@ -152,15 +150,9 @@ class _OneDtype:
             for output, grad in zip(outputs, self._grads, strict=True)
         )
         step = self._step if in_place else self._step_table(outputs)
-        self._launch(
-            tiles.scatter_tiles,
-            step,
-            offsets,
-            values,
-            share / self._scale,
-            BLOCK=self._block,
-            num_warps=4,
-        )
+        constants = {"BLOCK": self._block, "num_warps": 4}
+        scaled = share / self._scale
+        self._launch(tiles.scatter_tiles, step, offsets, values, scaled, **constants)
 
     def roll_back(self):
         if self._taken is not None:
@@ -176,11 +168,8 @@ class _OneDtype:
     def _launch(self, kernel, step, *arguments, **constants):
         if self._n_tiles == 0:
             return
-        with (
-            torch.cuda.device(self._device)
-            if self._device.type == "cuda"
-            else contextlib.nullcontext()
-        ):
+        is_cuda = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext():
             # No fused multiply-adds: they round otherwise than all other kernels.
             kernel[(self._n_tiles,)](
                 self._tiles,
@@ -193,9 +182,7 @@ class _OneDtype:
             )
 
     def _step_table(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The fields of a step, in the order in which scalecom_hvd/triton names them, with the
-        addresses of `tensors`.
-        """
+        """This step's fields, in scalecom_hvd/triton's order, with the addresses of `tensors`."""
         rows = []
         for slot, tensor, frozen in zip(self._slots, tensors, self._frozen, strict=True):
             address = tensor.data_ptr()
@@ -205,7 +192,7 @@ class _OneDtype:
     def _to_device(self, table: np.ndarray) -> torch.Tensor:
         """A copy that nobody waits for.
 
-        Pinned memory is taken anew every time: torch hands it out again when the copy is over.
+        Pinned memory is taken anew every time: torch reuses it when the copy is over.
         """
         if self._device.type != "cuda":
             return torch.from_numpy(table)
@@ -216,9 +203,9 @@ class _OneDtype:
 
 
 def _tiles(slots: Sequence[TensorSlot]) -> np.ndarray:
-    """Every tile's tensor and number in there.
+    """(tiles, 2), int32: every tile's tensor, and its number in the tensor.
 
-    Those of last groups come first: they take longest, and would be waited for at the end.
+    Tiles of last groups come first: they take longest, and would be waited for at the end.
     """
     counts = [-(-slot.geometry.k // LANES) for slot in slots]
     tensor = np.repeat(np.arange(len(slots)), counts)
@@ -229,21 +216,12 @@ def _tiles(slots: Sequence[TensorSlot]) -> np.ndarray:
 
 
 def _fields(slot: TensorSlot) -> tuple[int, ...]:
-    """The fields of a tensor, in the order in which scalecom_hvd/triton names them."""
+    """What is fixed about a tensor, in scalecom_hvd/triton's order."""
     lanes = slot.geometry
     left, last = lanes.numel - lanes.full_lanes * lanes.rows, max(lanes.k - lanes.full_lanes, 1)
-    address, width = slot.residue.data_ptr(), lanes.offset_dtype.itemsize
-    return (
-        address,
-        lanes.numel,
-        lanes.k,
-        lanes.full_lanes,
-        lanes.rows,
-        -(-left // last),
-        width,
-        slot.offsets_at,
-        slot.values_at,
-    )
+    last_rows, width = -(-left // last), lanes.offset_dtype.itemsize
+    shape = lanes.numel, lanes.k, lanes.full_lanes, lanes.rows, last_rows
+    return slot.residue.data_ptr(), *shape, width, slot.offsets_at, slot.values_at
 
 
 def _sum(counts: Iterable[Count]) -> Count:

@@ -1,7 +1,8 @@
 """What an optimizer may change in a step, remembered so that the step can be undone.
 
-An optimizer that calls its closure several times (LBFGS) has changed parameters and state before it
-learns that a gradient cannot be used. Used by optimizers with local steps; imports nothing.
+An optimizer that calls its closure several times (LBFGS) has changed parameters and state before
+it learns that a gradient cannot be used. Used by optimizers with local steps. Imports nothing of
+this package.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import torch
 
 
 class Remembered:
-    """Tensors, and the dicts and lists that they are in, as they are now; `put_back` makes the same
-    objects so again.
+    """Tensors as they are now, with the dicts and lists that they are in.
 
-    Others may hold them too: a state's tensors are told by their parameter, parameters by who they
-    are. What is neither tensor, dict nor list is taken for a value that nobody changes in place.
+    `put_back` makes the same objects so again, since others may hold them too: an optimizer finds
+    a state by its parameter, and a parameter is known by which object it is. What is neither
+    tensor, dict, list nor tuple is taken for a value that nobody changes in place.
+
+    Args:
+        roots: what is remembered, with all that is in it.
     """
 
     def __init__(self, *roots: Any) -> None:
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._dicts: dict[int, tuple[dict, dict]] = {}
-        self._lists: dict[int, tuple[Any, list]] = {}
+        self._dicts: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+        self._lists: dict[int, tuple[list[Any] | collections.deque[Any], list[Any]]] = {}
         for root in roots:
             self._remember(root)
 
@@ -45,12 +49,12 @@ class Remembered:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """All is as it was."""
-        for now, before in self._dicts.values():
-            now.clear()
-            now.update(before)
-        for now, before in self._lists.values():
-            now.clear()
-            now.extend(before)
-        for tensor, before in self._tensors.values():
-            tensor.copy_(before)
+        """Make everything what it was."""
+        for mapping, entries in self._dicts.values():
+            mapping.clear()
+            mapping.update(entries)
+        for sequence, items in self._lists.values():
+            sequence.clear()
+            sequence.extend(items)
+        for tensor, copy in self._tensors.values():
+            tensor.copy_(copy)

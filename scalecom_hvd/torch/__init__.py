@@ -1,5 +1,7 @@
-"""`import scalecom_hvd.torch as hvd`: everything in horovod.torch, with ScaleCom and a
-DistributedOptimizer that knows it.
+"""`import scalecom_hvd.torch as hvd`: all of horovod.torch, and ScaleCom with its optimizer.
+
+What has the same name as in Horovod takes its place: DistributedOptimizer, which knows ScaleCom,
+broadcast_parameters, elastic, join, and the collectives, whose calls get names.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from typing import Any
 import horovod.torch as _horovod
 from horovod.torch import *  # noqa: F403
 
-import scalecom_hvd.torch.elastic  # noqa: F401  over Horovod's; tells its states of residues
+import scalecom_hvd.torch.elastic  # noqa: F401  Over Horovod's: its states keep residues.
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
@@ -35,10 +37,16 @@ globals().update(_named_collectives())
 
 
 def join(device: int = -1) -> int:
-    """Horovod's join.
+    """Horovod's join, where no optimizer of this process uses ScaleCom.
 
-    Raises RuntimeError where an optimizer of this process uses ScaleCom, whose broadcasts it would
-    break.
+    Args:
+        device: as in Horovod.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        RuntimeError: an optimizer uses ScaleCom, whose broadcasts this would break.
     """
     if _exchanges_alive():
         raise RuntimeError(_JOIN_REFUSED)

@@ -1,16 +1,14 @@
-"""Names for the collectives that a script calls without one, and for those that their gradients
-need.
+"""Names for the collectives that a script calls without one, and that their gradients need.
 
 Horovod names a nameless collective by a counter of all collectives of the process
 (torch/mpi_ops_v2.cc, GetOpName), which counts the exchange's too. How many of those a rank has
-submitted at some moment of backward depends on when offsets arrived, so a nameless
+submitted at some moment of backward depends on when offsets arrived. So a nameless
 `hvd.allreduce(loss)` between backward() and step() would be called something else on every rank,
-and wait for ever. So would
-a differentiable collective in the middle of a model, named or not: its backward calls nameless ones
-    (mpi_ops.py, HorovodAllgather).
+and wait for ever. So would a differentiable collective in the middle of a model, named or not: its
+backward calls nameless ones (mpi_ops.py, HorovodAllgather).
+
 Here they are counted by themselves, and from zero again whenever Horovod is started again, as
-    Horovod counts: in elastic runs a newcomer has called none yet. Imports horovod_collectives
-    only.
+Horovod counts: in elastic runs a newcomer has called none yet. Imports horovod_collectives only.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -28,11 +27,15 @@ from horovod.torch import mpi_ops
 from scalecom_hvd.torch.horovod_collectives import Restarts
 
 _OPERATIONS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+_PREFIXES = ("", "grouped_")
+_ENDINGS = ("", "_", "_async", "_async_")
 
 
-def named_collectives() -> dict[str, Any]:
-    """{function's name: the same function, which names what was not named} for all collectives of
-    horovod.torch.
+def named_collectives() -> dict[str, Callable[..., Any]]:
+    """All collectives of horovod.torch, so that they name what was not named.
+
+    Returns:
+        {function's name: the same function with names}.
     """
     counts = _Counts()
     # Horovod's own code, in a namespace of its own: there the backward of a differentiable
@@ -40,28 +43,22 @@ def named_collectives() -> dict[str, Any]:
     namespace = dict(vars(mpi_ops))
     for name, kind in vars(mpi_ops).items():
         if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):
-            namespace[name] = type(
-                name, (kind,), {"backward": staticmethod(_moved(kind.backward, namespace))}
-            )
+            backward = staticmethod(_moved(kind.backward, namespace))
+            namespace[name] = type(name, (kind,), {"backward": backward})
     named = {}
-    for operation in _OPERATIONS:
-        for name in (
-            grouped + operation + form
-            for grouped in ("", "grouped_")
-            for form in ("", "_", "_async", "_async_")
-        ):
-            function = getattr(mpi_ops, name, None)
-            if function is not None:
-                differentiable = name.removeprefix("grouped_") == operation
-                named[name] = _named(
-                    _moved(function, namespace) if differentiable else function, name, counts
-                )
+    for operation, prefix, ending in itertools.product(_OPERATIONS, _PREFIXES, _ENDINGS):
+        name = prefix + operation + ending
+        function = getattr(mpi_ops, name, None)
+        if function is not None:
+            is_differentiable = not ending
+            own = _moved(function, namespace) if is_differentiable else function
+            named[name] = _named(own, name, counts)
     namespace |= named
     return named
 
 
 def _moved(function: Callable[..., Any], namespace: dict[str, Any]) -> Callable[..., Any]:
-    """The same code, for which names of the module mean what they mean in `namespace`."""
+    """The same code, in which the module's names mean what they mean in `namespace`."""
     moved = FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )
@@ -73,9 +70,11 @@ class _Counts:
 
     def __init__(self) -> None:
         self._restarts = Restarts()
-        self._counts: collections.Counter = collections.Counter()
+        self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
 
-    def next(self, key: Any) -> int:
+    def next(self, what: str, process_set: int) -> int:
+        """The number of a call: of this collective, in this process set."""
+        key = what, process_set
         if self._restarts.noticed():
             self._counts.clear()
         self._counts[key] += 1
@@ -90,8 +89,8 @@ def _named(function: Callable[..., Any], what: str, counts: _Counts) -> Callable
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("name") is None:
             # Per process set: ranks outside one do not count its calls.
-            members = getattr(given.arguments.get("process_set"), "process_set_id", 0)
-            given.arguments["name"] = f"{what}.call.{counts.next((what, members))}"
+            process_set = getattr(given.arguments.get("process_set"), "process_set_id", 0)
+            given.arguments["name"] = f"{what}.call.{counts.next(what, process_set)}"
         return function(*given.args, **given.kwargs)
 
     return collective

@@ -1,13 +1,13 @@
-"""horovod.torch.elastic, whose states keep residues: every rank commits and restores its own, and
-newcomers start with none.
+"""horovod.torch.elastic, whose states keep residues.
 
-Horovod's TorchState asks a registry of handlers how to keep an object. Here handlers for ScaleCom
-and the other methods, for optimizers that use them, and for models, are put into that registry, so
-TorchState knows them from the import of scalecom_hvd.torch on. Rank 0's model and optimizer come to
-all ranks, its residues to none. With local steps every rank keeps its own parameters and optimizer,
-and who comes anew gets the common parameters.
+Every rank commits and restores its own residues, and newcomers start with none. Horovod's
+TorchState asks a registry of handlers how to keep an object. Here handlers are put into it: for
+ScaleCom and the other methods, for optimizers that use them, and for models. So TorchState knows
+them from the import of scalecom_hvd.torch on. Rank 0's model and optimizer come to all ranks, its
+residues to none. With local steps every rank keeps its own parameters and optimizer, and newcomers
+get the common parameters.
 
-Imports broadcast and exchange.
+Imports broadcast, exchange/local_steps and exchange/methods.
 """
 
 from __future__ import annotations
@@ -35,50 +35,57 @@ class ResiduesHandler(_state.StateHandler):
         self.save()
 
     def save(self) -> None:
+        """Remember this rank's state."""
         try:
             state = self.value.state_dict()
         except HorovodInternalError:
-            # A worker was lost after the step, with look-ahead's offsets in flight. The commit is
+            # A worker was lost after the step, with look-ahead's offsets under way. The commit is
             # whole without them: they would be dropped when Horovod starts again. Half a commit,
-            # the model of this step with residues of another, would not be.
+            # the model of this step with the residues of another, would not be.
             self.value.abort()
             state = self.value.state_dict()
         self._saved = copy.deepcopy(state)
 
     def restore(self) -> None:
-        # A worker may be lost anywhere, so a step may be half done, and what is in flight will
+        """Take up what was remembered."""
+        # A worker may be lost anywhere, so a step may be half done, and what is under way will
         # never arrive.
         self.value.abort()
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
+        """Ranks come together."""
         self.value.meet()
 
 
 class OptimizerHandler(_state.OptimizerStateHandler):
-    """Keeps an optimizer as Horovod does, and the residues of its ScaleCom."""
+    """Keeps an optimizer as Horovod does, and the residues of its method."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        self._residues = ResiduesHandler(optimizer._compression)
+        self._residues = ResiduesHandler(self.value._compression)
 
     def save(self) -> None:
+        """Remember the optimizer's state, and its method's."""
         super().save()
         self._residues.set_value(self.value._compression)
 
     def restore(self) -> None:
+        """Take up what was remembered."""
         self._residues.restore()
-        # An optimizer goes on with the tensors it is given: Horovod would give it the commit's own,
-        # which a second failure needs.
+        # An optimizer goes on with the tensors it is given. Horovod would give it the commit's
+        # own, which a second failure needs.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
 
     def sync(self) -> None:
+        """Give rank 0's state to all ranks.
+
+        With local steps, where every rank has its own, only to newcomers.
+        """
         local = self.value._compression.local
         if local is None:
             super().sync()
         else:
-            # With local steps the optimizer's state is each rank's own; a newcomer begins with rank
-            # 0's.
             state = broadcast_object(
                 self.value.state_dict(), root_rank=0, name="scalecom.optimizer_state"
             )
@@ -88,9 +95,10 @@ class OptimizerHandler(_state.OptimizerStateHandler):
 
 
 class ModelHandler(_state.ModelStateHandler):
-    """Keeps a model as Horovod does; with local steps, every rank its own in the middle of a round."""
+    """Keeps a model as Horovod does; in the middle of a round of local steps, each rank its own."""
 
     def sync(self) -> None:
+        """Give rank 0's parameters to all ranks; with local steps the common ones to newcomers."""
         values = self.value.state_dict()
         for local in rounds_of(values):
             local.keep()

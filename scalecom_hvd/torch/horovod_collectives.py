@@ -1,6 +1,6 @@
 """Horovod's collectives, as an exchange asks for them: all that is said to Horovod while training.
 
-Names decide which tensors meet, so all ranks must use the same. Imports exchange.collectives only.
+Names decide which tensors meet, so all ranks must use the same. Imports agreement only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import horovod.torch as horovod
 import torch
@@ -20,7 +19,6 @@ from horovod.torch import mpi_ops
 from scalecom_hvd.agreement import JOIN_REFUSED, NUMBERS
 
 SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
-
 
 _alive: weakref.WeakSet[HorovodCollectives] = weakref.WeakSet()
 
@@ -34,27 +32,27 @@ def exchanges_alive() -> bool:
 class Restarts:
     """Tells whether Horovod was shut down and started again, as in elastic runs.
 
-    Then there are other ranks, and no handle from before is alive. A second `hvd.init()` without
-    a shutdown looks the same, so all ranks must make it or none.
+    Then there may be other ranks, and no handle from before is alive. A second `hvd.init()`
+    without a shutdown looks the same, so all ranks must call it, or none.
     """
 
     def __init__(self) -> None:
         self._started = mpi_ops._handle_map
 
     def noticed(self) -> bool:
-        """Whether it was since this was last asked."""
+        """Whether that happened since this was last called."""
         # Every init() makes a new one (0.28.1, mpi_ops.py:71).
         before, self._started = self._started, mpi_ops._handle_map
         return self._started is not before
 
 
 class HorovodWork:
-    """A collective that was submitted to Horovod."""
+    """A collective that was submitted to Horovod. See `Work`."""
 
     def __init__(self, collectives: HorovodCollectives, handle: int) -> None:
         self._collectives = collectives
         self._handle: int | None = handle
-        self._result: torch.Tensor | None = None
+        self._result: torch.Tensor
 
     def done(self) -> bool:
         """Whether waiting would return at once."""
@@ -63,9 +61,13 @@ class HorovodWork:
     def wait(self) -> torch.Tensor:
         """Wait for it, and give its result.
 
-        Horovod's own waiting spins: the quickest for what comes at once, but it takes the core
+        Horovod's own waiting spins. That is quickest for what comes at once, but it takes the core
         from whoever is to send. So for large models this sleeps, each time for a tenth of what it
         has waited already.
+
+        Raises:
+            RuntimeError: it failed because a rank called hvd.join().
+            HorovodInternalError: it failed otherwise, such as for a worker that was lost.
         """
         begun = time.monotonic()
         while not self.done():
@@ -86,11 +88,12 @@ class HorovodWork:
 
 
 class HorovodCollectives:
-    """Horovod's collectives on a process set.
+    """Horovod's collectives on a process set. See `Collectives`.
 
     Args:
         process_set: default: all ranks.
-        op, predivide: as in Horovod's DistributedOptimizer: what `average` does with the sum.
+        op: hvd.Average or hvd.Sum: what `average` gives.
+        predivide: the gradient_predivide_factor of Horovod's DistributedOptimizer.
     """
 
     numbers = NUMBERS
@@ -98,7 +101,7 @@ class HorovodCollectives:
     def __init__(
         self,
         process_set: ProcessSet | None = None,
-        op: Any = horovod.Average,
+        op: int = horovod.Average,
         predivide: float = 1.0,
     ) -> None:
         self._process_set = process_set or horovod.global_process_set
