@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from scalecom_hvd import ScaleComConfig
+from scalecom_hvd.exchange import bucket
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.reference import ScaleComReference, is_good, mean, select
-from scalecom_hvd.exchange import bucket
 
 Choose = Callable[[Sequence], Any]
 

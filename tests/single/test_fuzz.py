@@ -140,7 +140,7 @@ class Training(RuleBasedStateMachine):
         self.runs = self.runs[-1:]
         run = self.runs[0]
         # Plain torch's kernel asks for every tensor's gradient when the tensors before it have moved.
-        place, name = choose([(run.transports[rank], "average"), (kernels, "usable")])
+        place, name = choose([(run.collectives[rank], "average"), (kernels, "usable")])
         whole = getattr(place, name)
 
         def failing(*arguments):
