@@ -52,7 +52,7 @@ class BuildKernel(build_ext):
 
 setup(
     packages=find_packages(include=["scalecom_hvd", "scalecom_hvd.*"]),
-    package_data={"scalecom_hvd.native": ["*.c", "*.h"]},
+    package_data={"scalecom_hvd": ["py.typed"], "scalecom_hvd.native": ["*.c", "*.h"]},
     ext_modules=[
         Extension(
             f"scalecom_hvd.native.{library}",
