@@ -226,9 +226,7 @@ class NativeKernel:
 
     def __init__(self, geometries: Mapping[str, Lanes]) -> None:
         if any(isinstance(geometry, Positions) for geometry in geometries.values()):
-            raise TypeError(
-                "the C kernel knows lanes, no positions: exact selection is GraphKernel's"
-            )
+            raise TypeError("the C kernel knows lanes only: exact selection is GraphKernel's")
         layout = Layout(geometries)
         self._operations = operations()
         self._lanes = [

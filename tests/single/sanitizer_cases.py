@@ -13,12 +13,12 @@ import numpy as np
 from scalecom_hvd import native
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
-from scalecom_hvd.lanes import geometry
+from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, REFUSED
 from scalecom_hvd.reference import select
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 129, 448, 699, 1000, 4099]
-RATES = [1, 1.5, 2, 7, 63.7, 256, 257, 1000]
+RATES = [1, 1.5, 2, 7, 63.7, 256, 257, 1000, 40_000]  # offsets of 1, 2 and 4 bytes
 DTYPES = ["float32", "float64", "float16", "bfloat16"]
 LIMIT = 100.0  # what travels as float16
 
@@ -55,27 +55,29 @@ def made_up(random, shape, dtype):
     return gradient, (random.standard_normal(shape.numel) * 200).astype(gradient.kind)
 
 
+def offsets_of(shape, indices):
+    """The inverse of Lanes.indices: the row of each lane's element."""
+    starts, strides = shape.starts_and_strides()
+    return ((indices - starts) // strides).astype(shape.offset_dtype)
+
+
 def valid_offsets(random, shape):
-    """The offsets of some selection, as bytes."""
-    chosen = (
-        select(random.standard_normal(shape.numel), shape, "lanes") if shape.width else np.arange(shape.k) * shape.numel // max(shape.k, 1)
-    )
-    return shape.offsets(chosen) if shape.width else chosen.astype(np.int32)
+    """The bytes of the offsets of some selection."""
+    return offsets_of(shape, select(random.standard_normal(shape.numel), shape, "lanes")).view(np.uint8)
 
 
 class Bucket:
     """Tensors that share their buffers, and the oracle's moves on them."""
 
-    def __init__(self, random, geometries, dtypes, selection="lanes"):
+    def __init__(self, random, geometries, dtypes):
         self.shapes = {f"t{i}": shape for i, shape in enumerate(geometries)}
         self.layout = Layout(self.shapes)
-        self.selection = selection
         made = [made_up(random, shape, dtype) for shape, dtype in zip(geometries, dtypes, strict=True)]
         self.gradients, self.residues = [g for g, _ in made], [m for _, m in made]
         self.kind = self.gradients[0].kind
         self.offsets = np.zeros(self.layout.offsets_bytes, np.uint8)
         for name, shape in self.shapes.items():
-            self.offsets[self.layout.offsets[name]] = valid_offsets(random, shape).view(np.uint8)
+            self.offsets[self.layout.offsets[name]] = valid_offsets(random, shape)
 
     def indices(self):
         return [
@@ -92,7 +94,7 @@ class Bucket:
             updated.append(m + gradient.kind.type(beta) * g)
             if choose != CHOOSE_NOTHING and shape.k:
                 winners = select(m + g if choose == CHOOSE_ACCUMULATOR else updated[-1], shape, "lanes")
-                chosen[self.layout.offsets[name]] = shape.offsets(winners).view(np.uint8)
+                chosen[self.layout.offsets[name]] = offsets_of(shape, winners).view(np.uint8)
         return updated, chosen, bad
 
     def gather(self, residues, beta, scale, share, wire):
@@ -177,7 +179,7 @@ def same(ours, theirs):
 
 def check_moves(library, bucket, beta, scale, wire):
     """All moves of lanes.c, alone and one after the other."""
-    for choose in (CHOOSE_NOTHING,) if bucket.selection == "exact" else (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
+    for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
         kernel = Kernel(library, bucket)
         updated, chosen, bad = bucket.filter(bucket.residues, beta, scale, choose)
         assert kernel.filter(beta, scale, choose) == bad
@@ -191,7 +193,7 @@ def check_moves(library, bucket, beta, scale, wire):
         same(before, bucket.undo(rest, beta, scale, values))
         assert kernel.scatter(1 / scale) == 0
         same(kernel.grads, bucket.scatter(1 / scale, values))
-    for choose in (CHOOSE_NOTHING, CHOOSE_RESIDUE)[: 1 if bucket.selection == "exact" else 2]:
+    for choose in (CHOOSE_NOTHING, CHOOSE_RESIDUE):
         kernel = Kernel(library, bucket)
         kernel.wire(wire)
         rest, values = bucket.gather(bucket.residues, beta, scale, 1, wire)
@@ -220,7 +222,7 @@ def check_broken_peer(library, random, bucket, wire):
         for name, shape in bucket.shapes.items():
             offsets = kernel.offsets[bucket.layout.offsets[name]].view(shape.offset_dtype).astype(np.int64)
             inside = shape.indices(offsets) < shape.numel
-            full = np.arange(shape.k) < (shape.full_lanes if shape.width else 0)
+            full = np.arange(shape.k) < shape.full_lanes
             fits &= bool(((offsets >= 0) & inside & (~full | (offsets < shape.rows))).all())
         calls = [
             lambda k=kernel: k.gather(0.3, 1.0, 0.7),
@@ -240,7 +242,7 @@ def check_broken_peer(library, random, bucket, wire):
 def check_large(library, random):
     """Large outputs are written past the caches, where they are aligned."""
     for dtype in DTYPES:
-        bucket = Bucket(random, [geometry(2**20 + 37, 100, "lanes")], [dtype])
+        bucket = Bucket(random, [Lanes(2**20 + 37, 100)], [dtype])
         kernel = Kernel(library, bucket)
         kernel.values[:] = random.standard_normal(len(kernel.values))
         bytes_ = kernel.grads[0].nbytes
@@ -319,7 +321,7 @@ def check_operations(library, bucket, beta, scale, wire):
 
 def check_refusals(library, random):
     """Inputs of other sizes, and offsets outside of their lanes."""
-    bucket = Bucket(random, [geometry(6401, 100, "lanes")], ["float32"])
+    bucket = Bucket(random, [Lanes(6401, 100)], ["float32"])
     settings, outputs = np.array([1.0, 1.0, LIMIT]), ["float32", "float32", "int64"]
 
     def gather(gradient, residue, offsets):
@@ -369,22 +371,21 @@ def all_cases(library):
         other = "float64" if dtype == "float64" else DTYPES[(i // 4) % 4].replace("64", "32")
         for beta, scale in ((1.0, 1.0), (0.3, 0.5)):
             for wire in (np.dtype("float64" if dtype == "float64" else "float32"), np.dtype("float16")):
-                shapes = [geometry(numel, rate, "lanes"), geometry(333, RATES[count % len(RATES)], "lanes")]
+                shapes = [Lanes(numel, rate), Lanes(333, RATES[count % len(RATES)])]
                 bucket = Bucket(random, shapes, [dtype, other])
                 check_moves(library, bucket, beta, scale, wire)
                 refused += check_broken_peer(library, random, bucket, wire)
                 alike = Bucket(random, shapes, [dtype, dtype])
                 check_operations(library, alike, beta, scale, wire)
-                if numel:
-                    exact = Bucket(random, [geometry(numel, rate, "exact")], [dtype], "exact")
-                    check_moves(library, exact, beta, scale, wire)
-                    refused += check_broken_peer(library, random, exact, wire)
                 count += 1
     for dtype in DTYPES:  # several pieces that each fit into a cache
-        bucket = Bucket(random, [geometry(50_001, rate, "lanes") for rate in (7, 300, 2.5)], [dtype] * 3)
+        bucket = Bucket(random, [Lanes(50_001, rate) for rate in (7, 300, 2.5)], [dtype] * 3)
         check_operations(library, bucket, 0.3, 0.5, np.float16)
     check_refusals(library, random)
     check_large(library, random)
+    long = Bucket(random, [Lanes(64 * 40_000 + 37, 40_000)], ["float32"])  # a full group, and offsets of 4 bytes
+    check_moves(library, long, 0.3, 0.5, np.float32)
+    refused += check_broken_peer(library, random, long, np.float32)
     print(f"{count} cases, {refused} times offsets were refused")
 
 
@@ -397,7 +398,7 @@ def main():
         all_cases(library)
     else:
         random = np.random.default_rng(0)
-        BROKEN[name](Kernel(library, Bucket(random, [geometry(1000, 300, "lanes")], ["float32"])))
+        BROKEN[name](Kernel(library, Bucket(random, [Lanes(1000, 300)], ["float32"])))
 
 
 if __name__ == "__main__":

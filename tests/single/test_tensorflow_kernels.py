@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tensorflow as tf
+from sanitizer_cases import valid_offsets
 
 from scalecom_hvd import native
 from scalecom_hvd.config import largest_gradient
@@ -75,14 +76,7 @@ def test_both_look_ahead_alike(rate, wire, dtype):
     residues = [residue * 1000 for residue in residues]  # beyond what fits into float16 at a limit of 900
     wire = wire or residues[0].dtype
     random = np.random.default_rng(1)
-    chosen = np.concatenate(
-        [
-            select(random.standard_normal(g.numel), g, "lanes")[:0].astype(np.uint8)
-            if not g.k
-            else g.offsets(select(random.standard_normal(g.numel), g, "lanes")).view(np.uint8)
-            for g in geometries.values()
-        ]
-    )
+    chosen = np.concatenate([valid_offsets(random, g) for g in geometries.values()])
     for chooses in (YES, NO):
         results = [
             kernel(geometries).take_and_accumulate(grads, residues, Units(0.3, None, 900.0), chooses, tf.constant(chosen), wire)
@@ -209,6 +203,11 @@ def test_exact_selection_takes_the_largest_of_all():
     _, offsets, _ = made.accumulate(grads, residues, Units(1.0), YES)
     expected = select(residues[0].numpy() + grads[0].numpy(), geometries["t0"], "exact")
     np.testing.assert_array_equal(offsets.numpy().view(np.int32), expected)
+
+
+def test_the_c_kernel_refuses_positions():
+    with pytest.raises(TypeError, match="knows lanes only"):
+        NativeKernel(geometries_of([5000], 50, "exact"))
 
 
 def test_which_kernel_serves_whom(monkeypatch):
