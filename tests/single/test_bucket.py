@@ -9,8 +9,9 @@ import torch
 from scalecom_hvd.bucket_layout import cut
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.bucket import Bucket, finished
-from scalecom_hvd.exchange.collectives import Wait
+from scalecom_hvd.exchange.collectives import LAST, Wait
 from scalecom_hvd.exchange.exchange import BucketStep
+from scalecom_hvd.exchange.kernel_thread import KernelThread
 from scalecom_hvd.exchange.residue import Residues
 
 
@@ -28,69 +29,87 @@ def new_bucket(numel=1_000_000, thread=None, dtype=torch.float32, beta=0.5, **se
     return Bucket(0, list(parameters), parameters, residues, ranks=2, thread=thread)
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_a_step_given_up_while_a_kernel_runs_is_rolled_back(look_ahead):
-    may_begin = threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        bucket = new_bucket(thread=thread)
-        residue = bucket.tensors[0].residue
-        before, moved = residue.clone(), []
-        bucket.begin(1.0)
-        (kernel, _), *_ = bucket._kernels
-        roll_back = kernel.roll_back
+class Owner:
+    """Of a kernel's thread, as an exchange is."""
 
-        def noting():
-            moved.append(not torch.equal(residue, before))
-            roll_back()
+    def __init__(self):
+        self.thread = KernelThread(self.go_on)
 
-        kernel.roll_back = noting
-        thread.submit(may_begin.wait, 30)
-        if look_ahead:
-            move = bucket.take_and_accumulate(bucket.new_offsets(), choose=True)
-        else:
-            move = bucket.accumulate(choose=True)
-        wait = next(move)
-        assert (wait.what, wait.round, wait.done()) == ("kernel", 0, False)
-        may_begin.set()
-        bucket.roll_back()  # waits for the kernel; nobody goes on with `move`
-        assert wait.done()
-        assert moved == [True]
-        bucket.forget()
+    def go_on(self):
+        return False
+
+
+MOVES = {
+    "cyclic": lambda bucket: bucket.accumulate(choose=True),
+    "look-ahead": lambda bucket: bucket.take_and_accumulate(bucket.new_offsets(), choose=True),
+}
+
+
+@pytest.mark.parametrize("kind", MOVES)
+def test_a_step_given_up_while_a_kernel_runs_is_rolled_back(kind):
+    owner, may_begin = Owner(), threading.Event()
+    bucket = new_bucket(thread=owner.thread)
+    residue = bucket.tensors[0].residue
+    before, moved = residue.clone(), []
+    bucket.begin(1.0)
+    (kernel, _), *_ = bucket._kernels
+    roll_back = kernel.roll_back
+
+    def noting():
+        moved.append(not torch.equal(residue, before))
+        roll_back()
+
+    kernel.roll_back = noting
+    owner.thread.submit(may_begin.wait, 30)
+    move = MOVES[kind](bucket)
+    wait = next(move)
+    assert (wait.what, wait.round, wait.work.done()) == ("kernel", 0, False)
+    may_begin.set()
+    bucket.roll_back()  # waits for the kernel; nobody goes on with `move`
+    assert wait.work.done()
+    assert moved == [True]
+    bucket.forget()
     torch.testing.assert_close(residue, before, rtol=1e-6, atol=1e-6)
     assert bucket.grads == {}
 
 
 @pytest.mark.parametrize("numel", [3000, 1_000_000])
 def test_small_kernels_run_at_once_and_large_ones_on_the_thread(numel):
-    with ThreadPoolExecutor(1) as thread:
-        bucket = new_bucket(numel, thread)
-        bucket.begin(1.0)
-        waits = list(bucket.accumulate())
-        assert [wait.what for wait in waits] == ["kernel"] * (numel > 3000)
-        for wait in waits:
-            wait.wait()
-        bucket.roll_back()
-        bucket.end()
+    owner = Owner()
+    bucket = new_bucket(numel, owner.thread)
+    bucket.begin(1.0)
+    waits = list(bucket.accumulate())
+    assert [wait.what for wait in waits] == ["kernel"] * (numel > 3000)
+    assert all(wait.work.done() for wait in waits)
+    bucket.roll_back()
+    bucket.end()
+
+
+class Made:
+    """Work that is done when it is told so, or waited for."""
+
+    def __init__(self, what, waited):
+        self.what, self.waited, self.came = what, waited, False
+
+    def done(self):
+        return self.came
+
+    def wait(self):
+        if not self.came:
+            self.waited.append(self.what)
+        self.came = True
+        return torch.zeros(0)
 
 
 def test_a_step_waits_for_no_round_that_others_have_not_come_to():
-    step = BucketStep(new_bucket(3000))
-    waited, came = [], set()
-
-    def wait(what, round, last=False):
-        return Wait(
-            what,
-            done=lambda: what in came,
-            wait=lambda: (waited.append(what), came.add(what)),
-            round=round,
-            last=last,
-        )
+    step, waited, over = BucketStep(new_bucket(3000)), [], []
+    kernel, offsets, values = (Made(what, waited) for what in ("kernel", "offsets", "values"))
 
     def moves():
-        yield wait("kernel", 0)
-        yield wait("offsets", 1)
-        yield wait("values", 2, last=True)
-        came.add("the end")
+        yield from Wait("kernel", kernel, round=0)
+        yield from Wait("offsets", offsets, round=1)
+        yield from Wait("values", values, LAST)
+        over.append(True)
 
     step.start(moves())
     step.start(iter([]))  # it has begun
@@ -102,22 +121,42 @@ def test_a_step_waits_for_no_round_that_others_have_not_come_to():
     assert step.waits_for_others
     step.advance()
     assert waited == ["kernel"]
-    came.add("offsets")
+    offsets.came = True
     step.advance()  # they came meanwhile
     assert waited == ["kernel"]
     assert step.waits.what == "values"
     assert not step.waits_for_others  # nothing follows: nobody hurries to look
-    step.advance(patience=1)
-    assert waited == ["kernel"]
-    came.add("values")
+    step.advance(patience=10)
+    values.came = True
     step.advance()
-    assert "the end" not in came
-    step.advance(patience=2)
+    assert not over
+    step.advance(patience=LAST)
     assert waited == ["kernel"]
-    assert "the end" in came
+    assert over
     assert step.waits is None
     step.end()
     assert step.waiting == {"weight", "bias"}
+
+
+def test_a_step_waits_for_what_its_patience_allows():
+    step, waited = BucketStep(new_bucket(3000)), []
+    first, second, last = (Made(what, waited) for what in ("first", "second", "last"))
+
+    def moves():
+        yield from Wait("first", first, round=1)
+        yield from Wait("second", second, round=2)
+        yield from Wait("last", last, LAST)
+
+    step.start(moves())
+    step.advance(patience=0)
+    assert waited == []
+    step.advance(patience=1)
+    assert waited == ["first"]
+    step.advance(patience=2)
+    assert waited == ["first", "second"]
+    step.advance(patience=LAST)
+    assert waited == ["first", "second", "last"]
+    step.end()
 
 
 def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():

@@ -187,7 +187,7 @@ def test_sums_loss_scales_late_and_frozen_gradients():
     What is missing counts as zeros, what is frozen as nothing at all.
     """
     plain = simulate(3, diagnostics=1)
-    scaled = simulate(3, diagnostics=1, loss_scale=lambda: 4.0, op=hvd.Sum)
+    scaled = simulate(3, diagnostics=1, loss_scale=lambda: 4.0, sums=True)
     for simulation in (plain, scaled):
         for parameters in simulation.parameters:
             parameters["second"].requires_grad_(False)
@@ -394,7 +394,9 @@ def test_tensorboard(tmp_path, monkeypatch):
 
     opened = []
     monkeypatch.setattr(
-        probe, "open_tensorboard", lambda *arguments: opened.append(arguments) or Summary()
+        diagnostics_sampler,
+        "open_tensorboard",
+        lambda *arguments: opened.append(arguments) or Summary(),
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     simulation = simulate(2, diagnostics=hvd.Diagnostics(2, tensorboard=tmp_path))

@@ -1,6 +1,7 @@
 """What can be said without a second rank."""
 
 import inspect
+from unittest.mock import Mock
 
 import horovod.torch as horovod
 import numpy as np
@@ -80,26 +81,40 @@ WRONG_OFFSETS = {
 def test_offsets_that_are_damaged_are_refused(case, loaded_first):
     """On all ranks alike: then no comparison of ranks finds it."""
     selection, place, value = WRONG_OFFSETS[case]
-    config = hvd.ScaleComConfig(lookahead=True, selection=selection, dense=())
-    parameters = {"weight": torch.zeros(6401)}
-    made = Residues(config)
-    made.attach(parameters)
-    offsets = torch.from_numpy(np.arange(65).astype(made.tensors["weight"].geometry.offset_dtype) * (selection == "exact"))
-    made.chosen_ahead = {"weight": offsets}
+
+    def new_method():
+        return hvd.ScaleCom(lookahead=True, selection=selection, dense=())
+
+    def attach(method):
+        parameters = {"weight": torch.nn.Parameter(torch.zeros(6401))}
+        method.attach(parameters, Mock(in_step=lambda: False))
+
+    made = new_method()
+    attach(made)
+    dtype = made.residues.tensors["weight"].geometry.offset_dtype
+    offsets = torch.from_numpy(np.arange(65).astype(dtype) * (selection == "exact"))
+    made.tensor_states["weight"] = {"offsets": offsets}
     good = made.state_dict()
 
-    def load(state):
-        residues = Residues(config)
+    def load(method, state):
         if loaded_first:
-            residues.load_state_dict(state)
-            residues.attach(parameters)
+            method.load_state_dict(state)
+            attach(method)
         else:
-            residues.attach(parameters)
-            residues.load_state_dict(state)
-        return residues
+            attach(method)
+            method.load_state_dict(state)
 
-    assert torch.equal(load(good).chosen_ahead["weight"], offsets)
+    method = new_method()
+    load(method, good)
+    assert torch.equal(method.tensor_states["weight"]["offsets"], offsets)
     damaged = offsets.clone()
     damaged[place] = value
-    with pytest.raises(ValueError, match="look-ahead's offsets of weight are damaged.*Load the state of another step, or go on"):
-        load(good | {"offsets": {"weight": damaged}})
+    method = new_method()
+    message = (
+        "look-ahead's offsets of weight are damaged.*Load the state of another step, or go on"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(method, good | {"step": 7, "offsets": {"weight": damaged}})
+    if not loaded_first:
+        assert method.residues.step == 0
+        assert method.tensor_states == {"weight": {}}
