@@ -6,8 +6,8 @@ import torch
 import scalecom_hvd.torch as hvd
 from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.config import float16_limit
-from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.exchange.methods.random_k import draw
+from scalecom_hvd.exchange.quantisers import generator
 
 
 def uniform(compressor):
