@@ -30,9 +30,9 @@ SCRIPTS = Path(__file__).resolve().parent
 Result = dict[str, Any]
 # What a bar is made of, and which of the profiler's ranges that is; "compute" and "other" are calculated.
 PARTS = {
-    "select": ("filter", "gather_and_filter", "wait for kernel", "select"),
+    "select": ("accumulate", "take_and_accumulate", "wait for kernel", "select"),
     "offsets": ("wait for offsets",),
-    "values": ("gather", "wait for values"),
+    "values": ("take", "wait for values"),
     "scatter": ("scatter",),
 }
 COLOURS = {

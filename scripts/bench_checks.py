@@ -62,15 +62,15 @@ def measure(args: argparse.Namespace) -> None:
     import torch
 
     import scalecom_hvd.torch as hvd
-    from scalecom_hvd import health, native
-    from scalecom_hvd.exchange import residue as residues
+    from scalecom_hvd import native
+    from scalecom_hvd.exchange.residue import LOOK_EVERY, Residues
 
     hvd.init()
     torch.set_num_threads(1)
     library = Switch(*(loaded(args.as_rank, name) for name in KERNELS))
     with (
         mock.patch.object(native, "library", return_value=library),
-        mock.patch.object(residues.Residues, "look_due", return_value=False),  # so rare that it is timed by itself
+        mock.patch.object(Residues, "look_due", return_value=False),  # so rare that it is timed by itself
     ):
         for method in args.methods:
             step, look, skipped = training_step(METHODS[method])
@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace) -> None:
             assert skipped() == 0, "steps that are taken back are no measure"
             if hvd.rank() == 0:
                 checked, plain = statistics.median(seconds[True]), statistics.median(seconds[False])
-                share = statistics.median(looks) / health.LOOK_EVERY / checked
+                share = statistics.median(looks) / LOOK_EVERY / checked
                 every_step = f"checks of every step: {checked / plain - 1:+.1%}"
                 print(f"{method:24s} {1e3 * checked:6.1f} ms/step; {every_step}; looks at norms: {share:+.2%}", flush=True)
 
@@ -149,7 +149,7 @@ def fill_without_look(self: Any, grads: dict[str, Any]) -> int:
 
 def training_step(settings: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object], Callable[[], int]]:
     """A step whose forward and backward cost next to nothing, so that the exchange is nearly all of it: the worst case for a ratio; the
-    look at norms, as Moves.norms does it; and how many steps were skipped."""
+    look at norms, as Bucket.norms does it; and how many steps were skipped."""
     import torch
     from bench_cases import transformer_shapes
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from scalecom_hvd.exchange.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Kernel, TensorSlot, TorchKernel
 from scalecom_hvd.lanes import Lanes
-from scalecom_hvd.exchange.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Kernel, Place, TorchKernel
 
 BETA, LIMIT = 0.5, 65504.0
 N_TENSORS = 75
@@ -49,13 +49,13 @@ class Workload:
 
     def kernel(self, kind: type[Kernel]) -> Kernel:
         """A kernel for these tensors, in the middle of a step."""
-        places, offsets_at, values_at = [], 0, 0
+        slots, offsets_at, values_at = [], 0, 0
         for residue, lanes in zip(self.residues, self.lanes, strict=True):
-            places.append(Place(residue, lanes, offsets_at, values_at))
+            slots.append(TensorSlot(residue, lanes, offsets_at, values_at))
             offsets_at, values_at = offsets_at + lanes.k * lanes.offset_dtype.itemsize, values_at + lanes.k
-        kernel = kind(places, [grad.dtype for grad in self.grads])
+        kernel = kind(slots, [grad.dtype for grad in self.grads])
         self.begin(kernel)
-        kernel.filter(BETA, CHOOSE_ACCUMULATOR, self.offsets)
+        kernel.accumulate(BETA, CHOOSE_ACCUMULATOR, self.offsets)
         return kernel
 
     def begin(self, kernel: Kernel) -> None:
@@ -66,12 +66,14 @@ class Workload:
         once = self.numel * self.grads[0].element_size()  # reading the gradient; a pass also reads and writes the residue
         buffers = self.offsets, self.values, self.sent
         yield Candidate(f"{label}: begin", lambda: self.begin(kernel), 0)
-        yield Candidate(f"{label}: filter + select", lambda: kernel.filter(BETA, CHOOSE_ACCUMULATOR, self.chosen), 8 * self.numel + once)
-        yield Candidate(f"{label}: filter", lambda: kernel.filter(BETA, CHOOSE_NOTHING, None), 8 * self.numel + once)
-        yield Candidate(f"{label}: gather", lambda: kernel.gather(BETA, 1 - BETA, *buffers, LIMIT), 0)
         yield Candidate(
-            f"{label}: look-ahead's gather + filter + select",
-            lambda: kernel.gather_and_filter(BETA, *buffers, LIMIT, CHOOSE_RESIDUE, self.chosen),
+            f"{label}: accumulate + choose", lambda: kernel.accumulate(BETA, CHOOSE_ACCUMULATOR, self.chosen), 8 * self.numel + once
+        )
+        yield Candidate(f"{label}: accumulate", lambda: kernel.accumulate(BETA, CHOOSE_NOTHING, None), 8 * self.numel + once)
+        yield Candidate(f"{label}: take", lambda: kernel.take(BETA, 1 - BETA, *buffers, LIMIT), 0)
+        yield Candidate(
+            f"{label}: look-ahead's take + accumulate + choose",
+            lambda: kernel.take_and_accumulate(BETA, *buffers, LIMIT, CHOOSE_RESIDUE, self.chosen),
             8 * self.numel + once,
         )
         yield Candidate(f"{label}: scatter", lambda: kernel.scatter(self.outputs, self.offsets, self.values), once)

@@ -16,6 +16,7 @@ import torch
 from soak_faults import BATCH, FEATURES, HIDDEN, OUTPUTS, Arrays, die, digest
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.exchange.methods.base import Arriving, BucketCollectives
 
 
 class Net(torch.nn.Module):
@@ -59,15 +60,14 @@ class Trainer(soak_faults.Worker):
         if self.plan.optimizer == "stock":
             self._die_between_in_stock()
             return
-        reducer = self.optimizer._reducer
-        transport, average = reducer._transport, reducer._transport.average
+        average = BucketCollectives.average_values
 
-        def dying_average(buffer: torch.Tensor, name: str) -> int:
-            if self.death == "exchange" and transport.position == reducer.leader(0, reducer.residues.step):
+        def dying_average(collectives: BucketCollectives, values: torch.Tensor | None = None) -> Arriving:
+            if self.death == "exchange" and collectives.leads():
                 die()
-            return average(buffer, name)
+            return average(collectives, values)
 
-        transport.average = dying_average
+        BucketCollectives.average_values = dying_average
 
     def _die_between_in_stock(self) -> None:
         """In Horovod's own optimizer the leader has chosen when a gradient is compressed, and then Horovod averages it."""

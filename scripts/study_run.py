@@ -106,7 +106,7 @@ def train(run: Run) -> dict[str, Any]:
         residues = [{name: tensor.residue for name, tensor in each.residues.tensors.items()} for each in workers.simulation.compressors]
         largest["residue"] = max(largest["residue"], *norms_of(residues))
         if compressor.residues.step > exchanges:
-            traffic += workers.simulation.reducers[0].stats()["bytes_traffic"]
+            traffic += workers.simulation.exchanges[0].stats()["bytes_traffic"]
         recent.append(sum(losses) / len(losses))
         if (step + 1) % max(run.steps // 50, 1) == 0:
             result["losses"].append([step + 1, sum(recent) / len(recent)])

@@ -52,21 +52,36 @@ class Collectives(Protocol):
     nobody reads or writes it. `gather` leaves its tensor as it is, and it must stay so.
 
     Attributes:
-        size: how many ranks there are; 0 where this process is none of them.
-        position: this rank's place, 0 to size - 1.
-        share: what `average` multiplies the sum over ranks by: 1 / size, or 1 for sums.
-        elastic: whether ranks may come and go while training goes on.
-        numbers: counts the exchanges of this process, so that each has names of its own.
         spins: set by the exchange: whether waiting may keep a core busy. It is quickest, but
             takes the core from kernels, and from whoever is to send.
     """
 
-    size: int
-    position: int
-    share: float
-    elastic: bool
-    numbers: Numbers
     spins: bool
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are; 0 where this process is none of them."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """This rank's place, 0 to size - 1."""
+        ...
+
+    @property
+    def share(self) -> float:
+        """What `average` multiplies the sum over ranks by: 1 / size, or 1 for sums."""
+        ...
+
+    @property
+    def elastic(self) -> bool:
+        """Whether ranks may come and go while training goes on."""
+        ...
+
+    @property
+    def numbers(self) -> Numbers:
+        """Counts the exchanges of this process, so that each has names of its own."""
+        ...
 
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> Work:
         """Send the buffer of the rank at position `root` to all, in place."""

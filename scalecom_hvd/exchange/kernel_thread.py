@@ -39,7 +39,7 @@ class KernelThread:
         self._go_on = weakref.WeakMethod(go_on)  # the thread must not keep its owner alive
         self._jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        weakref.finalize(go_on.__self__, self._jobs.put, None)  # type: ignore[attr-defined]
+        weakref.finalize(go_on.__self__, self._jobs.put, None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
         """Have a function called on the thread, after those submitted before."""

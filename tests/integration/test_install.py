@@ -12,6 +12,7 @@ import logging, sys, torch
 logging.basicConfig()
 import scalecom_hvd, scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.kernels import kernel_for
+from scalecom_hvd.lanes import Lanes
 assert scalecom_hvd.__file__.startswith(sys.argv[1]), scalecom_hvd.__file__
 hvd.init()
 model = torch.nn.Linear(200, 300)
@@ -21,7 +22,7 @@ for _ in range(3):
     optimizer.zero_grad()
     model(torch.randn(4, 200)).square().mean().backward()
     optimizer.step()
-kernel = kernel_for(torch.device("cpu"), torch.float32, torch.float32).__name__
+kernel = kernel_for(torch.device("cpu"), torch.float32, torch.float32, Lanes(4, 2)).__name__
 print(f"rank {hvd.rank()} trained with {kernel} for {optimizer.compression.stats()['step']} steps")
 """
 
@@ -57,7 +58,8 @@ def test_pip_install(run, launched, checkout, tmp_path, compiler):
     place = tmp_path / "place"
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", place, checkout]
     run(command, **({} if compiler else {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}))
-    for needed in ("torch/reducer.py", "tensorflow/keras/__init__.py", "native/lanes.c", "native/lanes_template.h", "native/lanes.h"):
+    files = "exchange/methods/scalecom.py tensorflow/keras/__init__.py native/lanes.c native/lanes_template.h native/lanes.h"
+    for needed in files.split():
         assert (place / "scalecom_hvd" / needed).exists(), needed
     for built in ("_lanes.so", "_tensorflow_ops.so"):
         assert (place / "scalecom_hvd/native" / built).exists() == compiler

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.exchange.bucket import Moves
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import Step
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
 from train_image import augment, load_digits, shift  # noqa: E402
@@ -34,7 +35,7 @@ def train(name: str, settings: dict | None) -> float:
     data = load_digits()
     generator = torch.Generator().manual_seed(100 + hvd.rank())
     if name == "every rank its own indices":
-        Moves.gather = gather_at_own_indices
+        Bucket.take = take_at_own_indices
     for _ in range(STEPS):
         chosen = torch.randint(0, len(data.train_images), (BATCH,), generator=generator)
         optimizer.zero_grad()
@@ -43,24 +44,24 @@ def train(name: str, settings: dict | None) -> float:
         if name == "residues thrown away":
             for tensor in optimizer.compression.residues.tensors.values():
                 tensor.residue.zero_()
-    Moves.gather = sound_gather
+    Bucket.take = sound_take
     with torch.no_grad():
         right = [(model(shift(data.test_images, x, y)).argmax(1) == data.test_labels) for x in (-1, 0, 1) for y in (-1, 0, 1)]
     return 100 * float(torch.stack(right).float().mean())
 
 
-sound_gather = Moves.gather
+sound_take = Bucket.take
 
 
-def gather_at_own_indices(moves: Moves, offsets: torch.Tensor, values: torch.Tensor, n_workers: int):
+def take_at_own_indices(bucket: Bucket, offsets: torch.Tensor) -> Step:
     """What a rank would send that took itself for the leader."""
     own = offsets.clone()
     generator = torch.Generator().manual_seed(hvd.rank())
-    for tensor in moves.tensors:
+    for tensor, part in zip(bucket.tensors, bucket.split_offsets(own).values(), strict=True):
         k = tensor.geometry.k
         rows = torch.randint(0, max(tensor.residue.numel() // k - 1, 1), (k,), generator=generator)
-        moves.offsets_of(tensor, own).copy_(rows)
-    return sound_gather(moves, own, values, n_workers)
+        part.copy_(rows)
+    return sound_take(bucket, own)
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ from oracles import methods as oracle
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.config import float16_limit
-from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.exchange.methods.random_k import draw
+from scalecom_hvd.exchange.quantisers import generator
 
 
 def uniform(compressor):

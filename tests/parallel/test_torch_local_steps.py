@@ -13,8 +13,8 @@ from oracles import methods as oracle
 from oracles.local_steps import LocalStepsReference
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.exchange.kernels import positions_of
+from scalecom_hvd.schedule import Schedule
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,), "double": (700,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0, "bucket_bytes": 30_000}
@@ -113,40 +113,50 @@ def test_parity_where_synchronisation_points_change(compression, own):
     hold_to_the_oracle(compression, [2 + rank % 3 for rank in range(hvd.size())] if own else {0: 1, 5: 3, 15: 7}, 40, **ONE_BUCKET)
 
 
-def record(optimizer, compressor):
-    """{name: the sum of all that this rank handed to be sent}, seen where it leaves: as accumulators are told, or in the buffer."""
-    reducer, sent = optimizer._local.reducer, {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
-    average = reducer._transport.average
+def record(optimizer):
+    """{name: the sum of all that this rank handed to be sent}, seen where its buckets are told of it."""
+    exchange, sent = optimizer._local.exchange, {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
 
-    def seen(buffer, name):
-        kind, bucket = name.split(".")[0], reducer.buckets[int(name.split(".")[1])]
-        if kind in ("values", "dense") and bucket._reduced is not None and buffer is bucket._reduced.buffer:
-            for tensor, values in bucket._reduced.whole.items():
-                sent[tensor] += values.double().view(SHAPES[tensor])
-            if compressor.exchange is None:
-                for tensor, values in bucket.moves.values_of(bucket._reduced.compressed).items():
-                    at = positions_of(bucket.compressed[tensor].geometry, bucket.offsets_of(bucket.compressed[tensor], bucket.offsets))
-                    sent[tensor].view(-1)[at] += values.double()
-        return average(buffer, name)
+    def watch(bucket):
+        take, take_and_accumulate, send, fill = bucket.take, bucket.take_and_accumulate, bucket.send, bucket.fill
 
-    def make_sender(moves, send):
+        def taken(offsets, values):
+            slots, numbers = bucket.split_offsets(offsets), values.double().split(bucket.counts)
+            for (name, tensor), own in zip(bucket.compressed.items(), numbers, strict=True):
+                sent[name].view(-1)[positions_of(tensor.geometry, slots[name])] += own
+
+        def takes(offsets):
+            values = yield from take(offsets)
+            taken(offsets, values)
+            return values
+
+        def takes_and_accumulates(offsets, choose=False):
+            values, chosen = yield from take_and_accumulate(offsets, choose)
+            taken(offsets, values)
+            return values, chosen
+
         def sends(places, values):
-            before = moves.flat.clone().double()
+            before = bucket.accumulators.clone().double()
             send(places, values)
-            for tensor, part in zip(moves.tensors, (before - moves.flat.double()).split(moves.sizes), strict=True):
-                sent[tensor.name] += part.view(SHAPES[tensor.name])
+            for name, part in zip(bucket.compressed, (before - bucket.accumulators.double()).split(bucket.sizes), strict=True):
+                sent[name] += part.view(SHAPES[name])
 
-        return sends
+        def fills():
+            filled = fill()
+            for name, values in {} if bucket.whole else bucket._values.whole.items():
+                sent[name] += values.double().view(SHAPES[name])
+            return filled
 
-    make_buckets = reducer._make_buckets
+        bucket.take, bucket.take_and_accumulate, bucket.send, bucket.fill = takes, takes_and_accumulates, sends, fills
+
+    make_buckets = exchange._make_buckets
 
     def making(plan):
         make_buckets(plan)
-        for bucket in reducer.buckets:
-            if compressor.exchange is not None and bucket.compressed:
-                bucket.moves.send = make_sender(bucket.moves, bucket.moves.send)
+        for bucket in exchange.buckets:
+            watch(bucket)
 
-    reducer._transport.average, reducer._make_buckets = seen, making
+    exchange._make_buckets = making
     return sent
 
 
@@ -156,7 +166,7 @@ def test_nothing_is_lost_in_200_steps(compression):
     model = begin()
     start = {name: parameter.detach().clone() for name, parameter in model.items()}
     optimizer, compressor = make(model, COMPRESSIONS[compression](beta=1.0), 4)
-    sent = record(optimizer, compressor)
+    sent = record(optimizer)
     changed = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.items()}
     for step in range(200):
         if step % 4 == 0:
@@ -922,7 +932,7 @@ def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(w
             model = begin()
             optimizer, _ = make(model, "ScaleCom", 4, momentum=MOMENTUM)
             state = state_of(model, optimizer)
-        optimizer._local.reducer.agree_anew()  # as when Horovod is started again
+        optimizer._local.exchange.agree_anew()  # as when Horovod is started again
     else:
         if hvd.rank() != 1:
             state.save()

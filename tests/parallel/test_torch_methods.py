@@ -39,15 +39,15 @@ ODD = {"rate": 100, "min_numel": 0, "dense": ["whole"], "bucket_bytes": 40_000}
 class ScaledSign(hvd.Method):
     """As a user writes it: the signs of the largest, times the mean of their magnitudes in the bucket."""
 
-    def exchange(self, bucket, channel):
+    def step(self, bucket, collectives, state):
         offsets = bucket.choose()
         places = bucket.places_at(offsets)
-        size = bucket.flat[places].abs().mean()
-        values = bucket.flat[places].sign() * size
+        size = bucket.accumulators[places].abs().mean()
+        values = bucket.accumulators[places].sign() * size
         bucket.send(places, values)
-        for payload in (yield from channel.gather(pack(values, offsets), "signs")):
+        for payload in (yield from collectives.gather(pack(values, offsets), "signs")):
             theirs, at = unpack(payload, values)
-            bucket.receive(bucket.places_at(at[: len(offsets)]), theirs * channel.share)
+            bucket.receive(bucket.places_at(at[: len(offsets)]), theirs * collectives.share)
 
 
 def scaled_sign(accumulators, bucket):
@@ -464,7 +464,7 @@ def test_horovods_own_optimizer_is_refused(method, fields):
             continue  # without a quantiser it is not refused
         model = parameters(SHAPES)
         optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression)
-        with pytest.raises(TypeError, match=r"this package's DistributedOptimizer alone: import scalecom_hvd.torch as hvd"):
+        with pytest.raises(TypeError, match=r"this package's DistributedOptimizer only: import scalecom_hvd.torch as hvd"):
             feed(model, gradients(SHAPES, hvd.rank(), 0))
         del optimizer
 

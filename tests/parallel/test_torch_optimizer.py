@@ -445,7 +445,7 @@ def test_other_compressions_are_horovods_own():
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
         model = parameters(SHAPES)
         optimizer = make(model, compression=compression)
-        assert not hasattr(optimizer, "_reducer")
+        assert not hasattr(optimizer, "_exchange")
         run(optimizer, model, 2)
         assert same_on_all_ranks(model.values())
 

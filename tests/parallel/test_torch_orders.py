@@ -99,8 +99,6 @@ def test_grad_scaler_without_skip_synchronize(library):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         if isinstance(optimizer._compression, hvd.ScaleCom):
             optimizer._compression.loss_scale = scaler.get_scale
-            if library is hvd:
-                optimizer._reducer._loss_scale = scaler.get_scale
         for step in range(8):
             optimizer.zero_grad()
             scale = float(scaler.scale(torch.ones(())))

@@ -5,8 +5,9 @@ import pytest
 import torch
 from models import feed, gradients, parameters, same_on_all_ranks
 
-import scalecom_hvd
 import scalecom_hvd.torch as hvd
+from scalecom_hvd import agreement
+from scalecom_hvd.torch.horovod_collectives import HorovodWork
 
 SHAPES = {"first": (60, 50), "second": (5000,)}
 
@@ -121,7 +122,7 @@ def start_differently(what, rank):
 )
 def test_one_rank_is_started_differently(what, message, monkeypatch):
     if what == "version" and hvd.rank() == 1:
-        monkeypatch.setattr(scalecom_hvd, "__version__", "9.9")
+        monkeypatch.setattr(agreement, "__version__", "9.9")
     model, settings, options = start_differently(what, hvd.rank())
     optimizer = make(model, hvd.ScaleCom(**settings), **options)
     if what == "sparse_as_dense":  # a sparse gradient, since one rank sends it otherwise; its name is never used again
@@ -144,7 +145,7 @@ def test_one_rank_is_started_differently(what, message, monkeypatch):
 )
 def test_one_rank_is_started_differently_in_the_stock_optimizer(what, message, monkeypatch):
     if what == "version" and hvd.rank() == 1:
-        monkeypatch.setattr(scalecom_hvd, "__version__", "9.9")
+        monkeypatch.setattr(agreement, "__version__", "9.9")
     model, settings, _ = start_differently(what, hvd.rank())
     compressor = hvd.ScaleCom(named_parameters=model.items(), **settings)
     optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor)
@@ -153,7 +154,7 @@ def test_one_rank_is_started_differently_in_the_stock_optimizer(what, message, m
         optimizer.step()
 
 
-def test_after_a_refused_step_residues_are_as_before():
+def test_after_a_refused_step_residues_are_as_before(monkeypatch):
     """A step that fails leaves no trace, so that a caller who mends the cause goes on where it was."""
     model = parameters(SHAPES)
     optimizer = make(model)
@@ -162,21 +163,21 @@ def test_after_a_refused_step_residues_are_as_before():
         feed(model, gradients(SHAPES, hvd.rank(), step))
         optimizer.step()
     before = {name: t.residue.clone() for name, t in optimizer.compression.residues.tensors.items()}
-    reducer, wait = optimizer._reducer, optimizer._reducer._transport.wait
-    calls = []
+    wait, done = HorovodWork.wait, set()
 
-    def fails_after_two(handle):
-        wait(handle)
-        calls.append(handle)
-        if len(calls) == 2:
+    def fails_after_two(work):
+        result = wait(work)
+        done.add(work)
+        if len(done) == 2:
             raise hvd.HorovodInternalError("a worker died")
+        return result
 
-    reducer._transport.wait = fails_after_two
     optimizer.zero_grad()
-    feed(model, gradients(SHAPES, hvd.rank(), 9))
-    with pytest.raises(hvd.HorovodInternalError):
-        optimizer.step()
-    reducer._transport.wait = wait
+    with monkeypatch.context() as patch:
+        patch.setattr(HorovodWork, "wait", fails_after_two)
+        feed(model, gradients(SHAPES, hvd.rank(), 9))
+        with pytest.raises(hvd.HorovodInternalError):
+            optimizer.step()
     for name, tensor in optimizer.compression.residues.tensors.items():
         torch.testing.assert_close(tensor.residue, before[name], rtol=1e-5, atol=1e-5)
     optimizer.load_state_dict(optimizer.state_dict())  # what an elastic restore does

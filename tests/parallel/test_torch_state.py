@@ -10,6 +10,7 @@ import torch
 from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.torch.horovod_collectives import HorovodWork
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 SETTINGS = {"rate": 20, "beta": 0.5, "min_numel": 100}
@@ -362,15 +363,14 @@ def test_a_commit_is_whole_though_offsets_in_flight_never_arrive(monkeypatch):
     run(optimizer, parameters_of, range(3))
     state = hvd.elastic.TorchState(model, optimizer, batch=3)
     run(optimizer, parameters_of, range(3, 5))
-    transport = optimizer._reducer._transport
-    wait = transport.wait
+    wait = HorovodWork.wait
     with monkeypatch.context() as patch:
 
-        def lost(handle):
-            wait(handle)
+        def lost(work):
+            wait(work)
             raise hvd.HorovodInternalError("a worker was lost")
 
-        patch.setattr(transport, "wait", lost)
+        patch.setattr(HorovodWork, "wait", lost)
         state.batch = 5
         state.save()
     residues = {name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()}

@@ -137,8 +137,10 @@ class ScaleCom(Method):
 
     def is_ready(self) -> bool:
         """With look-ahead nothing is chosen before the first step."""
+        # Of a tensor whose gradients are sparse nothing ever is.
         tensors = self.tensor_states.values()
-        return not self.config.lookahead or all("offsets" in state for state in tensors)
+        has_choice = not tensors or any("offsets" in state for state in tensors)
+        return not self.config.lookahead or has_choice
 
     def check_tensor_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Raise ValueError unless all offsets lie in their lanes: kernels follow them."""
