@@ -12,12 +12,20 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 POLL_SECONDS = 3e-4
 
-_Result = TypeVar("_Result")
-_Job = tuple[Future, Callable[..., Any], tuple[Any, ...]]
+
+class Job(Future[Any]):
+    """A function that is called on the thread."""
+
+    def wait(self) -> Any:
+        """What it gave, or raised, when it has been called."""
+        return self.result()
+
+
+_Jobs = queue.SimpleQueue[tuple[Job, Callable[..., Any], tuple[Any, ...]] | None]
 
 
 class KernelThread:
@@ -32,11 +40,11 @@ class KernelThread:
 
     def __init__(self, go_on: Callable[[], bool]) -> None:
         self._go_on = weakref.WeakMethod(go_on)  # the thread must not keep its owner alive
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: _Jobs = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(go_on.__self__, self._jobs.put, None)  # type: ignore[attr-defined]
 
-    def submit(self, function: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
         """Have a function called on the thread, after those submitted before."""
         if self._thread is None:
             # A daemon: a script that ends in mid-step is not held up.
@@ -44,32 +52,30 @@ class KernelThread:
                 target=_serve, args=(self._jobs, self._go_on), name="scalecom", daemon=True
             )
             self._thread.start()
-        future: Future[_Result] = Future()
-        self._jobs.put((future, function, arguments))
-        return future
+        job = Job()
+        self._jobs.put((job, function, arguments))
+        return job
 
 
-def _serve(
-    jobs: queue.SimpleQueue[_Job | None], go_on: weakref.WeakMethod[Callable[[], bool]]
-) -> None:
+def _serve(jobs: _Jobs, go_on: weakref.WeakMethod[Callable[[], bool]]) -> None:
     again = False
     while True:
         try:
-            job = jobs.get(timeout=POLL_SECONDS if again else None)
+            asked = jobs.get(timeout=POLL_SECONDS if again else None)
         except queue.Empty:
             pass
         else:
-            if job is None:
+            if asked is None:
                 return
-            _do(*job)
-            del job  # it holds gradients
+            _do(*asked)
+            del asked  # it holds gradients
         owners = go_on()
         again = owners is not None and owners()
         del owners
 
 
-def _do(future: Future, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _do(job: Job, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
-        future.set_result(function(*arguments))
+        job.set_result(function(*arguments))
     except BaseException as error:
-        future.set_exception(error)
+        job.set_exception(error)
