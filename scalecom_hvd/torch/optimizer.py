@@ -274,7 +274,7 @@ def _local_members(
 
     # base.step calls a step's hooks. Without this mark torch would call them here too, with
     # gradients that are still scaled.
-    step.hooked = True  # type: ignore[attr-defined]
+    step.hooked = True
     return {
         "_local": local,
         "_step_supports_amp_scaling": True,
