@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from scalecom_hvd.exchange.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Kernel, TensorSlot, TorchKernel
+from scalecom_hvd.exchange.kernels import Kernel, TensorSlot, TorchKernel
 from scalecom_hvd.lanes import Lanes
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
 BETA, LIMIT = 0.5, 65504.0
 N_TENSORS = 75
