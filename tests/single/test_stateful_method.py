@@ -272,6 +272,14 @@ def resumed(states, early=False, **fields):
     return simulation
 
 
+def tensors_in(state):
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from tensors_in(value)
+
+
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("at", [0, 2, 5])
 def test_a_run_goes_on_from_a_file_to_the_bit(at, early):
@@ -282,6 +290,9 @@ def test_a_run_goes_on_from_a_file_to_the_bit(at, early):
     states = saved(simulation)
     kept = copy.deepcopy(states)
     again = resumed(states, early, warmup_steps=4)
+    for state in states:  # what the script has is its own
+        for tensor in tensors_in(state):
+            tensor.fill_(1)
     assert_same(everything(again), everything(simulation))
     for step in range(at, 9):
         if step == 7:
@@ -289,10 +300,7 @@ def test_a_run_goes_on_from_a_file_to_the_bit(at, early):
                 run.step(made_up(2, 100, spoilt=1))
         assert_same(again.step(made_up(2, step)), simulation.step(made_up(2, step)))
         assert_same(everything(again), everything(simulation))
-    for state, before in zip(states, kept, strict=True):  # what the script has is its own
-        assert state.keys() == before.keys()
-        for part in ("residues", "method_state"):
-            assert_same(state[part], before[part])
+    assert all(tensor.eq(1).all() for state in states for tensor in tensors_in(state))
     for simulated in (simulation, again):
         for method, state in zip(simulated.compressors, kept, strict=True):
             method.load_state_dict(copy.deepcopy(state))
