@@ -556,7 +556,9 @@ class Method:
                 # It may have been read onto another device; and the script may keep its own.
                 device = self.residues.tensors[name].residue.device
                 self.tensor_states[name][what] = value.to(device, copy=True)
-        self.method_state |= state.get("method_state", {}).get("method", {})
+        for what, value in state.get("method_state", {}).get("method", {}).items():
+            is_tensor = isinstance(value, torch.Tensor)
+            self.method_state[what] = value.clone() if is_tensor else value
 
     def begin_state_anew(self) -> None:
         """All state is as at the start."""
