@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import float16_limit
-from scalecom_hvd.exchange.collectives import Step, Wait
+from scalecom_hvd.exchange.collectives import Result, Step, Wait
 from scalecom_hvd.exchange.gradients import (
     check_gradients,
     flat_gradient,
@@ -138,6 +138,14 @@ class Bucket:
         self._flat: torch.Tensor | None = None
         self._average: torch.Tensor | None = None
         self._chooser: Kernel | None = None
+        self._frozen: list[bool] = []
+        # Of the step in progress; see `forget`.
+        self._averaged: dict[str, torch.Tensor]
+        self._reduced: Values | None
+        self._received: tuple[torch.Tensor, torch.Tensor] | None
+        self._in_place: bool
+        self._has_accumulators: bool
+        self._committed: bool
         self.forget()
 
     # What a method asks for: offsets.
@@ -169,14 +177,14 @@ class Bucket:
 
     # What a method asks for: moves in place.
 
-    def accumulate(self, choose: bool = False) -> Step:
+    def accumulate(self, choose: bool = False) -> Step[torch.Tensor | None]:
         """(1) m <- m + beta*g. Gives, if it shall choose, the offsets of the largest |m + g|."""
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_ACCUMULATOR if choose else CHOOSE_NOTHING
         yield from self._run("accumulate", self._beta, mode, chosen)
         return chosen
 
-    def take(self, offsets: torch.Tensor) -> Step:
+    def take(self, offsets: torch.Tensor) -> Step[torch.Tensor]:
         """(2) v = m[I] + (1 - beta)*g[I], which is acc at I; m[I] <- m[I] - beta*v.
 
         Comes after `accumulate`. Gives v (k,) as it travels, rounded to the wire dtype, of which
@@ -187,7 +195,9 @@ class Bucket:
         yield from self._run("take", self._beta, share, offsets, values, sent, self._limit)
         return values
 
-    def take_and_accumulate(self, offsets: torch.Tensor, choose: bool = False) -> Step:
+    def take_and_accumulate(
+        self, offsets: torch.Tensor, choose: bool = False
+    ) -> Step[tuple[torch.Tensor, torch.Tensor | None]]:
         """(2) then (1): v = m[I] + g[I], m[I] <- m[I] - beta*v, m <- m + beta*g, in one pass.
 
         It gives what the other order gives, since (1 - beta)*m is left at I either way. Gives v,
@@ -265,6 +275,7 @@ class Bucket:
             averages: as many; of moves in place, what `take` gave, averaged in place.
         """
         if self._in_place:
+            assert isinstance(where, torch.Tensor), "moves in place receive at offsets"
             self._received = where, averages
         elif isinstance(where, slice):
             self._average[where] += averages
@@ -397,9 +408,10 @@ class Bucket:
         """
         own = [outputs[name] for name in self.compressed]
         share = self._share if share is None else share
+        offsets, averages = self._received
         with record_function("scalecom.scatter"):
             for kernel, members in self._kernels:
-                kernel.scatter([own[i] for i in members], *self._received, share)
+                kernel.scatter([own[i] for i in members], offsets, averages, share)
 
     def spoil(self) -> None:
         """Make every gradient NaN, which is how a step that does not count shows on all ranks."""
@@ -425,9 +437,8 @@ class Bucket:
         for kernel, _ in self._kernels:
             kernel.commit()
         self.grads = {}
-        self._averaged: dict[str, torch.Tensor] = {}
-        self._reduced: Values | None = None
-        self._received: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._averaged = {}
+        self._reduced = self._received = None
         self._in_place = self._has_accumulators = self._committed = False
         self._job = None
 
@@ -454,7 +465,7 @@ class Bucket:
             self._sent = torch.zeros_like(self._values.compressed)
         return self._sent
 
-    def _run(self, move: str, *arguments: Any) -> Step:
+    def _run(self, move: str, *arguments: Any) -> Step[None]:
         """Make a move: while Python goes on, where no kernel needs it and it takes long enough."""
         assert not self._has_accumulators, "a move in place was asked for after accumulators"
         self._in_place = True
@@ -544,7 +555,7 @@ def norm(tensors: Sequence[torch.Tensor]) -> float:
     return math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
 
 
-def finished(step: Step) -> Any:
+def finished(step: Step[Result]) -> Result:
     """What a step gives that has nothing to wait for: moves of a bucket without a thread."""
     try:
         next(step)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from scalecom_hvd.agreement import Numbers
 
 LAST = sys.maxsize
+
+Result = TypeVar("Result")
 
 
 class CollectiveError(RuntimeError):
@@ -134,7 +136,7 @@ class Wait:
         return result if self._then is None else self._then(result)
 
 
-Step = Generator[Wait, None, Any]
+Step = Generator[Wait, None, Result]
 """One bucket's step, or a part of it: it yields what it waits for, and returns what it gives."""
 
 

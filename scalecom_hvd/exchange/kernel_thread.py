@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import MethodType
 from typing import Any
 
 POLL_SECONDS = 3e-4
@@ -36,6 +37,7 @@ class KernelThread:
     """
 
     def __init__(self, go_on: Callable[[], bool]) -> None:
+        assert isinstance(go_on, MethodType)
         self._go_on = weakref.WeakMethod(go_on)  # the thread must not keep its owner alive
         self._jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -290,7 +290,9 @@ class Method:
 
     # What a new method says.
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State | None]:
         """Average a bucket's compressed tensors over ranks.
 
         Say what the bucket sends and receives (see bucket.py), the same on every rank, and yield
@@ -302,7 +304,9 @@ class Method:
         """
         raise NotImplementedError
 
-    def whole_step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def whole_step(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State | None]:
         """The same in a step that is sent whole, before the gradients travel: nothing is sent.
 
         bucket.grads holds this rank's gradients; times bucket.scale they are in the residues'

@@ -27,7 +27,7 @@ class LocalTopK(Method):
 
     rounds = always_gathers = True
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """Choose, send to all, add up."""
         offsets = bucket.choose()
         places, counts = bucket.places_at(offsets), bucket.counts

@@ -68,7 +68,9 @@ class ScaleCom(Method):
                         "one of them out"
                     )
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State | None]:
         """One bucket's step, in the form that was asked for."""
         if self.config.lookahead:
             return self.look_ahead(bucket, collectives, state)
@@ -76,7 +78,7 @@ class ScaleCom(Method):
             return self.quantised(bucket, collectives)
         return self.cyclic(bucket, collectives)
 
-    def cyclic(self, bucket: Bucket, collectives: BucketCollectives) -> Step:
+    def cyclic(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
         """The leader chooses in this step, for this step."""
         leader = collectives.leader()
         if collectives.leads():
@@ -90,7 +92,9 @@ class ScaleCom(Method):
         averages = yield from collectives.average_values(values)  # (4)
         bucket.receive(offsets, averages)
 
-    def look_ahead(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def look_ahead(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State]:
         """The leader of the next step chooses in this one; this one's choice is here already."""
         offsets = bucket.join_offsets({n: own["offsets"] for n, own in state.tensors.items()})
         # Taking comes first: the next leader chooses on residues from which this step's values
@@ -103,7 +107,7 @@ class ScaleCom(Method):
         bucket.receive(offsets, averages)
         return next_state
 
-    def quantised(self, bucket: Bucket, collectives: BucketCollectives) -> Step:
+    def quantised(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
         """As cyclic, with values of few bits."""
         leads = collectives.leads()
         chosen = bucket.choose() if leads else bucket.new_offsets()  # (1), (2)
@@ -111,7 +115,9 @@ class ScaleCom(Method):
         places = bucket.places_at(offsets)
         yield from average_values(bucket, collectives, places, self.quantiser)
 
-    def whole_step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def whole_step(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State | None]:
         """With look-ahead the last step that is sent whole has the first choice made."""
         if not self.config.lookahead or state.whole_next or not bucket.tensors:
             return None
