@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -109,7 +109,12 @@ class Collectives(Protocol):
         ...
 
 
-class Wait:
+def unchanged(result: Any) -> Any:
+    """What work gives, as it is."""
+    return result
+
+
+class Wait(Generic[Result]):
     """What a bucket's step yields when it waits; `result = yield from wait` gives the result.
 
     Args:
@@ -126,17 +131,16 @@ class Wait:
         what: str,
         work: Work,
         round: int,
-        then: Callable[[torch.Tensor], Any] | None = None,
+        then: Callable[[Any], Result] = unchanged,
     ) -> None:
         self.what, self.work, self.round, self._then = what, work, round, then
 
-    def __iter__(self) -> Generator[Wait, None, Any]:
+    def __iter__(self) -> Generator[Wait[Any], None, Result]:
         yield self
-        result = self.work.wait()
-        return result if self._then is None else self._then(result)
+        return self._then(self.work.wait())
 
 
-Step = Generator[Wait, None, Result]
+Step = Generator[Wait[Any], None, Result]
 """One bucket's step, or a part of it: it yields what it waits for, and returns what it gives."""
 
 

@@ -26,7 +26,7 @@ diagnostics_sampler, new_gradients, bucket and the rooms below.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from scalecom_hvd.bucket_layout import split, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import LAST, Collectives, Wait, Work, gather_objects
+from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait, Work, gather_objects
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.gradients import empty_sparse_gradient, flat_gradient
 from scalecom_hvd.exchange.kernel_thread import KernelThread
@@ -306,7 +306,7 @@ class Exchange:
         looks = self._sampler is not None and self._sampler.due(self.residues.step)
         return looks and not self._whole
 
-    def _average(self, step: BucketStep) -> Generator[Wait, None, None]:
+    def _average(self, step: BucketStep) -> Step[None]:
         """One bucket's step, from its gradients to their averages. All gradients are here."""
         bucket = step.bucket
         if step.state_arrives is not None:
@@ -534,11 +534,11 @@ class BucketStep:
         self.bucket = bucket
         self.waiting = set(bucket.names)
         self.new_state: State | None = None
-        self.state_arrives: Wait | None = None
-        self._steps: Generator[Wait, None, None] | None = None
-        self.waits: Wait | None = None
+        self.state_arrives: Wait[torch.Tensor] | None = None
+        self._steps: Step[None] | None = None
+        self.waits: Wait[Any] | None = None
 
-    def start(self, steps: Generator[Wait, None, None]) -> None:
+    def start(self, steps: Step[None]) -> None:
         """Begin, unless it has begun."""
         if self._steps is None:
             self._steps = steps

@@ -20,7 +20,15 @@ from scalecom_hvd.agreement import digest_of
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait, Work
+from scalecom_hvd.exchange.collectives import (
+    LAST,
+    Collectives,
+    Result,
+    Step,
+    Wait,
+    Work,
+    unchanged,
+)
 from scalecom_hvd.exchange.quantisers import Float16, Quantiser, Unrounded, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues, every_step
 from scalecom_hvd.saved_state import check_local_steps, check_method
@@ -50,7 +58,7 @@ class State:
     tensors: TensorStates
     method: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     whole_next: bool = False
-    arrives: Wait | None = None
+    arrives: Wait[torch.Tensor] | None = None
 
 
 class BucketCollectives:
@@ -95,7 +103,7 @@ class BucketCollectives:
         """Whether that is this rank."""
         return self.leader(later) == self.position
 
-    def broadcast(self, offsets: torch.Tensor, root: int) -> Wait:
+    def broadcast(self, offsets: torch.Tensor, root: int) -> Wait[torch.Tensor]:
         """The offsets of the rank at position `root`, in place: others bring a buffer as large."""
         name = self._name(f"offsets.{self.bucket}")
         return self._wait(
@@ -104,7 +112,7 @@ class BucketCollectives:
 
     def average(
         self, values: torch.Tensor, name: str = "values", dtype: torch.dtype = torch.float32
-    ) -> Wait:
+    ) -> Wait[torch.Tensor]:
         """The average over ranks (or sum), in place.
 
         float16 values are summed as such, and the average is then of this dtype.
@@ -116,7 +124,7 @@ class BucketCollectives:
         work = self._collectives.average(values, self._name(f"{name}.{self.bucket}"))
         return self._wait(name, work, "values", values, divided)
 
-    def average_values(self, values: torch.Tensor | None = None) -> Wait:
+    def average_values(self, values: torch.Tensor | None = None) -> Wait[torch.Tensor]:
         """What the bucket took, averaged in place, in one all-reduce with what it sends whole.
 
         In float16 it is the sum: the bucket multiplies it.
@@ -136,7 +144,7 @@ class BucketCollectives:
         work = works[0] if len(works) == 1 else _All(works)
         return Wait("values", work, LAST, lambda _: values)
 
-    def gather(self, tensor: torch.Tensor, name: str) -> Wait:
+    def gather(self, tensor: torch.Tensor, name: str) -> Wait[list[torch.Tensor]]:
         """Every rank's tensor, all of one shape, in order of position."""
 
         def parts(joined: torch.Tensor) -> list[torch.Tensor]:
@@ -153,8 +161,8 @@ class BucketCollectives:
         work: Work,
         kind: str,
         buffer: torch.Tensor,
-        then: Callable[[torch.Tensor], Any] | None = None,
-    ) -> Wait:
+        then: Callable[[Any], Result] = unchanged,
+    ) -> Wait[Result]:
         self._submitted[kind] += buffer.numel() * buffer.element_size()
         self._submitted["collectives"] += 1
         self._round += 1

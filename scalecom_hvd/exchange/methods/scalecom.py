@@ -137,7 +137,7 @@ class ScaleCom(Method):
         offsets = bucket.new_offsets() if chosen is None else chosen
         travelling = collectives.broadcast(offsets, collectives.leader(later=1))
         # In the next step every rank has submitted it already.
-        arrives = Wait("offsets", travelling.work, round=0)
+        arrives: Wait[torch.Tensor] = Wait("offsets", travelling.work, round=0)
         own = {name: {"offsets": part} for name, part in bucket.split_offsets(offsets).items()}
         return dataclasses.replace(state, tensors=own, arrives=arrives)
 
