@@ -5,11 +5,12 @@ between. Nothing here communicates. A step that does not count is rolled back: r
 they were, to rounding.
 
 Moves come in two forms. `accumulate`, `take` and `take_and_accumulate` are done in place, on the
-residues, by kernels that fuse them; they serve one choice per lane, as ScaleCom's leader makes.
-`accumulators`, `choose`, `send` and `receive` serve any places and any values: simple rather than
-fast, on two tensors as large as the bucket. A method uses one form or the other.
+residues, by kernels that fuse them; they serve the offsets that one rank chose for all, as
+ScaleCom's leader does. Their numbers, (1) and (2), are those of reference.py. `accumulators`,
+`choose`, `send` and `receive` serve any places and any values: simple rather than fast, on two
+tensors as large as the bucket. A method uses one form or the other.
 
-Imports residue, gradients, kernels and collectives.
+Imports residue, gradients, kernels, kernel_thread and collectives.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from scalecom_hvd.exchange.kernels import (
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
-# Elements whose pass takes longer (about 0.1 ms) than to hand it to a thread.
+# So many elements that a pass over them takes longer (about 0.1 ms) than handing it to a thread.
 WORTH_A_THREAD = 2**19
 
 Places = torch.Tensor | slice
@@ -62,10 +63,11 @@ class Bucket:
         parameters: {name: parameter} of at least these.
         residues: of those that are compressed.
         ranks: how many there are.
-        factor: by what values in float16 are multiplied before they are summed.
-        share: what makes the average of a sum over ranks. Values in float16 are summed, and
-            multiplied by it when they are in a wider dtype again.
-        thread: runs kernels that need no Python while backward goes on; None: nothing does.
+        share: what a sum over ranks is multiplied by to be the average. Values in float16 are
+            summed, and multiplied by it when they are in a wider dtype again.
+        thread: runs kernels that need no Python while backward goes on; None: every move is made
+            at once.
+        factor: what values in float16 are multiplied by before they are summed.
 
     Attributes:
         compressed: {name: CompressedTensor} of those whose offsets and values travel.
@@ -178,7 +180,7 @@ class Bucket:
     # What a method asks for: moves in place.
 
     def accumulate(self, choose: bool = False) -> Step[torch.Tensor | None]:
-        """(1) m <- m + beta*g. Gives, if it shall choose, the offsets of the largest |m + g|."""
+        """(1) m <- m + beta*g. Gives the offsets of the largest |m + g| if it is to choose."""
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_ACCUMULATOR if choose else CHOOSE_NOTHING
         yield from self._run("accumulate", self._beta, mode, chosen)
@@ -200,8 +202,8 @@ class Bucket:
     ) -> Step[tuple[torch.Tensor, torch.Tensor | None]]:
         """(2) then (1): v = m[I] + g[I], m[I] <- m[I] - beta*v, m <- m + beta*g, in one pass.
 
-        It gives what the other order gives, since (1 - beta)*m is left at I either way. Gives v,
-        and if it shall choose, the offsets of the largest |m| afterwards.
+        The other order would make the same of m, since (1 - beta)*m is left at I either way. Gives
+        v, and, if it is to choose, the offsets of the largest |m| afterwards.
         """
         values, sent = self._values.compressed, self._kept()
         chosen = self.new_offsets() if choose else None
@@ -223,7 +225,7 @@ class Bucket:
     def accumulators(self) -> torch.Tensor:
         """acc = m + g of all compressed tensors, one after the other, (N,) float32 or float64.
 
-        A frozen tensor's is zero. `send` takes away what was sent.
+        That of a frozen tensor is zero. `send` takes away what was sent.
         """
         if not self._has_accumulators:
             assert not self._in_place, "accumulators were asked for after a move in place"
@@ -270,9 +272,9 @@ class Bucket:
         """The average over ranks holds these values there, and zero elsewhere.
 
         Args:
-            where: places, of which those that are named several times add up; or the offsets
-                that values were taken at.
-            averages: as many; of moves in place, what `take` gave, averaged in place.
+            where: places, where values of a place that is there several times add up; after moves
+                in place the offsets that values were taken at.
+            averages: as many; after moves in place what `take` gave, averaged in place.
         """
         if self._in_place:
             assert isinstance(where, torch.Tensor), "moves in place receive at offsets"
@@ -316,7 +318,7 @@ class Bucket:
             kernel.begin([own[i] for i in members], frozen, scale)
 
     def fill(self) -> dict[str, torch.Tensor]:
-        """What is all-reduced besides what a method did itself, by what its name ends in.
+        """What is all-reduced besides what a method did itself, {end of its name: tensor}.
 
         That is the values buffer, completed with tensors sent whole and the count; in a step that
         is sent whole the gradients themselves, unless they must travel in a wider dtype.
@@ -427,7 +429,7 @@ class Bucket:
                 kernel.roll_back()
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Close the step; gives what p.grad must become, by name."""
+        """Close the step; gives {name: what p.grad must become}."""
         outputs = {n: unflat_gradient(self.parameters[n], grad) for n, grad in self.grads.items()}
         self.forget()
         return outputs
@@ -466,7 +468,7 @@ class Bucket:
         return self._sent
 
     def _run(self, move: str, *arguments: Any) -> Step[None]:
-        """Make a move: while Python goes on, where no kernel needs it and it takes long enough."""
+        """Make a move; on the thread, if no kernel needs Python and the move takes long enough."""
         assert not self._has_accumulators, "a move in place was asked for after accumulators"
         self._in_place = True
 
@@ -506,8 +508,8 @@ class Bucket:
             if not frozen and tensor.beta == 1:
                 tensor.residue.copy_(kept)
             elif not frozen:
-                # Each operation is rounded for itself: add_ with alpha fuses them on some
-                # processors, and residues would differ in bits.
+                # Each operation is rounded by itself. add_ with alpha fuses them on some
+                # processors, and then residues would differ in bits.
                 tensor.residue.mul_(1 - tensor.beta).add_(kept.mul_(tensor.beta))
             average = average if self.scale == 1 else average / self.scale
             self.grads[tensor.name].copy_(average)
@@ -556,7 +558,7 @@ def norm(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def finished(step: Step[Result]) -> Result:
-    """What a step gives that has nothing to wait for: moves of a bucket without a thread."""
+    """What a step gives that waits for nothing, as moves of a bucket without a thread do not."""
     try:
         next(step)
     except StopIteration as end:

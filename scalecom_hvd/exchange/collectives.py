@@ -1,7 +1,8 @@
 """What an exchange asks of a transport, as a contract. A new transport is one class that fits it.
 
-`Collectives` is what the core knows of other ranks; Horovod's is scalecom_hvd/torch, simulated
-ranks' is simulator.py. `Wait` is what a bucket's step yields. Imports agreement only.
+`Collectives` is what the core knows of other ranks: horovod_collectives.py in scalecom_hvd/torch
+has Horovod's, simulator.py those of simulated ranks. `Wait` is what a bucket's step yields.
+Imports agreement only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Collectives(Protocol):
 
     Which meet: those of one name. Every rank must submit each, with buffers of equal dtype and
     (but for `gather`'s first dimension) shape. They may be submitted in another order on each
-    rank, from any thread, one of a name at a time.
+    rank, from any thread, but not two of one name at a time.
 
     Which block: none. Only `Work.wait` does, so a rank that may wait for others calls that, and
     must be sure that all of them submit the collective without waiting for something that this
@@ -54,8 +55,8 @@ class Collectives(Protocol):
     nobody reads or writes it. `gather` leaves its tensor as it is, and it must stay so.
 
     Attributes:
-        spins: set by the exchange: whether waiting may keep a core busy. It is quickest, but
-            takes the core from kernels, and from whoever is to send.
+        spins: set by the exchange: whether waiting may keep a core busy. That is quickest, but
+            takes the core from kernels, and from the thread that is to send.
     """
 
     spins: bool
@@ -93,7 +94,7 @@ class Collectives(Protocol):
         """Multiply the sum of all ranks' buffers by `share`, in place.
 
         Of float16 it is the sum itself, not yet multiplied: dividing in float16 would lose what
-        is small for good. Who asks multiplies when the values are in a wider dtype again.
+        is small for good. The caller multiplies when the values are in a wider dtype again.
         """
         ...
 
@@ -104,7 +105,7 @@ class Collectives(Protocol):
     def restarts(self) -> Callable[[], bool]:
         """A function that tells whether ranks were started anew since it was last called.
 
-        Then there may be other ranks, and nothing that was under way is (elastic runs).
+        Then there may be other ranks, and nothing is under way any more (elastic runs).
         """
         ...
 

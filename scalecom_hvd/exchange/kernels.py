@@ -2,8 +2,8 @@
 
 A kernel is made once for tensors that share their buffers of offsets and values (a `TensorSlot`
 each) and makes every move for all of them at once; `kernel_for` picks which one does. Every kernel
-gives bit-identical results, and those of reference.py. Called by bucket.py; imports config, lanes
-and native only.
+gives bit-identical results, and those of reference.py. Imports config, lanes and native;
+triton_kernel only where it is asked for.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ Taken = tuple[float, torch.Tensor, torch.Tensor]
 
 
 class Kernel(Protocol):
-    """The moves of one step: (1) and (2) of the algorithm, see reference.py.
+    """The moves of one step, numbered as in reference.py.
 
     m: residue.  g: gradient times `scale`, 1 / loss scale, with zero for bad elements: those
     without |g| <= config.largest_gradient.  I: the indices.
 
-    Buffers: offsets and chosen of bytes, values and sent of the wire dtype. A step allocates
-    nothing that is as large as they are. A frozen tensor is no longer trained: its residue stays
-    as it is, and zeros are sent.
+    Buffers: `offsets` and `chosen` hold bytes, `values` and `sent` elements of the wire dtype. The
+    C and Triton kernels allocate nothing as large as these in a step. A frozen tensor is no longer
+    trained: its residue stays as it is, and zeros are sent.
     """
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None: ...
@@ -84,7 +84,7 @@ class Kernel(Protocol):
         """(1) m <- m + beta*g. Gives how many elements of g are bad.
 
         Args:
-            beta: the filter's.
+            beta: that of the low-pass filter.
             choose: which winners `chosen` takes: CHOOSE_ACCUMULATOR, of |m_old + g|;
                 CHOOSE_RESIDUE, of |m_new|; CHOOSE_NOTHING.
             chosen: the buffer for their offsets.
@@ -140,7 +140,7 @@ class Kernel(Protocol):
         """Take back what was done to residues since `begin`, to rounding.
 
         m[I] <- m[I] + beta*sent of tensors that were taken from, m <- m - beta*g of those that
-        accumulated. Each kernel keeps that account itself, as a move may fail when it is half
+        accumulated. Each kernel keeps track of that itself, as a move may fail when it is half
         done. Offsets and sent values must be what they were.
         """
         ...
@@ -270,10 +270,10 @@ class TorchKernel:
 
 
 def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor:
-    """Where a tensor's offsets lie.
+    """The flat positions (k,) that a tensor's offsets stand for.
 
-    Raises RuntimeError where exact selection's lie outside of it, or one is there twice; on the
-    CPU only, as elsewhere it would wait for the device.
+    Raises RuntimeError where those of exact selection lie outside of the tensor, or one is there
+    twice; on the CPU only, as elsewhere it would wait for the device.
     """
     own = slot.offsets(offsets)
     checks = own.device.type == "cpu" and isinstance(slot.geometry, Positions)
@@ -509,7 +509,7 @@ def add_usable(grad: torch.Tensor, residue: torch.Tensor, scale: float, out: tor
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """The k largest magnitudes' positions, ascending; of equals the first.
 
-    So on every device alike: topk itself promises no order.
+    They are the same on every device: topk by itself promises no order.
     """
     size = values.abs()
     smallest = size.topk(k, sorted=False).values.min()

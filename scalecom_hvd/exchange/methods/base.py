@@ -115,7 +115,8 @@ class BucketCollectives:
     ) -> Wait[torch.Tensor]:
         """The average over ranks (or sum), in place.
 
-        float16 values are summed as such, and the average is then of this dtype.
+        Values in float16 are summed in it. Their average is not in place, but a new tensor of
+        dtype `dtype`.
         """
 
         def divided(total: torch.Tensor) -> torch.Tensor:
@@ -130,7 +131,7 @@ class BucketCollectives:
         In float16 it is the sum: the bucket multiplies it.
 
         Args:
-            values: what `take` gave, which comes back. None: the bucket sends no values so.
+            values: what `take` gave, which comes back as the result. None: nothing was taken.
         """
         bucket, works = self._bucket, []
         for ending, buffer in bucket.fill().items():
@@ -315,10 +316,11 @@ class Method:
     def whole_step(
         self, bucket: Bucket, collectives: BucketCollectives, state: State
     ) -> Step[State | None]:
-        """The same in a step that is sent whole, before the gradients travel: nothing is sent.
+        """In a step that is sent whole this takes the place of `step`, before gradients travel.
 
-        bucket.grads holds this rank's gradients; times bucket.scale they are in the residues'
-        units. Returns the next state as `step` does.
+        It sends no values, and leaves residues as they are. bucket.grads holds this rank's
+        gradients; times bucket.scale they are in the residues' units. Returns the next state as
+        `step` does.
         """
         return None
         yield
@@ -489,7 +491,7 @@ class Method:
         return numbers | {"residue_norm": residues.norm(), "residue_ratio": ratio}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residues, step and state, to be saved by every rank beside the model.
+        """This rank's residues, step and state, to be saved by every rank with the model.
 
         Tensors are the ones in use, not copies; torch.load(..., weights_only=True) reads it.
 
@@ -545,7 +547,7 @@ class Method:
     # Its state.
 
     def _states(self) -> dict[str, Any]:
-        """What of the state is saved. Look-ahead's offsets have their own key, as ever."""
+        """What of the state is saved. Look-ahead's offsets keep their old key."""
         by_kind: dict[str, dict[str, torch.Tensor]] = {}
         for name, state in self.tensor_states.items():
             for what, value in state.items():
@@ -565,7 +567,7 @@ class Method:
         self.begin_state_anew()
         for what, values in by_kind.items():
             for name, value in values.items():
-                # It may have been read onto another device; and the script may keep its own.
+                # A copy: it may be on another device, and the script may keep the state it read.
                 device = self.residues.tensors[name].residue.device
                 self.tensor_states[name][what] = value.to(device, copy=True)
         self.method_state |= state.get("method_state", {}).get("method", {})
@@ -577,7 +579,7 @@ class Method:
         self.method_state = dict(self.init_method())
 
     def begin_equal_state_anew(self) -> None:
-        """Ranks do not have the same of what must be the same: it is as at the start on all."""
+        """What must be the same on all ranks (`equal_state`) is not: begin it anew on all."""
         for name, state in self.tensor_states.items():
             first = self.init(self.residues.tensors[name]) if self.equal_state else {}
             for what in self.equal_state:

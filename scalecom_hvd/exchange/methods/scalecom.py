@@ -2,7 +2,8 @@
 
 Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
 Distributed Training", NeurIPS 2020, arXiv 2104.11125. Numbers in the comments are those of
-`ScaleCom`'s docstring, and of reference.py. Imports base and the rooms below.
+`ScaleCom`'s docstring; reference.py and the moves of bucket.py number the two moves that it ends
+with. Imports base and the rooms below.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class ScaleCom(Method):
 
     def is_ready(self) -> bool:
         """With look-ahead nothing is chosen before the first step."""
-        # Of a tensor whose gradients are sparse nothing ever is.
+        # For a tensor whose gradients are sparse nothing is ever chosen.
         tensors = self.tensor_states.values()
         has_choice = not tensors or any("offsets" in state for state in tensors)
         return not self.config.lookahead or has_choice
@@ -155,7 +156,7 @@ class ScaleCom(Method):
         check_offsets(offsets, {name: tensor.geometry for name, tensor in tensors.items()})
 
     def _checked(self, config: ScaleComConfig) -> ScaleComConfig:
-        # Float16's values are summed in half precision, as they always could be.
+        # Float16 is another name of wire_dtype="float16": values are summed in half precision.
         return config.replace(wire_dtype="float16") if self._rounds_to_half else config
 
     @property
