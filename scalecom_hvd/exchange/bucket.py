@@ -5,11 +5,12 @@ between. Nothing here communicates. A step that does not count is rolled back: r
 they were, to rounding.
 
 Moves come in two forms. `accumulate`, `take` and `take_and_accumulate` are done in place, on the
-residues, by kernels that fuse them; they serve one choice per lane, as ScaleCom's leader makes.
-`accumulators`, `choose`, `send` and `receive` serve any places and any values: simple rather than
-fast, on two tensors as large as the bucket. A method uses one form or the other.
+residues, by kernels that fuse them; they serve the offsets that one rank chose for all, as
+ScaleCom's leader does. Their numbers, (1) and (2), are those of reference.py. `accumulators`,
+`choose`, `send` and `receive` serve any places and any values: simple rather than fast, on two
+tensors as large as the bucket. A method uses one form or the other.
 
-Imports residue, gradients, kernels and collectives.
+Imports residue, gradients, kernels, kernel_thread and collectives.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.profiler import record_function
 
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import float16_limit
-from scalecom_hvd.exchange.collectives import Step, Wait
+from scalecom_hvd.exchange.collectives import Result, Step, Wait
 from scalecom_hvd.exchange.gradients import (
     check_gradients,
     flat_gradient,
@@ -43,7 +44,7 @@ from scalecom_hvd.exchange.kernels import (
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
-# Elements whose pass takes longer (about 0.1 ms) than to hand it to a thread.
+# So many elements that a pass over them takes longer (about 0.1 ms) than handing it to a thread.
 WORTH_A_THREAD = 2**19
 
 Places = torch.Tensor | slice
@@ -62,10 +63,11 @@ class Bucket:
         parameters: {name: parameter} of at least these.
         residues: of those that are compressed.
         ranks: how many there are.
-        factor: by what values in float16 are multiplied before they are summed.
-        share: what makes the average of a sum over ranks. Values in float16 are summed, and
-            multiplied by it when they are in a wider dtype again.
-        thread: runs kernels that need no Python while backward goes on; None: nothing does.
+        share: what a sum over ranks is multiplied by to be the average. Values in float16 are
+            summed, and multiplied by it when they are in a wider dtype again.
+        thread: runs kernels that need no Python while backward goes on; None: every move is made
+            at once.
+        factor: what values in float16 are multiplied by before they are summed.
 
     Attributes:
         compressed: {name: CompressedTensor} of those whose offsets and values travel.
@@ -138,6 +140,14 @@ class Bucket:
         self._flat: torch.Tensor | None = None
         self._average: torch.Tensor | None = None
         self._chooser: Kernel | None = None
+        self._frozen: list[bool] = []
+        # Of the step in progress; see `forget`.
+        self._averaged: dict[str, torch.Tensor]
+        self._reduced: Values | None
+        self._received: tuple[torch.Tensor, torch.Tensor] | None
+        self._in_place: bool
+        self._has_accumulators: bool
+        self._committed: bool
         self.forget()
 
     # What a method asks for: offsets.
@@ -169,14 +179,14 @@ class Bucket:
 
     # What a method asks for: moves in place.
 
-    def accumulate(self, choose: bool = False) -> Step:
-        """(1) m <- m + beta*g. Gives, if it shall choose, the offsets of the largest |m + g|."""
+    def accumulate(self, choose: bool = False) -> Step[torch.Tensor | None]:
+        """(1) m <- m + beta*g. Gives the offsets of the largest |m + g| if it is to choose."""
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_ACCUMULATOR if choose else CHOOSE_NOTHING
         yield from self._run("accumulate", self._beta, mode, chosen)
         return chosen
 
-    def take(self, offsets: torch.Tensor) -> Step:
+    def take(self, offsets: torch.Tensor) -> Step[torch.Tensor]:
         """(2) v = m[I] + (1 - beta)*g[I], which is acc at I; m[I] <- m[I] - beta*v.
 
         Comes after `accumulate`. Gives v (k,) as it travels, rounded to the wire dtype, of which
@@ -187,11 +197,13 @@ class Bucket:
         yield from self._run("take", self._beta, share, offsets, values, sent, self._limit)
         return values
 
-    def take_and_accumulate(self, offsets: torch.Tensor, choose: bool = False) -> Step:
+    def take_and_accumulate(
+        self, offsets: torch.Tensor, choose: bool = False
+    ) -> Step[tuple[torch.Tensor, torch.Tensor | None]]:
         """(2) then (1): v = m[I] + g[I], m[I] <- m[I] - beta*v, m <- m + beta*g, in one pass.
 
-        It gives what the other order gives, since (1 - beta)*m is left at I either way. Gives v,
-        and if it shall choose, the offsets of the largest |m| afterwards.
+        The other order would make the same of m, since (1 - beta)*m is left at I either way. Gives
+        v, and, if it is to choose, the offsets of the largest |m| afterwards.
         """
         values, sent = self._values.compressed, self._kept()
         chosen = self.new_offsets() if choose else None
@@ -213,7 +225,7 @@ class Bucket:
     def accumulators(self) -> torch.Tensor:
         """acc = m + g of all compressed tensors, one after the other, (N,) float32 or float64.
 
-        A frozen tensor's is zero. `send` takes away what was sent.
+        That of a frozen tensor is zero. `send` takes away what was sent.
         """
         if not self._has_accumulators:
             assert not self._in_place, "accumulators were asked for after a move in place"
@@ -260,11 +272,12 @@ class Bucket:
         """The average over ranks holds these values there, and zero elsewhere.
 
         Args:
-            where: places, of which those that are named several times add up; or the offsets
-                that values were taken at.
-            averages: as many; of moves in place, what `take` gave, averaged in place.
+            where: places, where values of a place that is there several times add up; after moves
+                in place the offsets that values were taken at.
+            averages: as many; after moves in place what `take` gave, averaged in place.
         """
         if self._in_place:
+            assert isinstance(where, torch.Tensor), "moves in place receive at offsets"
             self._received = where, averages
         elif isinstance(where, slice):
             self._average[where] += averages
@@ -305,7 +318,7 @@ class Bucket:
             kernel.begin([own[i] for i in members], frozen, scale)
 
     def fill(self) -> dict[str, torch.Tensor]:
-        """What is all-reduced besides what a method did itself, by what its name ends in.
+        """What is all-reduced besides what a method did itself, {end of its name: tensor}.
 
         That is the values buffer, completed with tensors sent whole and the count; in a step that
         is sent whole the gradients themselves, unless they must travel in a wider dtype.
@@ -397,9 +410,10 @@ class Bucket:
         """
         own = [outputs[name] for name in self.compressed]
         share = self._share if share is None else share
+        offsets, averages = self._received
         with record_function("scalecom.scatter"):
             for kernel, members in self._kernels:
-                kernel.scatter([own[i] for i in members], *self._received, share)
+                kernel.scatter([own[i] for i in members], offsets, averages, share)
 
     def spoil(self) -> None:
         """Make every gradient NaN, which is how a step that does not count shows on all ranks."""
@@ -415,7 +429,7 @@ class Bucket:
                 kernel.roll_back()
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Close the step; gives what p.grad must become, by name."""
+        """Close the step; gives {name: what p.grad must become}."""
         outputs = {n: unflat_gradient(self.parameters[n], grad) for n, grad in self.grads.items()}
         self.forget()
         return outputs
@@ -425,9 +439,8 @@ class Bucket:
         for kernel, _ in self._kernels:
             kernel.commit()
         self.grads = {}
-        self._averaged: dict[str, torch.Tensor] = {}
-        self._reduced: Values | None = None
-        self._received: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._averaged = {}
+        self._reduced = self._received = None
         self._in_place = self._has_accumulators = self._committed = False
         self._job = None
 
@@ -454,8 +467,8 @@ class Bucket:
             self._sent = torch.zeros_like(self._values.compressed)
         return self._sent
 
-    def _run(self, move: str, *arguments: Any) -> Step:
-        """Make a move: while Python goes on, where no kernel needs it and it takes long enough."""
+    def _run(self, move: str, *arguments: Any) -> Step[None]:
+        """Make a move; on the thread, if no kernel needs Python and the move takes long enough."""
         assert not self._has_accumulators, "a move in place was asked for after accumulators"
         self._in_place = True
 
@@ -495,8 +508,8 @@ class Bucket:
             if not frozen and tensor.beta == 1:
                 tensor.residue.copy_(kept)
             elif not frozen:
-                # Each operation is rounded for itself: add_ with alpha fuses them on some
-                # processors, and residues would differ in bits.
+                # Each operation is rounded by itself. add_ with alpha fuses them on some
+                # processors, and then residues would differ in bits.
                 tensor.residue.mul_(1 - tensor.beta).add_(kept.mul_(tensor.beta))
             average = average if self.scale == 1 else average / self.scale
             self.grads[tensor.name].copy_(average)
@@ -544,8 +557,8 @@ def norm(tensors: Sequence[torch.Tensor]) -> float:
     return math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
 
 
-def finished(step: Step) -> Any:
-    """What a step gives that has nothing to wait for: moves of a bucket without a thread."""
+def finished(step: Step[Result]) -> Result:
+    """What a step gives that waits for nothing, as moves of a bucket without a thread do not."""
     try:
         next(step)
     except StopIteration as end:

@@ -1,7 +1,8 @@
 """What an exchange asks of a transport, as a contract. A new transport is one class that fits it.
 
-`Collectives` is what the core knows of other ranks; Horovod's is scalecom_hvd/torch, simulated
-ranks' is simulator.py. `Wait` is what a bucket's step yields. Imports agreement only.
+`Collectives` is what the core knows of other ranks: horovod_collectives.py in scalecom_hvd/torch
+has Horovod's, simulator.py those of simulated ranks. `Wait` is what a bucket's step yields.
+Imports agreement only.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from scalecom_hvd.agreement import Numbers
 
 LAST = sys.maxsize
+
+Result = TypeVar("Result")
 
 
 class CollectiveError(RuntimeError):
@@ -42,7 +45,7 @@ class Collectives(Protocol):
 
     Which meet: those of one name. Every rank must submit each, with buffers of equal dtype and
     (but for `gather`'s first dimension) shape. They may be submitted in another order on each
-    rank, from any thread, one of a name at a time.
+    rank, from any thread, but not two of one name at a time.
 
     Which block: none. Only `Work.wait` does, so a rank that may wait for others calls that, and
     must be sure that all of them submit the collective without waiting for something that this
@@ -52,8 +55,8 @@ class Collectives(Protocol):
     nobody reads or writes it. `gather` leaves its tensor as it is, and it must stay so.
 
     Attributes:
-        spins: set by the exchange: whether waiting may keep a core busy. It is quickest, but
-            takes the core from kernels, and from whoever is to send.
+        spins: set by the exchange: whether waiting may keep a core busy. That is quickest, but
+            takes the core from kernels, and from the thread that is to send.
     """
 
     spins: bool
@@ -91,7 +94,7 @@ class Collectives(Protocol):
         """Multiply the sum of all ranks' buffers by `share`, in place.
 
         Of float16 it is the sum itself, not yet multiplied: dividing in float16 would lose what
-        is small for good. Who asks multiplies when the values are in a wider dtype again.
+        is small for good. The caller multiplies when the values are in a wider dtype again.
         """
         ...
 
@@ -102,12 +105,17 @@ class Collectives(Protocol):
     def restarts(self) -> Callable[[], bool]:
         """A function that tells whether ranks were started anew since it was last called.
 
-        Then there may be other ranks, and nothing that was under way is (elastic runs).
+        Then there may be other ranks, and nothing is under way any more (elastic runs).
         """
         ...
 
 
-class Wait:
+def unchanged(result: Any) -> Any:
+    """What work gives, as it is."""
+    return result
+
+
+class Wait(Generic[Result]):
     """What a bucket's step yields when it waits; `result = yield from wait` gives the result.
 
     Args:
@@ -124,17 +132,16 @@ class Wait:
         what: str,
         work: Work,
         round: int,
-        then: Callable[[torch.Tensor], Any] | None = None,
+        then: Callable[[Any], Result] = unchanged,
     ) -> None:
         self.what, self.work, self.round, self._then = what, work, round, then
 
-    def __iter__(self) -> Generator[Wait, None, Any]:
+    def __iter__(self) -> Generator[Wait[Any], None, Result]:
         yield self
-        result = self.work.wait()
-        return result if self._then is None else self._then(result)
+        return self._then(self.work.wait())
 
 
-Step = Generator[Wait, None, Any]
+Step = Generator[Wait[Any], None, Result]
 """One bucket's step, or a part of it: it yields what it waits for, and returns what it gives."""
 
 

@@ -1,6 +1,6 @@
-"""The exchange of one optimizer's gradients: which bucket does what when, beside backward.
+"""The exchange of one optimizer's gradients: which bucket does what when.
 
-The only room that knows of time. One step:
+The only room that knows of time. Nearly all is done while backward goes on. One step:
 
     a gradient is here      -> is its bucket complete? Then the bucket's step begins: a generator,
                                the method's (methods/), that makes moves and submits collectives,
@@ -26,7 +26,7 @@ diagnostics_sampler, new_gradients, bucket and the rooms below.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from scalecom_hvd.bucket_layout import split, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import LAST, Collectives, Wait, Work, gather_objects
+from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait, Work, gather_objects
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.gradients import empty_sparse_gradient, flat_gradient
 from scalecom_hvd.exchange.kernel_thread import KernelThread
@@ -52,13 +52,13 @@ SparseAverage = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 class Exchange:
-    """The exchange of one optimizer's gradients. All ranks' make the same collectives.
+    """The exchange of one optimizer's gradients. Every rank's submits the same collectives.
 
     Args:
         parameters: {name: parameter} of all that are trained, in the model's order.
         method: how compressed tensors are averaged; the caller attaches it to the parameters.
         collectives: the other ranks.
-        groups: names that shall share a bucket; None: buckets of about config.bucket_bytes in the
+        groups: names that are to share a bucket; None: buckets of about config.bucket_bytes in the
             order in which gradients arrive on rank 0.
         sparse_as_dense: whether sparse gradients are made dense.
         send_sparse: averages one that is not.
@@ -138,9 +138,9 @@ class Exchange:
                 raise
 
     def _came_by_hand(self) -> bool:
-        """Backward gave no rank a gradient: whether scripts did.
+        """Whether scripts put gradients there, when backward gave no rank one.
 
-        If not, make of p.grad what Horovod would.
+        If they did not, make of p.grad what Horovod would.
         """
         found = self._news.compare(list(self._parameters))
         if found is Found.SET_BY_HAND:
@@ -181,7 +181,7 @@ class Exchange:
                 parameter.grad = average
 
     def _fill_in(self, name: str) -> None:
-        """A gradient that there is not becomes zero: another rank may have it."""
+        """A gradient that is missing becomes zero: another rank may have it."""
         parameter = self._parameters[name]
         if parameter.grad is None:
             is_sparse = name in self._sparse
@@ -278,10 +278,11 @@ class Exchange:
     def _go_on(self) -> bool:
         """The same on the kernel's thread.
 
-        Gives whether some bucket waits for others, so that it is worth to look again soon.
+        Gives whether some bucket waits for other ranks, so that it is worth looking again soon.
         """
         if not self._lock.acquire(blocking=False):
-            return not self._finishing  # a hook has it for a moment, or `_finish` till the end
+            # A hook has the lock for a moment only; `_finish` has it until the step's end.
+            return not self._finishing
         try:
             self._advance()
             return any(step.waits_for_others for step in self._steps)
@@ -306,7 +307,7 @@ class Exchange:
         looks = self._sampler is not None and self._sampler.due(self.residues.step)
         return looks and not self._whole
 
-    def _average(self, step: BucketStep) -> Generator[Wait, None, None]:
+    def _average(self, step: BucketStep) -> Step[None]:
         """One bucket's step, from its gradients to their averages. All gradients are here."""
         bucket = step.bucket
         if step.state_arrives is not None:
@@ -446,11 +447,11 @@ class Exchange:
         residues.step = agree(everyone, tuple(compared), self.names)
         if len({other["state"] for other in everyone}) > 1:
             method.begin_equal_state_anew()
-        # What was asked at the step's begin was asked before all this was known.
+        # This was decided when the step began, before all the above was known.
         self._whole = self._must_send_whole()
 
         for name in sorted({name for other in everyone for name in other["sparse"]}):
-            if self._sparse.get(name) is None:  # it did not arrive here: an empty one takes part
+            if self._sparse.get(name) is None:  # none arrived here: an empty one takes part
                 parameter = self._parameters[name]
                 parameter.grad = parameter.grad.to_sparse(1)
                 self._sparse[name] = self._send_sparse(parameter)
@@ -502,7 +503,7 @@ class Exchange:
         self._step_of = {name: step for step in self._steps for name in step.bucket.names}
         if self._sampler is not None:
             self._sampler.draw(self.buckets)
-        # Kernels, and the transport's thread, need the cores that spinning would take.
+        # Kernels, and whatever thread communicates, need the cores that spinning would take.
         self._collectives.spins = not any(bucket.is_large for bucket in self.buckets)
 
     def stats(self) -> dict[str, Any]:
@@ -534,11 +535,11 @@ class BucketStep:
         self.bucket = bucket
         self.waiting = set(bucket.names)
         self.new_state: State | None = None
-        self.state_arrives: Wait | None = None
-        self._steps: Generator[Wait, None, None] | None = None
-        self.waits: Wait | None = None
+        self.state_arrives: Wait[torch.Tensor] | None = None
+        self._steps: Step[None] | None = None
+        self.waits: Wait[Any] | None = None
 
-    def start(self, steps: Generator[Wait, None, None]) -> None:
+    def start(self, steps: Step[None]) -> None:
         """Begin, unless it has begun."""
         if self._steps is None:
             self._steps = steps
@@ -572,7 +573,7 @@ class BucketStep:
             self.state_arrives = None
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Close the step; gives what p.grad must become, by name."""
+        """Close the step; gives {name: what p.grad must become}."""
         self.waiting = set(self.bucket.names)
         self.new_state = self._steps = self.waits = None
         return self.bucket.end()

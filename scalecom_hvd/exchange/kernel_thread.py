@@ -2,7 +2,7 @@
 
 After every kernel it lets the exchange go on. Gradients arrive in bursts, and between two of them
 backward may compute for long without a hook: what became possible meanwhile (a kernel is done,
-offsets have come) shall not wait for the next one. Imports nothing of this package.
+offsets have come) must not wait for the next one. Imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import MethodType
 from typing import Any
 
 POLL_SECONDS = 3e-4
@@ -36,6 +37,7 @@ class KernelThread:
     """
 
     def __init__(self, go_on: Callable[[], bool]) -> None:
+        assert isinstance(go_on, MethodType), "its owner is what it is bound to"
         self._go_on = weakref.WeakMethod(go_on)  # the thread must not keep its owner alive
         self._jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

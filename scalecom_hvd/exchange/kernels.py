@@ -2,8 +2,8 @@
 
 A kernel is made once for tensors that share their buffers of offsets and values (a `TensorSlot`
 each) and makes every move for all of them at once; `kernel_for` picks which one does. Every kernel
-gives bit-identical results, and those of reference.py. Called by bucket.py; imports config, lanes
-and native only.
+gives bit-identical results, and those of reference.py. Imports config, lanes and native;
+triton_kernel only where it is asked for.
 """
 
 from __future__ import annotations
@@ -56,15 +56,19 @@ class TensorSlot:
         return buffer[self.values_at : self.values_at + self.geometry.k]
 
 
+Taken = tuple[float, torch.Tensor, torch.Tensor]
+"""What values were taken with, to be rolled back: (beta, offsets, sent)."""
+
+
 class Kernel(Protocol):
-    """The moves of one step: (1) and (2) of the algorithm, see reference.py.
+    """The moves of one step, numbered as in reference.py.
 
     m: residue.  g: gradient times `scale`, 1 / loss scale, with zero for bad elements: those
     without |g| <= config.largest_gradient.  I: the indices.
 
-    Buffers: offsets and chosen of bytes, values and sent of the wire dtype. A step allocates
-    nothing that is as large as they are. A frozen tensor is no longer trained: its residue stays
-    as it is, and zeros are sent.
+    Buffers: `offsets` and `chosen` hold bytes, `values` and `sent` elements of the wire dtype. The
+    C and Triton kernels allocate nothing as large as these in a step. A frozen tensor is no longer
+    trained: its residue stays as it is, and zeros are sent.
     """
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None: ...
@@ -80,7 +84,7 @@ class Kernel(Protocol):
         """(1) m <- m + beta*g. Gives how many elements of g are bad.
 
         Args:
-            beta: the filter's.
+            beta: that of the low-pass filter.
             choose: which winners `chosen` takes: CHOOSE_ACCUMULATOR, of |m_old + g|;
                 CHOOSE_RESIDUE, of |m_new|; CHOOSE_NOTHING.
             chosen: the buffer for their offsets.
@@ -136,7 +140,7 @@ class Kernel(Protocol):
         """Take back what was done to residues since `begin`, to rounding.
 
         m[I] <- m[I] + beta*sent of tensors that were taken from, m <- m - beta*g of those that
-        accumulated. Each kernel keeps that account itself, as a move may fail when it is half
+        accumulated. Each kernel keeps track of that itself, as a move may fail when it is half
         done. Offsets and sent values must be what they were.
         """
         ...
@@ -150,15 +154,15 @@ class Kernel(Protocol):
 class _Step:
     """One tensor's step, and what was done to its residue in it.
 
-    accumulated: the beta that it was done with; 0: it was not.
-    taken: (beta, offsets, sent).
+    accumulated: the beta of its accumulation; 0: there was none.
+    taken: what its values were taken with; None: none were taken.
     """
 
     slot: TensorSlot
     grad: torch.Tensor
     frozen: bool
     accumulated: float = 0.0
-    taken: tuple[float, torch.Tensor, torch.Tensor] | None = None
+    taken: Taken | None = None
 
 
 class TorchKernel:
@@ -167,16 +171,17 @@ class TorchKernel:
     It serves where there is no compiler, and tensors that the other kernels do not know.
     """
 
-    def __init__(self, slots, grad_dtypes):
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
         self._slots = slots
-        self.commit()
+        self._steps: list[_Step] = []
+        self._scale = 1.0
 
-    def begin(self, grads, frozen, scale):
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
         self._steps = [_Step(*own) for own in zip(self._slots, grads, frozen, strict=True)]
         self._scale = scale
 
-    def accumulate(self, beta, choose, chosen):
-        bad = 0
+    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
+        bad: Count = 0
         for step in self._steps:
             slot, residue = step.slot, step.slot.residue
             g, n_bad = usable(step.grad, residue, self._scale)
@@ -190,8 +195,16 @@ class TorchKernel:
             bad = bad + n_bad
         return bad
 
-    def take(self, beta, share, offsets, values, sent, limit):
-        bad = 0
+    def take(
+        self,
+        beta: float,
+        share: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+    ) -> Count:
+        bad: Count = 0
         for step in self._steps:
             slot, residue = step.slot, step.slot.residue
             part, copy = slot.values(values), slot.values(sent)
@@ -212,11 +225,26 @@ class TorchKernel:
             bad = bad + (finite.numel() - finite.count_nonzero())
         return bad
 
-    def take_and_accumulate(self, beta, offsets, values, sent, limit, choose, chosen):
+    def take_and_accumulate(
+        self,
+        beta: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+        choose: int,
+        chosen: torch.Tensor | None,
+    ) -> Count:
         bad = self.take(beta, 1.0, offsets, values, sent, limit)
         return bad + self.accumulate(beta, choose, chosen)
 
-    def scatter(self, outputs, offsets, values, share=1.0):
+    def scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        share: float = 1.0,
+    ) -> None:
         for slot, output in zip(self._slots, outputs, strict=True):
             kind = torch.float64 if output.dtype == torch.float64 else torch.float32
             positions = _checked_positions(slot, offsets)
@@ -224,7 +252,7 @@ class TorchKernel:
             scaled = slot.values(values).to(kind) * (share / self._scale)
             output[positions] = scaled.to(output.dtype)
 
-    def roll_back(self):
+    def roll_back(self) -> None:
         for step in self._steps:
             slot, residue = step.slot, step.slot.residue
             if step.taken is not None:
@@ -237,15 +265,15 @@ class TorchKernel:
                 residue.sub_(g.mul_(step.accumulated))
                 step.accumulated = 0.0
 
-    def commit(self):
-        self._steps: list[_Step] = []
+    def commit(self) -> None:
+        self._steps = []
 
 
 def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor:
-    """Where a tensor's offsets lie.
+    """The flat positions (k,) that a tensor's offsets stand for.
 
-    Raises RuntimeError where exact selection's lie outside of it, or one is there twice; on the
-    CPU only, as elsewhere it would wait for the device.
+    Raises RuntimeError where those of exact selection lie outside of the tensor, or one is there
+    twice; on the CPU only, as elsewhere it would wait for the device.
     """
     own = slot.offsets(offsets)
     checks = own.device.type == "cpu" and isinstance(slot.geometry, Positions)
@@ -280,7 +308,7 @@ class NativeKernel:
     One call per move, which is made for all tensors or refused for all. It needs no Python.
     """
 
-    def __init__(self, slots, grad_dtypes):
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
         self._library = native.library()
         self._slots = slots
         self._table = np.zeros(len(slots), native.TENSOR)
@@ -292,40 +320,64 @@ class NativeKernel:
             row["offset_width"] = lanes.offset_dtype.itemsize
             row["offsets_at"], row["values_at"] = slot.offsets_at, slot.values_at
         self._tensors = self._table.ctypes.data, len(slots)
-        self.commit()
+        self._grads: Sequence[torch.Tensor] = ()
+        self._scale = 1.0
+        # The beta of this step's accumulation, and what its values were taken with.
+        self._accumulated = 0.0
+        self._taken: Taken | None = None
 
-    def begin(self, grads, frozen, scale):
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
         self._table["grad"] = [grad.data_ptr() for grad in grads]
         self._table["frozen"] = frozen
         self._grads, self._scale = grads, scale
 
-    def commit(self):
-        self._grads = None
-        # The beta of this step's accumulation, and what its taking was called with.
-        self._accumulated = 0.0
-        self._taken: tuple[float, torch.Tensor, torch.Tensor] | None = None
+    def commit(self) -> None:
+        self._grads, self._accumulated, self._taken = (), 0.0, None
 
-    def accumulate(self, beta, choose, chosen):
+    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> int:
         arguments = beta, self._scale, choose, _address(chosen)
         bad = self._library.scalecom_filter(*self._tensors, *arguments)
         self._accumulated = beta
         return bad
 
-    def take(self, beta, share, offsets, values, sent, limit):
+    def take(
+        self,
+        beta: float,
+        share: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+    ) -> int:
         buffers = _address(offsets), _address(values), _address(sent)
         arguments = beta, self._scale, share, *buffers, _is_half(values), limit
         bad = native.checked(self._library.scalecom_gather(*self._tensors, *arguments))
         self._taken = beta, offsets, sent
         return bad
 
-    def take_and_accumulate(self, beta, offsets, values, sent, limit, choose, chosen):
+    def take_and_accumulate(
+        self,
+        beta: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+        choose: int,
+        chosen: torch.Tensor | None,
+    ) -> int:
         buffers = _address(offsets), _address(values), _address(sent)
         arguments = beta, self._scale, *buffers, _is_half(values), limit, choose, _address(chosen)
         bad = native.checked(self._library.scalecom_gather_and_filter(*self._tensors, *arguments))
         self._taken, self._accumulated = (beta, offsets, sent), beta
         return bad
 
-    def scatter(self, outputs, offsets, values, share=1.0):
+    def scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        share: float = 1.0,
+    ) -> None:
         grads = self._table["grad"].copy()
         self._table["grad"] = [output.data_ptr() for output in outputs]
         arguments = share / self._scale, _address(offsets), _address(values), _is_half(values)
@@ -334,7 +386,7 @@ class NativeKernel:
         finally:
             self._table["grad"] = grads
 
-    def roll_back(self):
+    def roll_back(self) -> None:
         undo = functools.partial(self._library.scalecom_undo, *self._tensors)
         if self._taken is not None:
             beta, offsets, sent = self._taken
@@ -457,7 +509,7 @@ def add_usable(grad: torch.Tensor, residue: torch.Tensor, scale: float, out: tor
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     """The k largest magnitudes' positions, ascending; of equals the first.
 
-    So on every device alike: topk itself promises no order.
+    They are the same on every device: topk by itself promises no order.
     """
     size = values.abs()
     smallest = size.topk(k, sorted=False).values.min()

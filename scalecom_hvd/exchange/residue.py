@@ -1,7 +1,7 @@
 """Residues: one per compressed tensor, and how all of a rank's residues are saved and loaded.
 
-`CompressedTensor` is a tensor's residue with its lanes; `Residues` holds all those of one
-optimizer, with the step count. What a step does to them is in bucket.py. Imports kernels and the
+`CompressedTensor` is a tensor's residue with its lanes; `Residues` holds those of one optimizer,
+with the number of steps. What a step does to them is in bucket.py. Imports kernels and the
 framework-free rooms.
 """
 
@@ -72,8 +72,8 @@ class Residues:
         tensors: {parameter's name: CompressedTensor}.
         step: steps that happened.
         skipped_steps: those that did not, because a gradient was not finite somewhere.
-        buckets: names per bucket, and
-        ranks: how many there are, once ranks agreed on them.
+        buckets: names per bucket, once ranks have agreed on them.
+        ranks: how many there are, once this is known.
         rates: {name: rate} of all parameters, once they are known (`attached`).
     """
 
@@ -163,7 +163,7 @@ class Residues:
         else:
             self._loaded = dict(state["residues"])
         self.ranks = state.get("ranks")
-        # Who asks for buckets of another size gets them.
+        # Where buckets of another size are asked for, those of the state are not taken over.
         as_saved = state["config"]["bucket_bytes"] == self.config.bucket_bytes
         self.buckets = state.get("buckets") if as_saved else None
 

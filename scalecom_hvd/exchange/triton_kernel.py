@@ -15,6 +15,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 from scalecom_hvd import triton as tiles
-from scalecom_hvd.exchange.kernels import Count, TensorSlot
+from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot
 from scalecom_hvd.lanes import LANES
 from scalecom_hvd.native import CHOOSE_NOTHING
 
@@ -69,31 +70,54 @@ class TritonKernel:
             for dtype, chosen in members.items()
         ]
 
-    def begin(self, grads, frozen, scale):
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
         for part, members in self._parts:
             part.begin([grads[i] for i in members], [frozen[i] for i in members], scale)
 
-    def accumulate(self, beta, choose, chosen):
+    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
         return _sum(part.accumulate(beta, choose, chosen) for part, _ in self._parts)
 
-    def take(self, beta, share, offsets, values, sent, limit):
+    def take(
+        self,
+        beta: float,
+        share: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+    ) -> Count:
         return _sum(part.take(beta, share, offsets, values, sent, limit) for part, _ in self._parts)
 
-    def take_and_accumulate(self, beta, offsets, values, sent, limit, choose, chosen):
+    def take_and_accumulate(
+        self,
+        beta: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+        choose: int,
+        chosen: torch.Tensor | None,
+    ) -> Count:
         return _sum(
             part.take_and_accumulate(beta, offsets, values, sent, limit, choose, chosen)
             for part, _ in self._parts
         )
 
-    def scatter(self, outputs, offsets, values, share=1.0):
+    def scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        share: float = 1.0,
+    ) -> None:
         for part, members in self._parts:
             part.scatter([outputs[i] for i in members], offsets, values, share)
 
-    def roll_back(self):
+    def roll_back(self) -> None:
         for part, _ in self._parts:
             part.roll_back()
 
-    def commit(self):
+    def commit(self) -> None:
         for part, _ in self._parts:
             part.commit()
 
@@ -112,39 +136,65 @@ class _OneDtype:
         self._n_tiles = len(table)
         self._tiles = self._to_device(table)
         self._tensors = self._to_device(np.array([_fields(slot) for slot in slots], np.int64))
-        self.commit()
+        self._grads: Sequence[torch.Tensor] = ()
+        self._frozen: Sequence[bool] = ()
+        self._scale = 1.0
+        self._step: torch.Tensor | None = None
+        # The beta of this step's accumulation, and what its values were taken with.
+        self._accumulated = 0.0
+        self._taken: Taken | None = None
 
-    def begin(self, grads, frozen, scale):
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
         self._grads, self._frozen, self._scale = grads, frozen, scale
         self._step = self._step_table(grads)
 
-    def commit(self):
-        self._grads = self._step = None
-        # The beta of this step's accumulation, and what its taking was called with.
-        self._accumulated = 0.0
-        self._taken: tuple[float, torch.Tensor, torch.Tensor] | None = None
+    def commit(self) -> None:
+        self._grads, self._step, self._accumulated, self._taken = (), None, 0.0, None
 
-    def accumulate(self, beta, choose, chosen):
+    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> torch.Tensor:
         count = self._new_count()
         self._launch_pass(tiles.filter_tiles, chosen, count, beta, self._scale, CHOOSE=choose)
         self._accumulated = beta
         return count
 
-    def take(self, beta, share, offsets, values, sent, limit):
+    def take(
+        self,
+        beta: float,
+        share: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+    ) -> torch.Tensor:
         count = self._new_count()
         arguments = offsets, values, sent, count, beta, self._scale, share, limit
         self._launch(tiles.gather_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
         self._taken = beta, offsets, sent
         return count
 
-    def take_and_accumulate(self, beta, offsets, values, sent, limit, choose, chosen):
+    def take_and_accumulate(
+        self,
+        beta: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+        choose: int,
+        chosen: torch.Tensor | None,
+    ) -> torch.Tensor:
         count = self._new_count()
         arguments = offsets, values, sent, chosen, count, beta, self._scale, limit
         self._launch_pass(tiles.gather_and_filter_tiles, *arguments, CHOOSE=choose)
         self._taken, self._accumulated = (beta, offsets, sent), beta
         return count
 
-    def scatter(self, outputs, offsets, values, share=1.0):
+    def scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        share: float = 1.0,
+    ) -> None:
         in_place = all(
             output.data_ptr() == grad.data_ptr()
             for output, grad in zip(outputs, self._grads, strict=True)
@@ -154,7 +204,7 @@ class _OneDtype:
         scaled = share / self._scale
         self._launch(tiles.scatter_tiles, step, offsets, values, scaled, **constants)
 
-    def roll_back(self):
+    def roll_back(self) -> None:
         if self._taken is not None:
             beta, offsets, sent = self._taken
             self._launch_pass(tiles.undo_tiles, offsets, sent, beta, self._accumulated, self._scale)
@@ -162,10 +212,10 @@ class _OneDtype:
             self.accumulate(-self._accumulated, CHOOSE_NOTHING, None)
         self._taken, self._accumulated = None, 0.0
 
-    def _launch_pass(self, kernel, *arguments, **constants):
+    def _launch_pass(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         self._launch(kernel, self._step, *arguments, **constants, BLOCK=self._block, num_warps=4)
 
-    def _launch(self, kernel, step, *arguments, **constants):
+    def _launch(self, kernel: Any, step: torch.Tensor, *arguments: Any, **constants: Any) -> None:
         if self._n_tiles == 0:
             return
         is_cuda = self._device.type == "cuda"

@@ -169,7 +169,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return wrapped
 
 
-def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
+def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
     """Report a gradient; gives what Horovod's synchronize() calls for the result.
 
     It calls a handle that is callable (optimizer.py:284).
@@ -178,17 +178,17 @@ def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Callable[[], torch.Ten
     return functools.partial(self._exchange.result, p), None
 
 
-def _send_sparse(self, p: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _send_sparse(self: Any, p: torch.Tensor) -> Callable[[], torch.Tensor]:
     return self._sparse_allreduce_grad_async(p, self._parameter_names[p])[0]
 
 
-def _grouped_allreduce_grad_async(self, ps: Sequence[torch.Tensor]) -> None:
+def _grouped_allreduce_grad_async(self: Any, ps: Sequence[torch.Tensor]) -> None:
     raise RuntimeError(
         "Horovod grouped gradients although scalecom_hvd does so itself: is this Horovod 0.28.1?"
     )
 
 
-def _synchronize(self) -> None:
+def _synchronize(self: Any) -> None:
     """Do what Horovod's does, unless no rank has gradients that were not exchanged yet."""
     # Without hooks there is one rank, or this one is not in the process set.
     if not self._requires_update or self._exchange.must_exchange(fresh=bool(self._handles)):
@@ -196,7 +196,7 @@ def _synchronize(self) -> None:
     self._synchronized = True
 
 
-def _load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     """Do what Horovod's does, which drops what is under way (elastic restores load states)."""
     if self._exchange.in_step():
         self._exchange.abort()
@@ -226,7 +226,7 @@ def _local_members(
     """What local steps replace besides: no hooks, as gradients are not averaged, and `step`."""
     known = {id(p) for p in parameters.values()}
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step on this rank's own parameters, and synchronise if that is due.
 
         Every rank has to take every step. A gradient that is not finite, in any evaluation of the
@@ -272,10 +272,7 @@ def _local_members(
 
         return local.step(take)
 
-    # base.step calls a step's hooks. Without this mark torch would call them here too, with
-    # gradients that are still scaled.
-    step.hooked = True
-    return {
+    members: dict[str, Any] = {
         "_local": local,
         "_step_supports_amp_scaling": True,
         "_register_hooks": lambda self: None,
@@ -284,6 +281,10 @@ def _local_members(
         "skip_synchronize": _skip_nothing,
         "synchronize_parameters": _synchronize_parameters,
     }
+    # base.step calls a step's hooks. Without this mark torch would call them here too, with
+    # gradients that are still scaled.
+    members["step"].hooked = True
+    return members
 
 
 def _zero_state(optimizer: torch.optim.Optimizer) -> None:
@@ -298,17 +299,17 @@ def _zero_state(optimizer: torch.optim.Optimizer) -> None:
             value.zero_()
 
 
-def _nothing_to_synchronize(self) -> None:
+def _nothing_to_synchronize(self: Any) -> None:
     """Do nothing: gradients are this rank's own. See synchronize_parameters."""
 
 
 @contextlib.contextmanager
-def _skip_nothing(self) -> Iterator[None]:
+def _skip_nothing(self: Any) -> Iterator[None]:
     """Skip nothing: step() averages parameters' changes when it is time."""
     yield
 
 
-def _synchronize_parameters(self) -> None:
+def _synchronize_parameters(self: Any) -> None:
     """Average the parameters' changes now, whatever the schedule says.
 
     All ranks must call it after the same step. Afterwards all have the same parameters, to be

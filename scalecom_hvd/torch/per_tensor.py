@@ -103,7 +103,10 @@ class ScaleCom(methods.ScaleCom):
 
     def decompress(self, tensor: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """The averaged gradient for what `compress` gave; `ctx` None: nothing was compressed."""
-        return tensor if ctx is None else self._averager.decompress(tensor, ctx)
+        if ctx is None:
+            return tensor
+        assert isinstance(self._averager, PerTensor), "only `compress` gives a ctx"
+        return self._averager.decompress(tensor, ctx)
 
     def meet(self) -> None:
         """What all ranks do when they were started again, or newcomers have come."""

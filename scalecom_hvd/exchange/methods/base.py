@@ -20,7 +20,15 @@ from scalecom_hvd.agreement import digest_of
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait, Work
+from scalecom_hvd.exchange.collectives import (
+    LAST,
+    Collectives,
+    Result,
+    Step,
+    Wait,
+    Work,
+    unchanged,
+)
 from scalecom_hvd.exchange.quantisers import Float16, Quantiser, Unrounded, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues, every_step
 from scalecom_hvd.saved_state import check_local_steps, check_method
@@ -50,7 +58,7 @@ class State:
     tensors: TensorStates
     method: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     whole_next: bool = False
-    arrives: Wait | None = None
+    arrives: Wait[torch.Tensor] | None = None
 
 
 class BucketCollectives:
@@ -95,7 +103,7 @@ class BucketCollectives:
         """Whether that is this rank."""
         return self.leader(later) == self.position
 
-    def broadcast(self, offsets: torch.Tensor, root: int) -> Wait:
+    def broadcast(self, offsets: torch.Tensor, root: int) -> Wait[torch.Tensor]:
         """The offsets of the rank at position `root`, in place: others bring a buffer as large."""
         name = self._name(f"offsets.{self.bucket}")
         return self._wait(
@@ -104,10 +112,11 @@ class BucketCollectives:
 
     def average(
         self, values: torch.Tensor, name: str = "values", dtype: torch.dtype = torch.float32
-    ) -> Wait:
+    ) -> Wait[torch.Tensor]:
         """The average over ranks (or sum), in place.
 
-        float16 values are summed as such, and the average is then of this dtype.
+        Values in float16 are summed in it. Their average is not in place, but a new tensor of
+        dtype `dtype`.
         """
 
         def divided(total: torch.Tensor) -> torch.Tensor:
@@ -116,13 +125,13 @@ class BucketCollectives:
         work = self._collectives.average(values, self._name(f"{name}.{self.bucket}"))
         return self._wait(name, work, "values", values, divided)
 
-    def average_values(self, values: torch.Tensor | None = None) -> Wait:
+    def average_values(self, values: torch.Tensor | None = None) -> Wait[torch.Tensor]:
         """What the bucket took, averaged in place, in one all-reduce with what it sends whole.
 
         In float16 it is the sum: the bucket multiplies it.
 
         Args:
-            values: what `take` gave, which comes back. None: the bucket sends no values so.
+            values: what `take` gave, which comes back as the result. None: nothing was taken.
         """
         bucket, works = self._bucket, []
         for ending, buffer in bucket.fill().items():
@@ -136,7 +145,7 @@ class BucketCollectives:
         work = works[0] if len(works) == 1 else _All(works)
         return Wait("values", work, LAST, lambda _: values)
 
-    def gather(self, tensor: torch.Tensor, name: str) -> Wait:
+    def gather(self, tensor: torch.Tensor, name: str) -> Wait[list[torch.Tensor]]:
         """Every rank's tensor, all of one shape, in order of position."""
 
         def parts(joined: torch.Tensor) -> list[torch.Tensor]:
@@ -153,8 +162,8 @@ class BucketCollectives:
         work: Work,
         kind: str,
         buffer: torch.Tensor,
-        then: Callable[[torch.Tensor], Any] | None = None,
-    ) -> Wait:
+        then: Callable[[Any], Result] = unchanged,
+    ) -> Wait[Result]:
         self._submitted[kind] += buffer.numel() * buffer.element_size()
         self._submitted["collectives"] += 1
         self._round += 1
@@ -290,7 +299,9 @@ class Method:
 
     # What a new method says.
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State | None]:
         """Average a bucket's compressed tensors over ranks.
 
         Say what the bucket sends and receives (see bucket.py), the same on every rank, and yield
@@ -302,11 +313,14 @@ class Method:
         """
         raise NotImplementedError
 
-    def whole_step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
-        """The same in a step that is sent whole, before the gradients travel: nothing is sent.
+    def whole_step(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State | None]:
+        """In a step that is sent whole this takes the place of `step`, before gradients travel.
 
-        bucket.grads holds this rank's gradients; times bucket.scale they are in the residues'
-        units. Returns the next state as `step` does.
+        It sends no values, and leaves residues as they are. bucket.grads holds this rank's
+        gradients; times bucket.scale they are in the residues' units. Returns the next state as
+        `step` does.
         """
         return None
         yield
@@ -477,7 +491,7 @@ class Method:
         return numbers | {"residue_norm": residues.norm(), "residue_ratio": ratio}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residues, step and state, to be saved by every rank beside the model.
+        """This rank's residues, step and state, to be saved by every rank with the model.
 
         Tensors are the ones in use, not copies; torch.load(..., weights_only=True) reads it.
 
@@ -533,7 +547,7 @@ class Method:
     # Its state.
 
     def _states(self) -> dict[str, Any]:
-        """What of the state is saved. Look-ahead's offsets have their own key, as ever."""
+        """What of the state is saved. Look-ahead's offsets keep their old key."""
         by_kind: dict[str, dict[str, torch.Tensor]] = {}
         for name, state in self.tensor_states.items():
             for what, value in state.items():
@@ -553,7 +567,7 @@ class Method:
         self.begin_state_anew()
         for what, values in by_kind.items():
             for name, value in values.items():
-                # It may have been read onto another device; and the script may keep its own.
+                # A copy: it may be on another device, and the script may keep the state it read.
                 device = self.residues.tensors[name].residue.device
                 self.tensor_states[name][what] = value.to(device, copy=True)
         for what, value in state.get("method_state", {}).get("method", {}).items():
@@ -567,7 +581,7 @@ class Method:
         self.method_state = dict(self.init_method())
 
     def begin_equal_state_anew(self) -> None:
-        """Ranks do not have the same of what must be the same: it is as at the start on all."""
+        """What must be the same on all ranks (`equal_state`) is not: begin it anew on all."""
         for name, state in self.tensor_states.items():
             first = self.init(self.residues.tensors[name]) if self.equal_state else {}
             for what in self.equal_state:

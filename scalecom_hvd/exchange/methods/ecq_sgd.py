@@ -47,7 +47,7 @@ class ECQSGD(Method):
         """What ranks must have in common besides the config."""
         return {"method": type(self).__name__, "bits": self.bits, "seed": self.seed}
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """All accumulators, rounded."""
         everything, counts = slice(None), [len(bucket.accumulators)]
         yield from average_values(bucket, collectives, everything, self.quantiser, counts)

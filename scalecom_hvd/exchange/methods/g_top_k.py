@@ -30,7 +30,7 @@ class GTopK(Method):
 
     unused = (*Method.unused, "selection")
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """Gather all choices, and merge them."""
         k = sum(bucket.counts)
         places = largest(bucket.accumulators, k)
@@ -58,7 +58,7 @@ def merge(choices: list[Choice], k: int, position: int) -> tuple[Choice, torch.T
     mine = choices[position][0]
     while len(choices) > 1:
         pairs = [choices[i : i + 2] for i in range(0, len(choices), 2)]
-        choices = [add(*pair, k) if len(pair) == 2 else pair[0] for pair in pairs]
+        choices = [add(pair[0], pair[1], k) if len(pair) == 2 else pair[0] for pair in pairs]
         position //= 2
         mine = mine[torch.isin(mine, choices[position][0])]
     return choices[0], mine

@@ -22,7 +22,7 @@ class GlobalTopK(Method):
     unused = (*Method.unused, "selection")
     sends_all = True
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """Average all, choose from the average."""
         average = yield from collectives.average(bucket.accumulators.clone(), "accumulators")
         parts = average.split(bucket.sizes)

@@ -17,7 +17,7 @@ class LocalTopK(Method):
     which adds momentum correction.
 
     Traffic: (n-1) times k values and offsets, which grows with the number of ranks n: it is the
-    build-up that ScaleCom does without.
+    build-up that ScaleCom avoids.
 
     Args:
         quantiser: of the values, None or one of quantisers.py; with Sign it is Qsparse's SignTop-k
@@ -27,7 +27,7 @@ class LocalTopK(Method):
 
     rounds = always_gathers = True
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """Choose, send to all, add up."""
         offsets = bucket.choose()
         places, counts = bucket.places_at(offsets), bucket.counts

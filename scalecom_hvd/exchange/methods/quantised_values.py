@@ -33,7 +33,7 @@ def average_values(
     places: Places,
     quantiser: Quantiser,
     counts: Sequence[int] | None = None,
-) -> Step:
+) -> Step[None]:
     """Average the accumulators at places that are the same on all ranks.
 
     The bucket sends, and receives, what the quantiser makes of them: gathered or summed, whatever

@@ -46,7 +46,7 @@ class RandomK(Method):
         shared = {} if self.shared else {"shared": False}
         return super().settings | {"seed": self.seed} | shared
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """Draw, and average the values there."""
         numbers = self.seed, collectives.step, collectives.bucket
         if self.shared:
@@ -54,13 +54,13 @@ class RandomK(Method):
             yield from average_values(bucket, collectives, places, self.quantiser)
             return
         # A number more than rounding has, so that the two do not draw alike.
-        everyone = [generator(*numbers, rank, 0) for rank in range(collectives.size)]
-        places = [self._draw(bucket, random) for random in everyone]
-        mine, counts = places[collectives.position], bucket.counts
+        randoms = [generator(*numbers, rank, 0) for rank in range(collectives.size)]
+        everyone = [self._draw(bucket, random) for random in randoms]
+        mine, counts = everyone[collectives.position], bucket.counts
         payload, sent = rounded(self.quantiser, bucket.accumulators[mine], counts, collectives)
         bucket.send(mine, sent)
         gathered = yield from collectives.gather(payload, "values")
-        for at, theirs in zip(places, gathered, strict=True):
+        for at, theirs in zip(everyone, gathered, strict=True):
             values = self.quantiser.unpack(theirs, sent, counts)
             bucket.receive(at, values * collectives.share)
 

@@ -2,7 +2,8 @@
 
 Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
 Distributed Training", NeurIPS 2020, arXiv 2104.11125. Numbers in the comments are those of
-`ScaleCom`'s docstring, and of reference.py. Imports base and the rooms below.
+`ScaleCom`'s docstring; reference.py and the moves of bucket.py number the two moves that it ends
+with. Imports base and the rooms below.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class ScaleCom(Method):
                         "one of them out"
                     )
 
-    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def step(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State | None]:
         """One bucket's step, in the form that was asked for."""
         if self.config.lookahead:
             return self.look_ahead(bucket, collectives, state)
@@ -76,7 +79,7 @@ class ScaleCom(Method):
             return self.quantised(bucket, collectives)
         return self.cyclic(bucket, collectives)
 
-    def cyclic(self, bucket: Bucket, collectives: BucketCollectives) -> Step:
+    def cyclic(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
         """The leader chooses in this step, for this step."""
         leader = collectives.leader()
         if collectives.leads():
@@ -90,7 +93,9 @@ class ScaleCom(Method):
         averages = yield from collectives.average_values(values)  # (4)
         bucket.receive(offsets, averages)
 
-    def look_ahead(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def look_ahead(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State]:
         """The leader of the next step chooses in this one; this one's choice is here already."""
         offsets = bucket.join_offsets({n: own["offsets"] for n, own in state.tensors.items()})
         # Taking comes first: the next leader chooses on residues from which this step's values
@@ -103,7 +108,7 @@ class ScaleCom(Method):
         bucket.receive(offsets, averages)
         return next_state
 
-    def quantised(self, bucket: Bucket, collectives: BucketCollectives) -> Step:
+    def quantised(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
         """As cyclic, with values of few bits."""
         leads = collectives.leads()
         chosen = bucket.choose() if leads else bucket.new_offsets()  # (1), (2)
@@ -111,7 +116,9 @@ class ScaleCom(Method):
         places = bucket.places_at(offsets)
         yield from average_values(bucket, collectives, places, self.quantiser)
 
-    def whole_step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step:
+    def whole_step(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State | None]:
         """With look-ahead the last step that is sent whole has the first choice made."""
         if not self.config.lookahead or state.whole_next or not bucket.tensors:
             return None
@@ -131,13 +138,13 @@ class ScaleCom(Method):
         offsets = bucket.new_offsets() if chosen is None else chosen
         travelling = collectives.broadcast(offsets, collectives.leader(later=1))
         # In the next step every rank has submitted it already.
-        arrives = Wait("offsets", travelling.work, round=0)
+        arrives: Wait[torch.Tensor] = Wait("offsets", travelling.work, round=0)
         own = {name: {"offsets": part} for name, part in bucket.split_offsets(offsets).items()}
         return dataclasses.replace(state, tensors=own, arrives=arrives)
 
     def is_ready(self) -> bool:
         """With look-ahead nothing is chosen before the first step."""
-        # Of a tensor whose gradients are sparse nothing ever is.
+        # For a tensor whose gradients are sparse nothing is ever chosen.
         tensors = self.tensor_states.values()
         has_choice = not tensors or any("offsets" in state for state in tensors)
         return not self.config.lookahead or has_choice
@@ -149,7 +156,7 @@ class ScaleCom(Method):
         check_offsets(offsets, {name: tensor.geometry for name, tensor in tensors.items()})
 
     def _checked(self, config: ScaleComConfig) -> ScaleComConfig:
-        # Float16's values are summed in half precision, as they always could be.
+        # Float16 is another name of wire_dtype="float16": values are summed in half precision.
         return config.replace(wire_dtype="float16") if self._rounds_to_half else config
 
     @property
