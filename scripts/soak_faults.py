@@ -35,10 +35,16 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass
 class Plan:
-    """What a job does. deaths: {host: [batch, point]}, for a job whose course is known beforehand (see `Faults.death`)."""
+    """What a job does.
+
+    Attributes:
+        deaths: {host: [batch, point]}, for a job whose course is known beforehand (`Faults.death`).
+        method: PyTorch's method, as module:class.
+    """
 
     # "drop-in"; "stock": Horovod's own; "local steps"; "TensorFlow": a tape
     optimizer: str = "drop-in"
+    method: str = "scalecom_hvd.torch:ScaleCom"
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     commit_every: int = 5
     last: int | None = None
@@ -153,6 +159,10 @@ class Worker:
     def residues(self) -> Arrays:
         raise NotImplementedError
 
+    def kept(self) -> Arrays:
+        """All that is this worker's own from commit to restore."""
+        return self.residues()
+
     def common(self) -> Arrays:
         """The parameters that are the same on all ranks."""
         raise NotImplementedError
@@ -208,11 +218,11 @@ class Worker:
         if self.committed is None:
             self.expect(norm == 0, "a newcomer's residues are not zero", batch)
         else:
-            self.expect(digest(residues) == self.committed, "residues are not those of this rank's last commit", batch)
+            self.expect(digest(self.kept()) == self.committed, "residues are not those of this rank's last commit", batch)
 
     def commit(self, state: Any, loss: float) -> None:
         """Commits; at the end, if hosts have changed, that raises HostsUpdatedInterrupt."""
-        self.committed = digest(self.residues())
+        self.committed = digest(self.kept())
         self.diary.note(
             "commit", batch=state.batch, generation=self.generation, weights=digest(self.common()), loss=loss,
             residues=self.committed, step=self.compression.stats()["step"], memory=memory(), made=self.made,

@@ -6,6 +6,7 @@ See soak_faults.py, which says what it is told, what goes wrong, and what is che
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -40,13 +41,12 @@ class Trainer(soak_faults.Worker):
 
     checkpoint = ".pt"
 
-    def make(self) -> hvd.ScaleCom:
+    def make(self) -> hvd.Method:
         torch.manual_seed(os.getpid())  # every worker begins elsewhere: only Horovod's states bring them together
         plan, self.model = self.plan, Net()
         optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
-        compression = hvd.ScaleCom(
-            self.model.named_parameters() if plan.optimizer == "stock" else None, loss_scale=lambda: self.scale, **plan.settings
-        )
+        named = [self.model.named_parameters()] if plan.optimizer == "stock" else []
+        compression = pkgutil.resolve_name(plan.method)(*named, loss_scale=lambda: self.scale, **plan.settings)
         make = horovod.DistributedOptimizer if plan.optimizer == "stock" else hvd.DistributedOptimizer
         more = {} if plan.local_steps is None else {"local_steps": plan.local_steps}
         self.optimizer = make(optimizer, named_parameters=self.model.named_parameters(), compression=compression, **more)
@@ -93,6 +93,12 @@ class Trainer(soak_faults.Worker):
     def residues(self) -> Arrays:
         # Not by state_dict(), which waits for look-ahead's offsets: a step is to begin, and a commit to be made, while they are in flight.
         return arrays({name: tensor.residue.view(tensor.shape) for name, tensor in self.compression.residues.tensors.items()})
+
+    def kept(self) -> Arrays:
+        states = self.compression.tensor_states.items()
+        # Look-ahead's offsets are dropped where they never arrive.
+        more = {f"{what} {name}": value for name, state in states for what, value in state.items() if what != "offsets"}
+        return self.residues() | arrays(more)
 
     def common(self) -> Arrays:
         return self.own()

@@ -4,6 +4,10 @@ The workers are those of scripts/soak_worker.py, which check after every step th
 Other ways of using ScaleCom come in test_soak.py.
 """
 
+import os
+from pathlib import Path
+
+import momentum
 import pytest
 import soak
 
@@ -18,12 +22,13 @@ def diaries(tmp_path):
     jobs = []
 
     def runner(ranks, **plan):
-        job = soak.Job(tmp_path, soak.Plan(commit_every=COMMIT_EVERY, last=LAST, **plan), ranks)
+        plan = soak.Plan(**({"commit_every": COMMIT_EVERY, "last": LAST} | plan))
+        job = soak.Job(tmp_path, plan, ranks)
         jobs.append(job)
         assert job.wait(250) == 0, job.output()
         findings = soak.judge(job.diaries(), tmp_path)
         assert not findings.complaints, findings.complaints
-        assert findings.compared >= LAST // COMMIT_EVERY - 1
+        assert findings.compared >= plan.last // COMMIT_EVERY - 1
         return list(job.diaries().values())
 
     yield runner
@@ -50,6 +55,17 @@ def test_workers_are_killed_and_another_one_comes(diaries):
     for begins in zip(*(soak.of(diary, "begin")[1:] for diary in survivors), strict=True):
         assert len({begin["residues"] for begin in begins}) == 2, "residues of one rank came to another"
     assert soak.of(newcomer, "begin")[0]["norm"] == 0
+
+
+def test_a_methods_state_is_that_of_the_last_commit(diaries, monkeypatch):
+    """A worker dies in the middle of a step; the others compare residues and momenta with those that they committed."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(momentum.__file__).parent), prepend=os.pathsep)
+    deaths = {"127.0.00.1": (KILLED_AT, "exchange")}
+    told = diaries(3, method="momentum:Momentum", settings={"rate": 20}, random_faults=False, deaths=deaths, last=25)
+    survivors = [diary for diary in told if soak.of(diary, "end")]
+    assert [[entry["size"] for entry in soak.of(diary, "begin")] for diary in survivors] == [[3, 2]] * 2
+    for diary in survivors:
+        assert soak.of(diary, "begin")[1]["batch"] == KILLED_AT - KILLED_AT % COMMIT_EVERY
 
 
 def test_local_steps_while_a_worker_is_killed_and_another_comes(diaries):
