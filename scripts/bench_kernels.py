@@ -1,7 +1,8 @@
-"""What the residues of a whole model cost on one core, against the memory's speed: `torch._foreach_add_(residues, grads, alpha=beta)`.
+"""What the residues of a whole model cost on one core, against the memory's speed:
+`torch._foreach_add_(residues, grads, alpha=beta)`.
 
-The model is that of `make bench`, 24.8 M parameters. All are timed in turn, round by round, in one run, and the medians compared, so that a
-noisy machine hurts all alike.
+The model is that of `make bench`, 24.8 M parameters. All are timed in turn, round by round, in one
+run, and the medians compared, so that a noisy machine hurts all alike.
 """
 
 from __future__ import annotations
@@ -25,11 +26,27 @@ FLOOR = "torch._foreach_add_(residues, grads)"
 class Model:
     """Residues and gradients of the model's compressed tensors, in one bucket that holds them all."""
 
-    def __init__(self, rate: float, beta: float, dtype: torch.dtype = torch.float32, wire_dtype: str | None = None) -> None:
+    def __init__(
+        self,
+        rate: float,
+        beta: float,
+        dtype: torch.dtype = torch.float32,
+        wire_dtype: str | None = None,
+    ) -> None:
         residues = Residues(ScaleComConfig(rate=rate, beta=beta, wire_dtype=wire_dtype))
-        shapes = [shape for layer in transformer_shapes() for shape in layer if torch.Size(shape).numel() >= residues.config.min_numel]
-        parameters = {f"{i}": torch.nn.Parameter(torch.empty(shape, dtype=dtype)) for i, shape in enumerate(shapes)}
-        residues.tensors = {name: CompressedTensor(name, p, rate, residues.config) for name, p in parameters.items()}
+        shapes = [
+            shape
+            for layer in transformer_shapes()
+            for shape in layer
+            if torch.Size(shape).numel() >= residues.config.min_numel
+        ]
+        parameters = {
+            f"{i}": torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+            for i, shape in enumerate(shapes)
+        }
+        residues.tensors = {
+            name: CompressedTensor(name, p, rate, residues.config) for name, p in parameters.items()
+        }
         grads = {name: torch.randn(p.numel()).to(dtype) for name, p in parameters.items()}
         self.grads = list(grads.values())
         self.residues = [tensor.residue for tensor in residues.tensors.values()]
@@ -67,7 +84,9 @@ def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
     def contiguous_chunks() -> None:
         for residue, grad in zip(model.residues, model.grads, strict=True):
             rows = residue.numel() // int(rate)
-            residue.add_(grad, alpha=beta)[: rows * int(rate)].view(rows, int(rate)).abs().max(dim=1)
+            residue.add_(grad, alpha=beta)[: rows * int(rate)].view(rows, int(rate)).abs().max(
+                dim=1
+            )
 
     def top_k() -> None:
         for residue, grad in zip(model.residues, model.grads, strict=True):
@@ -118,8 +137,13 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     medians |= {name: sum(medians[part] for part in parts) for name, parts in STEPS.items()}
     staggered = "look-ahead step, staggered leaders, 4 workers"
-    medians[staggered] = (medians["look-ahead step, leader"] + 3 * medians["look-ahead step, other ranks"]) / 4
-    print(f"24.8 M float32 residues, rate {arguments.rate:g}, beta {arguments.beta:g}, one core, medians of {arguments.rounds} rounds")
+    medians[staggered] = (
+        medians["look-ahead step, leader"] + 3 * medians["look-ahead step, other ranks"]
+    ) / 4
+    print(
+        f"24.8 M float32 residues, rate {arguments.rate:g}, beta {arguments.beta:g}, one core, "
+        f"medians of {arguments.rounds} rounds"
+    )
     print(f"{'':46s} {'ms':>8s} {'ratio to the floor':>19s}")
     for name, median in medians.items():
         print(f"{name:46s} {median:8.2f} {median / medians[FLOOR]:19.2f}")

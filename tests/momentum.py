@@ -12,7 +12,8 @@ from scalecom_hvd.exchange.residue import CompressedTensor
 
 
 class Momentum(Method):
-    """The leader chooses where its momentum of accumulators is largest; all send what they have there.
+    """The leader chooses where its momentum of accumulators is largest; all send what they have
+    there.
 
     A momentum begins anew where values were sent. Each rank has its own, of every tensor. It grows
     over the first steps, which are counted for the whole method.
@@ -49,5 +50,7 @@ class Momentum(Method):
         bucket.send(places, values)
         bucket.receive(places, (yield from collectives.average(values)))
         momentum[places] = 0
-        own = {name: {"momentum": part} for name, part in zip(bucket.compressed, parts, strict=True)}
+        own = {
+            name: {"momentum": part} for name, part in zip(bucket.compressed, parts, strict=True)
+        }
         return dataclasses.replace(state, tensors=own, method={"steps": steps + 1})

@@ -1,4 +1,6 @@
-"""A method with state (tests/momentum.py) on real ranks: its state is saved, loaded, and undone with the step."""
+"""A method with state (tests/momentum.py) on real ranks: its state is saved, loaded, and undone
+with the step.
+"""
 
 import copy
 import io
@@ -16,8 +18,12 @@ SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,
 
 
 def make(model, lr=0.1, momentum=0.9, **settings):
-    method = Momentum(**({"rate": 20, "min_numel": 100, "beta": 0.5, "bucket_bytes": 30_000} | settings))
-    return hvd.DistributedOptimizer(torch.optim.SGD(model.values(), lr, momentum), model.items(), compression=method), method
+    method = Momentum(
+        **({"rate": 20, "min_numel": 100, "beta": 0.5, "bucket_bytes": 30_000} | settings)
+    )
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr, momentum), model.items(), compression=method
+    ), method
 
 
 def run(optimizer, model, steps):
@@ -29,7 +35,11 @@ def run(optimizer, model, steps):
 
 def numbers(state):
     """All numbers in a method's state_dict()."""
-    return {"residues": state["residues"]} | state["method_state"]["tensors"] | state["method_state"]["method"]
+    return (
+        {"residues": state["residues"]}
+        | state["method_state"]["tensors"]
+        | state["method_state"]["method"]
+    )
 
 
 def assert_equal(one, other):
@@ -40,7 +50,9 @@ def saved(model, optimizer, method):
     """All that training goes on from, through a file."""
     file = io.BytesIO()
     values = {name: parameter.detach() for name, parameter in model.items()}
-    torch.save({"model": values, "optimizer": optimizer.state_dict(), "method": method.state_dict()}, file)
+    torch.save(
+        {"model": values, "optimizer": optimizer.state_dict(), "method": method.state_dict()}, file
+    )
     file.seek(0)
     return torch.load(file, weights_only=True)
 
@@ -58,14 +70,21 @@ def test_nothing_is_lost():
     optimizer, method = make(model, lr=1.0, momentum=0.0, beta=1.0)
     run(optimizer, model, range(8))
     came = {
-        name: sum(gradients(SHAPES, rank, s)[name].astype(np.float64) for rank in range(hvd.size()) for s in range(8)) for name in SHAPES
+        name: sum(
+            gradients(SHAPES, rank, s)[name].astype(np.float64)
+            for rank in range(hvd.size())
+            for s in range(8)
+        )
+        for name in SHAPES
     }
     assert_nothing_is_lost(model, method, came, hvd.size())
     assert len(method.residues.buckets) > 1, "each bucket gives a part of the state"
     state = numbers(method.state_dict())
     assert state["steps"] == 8
     everyone = hvd.allgather(torch.cat(list(state["momentum"].values()))[None])
-    assert len({tuple(own.tolist()) for own in everyone}) == hvd.size(), "each rank has momenta of its own"
+    assert len({tuple(own.tolist()) for own in everyone}) == hvd.size(), (
+        "each rank has momenta of its own"
+    )
 
 
 @pytest.mark.parametrize("where", ["a new optimizer", "in mid-run"])
@@ -90,7 +109,9 @@ def test_resuming_is_bit_identical(where):
 
 @pytest.mark.parametrize("why", ["a gradient is not finite", "a worker was lost"])
 def test_a_step_that_does_not_count_is_undone(why, monkeypatch):
-    """Training goes on as if it had never been: to the bit, since nothing is done to residues before a step counts."""
+    """Training goes on as if it had never been: to the bit, since nothing is done to residues
+    before a step counts.
+    """
     model, other = parameters(SHAPES), parameters(SHAPES)
     (optimizer, method), (straight, reference) = make(model), make(other)
     run(optimizer, model, range(4))

@@ -258,7 +258,10 @@ def test_offsets_are_split_and_joined():
     as_bytes = {name: part.view(torch.uint8) for name, part in copies.items()}
     assert torch.equal(bucket.join_offsets(as_bytes), chosen)
     # One buffer, but in another order.
-    swapped = parts | {"narrow": parts["other"][:301], "other": torch.cat([parts["narrow"]] * 2)[:429]}
+    swapped = parts | {
+        "narrow": parts["other"][:301],
+        "other": torch.cat([parts["narrow"]] * 2)[:429],
+    }
     joined = bucket.join_offsets(swapped)
     assert joined.data_ptr() != chosen.data_ptr()
     for name, part in bucket.split_offsets(joined).items():
@@ -308,11 +311,21 @@ def test_the_two_forms_of_moves_are_not_mixed():
 
 
 def test_buckets_get_smaller_towards_the_end_and_hold_every_name_once():
-    for sizes in ([1] * 100, [5, 1, 50, 3] * 10, [1000], [0, 0, 0], [1, 1, 400, 1], list(range(40))):
+    for sizes in (
+        [1] * 100,
+        [5, 1, 50, 3] * 10,
+        [1000],
+        [0, 0, 0],
+        [1, 1, 400, 1],
+        list(range(40)),
+    ):
         names = [f"{i}" for i in range(len(sizes))]
         for limit in (1, 10, 100, 10_000):
             buckets = cut(sizes, names, limit)
             assert [name for bucket in buckets for name in bucket] == names
             filled = [sum(sizes[int(name)] for name in bucket) for bucket in buckets]
-            assert all(size <= limit or len(bucket) == 1 for size, bucket in zip(filled[:-1], buckets[:-1], strict=True))
+            assert all(
+                size <= limit or len(bucket) == 1
+                for size, bucket in zip(filled[:-1], buckets[:-1], strict=True)
+            )
     assert [len(bucket) for bucket in cut([1] * 100, list(range(100)), 40)] == [40, 30, 15, 7, 8]

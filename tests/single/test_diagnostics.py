@@ -14,10 +14,10 @@ from parallel.made_up import gradients
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.diagnostics import COLUMNS, NAMES, Piece, draw, look
-from scalecom_hvd.lanes import geometry
-from scalecom_hvd.reference import select
 from scalecom_hvd.exchange import diagnostics_sampler
 from scalecom_hvd.exchange.simulator import Simulation
+from scalecom_hvd.lanes import geometry
+from scalecom_hvd.reference import select
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (6401,)}
 SETTINGS = {"rate": 20, "beta": 0.3, "min_numel": 100}

@@ -40,7 +40,9 @@ def offsets_dtype(shape):
 
 
 def at_the_limit(dtype):
-    """A gradient element just small enough, the next larger one, and the scale that takes the first to the largest of its residue."""
+    """A gradient element just small enough, the next larger one, and the scale that takes the first
+    to the largest of its residue.
+    """
     scale = 2.0**90 if dtype == torch.float16 else 0.5
     taken = largest_gradient(str(residue_dtype(dtype)).removeprefix("torch.")) / scale
     return taken, taken * (1 + torch.finfo(dtype).eps), scale
@@ -48,7 +50,9 @@ def at_the_limit(dtype):
 
 def new_offsets(*shapes):
     """Bytes for the offsets of tensors side by side, all zero."""
-    return torch.zeros(sum(shape.k * shape.offset_dtype.itemsize for shape in shapes), dtype=torch.uint8)
+    return torch.zeros(
+        sum(shape.k * shape.offset_dtype.itemsize for shape in shapes), dtype=torch.uint8
+    )
 
 
 def kernel_on(kernel, grad, residue, shape, scale=1.0, frozen=False):
@@ -68,12 +72,17 @@ def new_bucket(parameters, config, ranks=1):
 
 
 def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire):
-    """Everything a step does with tensors that share their buffers; gives every intermediate tensor."""
+    """Everything a step does with tensors that share their buffers; gives every intermediate
+    tensor.
+    """
     residues, states = [residue.clone() for residue in residues], []
     slots, offsets_at, values_at = [], 0, 0
     for residue, shape in zip(residues, shapes, strict=True):
         slots.append(TensorSlot(residue, shape, offsets_at, values_at))
-        offsets_at, values_at = offsets_at + shape.k * shape.offset_dtype.itemsize, values_at + shape.k
+        offsets_at, values_at = (
+            offsets_at + shape.k * shape.offset_dtype.itemsize,
+            values_at + shape.k,
+        )
     made = kernel(slots, [grad.dtype for grad in grads])
     made.begin(grads, [False] * len(grads), scale)
 
@@ -111,8 +120,13 @@ def test_kernels_agree_to_the_bit(dtype, numel, choose):
             if numel > 100:
                 grad[5], grad[17], grad[30] = float("nan"), float("inf"), -float("inf")
             shapes = [geometry(numel, rate, "lanes"), geometry(333, rate, "lanes")]
-            grads, residues = [grad, torch.randn(333).to(dtype)], [residue, torch.randn(333).to(kind)]
-            results = [all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire) for k in KERNELS]
+            grads, residues = (
+                [grad, torch.randn(333).to(dtype)],
+                [residue, torch.randn(333).to(kind)],
+            )
+            results = [
+                all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire) for k in KERNELS
+            ]
             # What look-ahead takes accumulates too, so one that is not finite may count twice.
             assert results[0][0] == results[1][0] >= (3 if numel > 100 else 0)
             for ours, plain in zip(results[0][1], results[1][1], strict=True):
@@ -174,7 +188,13 @@ def test_kernels_agree_with_numpy(dtype, numel, selection):
             torch.testing.assert_close(residue, before)
 
 
-@given(st.integers(1, 3000), st.integers(1, 400), st.sampled_from(DTYPES), st.integers(0, 2**31), st.floats(0.01, 1))
+@given(
+    st.integers(1, 3000),
+    st.integers(1, 400),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**31),
+    st.floats(0.01, 1),
+)
 @settings(max_examples=200, deadline=None)
 def test_sent_plus_residue_is_what_came_in(numel, rate, dtype, seed, beta):
     generator = torch.Generator().manual_seed(seed)
@@ -189,7 +209,9 @@ def test_sent_plus_residue_is_what_came_in(numel, rate, dtype, seed, beta):
         made.take(beta, 1 - beta, offsets, values, copy, 65504)
         assert torch.equal(values, copy)
         sent = torch.zeros(numel, dtype=torch.float64)
-        sent[torch.from_numpy(shape.indices(offsets.view(offsets_dtype(shape)).numpy()))] = values.double()
+        sent[torch.from_numpy(shape.indices(offsets.view(offsets_dtype(shape)).numpy()))] = (
+            values.double()
+        )
         # eq. 5: what stays is the filtered rest of the accumulator.
         expected = (1 - beta) * before.double() + beta * (before.double() + grad.double() - sent)
         torch.testing.assert_close(residue.double(), expected, rtol=1e-5, atol=1e-5)
@@ -204,7 +226,10 @@ def test_one_value_that_is_not_finite_is_found_and_counts_as_zero(kernel, dtype,
     grad[position] = value
     for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
         residue, shape = torch.zeros(6500, dtype=residue_dtype(dtype)), geometry(6500, 100, "lanes")
-        assert int(kernel_on(kernel, grad, residue, shape).accumulate(1.0, choose, new_offsets(shape))) == 1
+        assert (
+            int(kernel_on(kernel, grad, residue, shape).accumulate(1.0, choose, new_offsets(shape)))
+            == 1
+        )
         assert residue[position] == 0
         assert residue.sum() == 6499
 
@@ -233,14 +258,25 @@ def test_one_value_beyond_the_largest_is_found_and_counts_as_zero(kernel, dtype,
 def test_a_value_beyond_the_largest_is_not_sent(kernel, dtype):
     taken, beyond, scale = at_the_limit(dtype)
     shape = geometry(2, 1, "lanes")
-    grad, residue = torch.tensor([taken, beyond], dtype=torch.float64).to(dtype), torch.ones(2, dtype=residue_dtype(dtype))
+    grad, residue = (
+        torch.tensor([taken, beyond], dtype=torch.float64).to(dtype),
+        torch.ones(2, dtype=residue_dtype(dtype)),
+    )
     values, sent = torch.empty(2, 2, dtype=residue.dtype)
     for lookahead in (False, True):
         made = kernel_on(kernel, grad, residue, shape, scale)
         if lookahead:
-            assert int(made.take_and_accumulate(1.0, new_offsets(shape), values, sent, 1.0, CHOOSE_NOTHING, None)) == 1
+            assert (
+                int(
+                    made.take_and_accumulate(
+                        1.0, new_offsets(shape), values, sent, 1.0, CHOOSE_NOTHING, None
+                    )
+                )
+                == 1
+            )
         else:
-            assert int(made.take(1.0, 1.0, new_offsets(shape), values, sent, 1.0)) == 0  # accumulate counts
+            # accumulate counts
+            assert int(made.take(1.0, 1.0, new_offsets(shape), values, sent, 1.0)) == 0
         assert values.tolist() == sent.tolist() == [taken * scale, 1]
         residue.fill_(1)
 
@@ -249,7 +285,10 @@ def test_a_value_beyond_the_largest_is_not_sent(kernel, dtype):
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("huge", [3e38, 2.0**100, float("inf"), float("nan")])
 def test_no_gradient_poisons_the_residue_for_ever(kernel, lookahead, huge, monkeypatch):
-    """What gradients in their millions of steps may be, the steps after them count again. The oracle says the same."""
+    """What gradients in their millions of steps may be, the steps after them count again.
+
+    The oracle says the same.
+    """
     monkeypatch.setenv("SCALECOM_KERNEL", kernel)
     config = ScaleComConfig(
         dense=(), warmup_steps=0, rate=10, min_numel=0, lookahead=lookahead, beta=0.5
@@ -314,7 +353,11 @@ def test_float16_wire_saturates_and_keeps_the_rest(kernel):
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
 def test_a_residue_that_is_infinite_is_reported(kernel):
     """No step makes it so; who loads state past all checks learns of it."""
-    grad, residue, shape = torch.tensor([3.0, 1.0]), torch.tensor([float("inf"), 0.0]), geometry(2, 1, "lanes")
+    grad, residue, shape = (
+        torch.tensor([3.0, 1.0]),
+        torch.tensor([float("inf"), 0.0]),
+        geometry(2, 1, "lanes"),
+    )
     made = kernel_on(kernel, grad, residue, shape)
     made.accumulate(1.0, CHOOSE_NOTHING, None)
     values, sent = torch.empty(2, 2)
@@ -329,12 +372,16 @@ def test_every_float16_survives_the_wire():
         source = source.clamp(-65504, 65504)
         values, sent = torch.empty(2, source.numel(), dtype=torch.float16)
         shape = geometry(source.numel(), 1, "lanes")
-        kernel_on(KERNELS[0], torch.zeros_like(source), source.clone(), shape).take(1.0, 1.0, new_offsets(shape), values, sent, 65504)
+        kernel_on(KERNELS[0], torch.zeros_like(source), source.clone(), shape).take(
+            1.0, 1.0, new_offsets(shape), values, sent, 65504
+        )
         assert torch.equal(values, source.half())
         for dtype in (torch.float16, torch.bfloat16):
             outputs = [torch.empty(source.numel(), dtype=dtype) for _ in KERNELS]
             for kernel, output in zip(KERNELS, outputs, strict=True):
-                kernel_on(kernel, output, source, shape, 3.0).scatter([output], new_offsets(shape), source)
+                kernel_on(kernel, output, source, shape, 3.0).scatter(
+                    [output], new_offsets(shape), source
+                )
             assert torch.equal(*outputs)
 
 
@@ -372,7 +419,9 @@ def test_empty_and_one_element_tensors(dtype, numel, choose):
             shapes = [geometry(n, rate, "lanes") for n in (numel, 70, numel)]
             grads = [torch.randn(shape.numel).to(dtype) for shape in shapes]
             residues = [torch.randn(shape.numel).to(kind) for shape in shapes]
-            results = [all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire) for k in KERNELS]
+            results = [
+                all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire) for k in KERNELS
+            ]
             assert results[0][0] == results[1][0] == 0
             for ours, plain in zip(results[0][1], results[1][1], strict=True):
                 assert torch.equal(ours, plain)
@@ -483,17 +532,20 @@ class Failing(TorchFunctionMode):
 
 
 # One kernel and two: those whose gradients are wider than residues are plain torch's.
-SEVERAL = {"one": (torch.float32, torch.float16, torch.float32), "two": (torch.float32, torch.float64, torch.bfloat16, torch.float64)}
+SEVERAL = {
+    "one": (torch.float32, torch.float16, torch.float32),
+    "two": (torch.float32, torch.float64, torch.bfloat16, torch.float64),
+}
 ORDERS = {
-    "leader": lambda bucket, offsets: (
-        finished(bucket.take(finished(bucket.accumulate(choose=True))))
+    "leader": lambda bucket, offsets: finished(
+        bucket.take(finished(bucket.accumulate(choose=True)))
     ),
     "follower": lambda bucket, offsets: (
         finished(bucket.accumulate()),
         finished(bucket.take(offsets)),
     ),
-    "look-ahead": lambda bucket, offsets: (
-        finished(bucket.take_and_accumulate(offsets, choose=True))
+    "look-ahead": lambda bucket, offsets: finished(
+        bucket.take_and_accumulate(offsets, choose=True)
     ),
 }
 
@@ -599,13 +651,17 @@ def test_without_a_library_there_is_one_warning(tmp_path):
         "what = torch.device('cpu'), torch.float32, torch.float32, Lanes(900, 7)\n"
         "print({kernel_for(*what).__name__ for _ in range(5)})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.strip() == "{'TorchKernel'}"
     assert done.stderr.count("the native kernel was not built") == 1
 
 
 def test_float16_subnormals_survive_flush_to_zero():
-    """float16's smallest numbers are float32 normals; decoding must not pass through float32 denormals, which this mode drops."""
+    """float16's smallest numbers are float32 normals; decoding must not pass through float32
+    denormals, which this mode drops.
+    """
     assert torch.set_flush_denormal(True)
     try:
         shape = geometry(2**10, 1, "lanes")
@@ -623,11 +679,18 @@ def test_a_frozen_tensor_keeps_its_residue_and_sends_zeros(kernel):
     grad, residue, shape = torch.zeros(200), torch.randn(200), geometry(200, 10, "lanes")
     before = residue.clone()
     made = kernel_on(kernel, grad, residue, shape, frozen=True)
-    offsets, chosen, values, sent = new_offsets(shape), new_offsets(shape), torch.ones(20), torch.ones(20)
+    offsets, chosen, values, sent = (
+        new_offsets(shape),
+        new_offsets(shape),
+        torch.ones(20),
+        torch.ones(20),
+    )
     made.take_and_accumulate(0.5, offsets, values, sent, 1.0, CHOOSE_RESIDUE, chosen)
     assert torch.equal(residue, before)
     assert not values.any()
-    np.testing.assert_array_equal(shape.indices(chosen.numpy()), select(before.numpy(), shape, "lanes"))
+    np.testing.assert_array_equal(
+        shape.indices(chosen.numpy()), select(before.numpy(), shape, "lanes")
+    )
     made.roll_back()
     assert torch.equal(residue, before)
 
@@ -635,13 +698,17 @@ def test_a_frozen_tensor_keeps_its_residue_and_sends_zeros(kernel):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shift", [0, 1, 8])
 def test_scatter_streams_large_tensors_at_any_alignment(dtype, shift):
-    """Large outputs are written past the caches where they are aligned, and plainly elsewhere, with the same result."""
+    """Large outputs are written past the caches where they are aligned, and plainly elsewhere, with
+    the same result.
+    """
     numel = 2**20 + 37
     memory = torch.randn(numel + shift, dtype=torch.float64).to(dtype)
     output, shape = memory[shift:], geometry(numel, 100, "lanes")
     offsets = (torch.arange(shape.k) % (shape.rows // 2)).to(torch.uint8)
     values = torch.randn(shape.k, dtype=residue_dtype(dtype))
-    kernel_on(NativeKernel, output, torch.zeros(numel, dtype=residue_dtype(dtype)), shape).scatter([output], offsets, values)
+    kernel_on(NativeKernel, output, torch.zeros(numel, dtype=residue_dtype(dtype)), shape).scatter(
+        [output], offsets, values
+    )
     expected = torch.zeros(numel, dtype=dtype)
     expected[torch.from_numpy(shape.indices(offsets.numpy()))] = values.to(dtype)
     assert torch.equal(output, expected)

@@ -1,4 +1,6 @@
-"""Simulated workers against the oracle, and how they fail: with the error, on all of them, and never by waiting for ever."""
+"""Simulated workers against the oracle, and how they fail: with the error, on all of them, and
+never by waiting for ever.
+"""
 
 import numpy as np
 import pytest
@@ -19,11 +21,19 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
 def simulate(n, shapes=SHAPES, **fields):
     settings = {"rate": 20, "beta": 0.3, "min_numel": 2} | fields
-    return Simulation(n, lambda rank: {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}, **settings)
+    return Simulation(
+        n,
+        lambda rank: {
+            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()
+        },
+        **settings,
+    )
 
 
 def as_tensors(grads):
-    return [{name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads]
+    return [
+        {name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads
+    ]
 
 
 def made_up(n, step, shapes=SHAPES):
@@ -31,7 +41,10 @@ def made_up(n, step, shapes=SHAPES):
 
 
 def residues_of(simulation):
-    return [{name: t.residue.clone() for name, t in compressor.residues.tensors.items()} for compressor in simulation.compressors]
+    return [
+        {name: t.residue.clone() for name, t in compressor.residues.tensors.items()}
+        for compressor in simulation.compressors
+    ]
 
 
 def hold_against_reference(n, steps=8, shapes=ODD_SHAPES, tolerance=1e-6, **fields):
@@ -43,20 +56,38 @@ def hold_against_reference(n, steps=8, shapes=ODD_SHAPES, tolerance=1e-6, **fiel
         if step == 3:
             everyone[-1]["n6401"][17] = np.nan
         outputs = simulation.step(as_tensors(everyone))
-        reference.bucket_of = {name: b for b, names in enumerate(simulation.compressors[0].residues.buckets) for name in names}
+        reference.bucket_of = {
+            name: b
+            for b, names in enumerate(simulation.compressors[0].residues.buckets)
+            for name in names
+        }
         averages = reference.step(everyone)
         for rank in range(n):
             for name, got in outputs[rank].items():
                 assert torch.equal(got.isnan(), outputs[0][name].isnan())
                 assert torch.equal(got.nan_to_num(), outputs[0][name].nan_to_num())
-                np.testing.assert_allclose(got.numpy(), averages[name], rtol=tolerance, atol=tolerance, err_msg=f"{name}, step {step}")
+                np.testing.assert_allclose(
+                    got.numpy(),
+                    averages[name],
+                    rtol=tolerance,
+                    atol=tolerance,
+                    err_msg=f"{name}, step {step}",
+                )
             for name, tensor in simulation.compressors[rank].residues.tensors.items():
                 want = reference.residues[rank].get(name, np.zeros(tensor.shape, np.float32))
                 if step == 3:  # rolled back, to rounding; from here on both go on from the same
-                    np.testing.assert_allclose(tensor.residue.view(tensor.shape).numpy(), want, rtol=1e-5, atol=1e-5)
-                    reference.residues[rank][name] = tensor.residue.view(tensor.shape).numpy().copy()
+                    np.testing.assert_allclose(
+                        tensor.residue.view(tensor.shape).numpy(), want, rtol=1e-5, atol=1e-5
+                    )
+                    reference.residues[rank][name] = (
+                        tensor.residue.view(tensor.shape).numpy().copy()
+                    )
                 else:
-                    np.testing.assert_array_equal(tensor.residue.view(tensor.shape).numpy(), want, err_msg=f"{name}, step {step}")
+                    np.testing.assert_array_equal(
+                        tensor.residue.view(tensor.shape).numpy(),
+                        want,
+                        err_msg=f"{name}, step {step}",
+                    )
     assert reference.step_number == simulation.compressors[0].stats()["step"] == steps - 1
     return simulation
 
@@ -79,7 +110,9 @@ def test_simulated_workers_are_those_of_the_reference(n, mode):
     hold_against_reference(n, **mode)
 
 
-@pytest.mark.parametrize(("n", "mode"), [(16, MODES[0]), (16, MODES[3]), (64, MODES[1]), (64, MODES[2])], ids=str)
+@pytest.mark.parametrize(
+    ("n", "mode"), [(16, MODES[0]), (16, MODES[3]), (64, MODES[1]), (64, MODES[2])], ids=str
+)
 def test_many_workers(n, mode):
     # The more workers, the larger what is added up.
     hold_against_reference(n, steps=5, **({"tolerance": 1e-5} | mode))
@@ -129,22 +162,39 @@ HALF = {
 @pytest.mark.parametrize("n", [2, 3, 4, 25])
 def test_nothing_is_lost_in_half_precision(n, mode):
     """Values are summed in it, and divided in a wider one; what is sent whole is not in it at all."""
-    simulation = simulate(n, FINE_SHAPES, **{"beta": 1.0, "rate": 3, "min_numel": 10, "dense": ()} | HALF[mode])
+    simulation = simulate(
+        n, FINE_SHAPES, **{"beta": 1.0, "rate": 3, "min_numel": 10, "dense": ()} | HALF[mode]
+    )
     books = Fine(n)
     for step in range(60 if n < 10 else 8):
         outputs = simulation.step(as_tensors([fine(rank, step) for rank in range(n)]))[0]
-        books.add(step, {name: output.double().numpy() / (n if mode == "sums" else 1) for name, output in outputs.items()})
+        books.add(
+            step,
+            {
+                name: output.double().numpy() / (n if mode == "sums" else 1)
+                for name, output in outputs.items()
+            },
+        )
     assert simulation.compressors[0].stats()["skipped_steps"] == 0
     residues = residues_of(simulation)
-    books.check({name: sum(own[name].double() for own in residues).view(FINE_SHAPES[name]).numpy() / n for name in residues[0]})
+    books.check(
+        {
+            name: sum(own[name].double() for own in residues).view(FINE_SHAPES[name]).numpy() / n
+            for name in residues[0]
+        }
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": RandomK}], ids=str)
-@pytest.mark.parametrize("change", [slice(0, 2), slice(0, 1)], ids=["smaller", "one row or element"])
+@pytest.mark.parametrize(
+    "change", [slice(0, 2), slice(0, 1)], ids=["smaller", "one row or element"]
+)
 @pytest.mark.parametrize("name", ["second", "bias"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_parameters_that_became_others_are_refused(name, change, whole, fields):
-    """Their gradients are smaller than residues and buffers: kernels that follow addresses would not see it."""
+    """Their gradients are smaller than residues and buffers: kernels that follow addresses would
+    not see it.
+    """
     simulation = simulate(2, min_numel=100, warmup_steps=9 * whole, **fields)
     for step in range(3):
         simulation.step(as_tensors(made_up(2, step)))
@@ -154,7 +204,11 @@ def test_parameters_that_became_others_are_refused(name, change, whole, fields):
         parameters[name].data = torch.zeros_like(own[name])
     before = residues_of(simulation)
     with pytest.raises(
-        RuntimeError, match=f"the gradient of {name} has .* and its parameter had .* make the DistributedOptimizer when the"
+        RuntimeError,
+        match=(
+            f"the gradient of {name} has .* and its parameter had .* make the "
+            "DistributedOptimizer when the"
+        ),
     ):
         simulation.step(grads)
     for mine, old in zip(residues_of(simulation), before, strict=True):
@@ -172,8 +226,17 @@ def test_parameters_of_another_dtype_than_when_they_were_wrapped(dtype, fields):
             for parameters in changed.parameters:
                 for parameter in parameters.values():
                     parameter.data = parameter.data.to(dtype)
-        grads = [{name: grad.to(dtype).float() for name, grad in own.items()} for own in as_tensors(made_up(2, step))]
-        others = [{name: grad.to(dtype if step >= 3 else torch.float32, copy=True) for name, grad in own.items()} for own in grads]
+        grads = [
+            {name: grad.to(dtype).float() for name, grad in own.items()}
+            for own in as_tensors(made_up(2, step))
+        ]
+        others = [
+            {
+                name: grad.to(dtype if step >= 3 else torch.float32, copy=True)
+                for name, grad in own.items()
+            }
+            for own in grads
+        ]
         ours, theirs = changed.step(others)[0], same.step(grads)[0]
         for name in SHAPES:
             assert ours[name].dtype == (dtype if step >= 3 else torch.float32)
@@ -203,7 +266,9 @@ def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch
                 torch.testing.assert_close(mine[name], old[name], rtol=1e-5, atol=1e-5)
     for step in range(4, 7):
         outputs = simulation.step(as_tensors(made_up(4, step)))
-        assert all(torch.equal(outputs[0][name], other[name]) for other in outputs for name in SHAPES)
+        assert all(
+            torch.equal(outputs[0][name], other[name]) for other in outputs for name in SHAPES
+        )
         assert all(output.isfinite().all() for output in outputs[0].values())
 
 
@@ -290,7 +355,9 @@ def test_different_collectives_of_one_name_are_an_error_on_all(other):
 
         return run
 
-    on_two_ranks(waits(lambda collectives: collectives.average(torch.ones(2), "same")), waits(other))
+    on_two_ranks(
+        waits(lambda collectives: collectives.average(torch.ones(2), "same")), waits(other)
+    )
     assert len(caught) == 2
     assert "different collectives by one name" in caught[0]
 
@@ -315,10 +382,17 @@ def test_what_a_user_gets_who_sets_nothing(monkeypatch):
     monkeypatch.delenv("SCALECOM_DENSE")
     monkeypatch.delenv("SCALECOM_WARMUP_STEPS")
     shapes = {"body.weight": (100, 100), "head.weight": (100, 50)}
-    simulation = Simulation(2, lambda rank: {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+    simulation = Simulation(
+        2,
+        lambda rank: {
+            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()
+        },
+    )
     sent = []
     for _ in range(102):
-        averages = simulation.step([{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)])
+        averages = simulation.step(
+            [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)]
+        )
         sent.append({name: int(average.count_nonzero()) for name, average in averages[0].items()})
     assert sent[99] == {"body.weight": 10_000, "head.weight": 5_000}
     assert sent[100] == sent[101] == {"body.weight": 100, "head.weight": 5_000}

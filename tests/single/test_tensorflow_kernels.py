@@ -1,4 +1,6 @@
-"""TensorFlow's kernels, the C one as operations and the one of plain operations: bit-identical to each other and to NumPy."""
+"""TensorFlow's kernels, the C one as operations and the one of plain operations: bit-identical to
+each other and to NumPy.
+"""
 
 import os
 import subprocess
@@ -53,7 +55,9 @@ def test_a_cyclic_step_is_numpy_s(kernel, rate, beta, dtype):
     outputs = made.scatter(grads, units, offsets, values)
     assert int(bad) == int(bad_values) == 0
     at = 0
-    for grad, residue, shape, new, output in zip(grads, residues, geometries.values(), updated, outputs, strict=True):
+    for grad, residue, shape, new, output in zip(
+        grads, residues, geometries.values(), updated, outputs, strict=True
+    ):
         g, m = usable(grad, kind, scale), residue.numpy()
         chosen = select(m + g, shape, "lanes")
         m = m + kind(beta) * g
@@ -73,13 +77,16 @@ def test_a_cyclic_step_is_numpy_s(kernel, rate, beta, dtype):
 def test_both_look_ahead_alike(rate, wire, dtype):
     geometries = geometries_of(SIZES, rate)
     grads, residues = made_up(SIZES, dtype)
-    residues = [residue * 1000 for residue in residues]  # beyond what fits into float16 at a limit of 900
+    # beyond what fits into float16 at a limit of 900
+    residues = [residue * 1000 for residue in residues]
     wire = wire or residues[0].dtype
     random = np.random.default_rng(1)
     chosen = np.concatenate([valid_offsets(random, g) for g in geometries.values()])
     for chooses in (YES, NO):
         results = [
-            kernel(geometries).take_and_accumulate(grads, residues, Units(0.3, None, 900.0), chooses, tf.constant(chosen), wire)
+            kernel(geometries).take_and_accumulate(
+                grads, residues, Units(0.3, None, 900.0), chooses, tf.constant(chosen), wire
+            )
             for kernel in KERNELS
         ]
         for ours, theirs in zip(*map(tf.nest.flatten, results), strict=True):
@@ -117,7 +124,9 @@ def test_what_is_beyond_the_largest_counts_as_not_finite(kernel, dtype):
         assert updated[0].numpy()[[7, 4999]].tolist() == [expected] * 2
         _, values, _ = made.take([tf.zeros([5000], kind)], [grad], units, offsets, kind)
         assert float(tf.reduce_max(tf.abs(values))) == (0.5 * scale if bad else abs(expected))
-        updated, values, _, found = made.take_and_accumulate([grad], [tf.zeros([5000], kind)], units, YES, offsets, kind)
+        updated, values, _, found = made.take_and_accumulate(
+            [grad], [tf.zeros([5000], kind)], units, YES, offsets, kind
+        )
         assert bool(found) == bool(bad)
         assert np.isfinite(updated[0].numpy()).all()
 
@@ -127,7 +136,9 @@ def test_many_steps_of_huge_gradients_leave_the_residue_finite(kernel):
     made, residue = kernel(geometries_of([500], 50)), tf.zeros([500], tf.float32)
     for huge in (3e38, largest_gradient("float32")):
         for _ in range(30):
-            (residue,), _, bad = made.accumulate([tf.fill([500], tf.constant(huge, tf.float32))], [residue], Units(1.0), NO)
+            (residue,), _, bad = made.accumulate(
+                [tf.fill([500], tf.constant(huge, tf.float32))], [residue], Units(1.0), NO
+            )
             assert int(bad) == (500 if huge == 3e38 else 0)
     assert residue.numpy().tolist() == [30 * largest_gradient("float32")] * 500
 
@@ -157,7 +168,10 @@ def test_offsets_of_no_or_two_leaders_are_refused(kernel, surplus):
         kernel(geometries).take(residues, grads, Units(1.0), offsets, tf.float32)
 
 
-@pytest.mark.parametrize(("numel", "rate", "lane"), [(5000, 50, 3), (100_000, 50, 1000), (6401, 100, 64), (700, 2.5, 279)])
+@pytest.mark.parametrize(
+    ("numel", "rate", "lane"),
+    [(5000, 50, 3), (100_000, 50, 1000), (6401, 100, 64), (700, 2.5, 279)],
+)
 @pytest.mark.parametrize("move", ["take", "take_and_accumulate", "scatter"])
 def test_offsets_outside_of_their_lanes_are_refused(numel, rate, lane, move):
     """They come from other ranks and from files: following them would overwrite memory."""
@@ -167,7 +181,9 @@ def test_offsets_outside_of_their_lanes_are_refused(numel, rate, lane, move):
     wrong = np.zeros(shape.k, np.uint8)
     wrong[lane] = shape.rows if lane < shape.full_lanes else shape.rows - 1
     offsets = tf.constant(wrong)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="offsets that lie outside of their lanes"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="offsets that lie outside of their lanes"
+    ):
         if move == "take":
             made.take(residues, grads, Units(1.0), offsets, tf.float32)
         elif move == "scatter":
@@ -190,10 +206,16 @@ def test_the_libraries_leave_the_processors_modes_alone():
 
 def test_the_operations_refuse_tensors_of_other_sizes():
     grads, residues = made_up([5000], tf.float32)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="a gradient has not the size of its variable"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="a gradient has not the size of its variable"
+    ):
         NativeKernel(geometries_of([5001], 50)).accumulate(grads, residues, Units(1.0), YES)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="a residue has not the size of its variable"):
-        NativeKernel(geometries_of([5000], 50)).accumulate(grads, [residues[0][1:]], Units(1.0), YES)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="a residue has not the size of its variable"
+    ):
+        NativeKernel(geometries_of([5000], 50)).accumulate(
+            grads, [residues[0][1:]], Units(1.0), YES
+        )
 
 
 def test_exact_selection_takes_the_largest_of_all():
@@ -237,4 +259,9 @@ def test_without_the_library(monkeypatch, caplog, tmp_path):
 
 def test_importing_it_loads_no_torch():
     program = "import sys, scalecom_hvd.tensorflow.keras; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        timeout=60,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )

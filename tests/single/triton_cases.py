@@ -1,6 +1,8 @@
-"""The Triton kernel: bit-identical to plain torch; compiled where there is a GPU, else in Triton's interpreter on the CPU.
+"""The Triton kernel: bit-identical to plain torch; compiled where there is a GPU, else in Triton's
+interpreter on the CPU.
 
-test_triton.py runs this file in a process of its own: the interpreter must be asked for before anything imports triton, and torch may.
+test_triton.py runs this file in a process of its own: the interpreter must be asked for before
+anything imports triton, and torch may.
 """
 
 import sys
@@ -23,11 +25,24 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 RATES = [1, 2, 2.5, 7, 100, 300, 70_000]
 CHOICES = [CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE]
-# The interpreter takes about 10 ms per tile, or per 8 rows of a last group: so not everything with everything.
+# The interpreter takes about 10 ms per tile, or per 8 rows of a last group: so not everything with
+# everything.
 SMALL = [(numel, rate) for numel in (1, 2, 63, 64, 65) for rate in RATES]
-LARGE = [(1200, 1), (1601, 2), (2500, 2.5), (6401, 7), (6399, 100), (6400, 100), (6401, 100), (6399, 300), (700, 70_000)]
+LARGE = [
+    (1200, 1),
+    (1601, 2),
+    (2500, 2.5),
+    (6401, 7),
+    (6399, 100),
+    (6400, 100),
+    (6401, 100),
+    (6399, 300),
+    (700, 70_000),
+]
 LARGE += [(20_000, 100), (20_000, 300)]
-CASES = [(*shape, CHOICES[i % 3]) for i, shape in enumerate(SMALL)] + [(*shape, choose) for shape in LARGE for choose in CHOICES]
+CASES = [(*shape, CHOICES[i % 3]) for i, shape in enumerate(SMALL)] + [
+    (*shape, choose) for shape in LARGE for choose in CHOICES
+]
 
 
 def some(numel, dtype):
@@ -35,13 +50,21 @@ def some(numel, dtype):
     return torch.randn(numel, dtype=torch.float64).mul(4).round().div(4).to(dtype)
 
 
-def assert_alike(geometries, grad_dtypes, choose, wire, kernel=TritonKernel, plain=TorchKernel, shift=0):
-    """All moves give the same with both kernels, for tensors that share their buffers. shift: how many elements a gradient lies off."""
+def assert_alike(
+    geometries, grad_dtypes, choose, wire, kernel=TritonKernel, plain=TorchKernel, shift=0
+):
+    """All moves give the same with both kernels, for tensors that share their buffers. shift: how
+    many elements a gradient lies off.
+    """
     torch.manual_seed(choose)
-    order = sorted(range(len(geometries)), key=lambda i: -geometries[i].offset_dtype.itemsize)  # as Layout lays them out
+    # as Layout lays them out
+    order = sorted(range(len(geometries)), key=lambda i: -geometries[i].offset_dtype.itemsize)
     geometries, grad_dtypes = [geometries[i] for i in order], [grad_dtypes[i] for i in order]
     grads = [some(shape.numel, dtype) for shape, dtype in zip(geometries, grad_dtypes, strict=True)]
-    residues = [some(shape.numel, residue_dtype(dtype)) for shape, dtype in zip(geometries, grad_dtypes, strict=True)]
+    residues = [
+        some(shape.numel, residue_dtype(dtype))
+        for shape, dtype in zip(geometries, grad_dtypes, strict=True)
+    ]
     for grad, residue in zip(grads, residues, strict=True):
         if grad.numel() > 100:
             grad[5], grad[17], grad[30] = float("nan"), float("inf"), -float("inf")
@@ -49,20 +72,33 @@ def assert_alike(geometries, grad_dtypes, choose, wire, kernel=TritonKernel, pla
     expected_bad, expected = all_moves(plain, grads, residues, geometries, 0.3, 0.5, choose, wire)
     with torch.device(DEVICE):
         there = [torch.cat([grad.new_zeros(shift), grad]).to(DEVICE)[shift:] for grad in grads]
-        bad, states = all_moves(kernel, there, [residue.to(DEVICE) for residue in residues], geometries, 0.3, 0.5, choose, wire)
+        bad, states = all_moves(
+            kernel,
+            there,
+            [residue.to(DEVICE) for residue in residues],
+            geometries,
+            0.3,
+            0.5,
+            choose,
+            wire,
+        )
     assert bad == expected_bad
     assert len(states) == len(expected)
     for ours, theirs in zip(states, expected, strict=True):
         assert torch.equal(ours.cpu(), theirs)
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
+@pytest.mark.parametrize(
+    "case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES]
+)
 def test_agrees_with_plain_torch_to_the_bit(case):
     numel, rate, choose = CASES[case]
     dtype = DTYPES[case % len(DTYPES)]
     wire = torch.float16 if case // 4 % 2 else residue_dtype(dtype)
     other = torch.float64 if dtype == torch.float64 else torch.bfloat16
-    assert_alike([geometry(numel, rate, "lanes"), geometry(70, 2.5, "lanes")], [dtype, other], choose, wire)
+    assert_alike(
+        [geometry(numel, rate, "lanes"), geometry(70, 2.5, "lanes")], [dtype, other], choose, wire
+    )
 
 
 @pytest.mark.parametrize("choose", CHOICES)
@@ -78,7 +114,9 @@ def test_tensors_of_different_kinds_share_a_kernel(choose):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shift", [1, 2])
 def test_gradients_may_lie_anywhere(dtype, shift):
-    assert_alike([geometry(7000, 100, "lanes")], [dtype], CHOOSE_RESIDUE, torch.float16, shift=shift)
+    assert_alike(
+        [geometry(7000, 100, "lanes")], [dtype], CHOOSE_RESIDUE, torch.float16, shift=shift
+    )
 
 
 def freezing_the_second(kernel):
@@ -92,11 +130,15 @@ def freezing_the_second(kernel):
 @pytest.mark.parametrize("choose", CHOICES)
 def test_a_frozen_tensor_stays_and_sends_zeros(choose):
     kernel, plain = freezing_the_second(TritonKernel), freezing_the_second(TorchKernel)
-    assert_alike([geometry(900, 7, "lanes")] * 3, [torch.float32] * 3, choose, torch.float32, kernel, plain)
+    assert_alike(
+        [geometry(900, 7, "lanes")] * 3, [torch.float32] * 3, choose, torch.float32, kernel, plain
+    )
 
 
 def on_both(move, residue, grad, shape, scale=1.0):
-    """What `move(kernel)` gives, and the residue afterwards, with the Triton kernel and with plain torch's, on the CPU."""
+    """What `move(kernel)` gives, and the residue afterwards, with the Triton kernel and with plain
+    torch's, on the CPU.
+    """
     results = []
     for kernel, device in ((TritonKernel, DEVICE), (TorchKernel, "cpu")):
         m = residue.to(device, copy=True)
@@ -111,14 +153,23 @@ def test_values_are_rounded_to_float16_as_everywhere(dtype):
     bits = torch.arange(0, 31 * 2**10 - 1, 101, dtype=torch.int16)
     below, above = bits.view(torch.float16).double(), (bits + 1).view(torch.float16).double()
     middle = (below + above) / 2
-    beyond = torch.tensor([65519.9, 65520, 1e30, -1e30, float("inf"), float("nan")], dtype=torch.float64)
-    # What is just above the middle in float64 is the middle in float32, and then goes to the even neighbour.
-    residue = torch.cat([below, middle, -middle, middle * (1 + 2**-40), middle * (1 - 2**-22), beyond]).to(dtype)
+    beyond = torch.tensor(
+        [65519.9, 65520, 1e30, -1e30, float("inf"), float("nan")], dtype=torch.float64
+    )
+    # What is just above the middle in float64 is the middle in float32, and then goes to the even
+    # neighbour.
+    residue = torch.cat(
+        [below, middle, -middle, middle * (1 + 2**-40), middle * (1 - 2**-22), beyond]
+    ).to(dtype)
     shape = geometry(residue.numel(), 1, "lanes")
 
     def take(kernel):
         values, sent = torch.zeros(2, shape.k, dtype=torch.float16)
-        return kernel.take(0.7, 1.0, new_offsets(shape).to(values.device), values, sent, 65504), values, sent
+        return (
+            kernel.take(0.7, 1.0, new_offsets(shape).to(values.device), values, sent, 65504),
+            values,
+            sent,
+        )
 
     for ours, plain in on_both(take, residue, torch.zeros_like(residue), shape):
         torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True, check_dtype=False)
@@ -126,7 +177,20 @@ def test_values_are_rounded_to_float16_as_everywhere(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_averages_are_rounded_to_the_gradients_dtype(dtype):
-    special = [0.0, -0.0, 65519.0, 65520.0, 3e38, -3.4028e38, float("inf"), -float("inf"), float("nan"), 1e-40, 2**-25, 1.00390625]
+    special = [
+        0.0,
+        -0.0,
+        65519.0,
+        65520.0,
+        3e38,
+        -3.4028e38,
+        float("inf"),
+        -float("inf"),
+        float("nan"),
+        1e-40,
+        2**-25,
+        1.00390625,
+    ]
     values = torch.cat([torch.tensor(special), torch.randn(300) * 1e3]).to(residue_dtype(dtype))
     shape = geometry(2 * values.numel(), 2, "lanes")
 
@@ -137,7 +201,11 @@ def test_averages_are_rounded_to_the_gradients_dtype(dtype):
 
     for scale in (1.0, 3.0):
         for ours, plain in on_both(
-            scatter, torch.zeros(shape.numel, dtype=values.dtype), torch.zeros(shape.numel, dtype=dtype), shape, scale
+            scatter,
+            torch.zeros(shape.numel, dtype=values.dtype),
+            torch.zeros(shape.numel, dtype=dtype),
+            shape,
+            scale,
         ):
             torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
 
@@ -159,7 +227,9 @@ def test_what_is_beyond_the_largest_counts_as_not_finite(dtype, numel):
         assert int(bad) == 2
         return bad, chosen, values
 
-    for ours, plain in on_both(accumulate_and_roll_back, some(numel, residue_dtype(dtype)), grad, shape, scale):
+    for ours, plain in on_both(
+        accumulate_and_roll_back, some(numel, residue_dtype(dtype)), grad, shape, scale
+    ):
         assert torch.equal(ours, plain)
         assert ours.isfinite().all()
 
@@ -172,7 +242,9 @@ def test_what_was_done_is_rolled_back(accumulated, taken):
 
     def roll_back(kernel):
         ours = isinstance(kernel, TritonKernel)
-        offsets, *buffers = (t if ours else t.cpu() for t in (new_offsets(shape).to(DEVICE), values, sent))
+        offsets, *buffers = (
+            t if ours else t.cpu() for t in (new_offsets(shape).to(DEVICE), values, sent)
+        )
         if accumulated:
             kernel.accumulate(0.3, CHOOSE_NOTHING, None)
         if taken:
@@ -223,7 +295,9 @@ def test_the_average_may_replace_the_gradient():
         kernel.begin([grad], [False], 1.0)
         kernel.scatter([grad], offsets, values.to(DEVICE))
     assert grad.count_nonzero() == shape.k
-    assert torch.equal(grad[torch.from_numpy(shape.indices(offsets.cpu().numpy())).to(DEVICE)].cpu(), values)
+    assert torch.equal(
+        grad[torch.from_numpy(shape.indices(offsets.cpu().numpy())).to(DEVICE)].cpu(), values
+    )
 
 
 def steps(device, lookahead, wire):
@@ -293,7 +367,9 @@ def test_no_move_waits_for_the_device(choose):
 
         return move
 
-    impatient = type("Impatient", (TritonKernel,), {name: forbidding(name) for name in ("__init__", *MOVES)})
+    impatient = type(
+        "Impatient", (TritonKernel,), {name: forbidding(name) for name in ("__init__", *MOVES)}
+    )
     shapes = [geometry(6401, 7, "lanes"), geometry(333, 300, "lanes")]
     assert_alike(shapes, [torch.float32, torch.bfloat16], choose, torch.float32, impatient)
 
@@ -314,14 +390,18 @@ def test_which_tensors_it_serves(asks):
     assert kernel_for(device, torch.float64, torch.float32, lanes) is TorchKernel
     exact = geometry(900, 7, "exact")
     assert kernel_for(device, torch.bfloat16, torch.float32, exact) is TorchKernel
-    with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but it is for CUDA devices, not for 'meta'"):
+    with pytest.raises(
+        RuntimeError, match="SCALECOM_KERNEL=triton, but it is for CUDA devices, not for 'meta'"
+    ):
         kernel_for(torch.device("meta"), torch.float32, torch.float32, lanes)
 
 
 def test_the_cpus_tensors_need_the_interpreter(asks, monkeypatch):
     monkeypatch.setattr(tiles, "INTERPRETED", False)
     asks("triton")
-    with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but .* need TRITON_INTERPRET=1"):
+    with pytest.raises(
+        RuntimeError, match="SCALECOM_KERNEL=triton, but .* need TRITON_INTERPRET=1"
+    ):
         kernel_for(torch.device("cpu"), torch.float32, torch.float32, geometry(900, 7, "lanes"))
 
 
