@@ -215,7 +215,7 @@ def train_all(script: str, runs: list[Run], folder: Path) -> None:
 
 @contextlib.contextmanager
 def residues_thrown_away() -> Iterator[None]:
-    """The control: what is not sent in a step is lost, as it is in a compressor without residues."""
+    """The control: what is not sent in a step is lost, as in a compressor without residues."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def forget(optimizer: Any, *_: Any) -> None:

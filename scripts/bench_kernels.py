@@ -24,7 +24,7 @@ FLOOR = "torch._foreach_add_(residues, grads)"
 
 
 class Model:
-    """Residues and gradients of the model's compressed tensors, in one bucket that holds them all."""
+    """Residues and gradients of the model's compressed tensors, in one bucket."""
 
     def __init__(
         self,

@@ -157,7 +157,7 @@ def on_devices(c: Constants) -> Constants:
 def where_the_gain_ends(
     method: str, c: Constants, workers: int, compute: float, least: float = 1.1
 ) -> float:
-    """The speed in Gbit/s above which `method` makes a dense step less than `least` times as fast."""
+    """The Gbit/s above which `method` makes a dense step less than `least` times as fast."""
     for gbit in np.geomspace(0.01, 4000, 800):
         s = Setting(workers, float(gbit), compute)
         if predict("dense", s, c) / predict(method, s, c) < least:

@@ -276,7 +276,7 @@ def horovod_wheel(venv: Path, mpicxx: str | None, compiler: str, gpu: bool, log:
 
 
 def patch_horovod(source: Path, mpi_in_venv: bool) -> None:
-    """The edits that Horovod's build needs with torch >= 2.1, each checked to have found its place."""
+    """The edits that Horovod's build needs with torch >= 2.1; each must find its place."""
     standard = "set(CMAKE_CXX_STANDARD 14)"
     for file in (source / "CMakeLists.txt", source / "horovod" / "torch" / "CMakeLists.txt"):
         text = file.read_text()

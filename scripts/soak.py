@@ -292,7 +292,7 @@ def _growth(commits: Diary) -> float:
 
 
 class Trouble:
-    """Makes a fault from outside every few seconds, and waits until training has gone on after it."""
+    """Makes a fault from outside every few seconds, and waits until training goes on."""
 
     def __init__(self, job: Job, ranks: int, dice: random.Random) -> None:
         self.job, self.ranks, self.dice = job, ranks, dice

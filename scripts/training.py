@@ -448,7 +448,7 @@ class RunLog:
             yield step
 
     def step_done(self, step: int, loss: Any, **numbers: float) -> None:
-        """End a step's time, show progress, and every few steps write the loss averaged over ranks."""
+        """End a step's time, show progress; every few steps write the loss, averaged over ranks."""
         self._durations.append(time.perf_counter() - self._began)
         self._bar.update()
         if (step + 1) % self._loss_every == 0 or step + 1 == self._steps:

@@ -1,4 +1,4 @@
-"""A method with state in one file, as a user writes it: a momentum per tensor says where to send."""
+"""A method with state in one file, as users write it: a momentum per tensor chooses."""
 
 import dataclasses
 from typing import Any

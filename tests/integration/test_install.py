@@ -51,7 +51,7 @@ print(f"rank {hvd.rank()} trained with {kernel} for {step} steps")
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of what git knows (or would), so that the build leaves nothing in the real checkout."""
+    """A copy of what git knows, or would: the build leaves nothing in the real checkout."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT,

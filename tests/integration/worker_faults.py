@@ -1,4 +1,4 @@
-"""Run on every rank by test_faults.py: "late SECONDS" or "longer"; rank 0 prints what came of it."""
+"""Run on every rank by test_faults.py: "late SECONDS" or "longer"; rank 0 prints the result."""
 
 import sys
 import time

@@ -129,7 +129,7 @@ class Program:
         self.pending[model] = [0, True]
 
     def settle(self, model):
-        """Let nothing be under way: stock Horovod has p.grad in the works, and refuses zero_grad()."""
+        """Let nothing be under way: stock Horovod would refuse zero_grad()."""
         if self.pending[model][0]:
             self.synchronize(model)
 

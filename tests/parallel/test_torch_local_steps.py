@@ -289,7 +289,7 @@ def test_one_local_step_with_sgd_is_the_ordinary_path(compression, op):
 
 
 def test_plain_local_sgd():
-    """Compression.none: changes travel whole, so common parameters are the mean of the ranks' own."""
+    """Compression.none: changes travel whole, and common parameters are the ranks' mean."""
     model = begin()
     own = {name: parameter.detach().clone() for name, parameter in model.items()}
     optimizer, compressor = make(model, hvd.Compression.none, 3)

@@ -200,7 +200,7 @@ COLLECTIVES = {
 
 
 class Net(torch.nn.Module):
-    """Layers before and after a collective, which buckets of their own finish around its backward."""
+    """Layers before and after a collective, whose buckets finish around its backward."""
 
     def __init__(self, collective, name):
         super().__init__()

@@ -184,7 +184,7 @@ def test_one_rank_is_started_differently_in_the_stock_optimizer(what, message, m
 
 
 def test_after_a_refused_step_residues_are_as_before(monkeypatch):
-    """A step that fails leaves no trace, so that a caller who mends the cause goes on where it was."""
+    """A step that fails leaves no trace: who mends the cause goes on where it was."""
     model = parameters(SHAPES)
     optimizer = make(model)
     for step in range(3):

@@ -1,7 +1,7 @@
 """Drives the C kernel, and its operations for TensorFlow, from NumPy alone; test_sanitizers.py runs
 it in a process with AddressSanitizer.
 
-sanitizer_cases.py cases LIBRARY    every case, held to NumPy; arrays are as long as needed, not longer
+sanitizer_cases.py cases LIBRARY    every case, held to NumPy; arrays are no longer than needed
 sanitizer_cases.py NAME LIBRARY         one of `BROKEN`, which a sanitizer must report
 """
 

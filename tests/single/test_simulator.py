@@ -161,7 +161,7 @@ HALF = {
 @pytest.mark.parametrize("mode", HALF)
 @pytest.mark.parametrize("n", [2, 3, 4, 25])
 def test_nothing_is_lost_in_half_precision(n, mode):
-    """Values are summed in it, and divided in a wider one; what is sent whole is not in it at all."""
+    """Values are summed in it, and divided in a wider one; what is sent whole is not in it."""
     simulation = simulate(
         n, FINE_SHAPES, **{"beta": 1.0, "rate": 3, "min_numel": 10, "dense": ()} | HALF[mode]
     )
