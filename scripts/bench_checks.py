@@ -79,7 +79,8 @@ def measure(args: argparse.Namespace) -> None:
 
     import scalecom_hvd.torch as hvd
     from scalecom_hvd import native
-    from scalecom_hvd.exchange.residue import LOOK_EVERY, Residues
+    from scalecom_hvd.exchange.residue import Residues
+    from scalecom_hvd.training_warnings import LOOK_EVERY
 
     hvd.init()
     torch.set_num_threads(1)
