@@ -87,6 +87,7 @@ PARALLEL = {  # the longest first
 PARTS = {  # {name: (command, its limit in seconds)}
     "ruff check": ([sys.executable, "-m", "ruff", "check", "."], 60),
     "ruff format": ([sys.executable, "-m", "ruff", "format", "--check", "."], 60),
+    "mypy": ([sys.executable, "-m", "mypy"], 300),
     "single": ([sys.executable, *PYTEST, "--timeout=200", "tests/single"], 1200),
     **{
         f"{framework}, {launcher} -np {ranks}": (
