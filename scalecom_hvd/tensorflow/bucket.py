@@ -58,7 +58,7 @@ class Result(NamedTuple):
 
     averages: list[tf.Tensor]
     sound: tf.Tensor
-    updated: list[tf.Tensor]
+    updated: Sequence[tf.Tensor]
     chosen: list[tf.Tensor]
 
 
@@ -158,7 +158,10 @@ class Bucket:
 
     def _average_values(self, grads: Mapping[str, tf.Tensor], now: Now) -> Result:
         own = [grads[tensor.name] for tensor in self.compressed]
-        units, updated, chosen, parts = self._units(now), [], [], []
+        units = self._units(now)
+        chosen: list[tf.Tensor] = []
+        updated: Sequence[tf.Tensor] = []
+        parts: list[tf.Tensor] = []
         bad = tf.constant(0, tf.int64)
         if self.compressed:
             residues = [read(tensor.residue) for tensor in self.compressed]

@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -70,7 +70,7 @@ _alive: weakref.WeakSet[ScaleCom] = weakref.WeakSet()
 _agreed: dict[str, dict[str, Any]] | None = None
 
 # A Keras LossScaleOptimizer, or a callable that gives the current scale.
-LossScale = (
+LossScale: TypeAlias = (
     tf.keras.mixed_precision.LossScaleOptimizer | Callable[[], float | tf.Tensor | tf.Variable]
 )
 
@@ -571,7 +571,8 @@ def _scale_reader(loss_scale: LossScale | None) -> Callable[[], tf.Tensor | None
         return lambda: None
     is_optimizer = isinstance(loss_scale, tf.keras.mixed_precision.LossScaleOptimizer)
     if is_optimizer or hasattr(loss_scale, "loss_scale"):
-        return lambda: tf.convert_to_tensor(loss_scale.loss_scale)
+        optimizer: Any = loss_scale
+        return lambda: tf.convert_to_tensor(optimizer.loss_scale)
     if not callable(loss_scale):
         raise TypeError(
             "loss_scale must be a LossScaleOptimizer or a callable that gives the current scale, "

@@ -24,8 +24,11 @@ from horovod.tensorflow.elastic import *  # noqa: F403
 
 from scalecom_hvd.tensorflow.compressor import ScaleCom, have_met, meet, objects
 
+# What super() finds is one of Horovod's states, which mypy cannot know.
+_State: Any = object
 
-class KeepsResidues:
+
+class KeepsResidues(_State):
     """Mixed into Horovod's states: commits and restores residues with the rest.
 
     Those of all ScaleComs of this process.

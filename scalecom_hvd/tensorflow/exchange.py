@@ -25,7 +25,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -65,7 +65,7 @@ from scalecom_hvd.training_warnings import (
 log = logging.getLogger("scalecom_hvd")
 
 # What Horovod's objects give for a variable.
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 Reduction = Callable[..., list[Gradient]]
 
 
@@ -94,9 +94,9 @@ class Arguments:
 
     def comparable(self) -> tuple:
         """Equal for arguments that mean the same."""
-        groups = self.groups
-        if isinstance(groups, list):
-            groups = tuple(tuple(variable.ref() for variable in group) for group in groups)
+        groups: object = self.groups
+        if isinstance(self.groups, list):
+            groups = tuple(tuple(variable.ref() for variable in group) for group in self.groups)
         return (
             self.op,
             self.gradient_predivide_factor,
@@ -138,10 +138,6 @@ class Exchange:
         self.members: set[str] = set()
         self.buckets: list[Bucket] = []
         self.function = tf.function(self.average, autograph=False)
-        # A function, since operations that run one by one have no names.
-        self._count_ranks = tf.function(
-            lambda fact: self._transport.sum(fact, "more"), autograph=False
-        )
         self._rates = rates
         self._names = Names()
         self._transport = Transport(
@@ -150,6 +146,10 @@ class Exchange:
             arguments.gradient_predivide_factor,
             arguments.device_dense,
             self._names,
+        )
+        # A function, since operations that run one by one have no names.
+        self._count_ranks = tf.function(
+            lambda fact: self._transport.sum(fact, "more"), autograph=False
         )
 
     # The agreement, once. It blocks, so it happens only where every rank surely is: at the first
@@ -517,7 +517,10 @@ def reduction(
                 tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad
                 for grad in grads
             ]
-        ours, present, sparse, others = [], [], [], []
+        ours: list[int] = []
+        present: list[tf.Variable] = []
+        sparse: list[tf.Variable] = []
+        others: list[int] = []
         for i, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
             if isinstance(grad, tf.IndexedSlices):
                 sparse.append(variable)

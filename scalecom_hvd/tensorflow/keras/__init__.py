@@ -80,7 +80,7 @@ def PartialDistributedOptimizer(  # noqa: N802 (of horovod.keras; horovod.tensor
         ValueError: they are no layers; or as in DistributedOptimizer.
     """
     one = isinstance(local_layers, tf.keras.layers.Layer)
-    layers = [local_layers] if one else list(local_layers or ())
+    layers: list[tf.keras.layers.Layer] = [local_layers] if one else list(local_layers or ())
     if not all(isinstance(layer, tf.keras.layers.Layer) for layer in layers):
         raise ValueError("All local layers must be of tf.keras.layers.Layer type.")
     wrapped = DistributedOptimizer(optimizer, *args, **kwargs)
