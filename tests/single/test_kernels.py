@@ -16,17 +16,10 @@ from torch.overrides import TorchFunctionMode
 from scalecom_hvd import ScaleComConfig
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.exchange.bucket import Bucket, finished
-from scalecom_hvd.exchange.kernels import (
-    CHOOSE_ACCUMULATOR,
-    CHOOSE_NOTHING,
-    CHOOSE_RESIDUE,
-    NativeKernel,
-    TensorSlot,
-    TorchKernel,
-    kernel_for,
-)
+from scalecom_hvd.exchange.kernels import NativeKernel, TensorSlot, TorchKernel, kernel_for
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.lanes import geometry
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 from scalecom_hvd.reference import ScaleComReference, select
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

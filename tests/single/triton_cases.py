@@ -13,17 +13,11 @@ from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange import kernels
 from scalecom_hvd.exchange.bucket import Bucket, finished
-from scalecom_hvd.exchange.kernels import (
-    CHOOSE_ACCUMULATOR,
-    CHOOSE_NOTHING,
-    CHOOSE_RESIDUE,
-    TensorSlot,
-    TorchKernel,
-    kernel_for,
-)
+from scalecom_hvd.exchange.kernels import TensorSlot, TorchKernel, kernel_for
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.triton_kernel import TritonKernel
 from scalecom_hvd.lanes import geometry
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
