@@ -18,7 +18,8 @@ import torch
 from soak_faults import BATCH, FEATURES, HIDDEN, OUTPUTS, Arrays, die, digest
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.exchange.methods.base import Arriving, BucketCollectives
+from scalecom_hvd.exchange.collectives import Wait
+from scalecom_hvd.exchange.methods.base import BucketCollectives
 
 
 class Net(torch.nn.Module):
@@ -79,7 +80,7 @@ class Trainer(soak_faults.Worker):
 
         def dying_average(
             collectives: BucketCollectives, values: torch.Tensor | None = None
-        ) -> Arriving:
+        ) -> Wait:
             if self.death == "exchange" and collectives.leads():
                 die()
             return average(collectives, values)

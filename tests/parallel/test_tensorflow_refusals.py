@@ -15,6 +15,7 @@ from tensorflow_parity import Step, variables
 
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as keras
+from scalecom_hvd import agreement
 
 SHAPES = {"first": (60, 50), "second": (5000,)}
 
@@ -168,10 +169,8 @@ def test_another_model_on_one_rank():
 
 
 def test_another_version_on_one_rank(monkeypatch):
-    import scalecom_hvd
-
     if hvd.rank() == 1:
-        monkeypatch.setattr(scalecom_hvd, "__version__", "9.9")
+        monkeypatch.setattr(agreement, "__version__", "9.9")
     with pytest.raises(
         RuntimeError, match=r"version differ between ranks.* on rank 0 and 9.9 on rank 1"
     ):
