@@ -65,6 +65,7 @@ class Exchange:
         settings: what ranks must have in common besides the method's.
         asks_for_news: whether a step begins only where some rank has new gradients
             (`must_exchange`).
+        is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
 
     Attributes:
         senders: the positions of the ranks that have something to send, where that changes from
@@ -82,6 +83,7 @@ class Exchange:
         send_sparse: SparseAverage | None = None,
         settings: Mapping[str, Any] | None = None,
         asks_for_news: bool = False,
+        is_scaled: bool = True,
     ) -> None:
         self.residues: Residues = method.residues
         self.config: ScaleComConfig = method.config
@@ -96,6 +98,7 @@ class Exchange:
         self._groups = groups
         self._sparse_as_dense = sparse_as_dense
         self._send_sparse = send_sparse
+        self._is_scaled = is_scaled
         self._settings = method.settings | dict(settings or {})
         self._news = (
             NewGradients(collectives, self.names, self._parameters) if asks_for_news else None
@@ -294,7 +297,7 @@ class Exchange:
 
     def _begin_step(self) -> None:
         self._outputs.clear()
-        self._scale = 1 / float(self._method.loss_scale())
+        self._scale = 1 / float(self._method.loss_scale()) if self._is_scaled else 1.0
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
         if self._news is not None and self._agreed:

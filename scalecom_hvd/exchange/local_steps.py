@@ -164,6 +164,7 @@ class LocalSteps:
             collectives,
             groups=groups,
             settings={"local_steps": schedule.describe()},
+            is_scaled=False,
         )
         method.attach(self.common, self.exchange, self)
         _alive.add(self)

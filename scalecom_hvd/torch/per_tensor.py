@@ -227,6 +227,7 @@ class PerTensor:
         self._standing: dict[str, Any] = {}
         self._given: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._handed_over = {"offsets": 0, "values": 0, "dense": 0}
+        self._whole = True
         self._factor = 1
 
     # What the method asks.
@@ -291,7 +292,7 @@ class PerTensor:
         self._agreed = False
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of the last step; see Method.stats. `compress` made this: there was one."""
+        """Numbers of the last step; see Method.stats. In elastic runs there may be none yet."""
         elements = {name: self._parameters[name].numel() for name in self._seen}
         tensors = {} if self._whole else self._residues.tensors
         size, step = self._collectives.size, self._residues.step

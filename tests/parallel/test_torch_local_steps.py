@@ -4,6 +4,7 @@ checkpoints, scaling, bad gradients.
 
 import copy
 import io
+import itertools
 
 import horovod.torch as horovod
 import numpy as np
@@ -437,6 +438,17 @@ def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compressi
         torch.testing.assert_close(
             (common[name] - parameter.detach()).double(), kept, rtol=1e-3, atol=1e-3
         )
+
+
+@some_compressions
+def test_changes_carry_no_loss_scale(compression):
+    """Gradients are unscaled before a local step, so what the scale is then means nothing."""
+    scaled, plain = begin(), begin()
+    scales = itertools.cycle([2.0**10, 2.0**-3, 1.0])
+    compressor = COMPRESSIONS[compression](loss_scale=lambda: next(scales))
+    run(make(scaled, compressor, 2)[0], scaled, range(12))
+    run(make(plain, compression, 2)[0], plain, range(12))
+    assert all(torch.equal(scaled[name], plain[name]) for name in SHAPES)
 
 
 @some_compressions
