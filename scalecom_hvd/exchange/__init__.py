@@ -4,6 +4,7 @@
 import, such as scalecom_hvd.torch, put it into optimizers.
 """
 
+from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.collectives import CollectiveError, Collectives, Wait, Work
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.flops import rates_from_flops
@@ -35,6 +36,7 @@ __all__ = [
     "LocalSteps",
     "LocalTopK",
     "Method",
+    "Numbers",
     "Quantiser",
     "RandomK",
     "ScaleCom",

@@ -76,6 +76,7 @@ class Bucket:
         grads: {name: (N,)} of this step.
         scale: 1 / loss scale: what makes gradients of the residues' units.
         whole: whether this step is sent whole.
+        frozen: which compressed tensors are no longer trained: their residues stay as they are.
         bad: how many elements of this step's gradients and values are not finite, or too large.
             They count as zero here, and make the step void for all ranks.
     """
@@ -140,7 +141,7 @@ class Bucket:
         self._flat: torch.Tensor | None = None
         self._average: torch.Tensor | None = None
         self._chooser: Kernel | None = None
-        self._frozen: list[bool] = []
+        self.frozen: list[bool] = []
         # Of the step in progress; see `forget`.
         self._averaged: dict[str, torch.Tensor]
         self._reduced: Values | None
@@ -309,12 +310,12 @@ class Bucket:
         like = {tensor.name: tensor.residue for tensor in self.tensors} | self._values.whole
         check_gradients(self.grads, like)
         own = [self.grads[name] for name in self.compressed]
-        self._frozen = [is_frozen(self.parameters[name]) for name in self.compressed]
+        self.frozen = [is_frozen(self.parameters[name]) for name in self.compressed]
         dtypes = [grad.dtype for grad in own]
         if dtypes != self._grad_dtypes:  # torch allows gradients of another dtype than p has
             self._choose_kernels(dtypes)
         for kernel, members in self._kernels:
-            frozen = [self._frozen[i] for i in members]
+            frozen = [self.frozen[i] for i in members]
             kernel.begin([own[i] for i in members], frozen, scale)
 
     def fill(self) -> dict[str, torch.Tensor]:
@@ -492,7 +493,7 @@ class Bucket:
             self._average = torch.empty_like(self._flat)
         self._average.zero_()
         self._has_accumulators = True
-        for tensor, part, frozen in zip(self.tensors, self.parts, self._frozen, strict=True):
+        for tensor, part, frozen in zip(self.tensors, self.parts, self.frozen, strict=True):
             if frozen:
                 part.zero_()
             else:
@@ -503,7 +504,7 @@ class Bucket:
         """m <- (1 - beta)*m + beta*(acc - sent), and gradients become averages."""
         averages = self._average.split(self.sizes)
         for tensor, kept, average, frozen in zip(
-            self.tensors, self.parts, averages, self._frozen, strict=True
+            self.tensors, self.parts, averages, self.frozen, strict=True
         ):
             if not frozen and tensor.beta == 1:
                 tensor.residue.copy_(kept)

@@ -219,7 +219,9 @@ def test_a_dropin_optimizers_object_compresses_nothing_else():
 def test_stats_before_the_first_step_of_an_elastic_run():
     model = parameters(SHAPES)
     compressor = ScaleCom(model.items(), rate=20)
-    hvd.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor)
+    hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor
+    )
     compressor.meet()
     stats = compressor.stats()
     assert (stats["step"], stats["collectives"]) == (0, 0)
