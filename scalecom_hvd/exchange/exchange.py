@@ -304,7 +304,8 @@ class Exchange:
             self._news.tell()
 
     def _must_send_whole(self) -> bool:
-        return self.residues.step < self.residues.warmup or not self._method.is_ready()
+        names = self.residues.tensors.keys() - self._sparse.keys()
+        return self.residues.step < self.residues.warmup or not self._method.is_ready(names)
 
     def _look_due(self) -> bool:
         looks = self._sampler is not None and self._sampler.due(self.residues.step)

@@ -11,7 +11,7 @@ Imports bucket, residue and the rooms below.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -333,8 +333,8 @@ class Method:
         """The state of the whole method at the start, {what: tensor or number}."""
         return {}
 
-    def is_ready(self) -> bool:
-        """Whether its state allows a compressed step; else it is sent whole."""
+    def is_ready(self, names: Collection[str]) -> bool:
+        """Whether the state of these tensors allows a compressed step; else it is sent whole."""
         return True
 
     @property

@@ -9,7 +9,7 @@ with. Imports base and the rooms below.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -142,12 +142,10 @@ class ScaleCom(Method):
         own = {name: {"offsets": part} for name, part in bucket.split_offsets(offsets).items()}
         return dataclasses.replace(state, tensors=own, arrives=arrives)
 
-    def is_ready(self) -> bool:
+    def is_ready(self, names: Collection[str]) -> bool:
         """With look-ahead nothing is chosen before the first step."""
-        # For a tensor whose gradients are sparse nothing is ever chosen.
-        tensors = self.tensor_states.values()
-        has_choice = not tensors or any("offsets" in state for state in tensors)
-        return not self.config.lookahead or has_choice
+        chosen = ("offsets" in self.tensor_states[name] for name in names)
+        return not self.config.lookahead or all(chosen)
 
     def check_tensor_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Raise ValueError unless all offsets lie in their lanes: kernels follow them."""
