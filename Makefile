@@ -38,6 +38,7 @@ test: setup
 lint: setup
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
 
 soak: setup
 	@$(RUN) scripts/soak.py --minutes $(or $(MINUTES),3)

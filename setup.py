@@ -1,57 +1,67 @@
-"""Packaging: the Python packages, and the native lane kernel as plain shared libraries (no Python headers, no framework needed): one for
-any caller, and one that offers it as operations of TensorFlow, whose symbols (and the kernel's) are looked up when it is loaded."""
+"""Packaging: the Python packages, and the native lane kernel as plain shared libraries.
+
+The libraries need no Python headers and no framework. One is for any caller. One offers the kernel
+as operations of TensorFlow, whose symbols (and the kernel's) are looked up when it is loaded.
+"""
 
 import sys
 import warnings
+from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+
+LIBRARIES = {"_lanes": "lanes.c", "_tensorflow_ops": "tensorflow_ops.c"}
+HEADERS = ("lanes", "lanes_template", "tensorflow_c_api")
+# Never -ffast-math: it drops NaN tests, and at link time it sets flush-to-zero for the whole
+# process. -ffp-contract=off: a fused multiply-add would round otherwise than NumPy and the plain
+# kernels of the frameworks.
+FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 class BuildKernel(build_ext):
     """Build native/*.c; an installation without a compiler goes on without it and says so."""
 
-    def get_ext_filename(self, fullname):
+    def get_ext_filename(self, fullname: str) -> str:
         # Loaded through ctypes, so it carries no Python version in its name.
         return fullname.replace(".", "/") + ".so"
 
-    def get_export_symbols(self, extension):
+    def get_export_symbols(self, extension: Extension) -> list[str]:
         return []  # no PyInit function
 
-    def build_extension(self, extension):
+    def build_extension(self, extension: Extension) -> None:
         try:
             super().build_extension(extension)
-        except Exception as error:  # the compilers' own exceptions differ between setuptools versions
-            message = f"scalecom_hvd: the native kernel was not built ({error}); the slower plain-torch kernel will be used"
+        except Exception as error:  # which one, differs between setuptools versions
+            message = (
+                f"scalecom_hvd: the native kernel was not built ({error}); the slower plain-torch "
+                "kernel will be used"
+            )
             warnings.warn(message, stacklevel=1)
             print(message, file=sys.stderr)
 
-    def copy_extensions_to_source(self):
+    def copy_extensions_to_source(self) -> None:
         built = self.extensions
         self.extensions = [e for e in built if self._was_built(e)]
         super().copy_extensions_to_source()
         self.extensions = built
 
-    def _was_built(self, extension):
-        import os
-
-        return os.path.exists(os.path.join(self.build_lib, self.get_ext_filename(extension.name)))
+    def _was_built(self, extension: Extension) -> bool:
+        return Path(self.build_lib, self.get_ext_filename(extension.name)).exists()
 
 
 setup(
     packages=find_packages(include=["scalecom_hvd", "scalecom_hvd.*"]),
-    package_data={"scalecom_hvd.native": ["*.c", "*.h"]},
+    package_data={"scalecom_hvd": ["py.typed"], "scalecom_hvd.native": ["*.c", "*.h"]},
     ext_modules=[
         Extension(
             f"scalecom_hvd.native.{library}",
             [f"scalecom_hvd/native/{source}"],
-            # Never -ffast-math: it drops NaN tests, and at link time it sets flush-to-zero for the whole process.
-            # -ffp-contract=off: a fused multiply-add would round otherwise than NumPy and the plain kernels of the frameworks.
-            extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
-            depends=[f"scalecom_hvd/native/{header}.h" for header in ("lanes", "lanes_template", "tensorflow_c_api")],
+            extra_compile_args=FLAGS,
+            depends=[f"scalecom_hvd/native/{header}.h" for header in HEADERS],
             optional=True,
         )
-        for library, source in {"_lanes": "lanes.c", "_tensorflow_ops": "tensorflow_ops.c"}.items()
+        for library, source in LIBRARIES.items()
     ],
     cmdclass={"build_ext": BuildKernel},
 )

@@ -1,10 +1,11 @@
-"""ScaleCom gradient compression for Horovod.
+"""ScaleCom gradient compression for data-parallel training.
 
-`import scalecom_hvd.torch as hvd` is what training scripts write. This package itself imports no framework: only the
-hyper-parameters, which are the same for all of them.
+`import scalecom_hvd.torch as hvd` is what training scripts write. This package itself imports no
+framework: only the hyper-parameters, which are the same for all of them.
 """
 
-from scalecom_hvd.config import ScaleComConfig
-
 __version__ = "0.1.0"
+
+from scalecom_hvd.config import ScaleComConfig  # noqa: E402 (rooms below ask for the version)
+
 __all__ = ["ScaleComConfig", "__version__"]

@@ -1,74 +1,128 @@
-"""Ranks compare what they were started with, once, before it could hang or diverge; and what cannot be asked of ScaleCom at all.
+"""What ranks must have in common, and what cannot be asked of ScaleCom at all.
 
-Framework-free: the caller gathers every rank's plain description and passes the list in; all ranks see the same list, so all
-raise or none.
+Ranks compare what they were started with, once, before a difference could hang or diverge.
+Framework-free: the caller gathers every rank's plain description and passes the list in. All ranks
+see the same list, so all raise or none. Imports no other room.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
+
+from scalecom_hvd import __version__
 
 log = logging.getLogger("scalecom_hvd")
 
 JOIN_REFUSED = (
-    "hvd.join() cannot be used with ScaleCom: a rank that joined cannot take part in the leader's broadcast. Give every rank the "
-    "same number of steps instead (drop_last=True with a DistributedSampler, or cut the longer ranks short), or train the uneven "
-    "part with compression=hvd.Compression.none"
+    "hvd.join() cannot be used with ScaleCom: a rank that joined cannot take part in the leader's "
+    "broadcast. Give every rank the same number of steps instead (drop_last=True with a "
+    "DistributedSampler, or cut the longer ranks short), or train the uneven part with "
+    "compression=hvd.Compression.none"
 )
 
 
-# How many exchanges this process has named; ranks agree on the next number when an exchange starts.
-_instances = itertools.count()
+class Numbers:
+    """Counts the exchanges that one process has named."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def claim(self) -> int:
+        """A number that this process has not used."""
+        self._next += 1
+        return self._next - 1
+
+    def use(self, number: int) -> None:
+        """Every rank uses this one, so that only larger ones are claimed from here on."""
+        self._next = max(self._next, number + 1)
 
 
-class NamedExchange:
-    """An exchange whose collectives carry its number, so that two exchanges in one process never collide."""
-
-    _prefix = "scalecom"
-
-    def claim_name(self) -> int:
-        """A number for this exchange that this process has not used; ranks then settle on the largest claimed (`use_name`)."""
-        return next(_instances)
-
-    def use_name(self, number: int) -> None:
-        """Name this exchange's collectives by the number all ranks agreed on."""
-        global _instances
-        _instances = itertools.count(max(number + 1, next(_instances)))
-        self._prefix = "scalecom" if number == 0 else f"scalecom.{number}"
+# This process's exchanges, of all frameworks.
+NUMBERS = Numbers()
 
 
-def check_operation(op: Any, predivide: float, horovod: Any) -> None:
-    """Raise ValueError unless ScaleCom can do this operation of the framework's Horovod module."""
+class Names:
+    """The names of one exchange's collectives: they carry its number, so that two never collide.
+
+    Ranks claim a number each, agree on the largest, and use that.
+
+    Args:
+        numbers: of this process's exchanges.
+
+    Attributes:
+        number: of this exchange.
+    """
+
+    def __init__(self, numbers: Numbers = NUMBERS) -> None:
+        self._numbers = numbers
+        self.number = 0
+
+    def __call__(self, name: str) -> str:
+        """The full name of a collective of this exchange."""
+        return f"scalecom.{name}" if self.number == 0 else f"scalecom.{self.number}.{name}"
+
+    def claim(self) -> int:
+        """A number for this exchange that this process has not used."""
+        return self._numbers.claim()
+
+    def use(self, number: int) -> None:
+        """All ranks agreed on this number."""
+        self._numbers.use(number)
+        self.number = number
+
+
+def check_operation(op: object, predivide: float, horovod: ModuleType) -> None:
+    """Check that ScaleCom can do what an optimizer is asked to do.
+
+    Args:
+        op: Horovod's Average, Sum or Adasum.
+        predivide: gradient_predivide_factor.
+        horovod: Horovod's module for the framework.
+
+    Raises:
+        ValueError: it cannot.
+    """
     if op == horovod.Adasum:
-        raise ValueError("ScaleCom averages values, which Adasum does not: use op=hvd.Average (the default), or Adasum without compression")
+        raise ValueError(
+            "ScaleCom averages values, which Adasum does not: use op=hvd.Average (the default), or "
+            "Adasum without compression"
+        )
     if op not in (horovod.Average, horovod.Sum):
-        raise ValueError("ScaleCom works with op=hvd.Average and op=hvd.Sum: any other needs all values, so use it without compression")
+        raise ValueError(
+            "ScaleCom works with op=hvd.Average and op=hvd.Sum: any other needs all values, so use "
+            "it without compression"
+        )
     if predivide != 1.0 and op != horovod.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
 
 
-def warn_of_half_sums(sums_halves: bool, horovod: Any) -> None:
-    """Log a warning where float16 values are summed by Gloo, which Horovod 0.28.1 uses where it runs without MPI and NCCL.
+def warn_of_half_sums(sums_halves: bool, horovod: ModuleType) -> None:
+    """Log a warning where Gloo sums float16 values; Horovod 0.28.1 uses it without MPI and NCCL.
 
-    sums_halves: whether there are such values.
-    Gloo takes a sum for nothing new when its value is the first summand's bit pattern read as a whole number, and drops it: 2**-24 + 1 is
-    2**-24 there. Of a million pairs of random magnitudes two are hit, of normally distributed ones none; what is dropped is in no residue.
+    Gloo takes a sum for nothing new when its value is the first summand's bit pattern read as a
+    whole number, and drops it: 2**-24 + 1 is 2**-24 there. Of a million pairs of random magnitudes
+    two are hit, of normally distributed ones none. What is dropped is in no residue.
+
+    Args:
+        sums_halves: whether float16 values are summed at all.
+        horovod: Horovod's module for the framework.
     """
     if sums_halves and not horovod.mpi_enabled() and not horovod.nccl_built():
         log.warning(
-            "wire_dtype='float16' over Gloo: Horovod 0.28.1 drops a few of its float16 sums (about 2 in a million). Run under MPI "
-            "(mpirun, horovodrun --mpi), or without wire_dtype (or quantiser=hvd.Float16())"
+            "wire_dtype='float16' over Gloo: Horovod 0.28.1 drops a few of its float16 sums (about "
+            "2 in a million). Run under MPI (mpirun, horovodrun --mpi), or without wire_dtype (or "
+            "quantiser=hvd.Float16())"
         )
 
 
-def digest_of(offsets: Mapping[str, np.ndarray]) -> str | None:
-    """The same for the same look-ahead offsets of the same tensors, for ranks to compare; None for none."""
+def digest_of(offsets: Mapping[str, NDArray[Any]]) -> str | None:
+    """The same for the same arrays by the same names, for ranks to compare; None for none."""
     if not offsets:
         return None
     digest = hashlib.sha256()
@@ -78,32 +132,91 @@ def digest_of(offsets: Mapping[str, np.ndarray]) -> str | None:
     return digest.hexdigest()
 
 
-def latest_step(steps: list[int]) -> int:
-    """The step at which all ranks go on, given where each has come."""
+def describe(
+    config: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, Sequence[Any]],
+) -> dict[str, Any]:
+    """What every rank must have in common with all others.
+
+    Args:
+        config: the ScaleComConfig as a dict.
+        settings: what must be the same besides.
+        tensors: {name: shape, dtype, rate, ...}.
+
+    Returns:
+        {topic: what to compare}, as JSON values.
+    """
+    return {
+        "version": __version__,
+        "settings": dict(config) | dict(settings),
+        "tensors": {name: list(tensors[name]) for name in sorted(tensors)},
+    }
+
+
+def agree(everyone: Sequence[Mapping[str, Any]], topics: Sequence[str], names: Names) -> int:
+    """All ranks told each other about one exchange: check that it is the same, and name it.
+
+    Args:
+        everyone: every rank's description: the topics, its "name" (a number that it claimed) and
+            its "step".
+        topics: keys that must be equal on all ranks.
+        names: of this exchange; they take the number that is new to all ranks.
+
+    Returns:
+        The step at which all ranks go on.
+
+    Raises:
+        RuntimeError: a topic differs. All ranks raise alike.
+    """
+    compare_ranks(everyone, topics)
+    names.use(max(theirs["name"] for theirs in everyone))
+    return latest_step([theirs["step"] for theirs in everyone])
+
+
+def latest_step(steps: Sequence[int]) -> int:
+    """The step at which all ranks go on: the latest. Logs a warning where they differ.
+
+    Args:
+        steps: where each rank has come.
+    """
     if len(set(steps)) > 1:
         log.warning(
-            "ranks come from different steps %s: going on at step %d. Newcomers' residues are zero, others' those of their own step; model "
-            "and optimizer must be the same on all ranks (hvd.broadcast_parameters, hvd.broadcast_optimizer_state)",
-            steps, max(steps),
-        )  # fmt: skip
+            "ranks come from different steps %s: going on at step %d. Newcomers' residues are "
+            "zero, others' those of their own step; model and optimizer must be the same on all "
+            "ranks (hvd.broadcast_parameters, hvd.broadcast_optimizer_state)",
+            steps,
+            max(steps),
+        )
     return max(steps)
 
 
-def compare_ranks(per_rank: list[dict[str, Any]], topics: tuple[str, ...]) -> None:
-    """Raise RuntimeError that names the first difference to rank 0 in any of the topics of the ranks' descriptions."""
+def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) -> None:
+    """Check that ranks' descriptions are equal in some topics.
+
+    Args:
+        per_rank: every rank's description.
+        topics: the keys to compare.
+
+    Raises:
+        RuntimeError: they are not; the error names the first difference to rank 0.
+    """
     for topic in topics:
         first = per_rank[0][topic]
         for rank, description in enumerate(per_rank):
             other = description[topic]
             if other != first:
                 raise RuntimeError(
-                    f"ScaleCom's {topic} differ between ranks, which would hang or diverge: {_difference(first, other, rank)}. Start every "
-                    "rank with the same model, arguments, SCALECOM_ environment and scalecom_hvd version"
+                    f"ScaleCom's {topic} differ between ranks, which would hang or diverge: "
+                    f"{_difference(first, other, rank)}. Start every rank with the same model, "
+                    "arguments, SCALECOM_ environment and scalecom_hvd version"
                 )
 
 
-def _difference(first: Any, other: Any, rank: int) -> str:
+def _difference(first: object, other: object, rank: int) -> str:
     if isinstance(first, dict) and isinstance(other, dict):
-        key = next(k for k in [*first, *other] if k not in first or k not in other or first[k] != other[k])
-        return f"{key} is {first.get(key, 'missing')} on rank 0 and {other.get(key, 'missing')} on rank {rank}"
+        for key in [*first, *other]:
+            mine, theirs = first.get(key, "missing"), other.get(key, "missing")
+            if (key in first) != (key in other) or mine != theirs:
+                return f"{key} is {mine} on rank 0 and {theirs} on rank {rank}"
     return f"{first} on rank 0 and {other} on rank {rank}"

@@ -1,11 +1,13 @@
-"""Diagnostics: how alike workers' residues are, how good the choice of what is sent is, and what is kept back, every so many steps.
+"""Diagnostics: how alike workers are, and how good the choice of what is sent is.
 
-ScaleCom rests on two observations: workers' residues become alike, and so one worker's choice is nearly as good as the true top-k of what
-all of them have together (Chen et al., NeurIPS 2020, arXiv 2104.11125, sections 2 and 3). Here these become numbers of a user's own
-training, for ScaleCom and for methods beside it, computed on a sample of the model.
+ScaleCom rests on two observations: workers' residues become alike, and so one worker's choice is
+nearly as good as the true top-k of what all of them have together (Chen et al., NeurIPS 2020, arXiv
+2104.11125, sections 2 and 3). Here these become numbers of a user's own training, for ScaleCom and
+for other methods, computed on a sample of the model, every so many steps.
 
-`Diagnostics` is the setting, `draw` chooses the sample, `look` turns what was seen at it into numbers, `Writer` writes them down. All of it
-is NumPy and knows no framework: torch/probe.py brings the arrays. Imports lanes alone.
+`Diagnostics` is the setting, `draw` chooses the sample, `look` turns what was seen at it into
+numbers, `Writer` writes them down. All of it is NumPy and knows no framework: the frameworks bring
+the arrays. Imports lanes only.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scalecom_hvd.lanes import Lanes, Positions
 
@@ -29,6 +32,7 @@ log = logging.getLogger("scalecom_hvd")
 
 FilePath = str | os.PathLike[str]
 Numbers = dict[str, float | int | None]
+Array = NDArray[np.floating]
 
 # What `look` gives, in the order of a CSV file's columns; "step" comes first there.
 NAMES = (
@@ -55,14 +59,23 @@ QUANTILE_PAIRS = 8
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Which steps are looked at, on how much of the model, and where the numbers go besides stats()["diagnostics"].
+    """Which steps are looked at, on how much of the model, and where the numbers go.
 
-    every: look at step 0, every, 2 every, ...: those that are not sent whole.
-    csv: a file to which one row per look is appended, below one line of names.  tensorboard: a directory for TensorBoard, where the numbers
-    are called scalecom/<name>. The rank at position 0 alone writes; give every optimizer files of its own.
-    sample: about how many elements are looked at, spread over all compressed tensors; all of them, if there are no more. Every rank gathers
-    two floats per element and rank.
-    `every` and `sample` must be the same on all ranks. Raises TypeError or ValueError for what cannot work.
+    They go to stats()["diagnostics"], and to files if you name some. Only the rank at position 0
+    writes files; give every optimizer files of its own. `every` and `sample` must be the same on
+    all ranks.
+
+    Args:
+        every: look at step 0, every, 2 every, ...: those that are not sent whole.
+        csv: a file to which one row per look is appended, below one line of names.
+        tensorboard: a directory for TensorBoard, where the numbers are called scalecom/<name>.
+        sample: about how many elements are looked at, spread over all compressed tensors; all of
+            them, if there are no more. Every rank gathers two floats per element and rank.
+
+    Raises:
+        ImportError: TensorBoard is asked for and not installed.
+        TypeError: a setting has a type that cannot work.
+        ValueError: a setting has a value that cannot work, such as a file of other columns.
     """
 
     every: int = 50
@@ -71,30 +84,48 @@ class Diagnostics:
     sample: int = 65536
 
     def __post_init__(self) -> None:
-        for name, what in (("every", "the number of steps from one look to the next"), ("sample", "a number of elements")):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"diagnostics: {name} is {what}, a whole number, not {value!r}")
-            if value < 1:
-                raise ValueError(f"diagnostics: {name} is {what}: at least 1, not {value}")
+        self._check_number("every", "the number of steps from one look to the next")
+        self._check_number("sample", "a number of elements")
         for name in ("csv", "tensorboard"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (str, os.PathLike)):
                 raise TypeError(f"diagnostics: {name} must be a path, not {value!r}")
         if self.csv is not None:
             _check_csv(Path(self.csv))
-        # Found, not imported: with TensorFlow beside it that takes seconds, and one rank alone needs it.
+        # Found, not imported: where TensorFlow is installed too that takes seconds, and only one
+        # rank needs it.
         if self.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ImportError("diagnostics: tensorboard=... needs TensorBoard, which is not installed: pip install tensorboard")
+            raise ImportError(
+                "diagnostics: tensorboard=... needs TensorBoard, which is not installed: pip "
+                "install tensorboard"
+            )
+
+    def _check_number(self, name: str, what: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"diagnostics: {name} is {what}, a whole number, not {value!r}")
+        if value < 1:
+            raise ValueError(f"diagnostics: {name} is {what}: at least 1, not {value}")
 
     @classmethod
-    def of(cls, value: Any) -> Diagnostics | None:
-        """What a user may write as `diagnostics=`: None (no diagnostics), a number of steps, or Diagnostics."""
+    def of(cls, value: Diagnostics | int | None) -> Diagnostics | None:
+        """What a user wrote as `diagnostics=`.
+
+        Args:
+            value: None (no diagnostics), a number of steps (`every`), or Diagnostics.
+
+        Raises:
+            TypeError: it is none of these.
+            ValueError: the number of steps cannot work.
+        """
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, int) and not isinstance(value, bool):
             return cls(every=value)
-        raise TypeError(f"diagnostics must be a number of steps, such as 50, or hvd.Diagnostics(every=50, csv=...), not {value!r}")
+        raise TypeError(
+            "diagnostics must be a number of steps, such as 50, or hvd.Diagnostics(every=50, "
+            f"csv=...), not {value!r}"
+        )
 
     @property
     def settings(self) -> dict[str, int]:
@@ -107,18 +138,30 @@ class Diagnostics:
 
 @dataclass(frozen=True)
 class Piece:
-    """What the sample holds of one tensor: whole lanes, one after the other, or single elements where the geometry has no lanes.
+    """What the sample holds of one tensor.
 
-    positions: in the flat tensor (int64).  lengths: of the lanes; None: there are none.  k: how many elements of this piece one worker
-    would send by its own choice.
+    It holds whole lanes, one after the other, or single elements where the geometry has no lanes.
+
+    Args:
+        positions: in the flat tensor (S,).
+        lengths: of the lanes; None: there are none.
+        k: how many elements of this piece one worker would send by its own choice.
     """
 
-    positions: np.ndarray
-    lengths: np.ndarray | None
+    positions: NDArray[np.int64]
+    lengths: NDArray[np.int64] | None
     k: int
 
-    def choose(self, accumulator: np.ndarray) -> np.ndarray:
-        """A worker's own choice in this piece, (k,) places in it: each lane's largest magnitude, first of equals; or the k largest."""
+    def choose(self, accumulator: Array) -> NDArray[np.int64]:
+        """A worker's own choice in this piece.
+
+        Args:
+            accumulator: (S,).
+
+        Returns:
+            Places (k,) in the piece: each lane's largest magnitude, first of equals; or the k
+            largest.
+        """
         size = np.abs(accumulator)
         if self.lengths is None:
             return np.argpartition(size, size.size - self.k)[size.size - self.k :]
@@ -132,39 +175,64 @@ class Piece:
 
 
 def draw(geometries: Mapping[str, Lanes], sample: int) -> dict[str, Piece]:
-    """The sample of tensors of these geometries: about `sample` elements, whole lanes drawn at random, from every tensor in proportion to
-    its size but at least one; everything, if that is no more.
+    """The sample: whole lanes drawn at random from every tensor.
 
-    It depends on names, geometries and `sample` alone, so it is the same on all ranks and in every run.
+    Every tensor gives in proportion to its size, but at least one lane. The sample depends only on
+    the arguments, so it is the same on all ranks and in every run.
+
+    Args:
+        geometries: {name: geometry} of all compressed tensors.
+        sample: about how many elements to draw; everything, if that is no more.
+
+    Returns:
+        {name: piece}, in the order of names.
     """
     numel = sum(geometry.numel for geometry in geometries.values())
     share = min(sample / max(numel, 1), 1.0)
-    return {name: _draw_from(geometries[name], share, zlib.crc32(name.encode())) for name in sorted(geometries)}
+    return {
+        name: _draw_from(geometries[name], share, zlib.crc32(name.encode()))
+        for name in sorted(geometries)
+    }
 
 
 def _draw_from(geometry: Lanes, share: float, seed: int) -> Piece:
     random = np.random.default_rng(seed)
 
-    def some(of: int) -> np.ndarray:
-        return np.sort(random.choice(of, max(round(of * share), 1), replace=False)) if share < 1 else np.arange(of)
+    def some(of: int) -> NDArray[np.int64]:
+        if share >= 1:
+            return np.arange(of)
+        return np.sort(random.choice(of, max(round(of * share), 1), replace=False))
 
     if isinstance(geometry, Positions):
         positions = some(geometry.numel)
-        return Piece(positions, None, max(round(positions.size * geometry.k / geometry.numel), 1))
+        k = max(round(positions.size * geometry.k / geometry.numel), 1)
+        return Piece(positions, None, k)
     lanes = some(geometry.k)
-    starts, strides, lengths = (each[lanes] for each in (*geometry.starts_and_strides(), geometry.lengths()))
+    starts, strides = (each[lanes] for each in geometry.starts_and_strides())
+    lengths = geometry.lengths()[lanes]
     row = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return Piece(np.repeat(starts, lengths) + row * np.repeat(strides, lengths), lengths, len(lengths))
+    positions = np.repeat(starts, lengths) + row * np.repeat(strides, lengths)
+    return Piece(positions, lengths, len(lengths))
 
 
-# The numbers. Workers i = 1 .. n have residues m_i before the step and accumulators acc_i = m_i + g_i; y is the mean of acc_i over workers,
-# and s the average that was sent.
+# The numbers. Workers i = 1 .. n have residues m_i before the step and accumulators
+# acc_i = m_i + g_i; y is the mean of acc_i over workers, and s the average that was sent.
 
 
-def share_sent(residue: np.ndarray, accumulator: np.ndarray, new_residue: np.ndarray, beta: float) -> float:
-    """How much of a worker's accumulator it sent, ||sent_i||^2 / ||acc_i||^2; not a number where that was zero.
+def share_sent(residue: Array, accumulator: Array, new_residue: Array, beta: float) -> float:
+    """How much of a worker's accumulator it sent: ||sent_i||^2 / ||acc_i||^2.
 
-    Found from what became of its residue, new = (1 - beta) m + beta (acc - sent) (paper, equation 5), so that no method must tell.
+    Found from what became of its residue, new = (1 - beta) m + beta (acc - sent) (paper, equation
+    5), so that no method must tell.
+
+    Args:
+        residue: m (S,), before the step.
+        accumulator: acc (S,).
+        new_residue: new (S,).
+        beta: the filter's.
+
+    Returns:
+        The share; not a number where the accumulator was zero.
     """
     m, acc, new = (np.asarray(array, np.float64) for array in (residue, accumulator, new_residue))
     sent = acc - (new - (1 - beta) * m) / beta
@@ -172,33 +240,62 @@ def share_sent(residue: np.ndarray, accumulator: np.ndarray, new_residue: np.nda
     return float(sent @ sent) / whole if whole > 0 else math.nan
 
 
-def look(residues: np.ndarray, accumulators: np.ndarray, average: np.ndarray, shares_sent: np.ndarray, pieces: Sequence[Piece]) -> Numbers:
-    """All numbers of one look. A number is None where it means nothing: pairs of workers where there is one, directions of zeros.
+def look(
+    residues: Array,
+    accumulators: Array,
+    average: Array,
+    shares_sent: Array,
+    pieces: Sequence[Piece],
+) -> Numbers:
+    """All numbers of one look.
 
-    residues, accumulators: (n, S) before the step.  average: (S,), s.  shares_sent: (n,), every worker's `share_sent`.
-    pieces: the sample's, in the order of the S elements.
+    How alike workers are (paper, section 2, its similarity of local memories; there 0 is reached as
+    training goes on):
 
-    How alike workers are (paper, section 2, its similarity of local memories; there 0 is reached as training goes on):
-      residue_distance        the mean over pairs of workers of 1 - cos(m_i, m_j): 0 the same direction, 1 nothing in common.
-      accumulator_distance    the same of acc_i and acc_j.
-      quantile_correlation    the correlation of two workers' sorted residues, how straight their Q-Q plot is: 1 where one distribution is
-                              the other one scaled and moved. The mean over neighbours (1, 2), (2, 3), ..., at most 8 pairs.
-      quantile_slope_max      among these pairs, the largest |sd(m_i) / sd(m_j) - 1|: how far the Q-Q plot's slope is from 1.
-    How good the choice is; top-k here means in every tensor, with as many elements k as were sent of it (where s is not zero):
-      distance_to_top_k       d/k, the share of what was sent that is not in the true top-k of |y|: 0 the perfect choice. 2d is the Hamming
-                              distance of the two choices, by which the paper's Lemma 1 bounds the contraction: d/k + (1 - d/k) gamma_0.
-      contraction             ||y - s||^2 / ||y||^2, the coefficient gamma of that lemma: 0 everything was sent, 1 nothing.
-      contraction_top_k       the same if the true top-k of y were sent, gamma_0: no choice of k elements gets lower.
+    residue_distance: the mean over pairs of workers of 1 - cos(m_i, m_j). 0: the same direction. 1:
+        nothing in common.
+    accumulator_distance: the same of acc_i and acc_j.
+    quantile_correlation: the correlation of two workers' sorted residues, how straight their Q-Q
+        plot is. 1: one distribution is the other one scaled and moved. The mean over neighbours
+        (1, 2), (2, 3), ..., at most 8 pairs.
+    quantile_slope_max: among these pairs, the largest |sd(m_i) / sd(m_j) - 1|: how far the Q-Q
+        plot's slope is from 1.
+
+    How good the choice is; top-k here means in every tensor, with as many elements k as were sent
+    of it (where s is not zero):
+
+    distance_to_top_k: d/k, the share of what was sent that is not in the true top-k of |y|. 0: the
+        perfect choice. 2d is the Hamming distance of the two choices, by which the paper's Lemma 1
+        bounds the contraction: d/k + (1 - d/k) gamma_0.
+    contraction: ||y - s||^2 / ||y||^2, the coefficient gamma of that lemma. 0: everything was sent.
+        1: nothing.
+    contraction_top_k: the same if the true top-k of y were sent, gamma_0. No choice of k elements
+        gets lower.
+
     What was sent, and what is kept:
-      energy_sent             the mean over workers of ||sent_i||^2 / ||acc_i||^2.
-      residue_norm_mean, residue_norm_min, residue_norm_max     over workers, of ||m_i|| on the sample.
-      residue_norm_ratio      the mean of ||m_i|| by ||mean of g_i||: how many steps' gradients residues hold.
-      sent_density            the share of elements where s is not zero.
-      union_density           the share that is in some worker's own choice (its lanes' winners, or its top-k): what local top-k would have
-                              to send, the build-up that the paper's section 1 describes.
-      sample_size             S.
+
+    energy_sent: the mean over workers of ||sent_i||^2 / ||acc_i||^2.
+    residue_norm_mean, residue_norm_min, residue_norm_max: over workers, of ||m_i|| on the sample.
+    residue_norm_ratio: the mean of ||m_i|| by ||mean of g_i||: how many steps' gradients residues
+        hold.
+    sent_density: the share of elements where s is not zero.
+    union_density: the share that is in some worker's own choice (its lanes' winners, or its top-k):
+        what local top-k would have to send, the build-up that the paper's section 1 describes.
+    sample_size: S.
+
+    Args:
+        residues: m_i (n, S) before the step.
+        accumulators: acc_i (n, S).
+        average: s (S,).
+        shares_sent: every worker's `share_sent` (n,).
+        pieces: the sample's, in the order of the S elements.
+
+    Returns:
+        {name: number}; None where it means nothing: pairs of workers where there is one, directions
+        of zeros.
     """
-    residues, accumulators = np.asarray(residues, np.float64), np.asarray(accumulators, np.float64)
+    residues = np.asarray(residues, np.float64)
+    accumulators = np.asarray(accumulators, np.float64)
     average = np.asarray(average, np.float64)
     y = accumulators.mean(axis=0)
     sent = average != 0
@@ -235,14 +332,6 @@ def look(residues: np.ndarray, accumulators: np.ndarray, average: np.ndarray, sh
     }
 
 
-def quantiles(residues: np.ndarray, levels: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Every worker's quantiles at these levels (0 to 1), (n, len(levels)), for Q-Q plots of one worker's against another's.
-
-    residues: (n, S).
-    """
-    return np.quantile(np.asarray(residues, np.float64), levels, axis=1).T
-
-
 def _with_starts(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
     start = 0
     for piece in pieces:
@@ -250,19 +339,23 @@ def _with_starts(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
         start += piece.positions.size
 
 
-def _against_top_k(size: np.ndarray, sent: np.ndarray) -> tuple[int, float]:
-    """How many of the k elements sent are not among the k largest, of equals as few as can be; and the sum of squares of those k."""
+def _against_top_k(size: Array, sent: NDArray[np.bool_]) -> tuple[int, float]:
+    """How many of the k elements sent are not among the k largest; the sum of squares of those k.
+
+    Of equals, as few as can be are missed.
+    """
     k = int(np.count_nonzero(sent))
     if k == 0:
         return 0, 0.0
     largest = np.partition(size, size.size - k)[size.size - k :]
     smallest = largest.min()
-    above, equal = np.count_nonzero(sent & (size > smallest)), np.count_nonzero(sent & (size == smallest))
+    above = np.count_nonzero(sent & (size > smallest))
+    equal = np.count_nonzero(sent & (size == smallest))
     places_for_equals = np.count_nonzero(largest == smallest)
     return int(k - above - min(equal, places_for_equals)), float(largest @ largest)
 
 
-def _mean_distance(vectors: np.ndarray) -> float | None:
+def _mean_distance(vectors: Array) -> float | None:
     """The mean of 1 - cos over pairs of rows that are not zero."""
     norms = np.linalg.norm(vectors, axis=1)
     vectors = vectors[norms > 0] / norms[norms > 0, None]
@@ -272,19 +365,21 @@ def _mean_distance(vectors: np.ndarray) -> float | None:
     return float(1 - cosines[np.triu_indices(len(vectors), 1)].mean())
 
 
-def _quantile_plots(residues: np.ndarray) -> tuple[float | None, float | None]:
+def _quantile_plots(residues: Array) -> tuple[float | None, float | None]:
     """quantile_correlation and quantile_slope_max."""
     some = np.sort(residues[: QUANTILE_PAIRS + 1], axis=1)
     some = some - some.mean(axis=1, keepdims=True)
     deviations = np.linalg.norm(some, axis=1)  # by the same sqrt(S) in each
-    pairs = [(i, i + 1) for i in range(len(some) - 1) if deviations[i] > 0 and deviations[i + 1] > 0]
+    neighbours = [(i, i + 1) for i in range(len(some) - 1)]
+    pairs = [(i, j) for i, j in neighbours if deviations[i] > 0 and deviations[j] > 0]
     if not pairs:
         return None, None
     correlations = [float(some[i] @ some[j]) / (deviations[i] * deviations[j]) for i, j in pairs]
-    return float(np.mean(correlations)), float(max(abs(deviations[i] / deviations[j] - 1) for i, j in pairs))
+    slopes = [abs(deviations[i] / deviations[j] - 1) for i, j in pairs]
+    return float(np.mean(correlations)), float(max(slopes))
 
 
-def _mean(values: np.ndarray) -> float | None:
+def _mean(values: Array) -> float | None:
     values = np.asarray(values, np.float64)
     known = values[~np.isnan(values)]
     return float(known.mean()) if known.size else None
@@ -293,21 +388,43 @@ def _mean(values: np.ndarray) -> float | None:
 # Writing them down.
 
 
+class Summary(Protocol):
+    """What is asked of TensorBoard's SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None: ...
+    def flush(self) -> None: ...
+
+
 class Writer:
-    """Writes every look down for one rank. open_tensorboard: gives a SummaryWriter, from a directory and the first step written.
+    """Writes every look down for one rank.
 
     What cannot be written is said once in the log, and training goes on.
+
+    Args:
+        diagnostics: where to.
+        open_tensorboard: gives a SummaryWriter, from a directory and the first step written.
     """
 
-    def __init__(self, diagnostics: Diagnostics, open_tensorboard: Callable[[str, int], Any]) -> None:
+    def __init__(
+        self, diagnostics: Diagnostics, open_tensorboard: Callable[[str, int], Summary]
+    ) -> None:
         self._csv = None if diagnostics.csv is None else Path(diagnostics.csv)
-        self._tensorboard = None if diagnostics.tensorboard is None else os.fspath(diagnostics.tensorboard)
+        self._tensorboard = (
+            None if diagnostics.tensorboard is None else os.fspath(diagnostics.tensorboard)
+        )
         self._open_tensorboard = open_tensorboard
-        self._summary: Any = None
+        self._summary: Summary | None = None
 
     def write(self, numbers: Numbers) -> None:
+        """Write one look down.
+
+        Args:
+            numbers: as `look` gives them, and "step".
+        """
+        known = {name: value for name, value in numbers.items() if value is not None}
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
+        log.info("diagnostics of %s", listed)
         # Whatever goes wrong in writing: the step counts, and the other ranks are about to go on.
-        log.info("diagnostics of %s", ", ".join(f"{name} {value:.4g}" for name, value in numbers.items() if value is not None))
         try:
             if self._csv is not None:
                 append_to_csv(self._csv, numbers)
@@ -316,22 +433,35 @@ class Writer:
             self._csv = None
         try:
             if self._tensorboard is not None:
-                self._write_summary(numbers)
+                self._write_summary(self._tensorboard, int(known["step"]), known)
         except Exception as error:
-            log.warning("diagnostics are not written to TensorBoard's %s any more: %s", self._tensorboard, error)
+            log.warning(
+                "diagnostics are not written to TensorBoard's %s any more: %s",
+                self._tensorboard,
+                error,
+            )
             self._tensorboard = None
 
-    def _write_summary(self, numbers: Numbers) -> None:
+    def _write_summary(self, directory: str, step: int, known: Mapping[str, float]) -> None:
         if self._summary is None:
-            self._summary = self._open_tensorboard(self._tensorboard, numbers["step"])
+            self._summary = self._open_tensorboard(directory, step)
         for name in NAMES:
-            if numbers[name] is not None:
-                self._summary.add_scalar(f"scalecom/{name}", numbers[name], numbers["step"])
+            if name in known:
+                self._summary.add_scalar(f"scalecom/{name}", known[name], step)
         self._summary.flush()
 
 
 def append_to_csv(path: Path, numbers: Numbers) -> None:
-    """Append one row, below the names if the file is new; a number that is None is left empty. Raises ValueError for a file of others."""
+    """Append one row, below the names if the file is new.
+
+    Args:
+        path: the file.
+        numbers: {column: number}; a number that is None is left empty.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: it holds other columns.
+    """
     _check_csv(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
@@ -343,9 +473,15 @@ def append_to_csv(path: Path, numbers: Numbers) -> None:
 
 def _check_csv(path: Path) -> None:
     if path.is_dir():
-        raise ValueError(f"diagnostics: {path} is a directory, but csv= is to name a file in which rows are written")
+        raise ValueError(
+            f"diagnostics: {path} is a directory, but csv= is to name a file in which rows are "
+            "written"
+        )
     if path.exists() and path.stat().st_size > 0:
         with path.open(newline="") as file:
             found = next(csv.reader(file), [])
         if found != list(COLUMNS):
-            raise ValueError(f"diagnostics: {path} holds other columns than diagnostics have: give csv= another path")
+            raise ValueError(
+                f"diagnostics: {path} holds other columns than diagnostics have: give csv= another "
+                "path"
+            )

@@ -1,11 +1,12 @@
 """The geometry of lanes: how a flat tensor is cut into chunks, of which one element each is sent.
 
-A chunk is a lane: elements are interleaved, so that a search runs over neighbours in memory side by side, and a lane is spread
-over many rows of a weight matrix. Lanes are grouped by `LANES`; a full group owns `LANES * rate` consecutive elements, seen as
-an array of `rate` rows, and a lane is one of its columns. The last group holds what is left. With a rate that is no whole
-number, the whole tensor is one group of k lanes.
+A chunk is a lane. Elements are interleaved, so that a search runs over neighbours in memory side by
+side, and a lane is spread over many rows of a weight matrix. Lanes are grouped by `LANES`. A full
+group owns `LANES * rate` consecutive elements, seen as an array of `rate` rows, and a lane is one
+of its columns. The last group holds what is left. With a rate that is no whole number, the whole
+tensor is one group of k lanes.
 
-Framework-free: everything above imports this; this imports NumPy alone.
+Framework-free: everything above imports this; this imports NumPy only.
 """
 
 from __future__ import annotations
@@ -14,20 +15,31 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 LANES = 64
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of a tensor of `numel` elements at compression rate `rate`: exactly `k = ceil(numel / rate)` of them."""
+    """The lanes of a tensor: exactly `k = ceil(numel / rate)` of them.
+
+    Args:
+        numel: how many elements the tensor has.
+        rate: the compression rate, elements per element sent; at least 1.
+
+    Raises:
+        ValueError: there are no such lanes.
+    """
 
     numel: int
     rate: float
 
     def __post_init__(self) -> None:
         if self.numel < 0 or self.rate < 1:
-            raise ValueError(f"lanes need numel >= 0 and rate >= 1, not numel={self.numel}, rate={self.rate}")
+            raise ValueError(
+                f"lanes need numel >= 0 and rate >= 1, not numel={self.numel}, rate={self.rate}"
+            )
 
     @property
     def k(self) -> int:
@@ -44,32 +56,33 @@ class Lanes:
     @property
     def rows(self) -> int:
         """Rows of a full group: the longest lane's length, above every offset."""
-        return int(self.rate) if self.rate == int(self.rate) else -(-self.numel // max(self.k, 1))
+        if self.rate == int(self.rate):
+            return int(self.rate)
+        return -(-self.numel // max(self.k, 1))
 
     @property
     def full_lanes(self) -> int:
-        """Lanes in full groups; the remaining `k - full_lanes` (1 to `width`) make the last group."""
+        """Lanes in full groups; the other `k - full_lanes` (1 to `width`) make the last group."""
         return (self.k - 1) // self.width * self.width if self.k else 0
 
     @property
-    def offset_dtype(self) -> np.dtype:
+    def offset_dtype(self) -> np.dtype[np.integer]:
         """The smallest dtype that holds every offset and that Horovod broadcasts."""
         if self.rows <= 2**8:
             return np.dtype(np.uint8)
         return np.dtype(np.int16) if self.rows <= 2**15 else np.dtype(np.int32)
 
-    def indices(self, offsets: np.ndarray) -> np.ndarray:
-        """Flat positions (int64, shape (k,)) of the elements at row `offsets[lane]` of each lane."""
+    def indices(self, offsets: NDArray[np.integer]) -> NDArray[np.int64]:
+        """The flat positions (k,) of the elements at row `offsets[lane]` of each lane.
+
+        Args:
+            offsets: (k,).
+        """
         starts, strides = self.starts_and_strides()
         return starts + offsets.astype(np.int64) * strides
 
-    def offsets(self, indices: np.ndarray) -> np.ndarray:
-        """The inverse of `indices`: the row of each lane's element (`offset_dtype`, shape (k,))."""
-        starts, strides = self.starts_and_strides()
-        return ((indices - starts) // strides).astype(self.offset_dtype)
-
-    def starts_and_strides(self) -> tuple[np.ndarray, np.ndarray]:
-        """Each lane's first element and the distance between its elements (int64, shape (k,) both)."""
+    def starts_and_strides(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Each lane's first element and the distance between its elements, (k,) both."""
         lane = np.arange(self.k, dtype=np.int64)
         starts = np.where(
             lane < self.full_lanes,
@@ -79,19 +92,21 @@ class Lanes:
         strides = np.where(lane < self.full_lanes, self.width, self.k - self.full_lanes)
         return starts, strides
 
-    def lengths(self) -> np.ndarray:
-        """How many elements each lane has (int64, shape (k,)): some of the last group may be shorter by one."""
+    def lengths(self) -> NDArray[np.int64]:
+        """How many elements each lane has (k,): some of the last group may have one less."""
         starts, strides = self.starts_and_strides()
         return np.minimum(self.rows, (self.numel - starts - 1) // strides + 1)
 
-    def fit(self, offsets: np.ndarray) -> bool:
+    def fit(self, offsets: NDArray[np.integer]) -> bool:
         """Whether all offsets (k,) lie in their lanes."""
         return bool(((offsets >= 0) & (offsets < self.lengths())).all())
 
     def groups(self) -> list[tuple[slice, int, int]]:
-        """The tensor as at most two blocks `(elements, groups, width)`: all full groups together, then the last group.
+        """The tensor as at most two blocks: all full groups together, then the last group.
 
-        A block of full groups has shape (groups, rows, width). The last group's last row may be partial.
+        Returns:
+            (elements, groups, width) of each. A block of full groups has shape (groups, rows,
+            width). The last group's last row may be partial.
         """
         cut = self.full_lanes * self.rows
         full = [(slice(0, cut), self.full_lanes // self.width, self.width)] if cut else []
@@ -100,12 +115,23 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Positions(Lanes):
-    """The geometry of exact selection: the k offsets are the flat positions themselves, in ascending order."""
+    """The geometry of exact selection: the k offsets are flat positions, in ascending order.
+
+    Args:
+        numel: how many elements the tensor has; below 2**31.
+        rate: the compression rate, elements per element sent; at least 1.
+
+    Raises:
+        ValueError: there are no such positions.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.numel >= 2**31:
-            raise ValueError(f"exact selection sends 32-bit positions; {self.numel} elements are too many: use selection='lanes'")
+            raise ValueError(
+                f"exact selection sends 32-bit positions; {self.numel} elements are too many: "
+                "use selection='lanes'"
+            )
 
     @property
     def width(self) -> int:
@@ -113,17 +139,26 @@ class Positions(Lanes):
         return 0
 
     @property
-    def offset_dtype(self) -> np.dtype:
+    def offset_dtype(self) -> np.dtype[np.integer]:
+        """What holds every position."""
         return np.dtype(np.int32)
 
-    def starts_and_strides(self) -> tuple[np.ndarray, np.ndarray]:
+    def starts_and_strides(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Those by which `indices` gives the positions themselves."""
         return np.zeros(self.k, np.int64), np.ones(self.k, np.int64)
 
-    def fit(self, offsets: np.ndarray) -> bool:
+    def fit(self, offsets: NDArray[np.integer]) -> bool:
         """Whether all are positions in the tensor, ascending and so without repeats."""
-        return bool((np.diff(offsets.astype(np.int64), prepend=-1, append=self.numel) > 0).all())
+        steps = np.diff(offsets.astype(np.int64), prepend=-1, append=self.numel)
+        return bool((steps > 0).all())
 
 
 def geometry(numel: int, rate: float, selection: str) -> Lanes:
-    """The geometry that `selection` ("lanes" or "exact") uses for a tensor."""
+    """The geometry of a tensor.
+
+    Args:
+        numel: how many elements the tensor has.
+        rate: the compression rate, elements per element sent.
+        selection: "lanes" or "exact", as in ScaleComConfig.
+    """
     return Positions(numel, rate) if selection == "exact" else Lanes(numel, rate)

@@ -1,11 +1,22 @@
-"""The oracle: ScaleCom in plain NumPy for n simulated workers. Every framework, kernel and launcher is held to it.
+"""The oracle: ScaleCom in plain NumPy for n simulated workers. All else is held to it.
 
-The arithmetic is the algorithm's two moves (Chen et al., eq. 5, multiplied out), each rounded as written here, so that a kernel
-that does the same operations makes the same selections for ever:
+The algorithm (Chen et al., NeurIPS 2020, arXiv 2104.11125), at step t with leader j = t mod n:
 
-    (1)  m <- m + beta * g               (2)  v = m[I] + (1 - beta) * g[I],   m[I] <- m[I] - beta * v̂
+    acc_i   = m_i + grad_i                                 the accumulator
+    I       = top-k coordinates of |acc_j|                 the leader's only
+    sent_i  = acc_i at I, zero elsewhere                   every worker, at the leader's coordinates
+    g       = (1/n) * sum_i sent_i                         the all-reduce
+    m_i    <- (1 - beta) * m_i + beta * (acc_i - sent_i)   low-pass filter (paper, eq. 5)
 
-Slow and short on purpose. Imports NumPy, config and lanes alone.
+Multiplied out, a step is two moves. Each is rounded as written here, so that a kernel that does the
+same operations makes the same selections for ever:
+
+    (1)  m <- m + beta * grad              the leader finds its top-k in the same pass
+    (2)  v  = m[I] + (1 - beta) * grad[I]  equals acc at I
+         m[I] <- m[I] - beta * v̂           v̂: what was really sent, v rounded to the wire dtype
+
+`_cyclic` makes them in this order, and `_look_ahead` in the other. Slow and short on purpose.
+Imports NumPy, config and lanes only.
 """
 
 from __future__ import annotations
@@ -13,133 +24,172 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scalecom_hvd.config import ScaleComConfig, float16_limit, largest_gradient
 from scalecom_hvd.lanes import Lanes
 
-Arrays = Mapping[str, np.ndarray]
+Array = NDArray[np.floating]
+Indices = NDArray[np.int64]
 
 
 class ScaleComReference:
     """`n_workers` simulated workers, each with a residue per tensor.
 
-    shapes: {name: shape} in the order of the model's layers, or a sequence of shapes (named "0", "1", ...).
-    buckets: lists of names, which staggered leaders are counted by; default: one bucket with everything.
-    residues: one {name: array shaped like the tensor} per worker.      step_number: t, the number of steps taken.
-    selections: {name: flat indices} of the last step, of compressed tensors alone.
+    Args:
+        n_workers: n.
+        shapes: {name: shape} in the order of the model's layers.
+        config: the settings.
+        buckets: lists of names, by which staggered leaders are counted; None: one bucket with
+            everything.
+
+    Attributes:
+        residues: m, one {name: array shaped like the tensor} per worker.
+        step_number: t, the number of steps taken.
+        selections: I, {name: flat indices (k,)} of the last step's compressed tensors.
     """
 
     def __init__(
         self,
         n_workers: int,
-        shapes: Mapping[str, tuple] | Sequence[tuple],
+        shapes: Mapping[str, tuple[int, ...]],
         config: ScaleComConfig,
         buckets: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        if not isinstance(shapes, Mapping):
-            shapes = {str(i): shape for i, shape in enumerate(shapes)}
         self.n_workers = n_workers
         self.config = config
         self.shapes = dict(shapes)
         self.rates = config.rates_for(self.shapes)
-        self.bucket_of = {name: b for b, names in enumerate(buckets or [list(self.shapes)]) for name in names}
-        self.residues: list[dict[str, np.ndarray]] = [{} for _ in range(n_workers)]
+        self.bucket_of = {
+            name: b for b, names in enumerate(buckets or [list(self.shapes)]) for name in names
+        }
+        self.residues: list[dict[str, Array]] = [{} for _ in range(n_workers)]
         self.step_number = 0
-        self.selections: dict[str, np.ndarray] = {}
-        self._chosen_ahead: dict[str, np.ndarray] = {}
+        self.selections: dict[str, Indices] = {}
+        self._chosen_ahead: dict[str, Indices] = {}
 
     def leader(self, name: str, step: int) -> int:
-        """Who selects for this tensor at this step: t mod n, or (t + b) mod n for bucket b."""
+        """j: who selects for this tensor at this step: t mod n, or (t + b) mod n for bucket b."""
         bucket = self.bucket_of[name] if self.config.leader == "staggered" else 0
         return (step + bucket) % self.n_workers
 
-    def step(self, grads: Sequence[Arrays | Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
-        """One step: every worker's gradients in, the averaged gradients out (float dtype of the gradients, shaped like them).
+    def step(self, grads: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+        """One step.
 
-        If any element of any worker is bad, the result is NaN everywhere, and the step never happened. What is sent whole is bad where it
-        is not finite, what a residue is to take up also where it is larger than largest_gradient.
+        Args:
+            grads: every worker's {name: gradient}.
+
+        Returns:
+            g, {name: average}, of the gradients' shapes and dtypes. If any element of any worker is
+            bad, it is NaN everywhere, and the step never happened. What is sent whole is bad where
+            it is not finite. What a residue is to take up is bad also where it is larger than
+            config.largest_gradient.
         """
-        grads = [dict(zip(self.shapes, g, strict=True)) if not isinstance(g, Mapping) else g for g in grads]
-        if not all(self._is_good(name, np.asarray(g[name])) for g in grads for name in self.shapes):
-            return {name: np.full(shape, np.nan, grads[0][name].dtype) for name, shape in self.shapes.items()}
-
+        everyone = [{name: np.asarray(worker[name]) for name in self.shapes} for worker in grads]
+        if not all(self._is_good(name, worker[name]) for worker in everyone for name in worker):
+            first = everyone[0]
+            return {name: np.full_like(grad, np.nan) for name, grad in first.items()}
         self.selections = {}
-        averages = self._average([{name: np.asarray(g[name]) for name in self.shapes} for g in grads])
+        averages = self._average(everyone)
         self.step_number += 1
         return averages
 
-    def _average(self, grads: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        return {name: self._exchange(name, [g[name] for g in grads]) for name in self.shapes}
+    def _average(self, grads: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+        return {
+            name: self._average_tensor(name, [worker[name] for worker in grads])
+            for name in self.shapes
+        }
 
-    def _is_good(self, name: str, grad: np.ndarray) -> bool:
+    def _is_good(self, name: str, grad: Array) -> bool:
         if self._is_sent_whole(name):
             return bool(np.isfinite(grad).all())
-        kind = self._residue_dtype(grad)
-        with np.errstate(over="ignore"):
-            return bool(is_good(grad.astype(kind)).all())
+        return bool(is_good(self._in_residue_dtype(grad)).all())
 
     def _is_sent_whole(self, name: str) -> bool:
-        too_early = self.step_number < self.config.warmup_steps or (self.config.lookahead and name not in self._chosen_ahead)
-        return self.rates[name] == 1 or too_early
+        warms_up = self.step_number < self.config.warmup_steps
+        nothing_chosen = self.config.lookahead and name not in self._chosen_ahead
+        return self.rates[name] == 1 or warms_up or nothing_chosen
 
-    def _residue_dtype(self, grad: np.ndarray) -> np.dtype:
-        return np.dtype(self.config.residue_dtype_for(str(grad.dtype)))
-
-    def _exchange(self, name: str, tensors: list[np.ndarray]) -> np.ndarray:
-        shape, dtype = tensors[0].shape, tensors[0].dtype
-        kind = self._residue_dtype(tensors[0])
+    def _in_residue_dtype(self, grad: Array) -> Array:
         with np.errstate(over="ignore"):
-            g = [tensor.reshape(-1).astype(kind) for tensor in tensors]
-        if self._is_sent_whole(name):
-            wide = np.promote_types(dtype, np.float32)
-            whole = mean([tensor.astype(wide) for tensor in tensors]).astype(dtype)
+            return grad.astype(self.config.residue_dtype_for(str(grad.dtype)))
+
+    def _average_tensor(self, name: str, grads: Sequence[Array]) -> Array:
+        """One tensor's gradients of all workers in, their average out; residues change."""
         if self.rates[name] == 1:
-            return whole
+            return _mean_whole(grads)
+        grad = [self._in_residue_dtype(each).reshape(-1) for each in grads]
         for residues in self.residues:
-            residues.setdefault(name, np.zeros(shape, kind))
+            residues.setdefault(name, np.zeros(grads[0].shape, grad[0].dtype))
         m = [residues[name].reshape(-1) for residues in self.residues]
-
-        lanes = Lanes(g[0].size, self.rates[name])
-        beta, rest = kind.type(self.config.beta), kind.type(1 - self.config.beta)
-        j, following = self.leader(name, self.step_number), self.leader(name, self.step_number + 1)
-        ahead = self.config.lookahead
-
         if self._is_sent_whole(name):
-            # Residues stay as they are. A look-ahead leader chooses on the gradient just seen, the best guess there is.
-            guess = np.where(is_good(g[following]), g[following], 0)
-            self._chosen_ahead[name] = select(m[following] + guess, lanes, self.config.selection)
-            return whole
-
-        if ahead:
-            I = self._chosen_ahead[name]  # noqa: E741
-            sent = [self._send(m[i], m[i][I] + g[i][I], I, beta) for i in range(self.n_workers)]
-            for i in range(self.n_workers):
-                m[i] += beta * g[i]
-            self._chosen_ahead[name] = select(m[following], lanes, self.config.selection)
-        else:
-            I = select(m[j] + g[j], lanes, self.config.selection)  # noqa: E741
-            for i in range(self.n_workers):
-                m[i] += beta * g[i]
-            sent = [self._send(m[i], m[i][I] + rest * g[i][I], I, beta) for i in range(self.n_workers)]
-
+            if self.config.lookahead:
+                self._choose_first(name, m, grad)
+            return _mean_whole(grads)
+        move = self._look_ahead if self.config.lookahead else self._cyclic
+        I, sent = move(name, m, grad)
         self.selections[name] = I
-        average = np.zeros(g[0].size, kind)
+        average = np.zeros_like(grad[0])
         average[I] = mean(sent)
-        return average.reshape(shape).astype(dtype)
+        return average.reshape(grads[0].shape).astype(grads[0].dtype)
 
-    def _send(self, m: np.ndarray, v: np.ndarray, I: np.ndarray, beta: np.floating) -> np.ndarray:  # noqa: E741
-        """What travels for the values `v`: rounded to the wire dtype. The rest stays in the residue `m`."""
+    def _cyclic(self, name: str, m: list[Array], grad: list[Array]) -> tuple[Indices, list[Array]]:
+        """I, chosen by this step's leader, and what every worker sends."""
+        beta, rest = (m[0].dtype.type(share) for share in (self.config.beta, 1 - self.config.beta))
+        j = self.leader(name, self.step_number)
+        I = self._top_k(name, m[j] + grad[j])
+        sent = []
+        for i in range(self.n_workers):
+            m[i] += beta * grad[i]  # (1)
+            v = self._to_wire(m[i][I] + rest * grad[i][I])  # (2)
+            m[i][I] -= beta * v
+            sent.append(v)
+        return I, sent
+
+    def _look_ahead(
+        self, name: str, m: list[Array], grad: list[Array]
+    ) -> tuple[Indices, list[Array]]:
+        """I, chosen at the end of the last step, and what every worker sends. (2) comes first."""
+        beta = m[0].dtype.type(self.config.beta)
+        I = self._chosen_ahead[name]
+        sent = []
+        for i in range(self.n_workers):
+            v = self._to_wire(m[i][I] + grad[i][I])  # (2); before (1), m + grad is acc itself
+            m[i][I] -= beta * v
+            m[i] += beta * grad[i]  # (1)
+            sent.append(v)
+        # The next step's leader chooses from its residue as it is now.
+        self._chosen_ahead[name] = self._top_k(name, m[self.leader(name, self.step_number + 1)])
+        return I, sent
+
+    def _choose_first(self, name: str, m: list[Array], grad: list[Array]) -> None:
+        """In a step that is sent whole, a look-ahead leader chooses by the gradient just seen.
+
+        It is the best guess there is. Residues stay as they are.
+        """
+        j = self.leader(name, self.step_number + 1)
+        guess = np.where(is_good(grad[j]), grad[j], 0)
+        self._chosen_ahead[name] = self._top_k(name, m[j] + guess)
+
+    def _top_k(self, name: str, acc: Array) -> Indices:
+        return select(acc, Lanes(acc.size, self.rates[name]), self.config.selection)
+
+    def _to_wire(self, v: Array) -> Array:
+        """v̂: what travels for the values `v`, rounded to the wire dtype."""
         if self.config.wire_dtype == "float16":
             limit = float16_limit(self.n_workers)
-            v = np.clip(v, -limit, limit).astype(np.float32).astype(np.float16).astype(m.dtype)
-        m[I] -= beta * v
+            v = np.clip(v, -limit, limit).astype(np.float32).astype(np.float16).astype(v.dtype)
         return v
 
 
-def select(accumulator: np.ndarray, lanes: Lanes, selection: str) -> np.ndarray:
+def select(accumulator: Array, lanes: Lanes, selection: str) -> Indices:
     """The flat indices (k,) of the chosen elements of a flat array, first of equals.
 
-    "lanes": the largest magnitude of each lane, lane by lane. "exact": the k largest of all, in ascending order.
+    Args:
+        accumulator: (numel,).
+        lanes: its geometry.
+        selection: "lanes": the largest magnitude of each lane, lane by lane. "exact": the k largest
+            of all, in ascending order.
     """
     if selection == "exact":
         return largest(accumulator, lanes.k)
@@ -152,8 +202,8 @@ def select(accumulator: np.ndarray, lanes: Lanes, selection: str) -> np.ndarray:
     return lanes.indices(np.concatenate(winners)) if winners else np.zeros(0, np.int64)
 
 
-def largest(flat: np.ndarray, k: int) -> np.ndarray:
-    """The places of the k largest magnitudes, ascending; first of equals."""
+def largest(flat: Array, k: int) -> Indices:
+    """The places (k,) of the k largest magnitudes, ascending; first of equals."""
     size = np.abs(flat)
     smallest = np.partition(size, size.size - k)[size.size - k]
     above = np.flatnonzero(size > smallest)
@@ -161,14 +211,20 @@ def largest(flat: np.ndarray, k: int) -> np.ndarray:
     return np.sort(np.concatenate([above, equal]))
 
 
-def is_good(g: np.ndarray) -> np.ndarray:
+def is_good(g: Array) -> NDArray[np.bool_]:
     """Which gradient elements, in the residue's dtype, a residue takes up."""
     return np.abs(g) <= largest_gradient(str(g.dtype))
 
 
-def mean(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The all-reduce."""
+def mean(arrays: Sequence[Array]) -> Array:
+    """The all-reduce: (1/n) * sum_i arrays[i], added in this order."""
     total = arrays[0].copy()
     for array in arrays[1:]:
         total += array
     return total / total.dtype.type(len(arrays))
+
+
+def _mean_whole(grads: Sequence[Array]) -> Array:
+    """The average of what is sent whole, in the gradients' dtype; summed in at least float32."""
+    wide = np.promote_types(grads[0].dtype, np.float32)
+    return mean([grad.astype(wide) for grad in grads]).astype(grads[0].dtype)

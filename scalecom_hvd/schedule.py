@@ -1,25 +1,58 @@
-"""When workers that take local steps synchronise: a number of steps, one that changes, or one of each worker's own.
+"""Whose turn it is: which rank leads a bucket's step, and when workers with local steps meet.
 
-Framework-free. A schedule is a function of the step's number alone, so all ranks know, without asking, whose turn it is. Imports nothing.
+Framework-free. All this depends on the step's number only, so every rank knows it without asking.
+Imports nothing.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 _FORMS = (
-    "local_steps must be a number of steps (4), the number in force from each step on ({0: 1, 500: 4, 2000: 16}), or one number for each "
-    "rank ([4, 8])"
+    "local_steps must be a number of steps (4), the number in force from each step on "
+    "({0: 1, 500: 4, 2000: 16}), or one number for each rank ([4, 8])"
 )
 
 
-class Schedule:
-    """local_steps: H, {first step: H}, or [H of rank 0, H of rank 1, ...].
+def leader(
+    step: int, bucket: int, size: int, staggered: bool, senders: Sequence[int] | None = None
+) -> int:
+    """The position of the rank that chooses for a bucket at a step.
 
-    With one H, worker r synchronises after steps H, 2H, ...; where H changes, the next synchronisation is H steps after the last, H being
-    what was in force then. With an H for each rank, every rank has its own synchronisation points (Basu et al., 2019, algorithm 2), and
-    those that have none at a step contribute nothing to it. Raises TypeError or ValueError for anything else.
+    Args:
+        step: the step; a tensor where a graph computes it.
+        bucket: the bucket's number.
+        size: how many ranks there are; a tensor where their number may change.
+        staggered: whether every bucket has another leader (config.leader).
+        senders: the positions of those who have something to send, where not all have.
+    """
+    turn = step + (bucket if staggered else 0)
+    if senders is None:
+        return turn % size
+    # Drawn, the same on all ranks: where the same ones send every other time, some would never
+    # have their turn.
+    return senders[random.Random(turn).randrange(len(senders))]
+
+
+class Schedule:
+    """When workers that take local steps synchronise.
+
+    With one H, every worker synchronises after steps H, 2H, ... Where H changes, the next
+    synchronisation is H steps after the last, H being what was in force then. With an H for each
+    rank, every rank has its own synchronisation points (Basu et al., 2019, arXiv 1906.02367,
+    algorithm 2), and those that have none at a step contribute nothing to it.
+
+    Args:
+        local_steps: H, {first step: H}, or [H of rank 0, H of rank 1, ...].
+
+    Attributes:
+        ranks: every rank's own H; None where all have one.
+
+    Raises:
+        TypeError: local_steps, or a number in it, has another type.
+        ValueError: a number is less than one step, or something is missing.
     """
 
     def __init__(self, local_steps: int | Mapping[int, int] | Sequence[int]) -> None:
@@ -27,9 +60,13 @@ class Schedule:
         self._changes: list[tuple[int, int]] = []
         if isinstance(local_steps, Mapping):
             if not all(_is_whole(step) and step >= 0 for step in local_steps):
-                raise ValueError(f"{_FORMS}: steps are whole numbers from 0 on, not {list(local_steps)!r}")
+                raise ValueError(
+                    f"{_FORMS}: steps are whole numbers from 0 on, not {list(local_steps)!r}"
+                )
             if 0 not in local_steps:
-                raise ValueError(f"{_FORMS}: {dict(local_steps)!r} does not say what is in force from step 0 on")
+                raise ValueError(
+                    f"{_FORMS}: {dict(local_steps)!r} does not say what is in force from step 0 on"
+                )
             self._changes = [(step, _steps(local_steps[step])) for step in sorted(local_steps)]
         elif isinstance(local_steps, Sequence) and not isinstance(local_steps, str):
             if not local_steps:
@@ -44,12 +81,27 @@ class Schedule:
         return self.ranks is not None
 
     def check_ranks(self, size: int) -> None:
-        """Raise ValueError if this is a schedule for another number of ranks."""
+        """Check that this is a schedule for so many ranks.
+
+        Args:
+            size: how many there are.
+
+        Raises:
+            ValueError: it is one for another number of ranks.
+        """
         if self.ranks is not None and len(self.ranks) != size:
-            raise ValueError(f"local_steps names {len(self.ranks)} ranks, and there are {size}: give one number for each, or one for all")
+            raise ValueError(
+                f"local_steps names {len(self.ranks)} ranks, and there are {size}: give one number "
+                "for each, or one for all"
+            )
 
     def due(self, step: int, size: int) -> list[int]:
-        """The places of the ranks that synchronise after step number `step` (1, 2, ...)."""
+        """The positions of the ranks that synchronise after a step.
+
+        Args:
+            step: its number: 1, 2, ...
+            size: how many ranks there are.
+        """
         if self.ranks is not None:
             return [rank for rank, steps in enumerate(self.ranks) if step % steps == 0]
         return list(range(size)) if self._number_of(step)[1] else []
@@ -61,26 +113,28 @@ class Schedule:
         return self._number_of(steps)[0]
 
     def _number_of(self, step: int) -> tuple[int, bool]:
-        """How many synchronisations there are up to a step, itself included, and whether it is one."""
+        """How many synchronisations there are up to a step, itself included; whether it is one."""
         count = last = 0
-        for (_, steps), end in zip(self._changes, [change for change, _ in self._changes[1:]] + [step], strict=True):
-            # These steps were in force at every synchronisation before `end`, the last of which decides when the first after it comes.
+        ends = [*(change for change, _ in self._changes[1:]), step]
+        for (_, steps), end in zip(self._changes, ends, strict=True):
+            # These steps were in force at every synchronisation before `end`. The last of those
+            # decides when the first after it comes.
             further = max(-(-(end - last) // steps), 0)
             if last + further * steps >= step:
                 return count + (step - last) // steps, step > last and (step - last) % steps == 0
             last, count = last + further * steps, count + further
         return count, False
 
-    def describe(self) -> Any:
+    def describe(self) -> list[int] | list[list[int]]:
         """What ranks compare; a JSON value."""
         return self.ranks or [list(change) for change in self._changes]
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _steps(value: Any) -> int:
+def _steps(value: object) -> int:
     if not _is_whole(value):
         raise TypeError(f"{_FORMS}, not {value!r}")
     if value < 1:

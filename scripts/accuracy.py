@@ -1,11 +1,13 @@
-"""The accuracy table of the README: ScaleCom against dense training and against its controls, on 4 ranks.
+"""The accuracy table of the README: ScaleCom against dense training and against its controls, on 4
+ranks.
 
     python scripts/accuracy.py                      everything: three seeds; minutes on two cores
     python scripts/accuracy.py --quick              one seed and shorter runs, a few minutes
     python scripts/accuracy.py --only group --seeds 1,2
 
-Every finished run leaves a JSON file in --output, and a second call does only what is missing. This script starts itself under mpirun;
-the ranks then do all runs of one training script (train_image.py, train_char_lm.py, train_keras.py), one after the other, by its `train`.
+Every finished run leaves a JSON file in --output, and a second call does only what is missing. This
+script starts itself under mpirun; the ranks then do all runs of one training script
+(train_image.py, train_char_lm.py, train_keras.py), one after the other, by its `train`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ import launch
 RATE = "100"
 # What every run of an experiment has in common.
 DIGITS = ("--lr", "0.0025", "--batch-size", "32", "--steps", "600")
-# Where beta = 1 breaks: a large learning rate, small batches, and no batch normalisation, which would hide it.
+# Where beta = 1 breaks: a large learning rate, small batches, and no batch normalisation, which
+# would hide it.
 GROUP = (
     *("--norm", "group", "--lr", "0.15", "--no-scale-lr", "--lr-schedule", "constant"),
     *("--batch-size", "16", "--weight-decay", "0", "--steps", "300"),
@@ -38,14 +41,17 @@ KERAS = ("--loop", "fit", "--lr", "0.01", "--batch-size", "32", "--steps", "600"
 # Not much shorter: with few sends per coordinate (steps / rate) nothing is comparable.
 QUICK_STEPS = {"digits": 400, "group": 300, "lstm": 300, "keras": 400}
 SCALECOM = ("--compression", "scalecom", "--rate", RATE)
-# What the library does by itself: 100 first steps whole, where the training scripts take a tenth of all.
+# What the library does by itself: 100 first steps whole, where the training scripts take a tenth of
+# all.
 DEFAULTS = ("--compression", "scalecom", "--dense-warmup", "100")
 DENSE = ("--compression", "none")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs to be compared. methods: {what the table says: (options, whether residues are zeroed after each step)}; dense comes first."""
+    """Runs to be compared. methods: {what the table says: (options, whether residues are zeroed
+    after each step)}; dense comes first.
+    """
 
     title: str
     script: str
@@ -83,7 +89,11 @@ EXPERIMENTS = {
         "train_char_lm",
         TEXT,
         "bits_per_character",
-        {"dense": (DENSE, False), f"ScaleCom {RATE}x": (SCALECOM, False), "ScaleCom, the defaults": (DEFAULTS, False)},
+        {
+            "dense": (DENSE, False),
+            f"ScaleCom {RATE}x": (SCALECOM, False),
+            "ScaleCom, the defaults": (DEFAULTS, False),
+        },
     ),
     "keras": Experiment(
         "digits, ResNet in Keras, batch norm",
@@ -121,7 +131,9 @@ def main() -> None:
         for script in dict.fromkeys(run.script for run in missing):
             start_ranks(args, script)
     print(table(runs, args.output))
-    (args.output / "summary.json").write_text(json.dumps(summary(runs, args.output), indent=1) + "\n")
+    (args.output / "summary.json").write_text(
+        json.dumps(summary(runs, args.output), indent=1) + "\n"
+    )
 
 
 def planned_runs(args: argparse.Namespace) -> list[Run]:
@@ -135,7 +147,14 @@ def planned_runs(args: argparse.Namespace) -> list[Run]:
             for method, (chosen, forget) in experiment.methods.items():
                 label = "".join(c if c.isalnum() or c == "." else "-" for c in method)
                 name = f"{key}-{'quick-' if args.quick else ''}{label}-ranks{args.ranks}-seed{seed}"
-                all_options = (*options, *chosen, "--seed", str(seed), "--evaluate-every", "1000000")
+                all_options = (
+                    *options,
+                    *chosen,
+                    "--seed",
+                    str(seed),
+                    "--evaluate-every",
+                    "1000000",
+                )
                 runs.append(Run(name, key, method, seed, experiment.script, all_options, forget))
     return runs
 
@@ -150,14 +169,22 @@ def finished(run: Run, folder: Path) -> dict[str, Any] | None:
 
 
 def start_ranks(args: argparse.Namespace, script: str) -> None:
-    """Run this script again as MPI ranks; mpirun's progress bar and errors go straight to the terminal."""
-    command = launch.command("mpirun", args.ranks, [str(Path(__file__).resolve()), *sys.argv[1:], "--as-rank", script])
+    """Run this script again as MPI ranks; mpirun's progress bar and errors go straight to the
+    terminal.
+    """
+    command = launch.command(
+        "mpirun", args.ranks, [str(Path(__file__).resolve()), *sys.argv[1:], "--as-rank", script]
+    )
     returncode = subprocess.run(command, env=launch.environment()).returncode
     if returncode != 0:
-        sys.exit(f"a run failed with exit status {returncode}; finished runs are kept, and a second call goes on from there")
+        sys.exit(
+            f"a run failed with exit status {returncode}; finished runs are kept, and a second "
+            "call goes on from there"
+        )
 
 
-# ------------------------------------------------------------------------------------------------------- what ranks do
+# --------------------------------------------------------------------------------------------------
+# what ranks do
 
 
 def train_all(script: str, runs: list[Run], folder: Path) -> None:
@@ -166,10 +193,16 @@ def train_all(script: str, runs: list[Run], folder: Path) -> None:
     hvd = module.hvd
     module.start()
     # Rank 0 decides what is missing: it is the one that writes, and others may look a moment later.
-    missing = hvd.broadcast_object([run for run in runs if finished(run, folder) is None], root_rank=0, name="missing")
+    missing = hvd.broadcast_object(
+        [run for run in runs if finished(run, folder) is None], root_rank=0, name="missing"
+    )
     for number, run in enumerate(missing, start=1):
         if hvd.rank() == 0:
-            print(f"[{number}/{len(missing)}] {run.experiment}: {run.method}, seed {run.seed}", file=sys.stderr, flush=True)
+            print(
+                f"[{number}/{len(missing)}] {run.experiment}: {run.method}, seed {run.seed}",
+                file=sys.stderr,
+                flush=True,
+            )
         args = module.argument_parser().parse_args(run.options)
         with residues_thrown_away() if run.forget else contextlib.nullcontext():
             result = module.train(args)
@@ -182,7 +215,7 @@ def train_all(script: str, runs: list[Run], folder: Path) -> None:
 
 @contextlib.contextmanager
 def residues_thrown_away() -> Iterator[None]:
-    """The control: what is not sent in a step is lost, as it is in a compressor without residues."""
+    """The control: what is not sent in a step is lost, as in a compressor without residues."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def forget(optimizer: Any, *_: Any) -> None:
@@ -197,11 +230,14 @@ def residues_thrown_away() -> Iterator[None]:
         hook.remove()
 
 
-# ----------------------------------------------------------------------------------------------------------- reporting
+# --------------------------------------------------------------------------------------------------
+# reporting
 
 
 def summary(runs: list[Run], folder: Path) -> list[dict[str, Any]]:
-    """One entry per experiment and method: mean and standard deviation over seeds, in per cent or bits."""
+    """One entry per experiment and method: mean and standard deviation over seeds, in per cent or
+    bits.
+    """
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in runs:
         stored = finished(run, folder)
@@ -242,18 +278,42 @@ def table(runs: list[Run], folder: Path) -> str:
         difference = "" if entry["method"] == "dense" else f"{entry['mean'] - baseline:+.{digits}f}"
         title = EXPERIMENTS[entry["experiment"]].title
         result = f"{entry['mean']:.{digits}f}{spread} {unit}"
-        cells = (title, entry["steps"], len(entry["values"]), entry["method"], result, difference, f"{entry['mb_per_step']:.3f}")
+        cells = (
+            title,
+            entry["steps"],
+            len(entry["values"]),
+            entry["method"],
+            result,
+            difference,
+            f"{entry['mb_per_step']:.3f}",
+        )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "acc9: accuracy over the nine one-pixel shifts of the 360 test images; ±: standard deviation over seeds."]
+    lines += [
+        "",
+        "acc9: accuracy over the nine one-pixel shifts of the 360 test images; ±: standard "
+        "deviation over seeds.",
+    ]
     return "\n".join(lines)
 
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("build/accuracy"), help="folder for results (default: %(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("build/accuracy"),
+        help="folder for results (default: %(default)s)",
+    )
     parser.add_argument("--quick", action="store_true", help="one seed and shorter runs")
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3], help="default: 1,2,3")
-    parser.add_argument("--only", action="append", choices=sorted(EXPERIMENTS), help="repeatable; default: all")
+    parser.add_argument(
+        "--seeds",
+        type=lambda text: [int(seed) for seed in text.split(",")],
+        default=[1, 2, 3],
+        help="default: 1,2,3",
+    )
+    parser.add_argument(
+        "--only", action="append", choices=sorted(EXPERIMENTS), help="repeatable; default: all"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     return parser

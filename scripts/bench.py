@@ -1,7 +1,9 @@
-"""`make bench`: how long a step takes over slow and fast networks, dense and with every way of compressing; table, JSON and pictures.
+"""`make bench`: how long a step takes over slow and fast networks, dense and with every way of
+compressing; table, JSON and pictures.
 
-The workers run on hosts of their own (hosts.py), so real Horovod talks over a real network of the speed asked for. All that is compared
-is measured within one job; ratios are of medians. Needs root, for the hosts.
+The workers run on hosts of their own (hosts.py), so real Horovod talks over a real network of the
+speed asked for. All that is compared is measured within one job; ratios are of medians. Needs root,
+for the hosts.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen first)
 
 SCRIPTS = Path(__file__).resolve().parent
 Result = dict[str, Any]
-# What a bar is made of, and which of the profiler's ranges that is; "compute" and "other" are calculated.
+# What a bar is made of, and which of the profiler's ranges that is; "compute" and "other" are
+# calculated.
 PARTS = {
-    "select": ("filter", "gather_and_filter", "wait for kernel", "select"),
+    "select": ("accumulate", "take_and_accumulate", "wait for kernel", "select"),
     "offsets": ("wait for offsets",),
-    "values": ("gather", "wait for values"),
+    "values": ("take", "wait for values"),
     "scatter": ("scatter",),
 }
 COLOURS = {
@@ -56,12 +59,28 @@ class Job:
     seconds: float
 
     def run(self, output: Path, timeout: float) -> None:
-        program = [SCRIPTS / "bench_worker.py", "--case", self.case, "--output", output, "--seconds", self.seconds]
+        program = [
+            SCRIPTS / "bench_worker.py",
+            "--case",
+            self.case,
+            "--output",
+            output,
+            "--seconds",
+            self.seconds,
+        ]
         program += ["--mbit", *self.mbit, "--methods", *self.methods]
         with hosts.Hosts(self.n_hosts) as cluster:
-            done = cluster.run("horovodrun --gloo", program, timeout=timeout, environment={"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+            done = cluster.run(
+                "horovodrun --gloo",
+                program,
+                timeout=timeout,
+                environment={"OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+            )
         if done.returncode != 0:
-            raise RuntimeError(f"the workers failed on {self.n_hosts} hosts:\n{done.stdout[-3000:]}")
+            raise RuntimeError(
+                f"the workers failed on {self.n_hosts} hosts:\n{done.stdout[-3000:]}"
+            )
 
 
 # The seconds are those of a round of 16 steps at the slower speed.
@@ -72,15 +91,43 @@ def jobs(quick: bool) -> Iterator[Job]:
     """What is measured. quick: the smallest part that exercises everything."""
     if quick:
         yield Job(
-            "transformer", 2, (1000,), ("no communication", "dense", "local top-k", "ScaleCom look-ahead", "ScaleCom 4 bits, H = 4"), 1.0
+            "transformer",
+            2,
+            (1000,),
+            (
+                "no communication",
+                "dense",
+                "local top-k",
+                "ScaleCom look-ahead",
+                "ScaleCom 4 bits, H = 4",
+            ),
+            1.0,
         )
         return
     yield Job("transformer", 2, (100, 1000, 10_000, 0), tuple(METHODS), 3.0)
-    yield Job("transformer", 4, (100, 1000, 10_000, 0), tuple(method for method in METHODS if method != "fp16"), 2.0)
+    yield Job(
+        "transformer",
+        4,
+        (100, 1000, 10_000, 0),
+        tuple(method for method in METHODS if method != "fp16"),
+        2.0,
+    )
     # Bytes and latency with more workers than this machine has cores for.
-    yield Job("transformer", 8, (1000,), ("no communication", "dense", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"), 2.0)
+    yield Job(
+        "transformer",
+        8,
+        (1000,),
+        ("no communication", "dense", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"),
+        2.0,
+    )
     yield LOCAL_STEPS
-    yield Job("resnet", 2, (100, 1000, 0), ("no communication", "dense", "fp16", "local top-k", "ScaleCom look-ahead"), 2.0)
+    yield Job(
+        "resnet",
+        2,
+        (100, 1000, 0),
+        ("no communication", "dense", "fp16", "local top-k", "ScaleCom look-ahead"),
+        2.0,
+    )
 
 
 def run_all(todo: list[Job], timeout: float) -> list[Result]:
@@ -88,7 +135,11 @@ def run_all(todo: list[Job], timeout: float) -> list[Result]:
     results: list[Result] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        tqdm(total=sum(len(j.mbit) * len(j.methods) for j in todo), unit="run", mininterval=1 if sys.stderr.isatty() else 20) as bar,
+        tqdm(
+            total=sum(len(j.mbit) * len(j.methods) for j in todo),
+            unit="run",
+            mininterval=1 if sys.stderr.isatty() else 20,
+        ) as bar,
     ):
         for i, job in enumerate(todo):
             output, ended = Path(folder) / f"{i}.jsonl", threading.Event()
@@ -114,7 +165,9 @@ def _show_progress(bar: tqdm, output: Path, ended: threading.Event, before: int)
 
 
 def with_ratios(results: list[Result]) -> list[Result]:
-    """The results with what they are when compared within their own job: exposed time, and ratios to dense."""
+    """The results with what they are when compared within their own job: exposed time, and ratios
+    to dense.
+    """
     found = {(r["case"], r["hosts"], r["mbit"], r["method"]): r for r in results}
     for result in results:
         beside = (result["case"], result["hosts"], result["mbit"])
@@ -128,7 +181,9 @@ def with_ratios(results: list[Result]) -> list[Result]:
 
 
 def speed(mbit: float) -> str:
-    return "unshaped" if not mbit else f"{mbit:g} Mbit/s" if mbit < 1000 else f"{mbit / 1000:g} Gbit/s"
+    return (
+        "unshaped" if not mbit else f"{mbit:g} Mbit/s" if mbit < 1000 else f"{mbit / 1000:g} Gbit/s"
+    )
 
 
 def table(results: list[Result]) -> str:
@@ -138,11 +193,18 @@ def table(results: list[Result]) -> str:
         if block != (block := (r["case"], r["hosts"], r["mbit"])):
             lines += [
                 "",
-                f"{r['case']}, {r['hosts']} hosts, {speed(r['mbit'])}: a step without communication takes {r['compute_ms']:.0f} ms",
+                f"{r['case']}, {r['hosts']} hosts, {speed(r['mbit'])}: a step without "
+                f"communication takes {r['compute_ms']:.0f} ms",
             ]
-            lines += [f"  {'method':38s} {'step ms':>8s} {'exposed ms':>10s} {'MB sent':>8s} {'CPU ms':>7s} {'vs dense':>9s}"]
+            lines += [
+                f"  {'method':38s} {'step ms':>8s} {'exposed ms':>10s} {'MB sent':>8s} "
+                f"{'CPU ms':>7s} {'vs dense':>9s}"
+            ]
         if r["method"] != "no communication":
-            numbers = f"{r['step_ms']:8.0f} {r['exposed_ms']:10.1f} {r['bytes'] / 1e6:8.2f} {r['exchange_cpu_ms']:7.0f}"
+            numbers = (
+                f"{r['step_ms']:8.0f} {r['exposed_ms']:10.1f} {r['bytes'] / 1e6:8.2f} "
+                f"{r['exchange_cpu_ms']:7.0f}"
+            )
             lines += [f"  {r['method']:38s} {numbers} {r['speedup']:8.1f}x"]
     return "\n".join(lines[1:])
 
@@ -153,20 +215,36 @@ def split(result: Result) -> dict[str, float]:
     found = {part: sum(measured.get(name, 0.0) for name in names) for part, names in PARTS.items()}
     if result["method"] in ("dense", "fp16"):
         found["values"] = max(result["exposed_ms"], 0.0)
-    # Profiled steps are other steps, and slower; parts are made to fit into what an ordinary step took.
+    # Profiled steps are other steps, and slower; parts are made to fit into what an ordinary step
+    # took.
     scale = min(1.0, max(result["exposed_ms"], 0.0) / max(sum(found.values()), 1e-9))
     found = {part: milliseconds * scale for part, milliseconds in found.items()}
-    return {"compute": result["compute_ms"], **found, "other": max(result["exposed_ms"] - sum(found.values()), 0.0)}
+    return {
+        "compute": result["compute_ms"],
+        **found,
+        "other": max(result["exposed_ms"] - sum(found.values()), 0.0),
+    }
 
 
 def plot(results: list[Result], path: Path) -> None:
     """A bar per method, number of hosts and speed."""
     cases = sorted({(r["case"], r["hosts"]) for r in results})
     speeds = sorted({r["mbit"] for r in results}, key=lambda mbit: mbit or 1e9)
-    figure, axes = plt.subplots(len(cases), len(speeds), figsize=(4.6 * len(speeds), 2.9 * len(cases)), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        len(cases),
+        len(speeds),
+        figsize=(4.6 * len(speeds), 2.9 * len(cases)),
+        squeeze=False,
+        layout="constrained",
+    )
     for row, (case, n) in enumerate(cases):
         for axis, mbit in zip(axes[row], speeds, strict=True):
-            shown = [r for r in results if (r["case"], r["hosts"], r["mbit"]) == (case, n, mbit) and r["method"] != "no communication"]
+            shown = [
+                r
+                for r in results
+                if (r["case"], r["hosts"], r["mbit"]) == (case, n, mbit)
+                and r["method"] != "no communication"
+            ]
             if not shown:
                 axis.set_axis_off()
                 continue
@@ -176,18 +254,26 @@ def plot(results: list[Result], path: Path) -> None:
                 axis.barh([r["method"] for r in shown], widths, left=left, color=colour, label=part)
                 left = [a + b for a, b in zip(left, widths, strict=True)]
             # Dense at a slow speed is off the scale; its number says how far.
-            reach = 2.2 * max((r["step_ms"] for r in shown if r["method"].startswith("ScaleCom")), default=1)
+            reach = 2.2 * max(
+                (r["step_ms"] for r in shown if r["method"].startswith("ScaleCom")), default=1
+            )
             axis.set_xlim(0, reach)
             for i, r in enumerate(shown):
                 axis.text(
-                    min(left[i], 0.97 * reach), i, f" {r['step_ms']:.0f}", va="center", ha="right" if left[i] > 0.9 * reach else "left"
+                    min(left[i], 0.97 * reach),
+                    i,
+                    f" {r['step_ms']:.0f}",
+                    va="center",
+                    ha="right" if left[i] > 0.9 * reach else "left",
                 )
             axis.invert_yaxis()
             axis.set_title(f"{case}, {n} hosts, {speed(mbit)}", fontsize=10)
             if any(other.has_data() for other in axes[row] if other is not axis):
                 axis.set_yticks([])
     axes[-1][0].set_xlabel("milliseconds a step")
-    handles, labels = next(axis for axis in axes.flat if axis.has_data()).get_legend_handles_labels()
+    handles, labels = next(
+        axis for axis in axes.flat if axis.has_data()
+    ).get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(COLOURS), frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -195,7 +281,12 @@ def plot(results: list[Result], path: Path) -> None:
 
 def machine() -> dict[str, Any]:
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ""
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "",
     )
     return {"cores": os.cpu_count(), "processor": model}
 
@@ -203,19 +294,31 @@ def machine() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one job of a minute")
-    parser.add_argument("--local-steps", action="store_true", help="only the job that compares local steps")
-    parser.add_argument("--output", type=Path, default=Path("bench"), help="folder for results.json and steps.png (default: bench)")
+    parser.add_argument(
+        "--local-steps", action="store_true", help="only the job that compares local steps"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("bench"),
+        help="folder for results.json and steps.png (default: bench)",
+    )
     parser.add_argument("--timeout", type=float, default=400, help="seconds for one job")
     arguments = parser.parse_args()
     if os.geteuid() == 0:
         hosts.install()
     try:
-        results = run_all([LOCAL_STEPS] if arguments.local_steps else list(jobs(arguments.quick)), arguments.timeout)
+        results = run_all(
+            [LOCAL_STEPS] if arguments.local_steps else list(jobs(arguments.quick)),
+            arguments.timeout,
+        )
     except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"make bench: {error}", file=sys.stderr)
         return 1
     arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "results.json").write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
+    (arguments.output / "results.json").write_text(
+        json.dumps({"machine": machine(), "results": results}, indent=1)
+    )
     plot(results, arguments.output / "steps.png")
     print(table(results))
     print(f"\nwritten: {arguments.output / 'results.json'}, {arguments.output / 'steps.png'}")

@@ -1,4 +1,5 @@
-"""What `make bench` trains: a model whose compute is a pause, as if a GPU did it, and a real ResNet.
+"""What `make bench` trains: a model whose compute is a pause, as if a GPU did it, and a real
+ResNet.
 
 Run by bench_worker.py on every rank.
 """
@@ -12,15 +13,34 @@ import torch
 import train_image
 
 
-def transformer_shapes(layers: int = 6, width: int = 512, tokens: int = 11_000, positions: int = 512) -> list[list[tuple[int, ...]]]:
-    """The parameters of a Transformer encoder with tied embedding, layer by layer: 24.8 M in 75 tensors."""
-    block = [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+def transformer_shapes(
+    layers: int = 6, width: int = 512, tokens: int = 11_000, positions: int = 512
+) -> list[list[tuple[int, ...]]]:
+    """The parameters of a Transformer encoder with tied embedding, layer by layer: 24.8 M in 75
+    tensors.
+    """
+    block = [
+        (3 * width, width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        (4 * width, width),
+        (4 * width,),
+        (width, 4 * width),
+        (width,),
+    ]
     norms = [(width,)] * 4
-    return [[(tokens, width), (positions, width)], *[block + norms for _ in range(layers)], [(tokens,)]]
+    return [
+        [(tokens, width), (positions, width)],
+        *[block + norms for _ in range(layers)],
+        [(tokens,)],
+    ]
 
 
 class _PausedLayer(torch.autograd.Function):
-    """A layer whose forward and backward take `pause` seconds each and whose gradients lie in memory already."""
+    """A layer whose forward and backward take `pause` seconds each and whose gradients lie in
+    memory already.
+    """
 
     @staticmethod
     def forward(ctx, x, layer, *parameters):
@@ -36,11 +56,21 @@ class _PausedLayer(torch.autograd.Function):
 
 
 class PausedLayer(torch.nn.Module):
-    """Parameters with random gradients, which are made anew in every forward: that takes part of its pause."""
+    """Parameters with random gradients, which are made anew in every forward: that takes part of
+    its pause.
+    """
 
-    def __init__(self, shapes: list[tuple[int, ...]], forward_pause: float, backward_pause: float, noise: torch.Tensor) -> None:
+    def __init__(
+        self,
+        shapes: list[tuple[int, ...]],
+        forward_pause: float,
+        backward_pause: float,
+        noise: torch.Tensor,
+    ) -> None:
         super().__init__()
-        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes)
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes
+        )
         self.gradients = [torch.zeros(shape) for shape in shapes]
         self.forward_pause, self.backward_pause = forward_pause, backward_pause
         self._noise = noise
@@ -56,8 +86,12 @@ class PausedLayer(torch.nn.Module):
         return _PausedLayer.apply(x, self, *self.weights)
 
 
-def paused_transformer(seed: int, pause: float = 0.15) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """The model and a function that computes its loss; `pause` seconds of compute a step, a third of them in forward, by parameters."""
+def paused_transformer(
+    seed: int, pause: float = 0.15
+) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """The model and a function that computes its loss; `pause` seconds of compute a step, a third
+    of them in forward, by parameters.
+    """
     torch.manual_seed(seed)
     noise = torch.randn(8_000_000) * 1e-3
     shapes = transformer_shapes()

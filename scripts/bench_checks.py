@@ -1,8 +1,11 @@
-"""What ScaleCom's checks cost per step: those for gradients that are not finite or too large, damaged offsets, and growing residues.
+"""What ScaleCom's checks cost per step: those for gradients that are not finite or too large,
+damaged offsets, and growing residues.
 
-The model of `make bench` (24.8 M parameters) trains on this machine's ranks. Steps with all checks, as shipped, and without any take turns,
-and their medians are compared. Without: a kernel compiled from the same C code with its tests taken out, and no look at
-what arrived. The look at norms, every 100 steps, is timed by itself. (What only happens at the start, the agreement, is no part of a step.)
+The model of `make bench` (24.8 M parameters) trains on this machine's ranks. Steps with all checks,
+as shipped, and without any take turns, and their medians are compared. Without: a kernel compiled
+from the same C code with its tests taken out, and no look at what arrived. The look at norms, every
+100 steps, is timed by itself. (What only happens at the start, the agreement, is no part of a
+step.)
 """
 
 from __future__ import annotations
@@ -27,7 +30,15 @@ TESTS = {
     "lanes_template.h": [("INTEGER good = (bits & MAGNITUDE) <= LARGEST;", "INTEGER good = 1;")],
     "lanes.c": [("if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;", "")],
 }
-FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
+FLAGS = [
+    "-O3",
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+]
 KERNELS = ("checked", "unchecked")
 METHODS = {
     "cyclic": {"rate": 100},
@@ -40,7 +51,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=400, help="half of them with checks (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=400, help="half of them with checks (default: %(default)s)"
+    )
     parser.add_argument("--as-rank", type=Path, metavar="KERNELS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.as_rank:
@@ -49,9 +62,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in KERNELS:
             compile_kernel(Path(folder), name)
-        for method in args.methods:  # each in processes of its own, where memory lies as it does for a user
+        # each in processes of its own, where memory lies as it does for a user
+        for method in args.methods:
             program = [__file__, "--as-rank", folder, *sys.argv[1:], "--methods", method]
-            code = subprocess.call(launch.command("mpirun", args.ranks, program), env=launch.environment())
+            code = subprocess.call(
+                launch.command("mpirun", args.ranks, program), env=launch.environment()
+            )
             if code:
                 return code
         return 0
@@ -62,31 +78,38 @@ def measure(args: argparse.Namespace) -> None:
     import torch
 
     import scalecom_hvd.torch as hvd
-    from scalecom_hvd import health, native
-    from scalecom_hvd.torch import residues
+    from scalecom_hvd import native
+    from scalecom_hvd.exchange.residue import Residues
+    from scalecom_hvd.training_warnings import LOOK_EVERY
 
     hvd.init()
     torch.set_num_threads(1)
     library = Switch(*(loaded(args.as_rank, name) for name in KERNELS))
     with (
         mock.patch.object(native, "library", return_value=library),
-        mock.patch.object(residues.Residues, "look_due", return_value=False),  # so rare that it is timed by itself
+        # so rare that it is timed by itself
+        mock.patch.object(Residues, "look_due", return_value=False),
     ):
         for method in args.methods:
             step, look, skipped = training_step(METHODS[method])
             timed(step, SETTLING_STEPS)
             seconds: dict[bool, list[float]] = {True: [], False: []}
             for number in range(args.steps):
-                checks = number // 2 % 2 == 0  # two by two: every rank leads as often with checks as without
+                # two by two: every rank leads as often with checks as without
+                checks = number // 2 % 2 == 0
                 with contextlib.nullcontext() if checks else unchecked(library):
                     seconds[checks].append(timed(step, 1))
             looks = [timed(look, 1) for _ in range(20)]
             assert skipped() == 0, "steps that are taken back are no measure"
             if hvd.rank() == 0:
                 checked, plain = statistics.median(seconds[True]), statistics.median(seconds[False])
-                share = statistics.median(looks) / health.LOOK_EVERY / checked
+                share = statistics.median(looks) / LOOK_EVERY / checked
                 every_step = f"checks of every step: {checked / plain - 1:+.1%}"
-                print(f"{method:24s} {1e3 * checked:6.1f} ms/step; {every_step}; looks at norms: {share:+.2%}", flush=True)
+                print(
+                    f"{method:24s} {1e3 * checked:6.1f} ms/step; {every_step}; looks at norms: "
+                    f"{share:+.2%}",
+                    flush=True,
+                )
 
 
 class Switch:
@@ -109,10 +132,15 @@ def compile_kernel(folder: Path, name: str) -> None:
         text = path.read_text()
         for test, nothing in TESTS.get(path.name, []):
             if test not in text:
-                sys.exit(f"{path.name} no longer says {test!r}: tell scripts/bench_checks.py what the test is now")
+                sys.exit(
+                    f"{path.name} no longer says {test!r}: tell scripts/bench_checks.py what the "
+                    "test is now"
+                )
             text = text if name == "checked" else text.replace(test, nothing)
         (folder / name / path.name).write_text(text)
-    subprocess.run(["cc", *FLAGS, "-o", folder / name / "lanes.so", folder / name / "lanes.c"], check=True)
+    subprocess.run(
+        ["cc", *FLAGS, "-o", folder / name / "lanes.so", folder / name / "lanes.c"], check=True
+    )
 
 
 def loaded(folder: Path, name: str) -> ctypes.CDLL:
@@ -127,7 +155,7 @@ def unchecked(library: Switch) -> Iterator[None]:
     """Steps in here check nothing."""
     import torch
 
-    from scalecom_hvd.torch import bucket
+    from scalecom_hvd.exchange import bucket
 
     yes = torch.tensor(True)
     with (
@@ -147,9 +175,13 @@ def fill_without_look(self: Any, grads: dict[str, Any]) -> int:
     return 0
 
 
-def training_step(settings: dict[str, Any]) -> tuple[Callable[[], object], Callable[[], object], Callable[[], int]]:
-    """A step whose forward and backward cost next to nothing, so that the exchange is nearly all of it: the worst case for a ratio; the
-    look at norms, as Moves.norms does it; and how many steps were skipped."""
+def training_step(
+    settings: dict[str, Any],
+) -> tuple[Callable[[], object], Callable[[], object], Callable[[], int]]:
+    """A step whose forward and backward cost next to nothing, so that the exchange is nearly all of
+    it: the worst case for a ratio; the look at norms, as Bucket.norms does it; and how many steps
+    were skipped.
+    """
     import torch
     from bench_cases import transformer_shapes
 
@@ -160,7 +192,9 @@ def training_step(settings: dict[str, Any]) -> tuple[Callable[[], object], Calla
     noise = [torch.randn(shape) for shape in shapes]
     grads = [torch.empty(shape) for shape in shapes]
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), 1e-4), model.items(), compression=hvd.ScaleCom(dense=[], warmup_steps=0, **settings)
+        torch.optim.SGD(model.values(), 1e-4),
+        model.items(),
+        compression=hvd.ScaleCom(dense=[], warmup_steps=0, **settings),
     )
 
     def step() -> None:
@@ -171,7 +205,14 @@ def training_step(settings: dict[str, Any]) -> tuple[Callable[[], object], Calla
 
     def look() -> None:
         kept = [tensor.residue for tensor in optimizer.compression.residues.tensors.values()]
-        for tensors in (kept, [grad.view(-1) for grad in grads if grad.numel() >= optimizer.compression.config.min_numel]):
+        for tensors in (
+            kept,
+            [
+                grad.view(-1)
+                for grad in grads
+                if grad.numel() >= optimizer.compression.config.min_numel
+            ],
+        ):
             torch._foreach_norm(tensors, 2, dtype=torch.float32)
 
     return step, look, lambda: optimizer.compression.residues.skipped_steps

@@ -1,7 +1,9 @@
-"""The Triton kernel's speed on a CUDA GPU against the device's own copying, for many tensors in one launch.
+"""The Triton kernel's speed on a CUDA GPU against the device's own copying, for many tensors in one
+launch.
 
-A ratio is a move's time over the time in which copy_ moves as many bytes as the move must: 1 is as fast as memory. Everything is timed
-in turn, round by round, in one run, and medians are compared. Prints a table and, last, one line of JSON.
+A ratio is a move's time over the time in which copy_ moves as many bytes as the move must: 1 is as
+fast as memory. Everything is timed in turn, round by round, in one run, and medians are compared.
+Prints a table and, last, one line of JSON.
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ from typing import NamedTuple
 
 import torch
 
+from scalecom_hvd.exchange.kernels import Kernel, TensorSlot, TorchKernel
 from scalecom_hvd.lanes import Lanes
-from scalecom_hvd.torch.kernels import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, Kernel, Place, TorchKernel
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
 BETA, LIMIT = 0.5, 65504.0
 N_TENSORS = 75
-# Read before every move: many times what a cache holds, and long enough to keep the device busy while the host queues the move.
+# Read before every move: many times what a cache holds, and long enough to keep the device busy
+# while the host queues the move.
 FLUSHING_ELEMENTS = 2**28
 
 
 class Candidate(NamedTuple):
-    """Something to time. bytes: what it must move at least; 0 where that is not what takes its time."""
+    """Something to time. bytes: what it must move at least; 0 where that is not what takes its
+    time.
+    """
 
     name: str
     call: Callable[[], object]
@@ -38,7 +44,9 @@ class Workload:
 
     def __init__(self, numel: int, rate: float, dtype: torch.dtype, device: torch.device) -> None:
         shares = [2 ** (i % 8) for i in range(N_TENSORS)]
-        self.lanes = [Lanes(numel * share // sum(shares) + i, rate) for i, share in enumerate(shares)]
+        self.lanes = [
+            Lanes(numel * share // sum(shares) + i, rate) for i, share in enumerate(shares)
+        ]
         self.grads = [torch.randn(lanes.numel, device=device).to(dtype) for lanes in self.lanes]
         self.residues = [torch.zeros(lanes.numel, device=device) for lanes in self.lanes]
         n_bytes = sum(lanes.k * lanes.offset_dtype.itemsize for lanes in self.lanes)
@@ -49,13 +57,16 @@ class Workload:
 
     def kernel(self, kind: type[Kernel]) -> Kernel:
         """A kernel for these tensors, in the middle of a step."""
-        places, offsets_at, values_at = [], 0, 0
+        slots, offsets_at, values_at = [], 0, 0
         for residue, lanes in zip(self.residues, self.lanes, strict=True):
-            places.append(Place(residue, lanes, offsets_at, values_at))
-            offsets_at, values_at = offsets_at + lanes.k * lanes.offset_dtype.itemsize, values_at + lanes.k
-        kernel = kind(places, [grad.dtype for grad in self.grads])
+            slots.append(TensorSlot(residue, lanes, offsets_at, values_at))
+            offsets_at, values_at = (
+                offsets_at + lanes.k * lanes.offset_dtype.itemsize,
+                values_at + lanes.k,
+            )
+        kernel = kind(slots, [grad.dtype for grad in self.grads])
         self.begin(kernel)
-        kernel.filter(BETA, CHOOSE_ACCUMULATOR, self.offsets)
+        kernel.accumulate(BETA, CHOOSE_ACCUMULATOR, self.offsets)
         return kernel
 
     def begin(self, kernel: Kernel) -> None:
@@ -63,40 +74,63 @@ class Workload:
 
     def moves(self, kernel: Kernel, label: str) -> Iterator[Candidate]:
         """The moves of a step."""
-        once = self.numel * self.grads[0].element_size()  # reading the gradient; a pass also reads and writes the residue
+        # reading the gradient; a pass also reads and writes the residue
+        once = self.numel * self.grads[0].element_size()
         buffers = self.offsets, self.values, self.sent
         yield Candidate(f"{label}: begin", lambda: self.begin(kernel), 0)
-        yield Candidate(f"{label}: filter + select", lambda: kernel.filter(BETA, CHOOSE_ACCUMULATOR, self.chosen), 8 * self.numel + once)
-        yield Candidate(f"{label}: filter", lambda: kernel.filter(BETA, CHOOSE_NOTHING, None), 8 * self.numel + once)
-        yield Candidate(f"{label}: gather", lambda: kernel.gather(BETA, 1 - BETA, *buffers, LIMIT), 0)
         yield Candidate(
-            f"{label}: look-ahead's gather + filter + select",
-            lambda: kernel.gather_and_filter(BETA, *buffers, LIMIT, CHOOSE_RESIDUE, self.chosen),
+            f"{label}: accumulate + choose",
+            lambda: kernel.accumulate(BETA, CHOOSE_ACCUMULATOR, self.chosen),
             8 * self.numel + once,
         )
-        yield Candidate(f"{label}: scatter", lambda: kernel.scatter(self.outputs, self.offsets, self.values), once)
+        yield Candidate(
+            f"{label}: accumulate",
+            lambda: kernel.accumulate(BETA, CHOOSE_NOTHING, None),
+            8 * self.numel + once,
+        )
+        yield Candidate(f"{label}: take", lambda: kernel.take(BETA, 1 - BETA, *buffers, LIMIT), 0)
+        yield Candidate(
+            f"{label}: look-ahead's take + accumulate + choose",
+            lambda: kernel.take_and_accumulate(BETA, *buffers, LIMIT, CHOOSE_RESIDUE, self.chosen),
+            8 * self.numel + once,
+        )
+        yield Candidate(
+            f"{label}: scatter",
+            lambda: kernel.scatter(self.outputs, self.offsets, self.values),
+            once,
+        )
 
     def copies(self) -> Iterator[Candidate]:
         """What the moves are held against: the first."""
         whole, there = torch.randn(2, self.numel, device=self.values.device)
         yield Candidate("copy_ of one tensor", lambda: there.copy_(whole), 8 * self.numel)
-        yield Candidate("copy_ of the same tensors", lambda: torch._foreach_copy_(self.outputs, self.grads), 8 * self.numel)
+        yield Candidate(
+            "copy_ of the same tensors",
+            lambda: torch._foreach_copy_(self.outputs, self.grads),
+            8 * self.numel,
+        )
 
 
 def candidates(numel: int, rate: float, device: torch.device) -> Iterator[Candidate]:
-    from scalecom_hvd.torch.triton_kernel import TritonKernel
+    from scalecom_hvd.exchange.triton_kernel import TritonKernel
 
     work = Workload(numel, rate, torch.float32, device)
     yield from work.copies()
     yield from work.moves(work.kernel(TritonKernel), "Triton, float32")
     for dtype in (torch.float16, torch.bfloat16):
         halves = Workload(numel, rate, dtype, device)
-        yield from halves.moves(halves.kernel(TritonKernel), f"Triton, {str(dtype).removeprefix('torch.')}")
+        yield from halves.moves(
+            halves.kernel(TritonKernel), f"Triton, {str(dtype).removeprefix('torch.')}"
+        )
     yield from work.moves(work.kernel(TorchKernel), "plain torch, float32")
 
 
-def measure(tried: list[Candidate], rounds: int, device: torch.device) -> dict[str, dict[str, float | None]]:
-    """Milliseconds on the device and on the host, gigabytes per second, and the ratio to the first candidate, by name."""
+def measure(
+    tried: list[Candidate], rounds: int, device: torch.device
+) -> dict[str, dict[str, float | None]]:
+    """Milliseconds on the device and on the host, gigabytes per second, and the ratio to the first
+    candidate, by name.
+    """
     flushing = torch.randn(FLUSHING_ELEMENTS, device=device)
     taken: dict[str, list[tuple[float, float]]] = {candidate.name: [] for candidate in tried}
     for candidate in tried * 3:  # warm up: compile, fill the allocators
@@ -114,11 +148,18 @@ def measure(tried: list[Candidate], rounds: int, device: torch.device) -> dict[s
             taken[candidate.name].append((start.elapsed_time(stop), host * 1e3))
     results, copy_rate = {}, None
     for candidate in tried:
-        milliseconds, host = (statistics.median(times) for times in zip(*taken[candidate.name], strict=True))
+        milliseconds, host = (
+            statistics.median(times) for times in zip(*taken[candidate.name], strict=True)
+        )
         rate = candidate.bytes / milliseconds
         copy_rate = copy_rate or rate
         ratio = copy_rate / rate if candidate.bytes else None
-        results[candidate.name] = {"ms": milliseconds, "host_ms": host, "GB/s": rate / 1e6 if candidate.bytes else None, "ratio": ratio}
+        results[candidate.name] = {
+            "ms": milliseconds,
+            "host_ms": host,
+            "GB/s": rate / 1e6 if candidate.bytes else None,
+            "ratio": ratio,
+        }
     return results
 
 
@@ -136,16 +177,29 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("bench_gpu.py times a CUDA GPU, and torch sees none here: make bench-kernels times the CPU's kernels", file=sys.stderr)
+        print(
+            "bench_gpu.py times a CUDA GPU, and torch sees none here: make bench-kernels times "
+            "the CPU's kernels",
+            file=sys.stderr,
+        )
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device)
     measured = {}
     for numel in arguments.numel:
         with torch.no_grad():
-            measured[numel] = measure(list(candidates(numel, arguments.rate, device)), arguments.rounds, device)
-        show(measured[numel], f"{name}: {numel / 1e6:g} M elements in {N_TENSORS} tensors at rate {arguments.rate:g}")
-    print(json.dumps({"device": name, "torch": torch.__version__, "rate": arguments.rate, "numel": measured}))
+            measured[numel] = measure(
+                list(candidates(numel, arguments.rate, device)), arguments.rounds, device
+            )
+        show(
+            measured[numel],
+            f"{name}: {numel / 1e6:g} M elements in {N_TENSORS} tensors at rate {arguments.rate:g}",
+        )
+    print(
+        json.dumps(
+            {"device": name, "torch": torch.__version__, "rate": arguments.rate, "numel": measured}
+        )
+    )
     return 0
 
 

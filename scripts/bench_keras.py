@@ -1,7 +1,9 @@
-"""Step times of Keras training on the ranks of this machine: Horovod's dense all-reduce against ScaleCom, in one run.
+"""Step times of Keras training on the ranks of this machine: Horovod's dense all-reduce against
+ScaleCom, in one run.
 
-Every method trains a model of its own; they take turns, some steps each, round by round, so that a noisy machine hurts all alike. The
-ratio to dense is taken within each round, and its median over rounds is what counts.
+Every method trains a model of its own; they take turns, some steps each, round by round, so that a
+noisy machine hurts all alike. The ratio to dense is taken within each round, and its median over
+rounds is what counts.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def main() -> int:
     args = argument_parser().parse_args()
     if not args.as_rank:
         program = [__file__, "--as-rank", *sys.argv[1:]]
-        return subprocess.call(launch.command(args.launcher, args.ranks, program), env=launch.environment())
+        return subprocess.call(
+            launch.command(args.launcher, args.ranks, program), env=launch.environment()
+        )
     measure(args)
     return 0
 
@@ -47,14 +51,25 @@ def measure(args: argparse.Namespace) -> None:
         steps = {}
         for method, settings in METHODS.items():
             steps[method] = training_step(case, settings)
-            os.environ["SCALECOM_KERNEL"] = "tensorflow" if "plain" in method else ""  # asked when the first step is traced
+            # asked when the first step is traced
+            os.environ["SCALECOM_KERNEL"] = "tensorflow" if "plain" in method else ""
             run(steps[method], SETTLING_STEPS)
-        rounds = [{method: run(step, args.steps) for method, step in steps.items()} for _ in range(args.rounds)]
+        rounds = [
+            {method: run(step, args.steps) for method, step in steps.items()}
+            for _ in range(args.rounds)
+        ]
         if hvd.rank() == 0:
-            print(f"\n{case}, {hvd.size()} ranks: medians of {args.rounds} rounds of {args.steps} steps\n{'':28s}ms/step  of dense")
+            print(
+                f"\n{case}, {hvd.size()} ranks: medians of {args.rounds} rounds of {args.steps} "
+                f"steps\n{'':28s}ms/step  of dense"
+            )
             for method in METHODS:
                 ratio = statistics.median(r[method] / r["dense"] for r in rounds)
-                print(f"{method:28s}{1e3 * statistics.median(r[method] for r in rounds):7.1f}  {ratio:8.2f}", flush=True)
+                print(
+                    f"{method:28s}{1e3 * statistics.median(r[method] for r in rounds):7.1f}  "
+                    f"{ratio:8.2f}",
+                    flush=True,
+                )
 
 
 def run(step: Callable[[], object], count: int) -> float:
@@ -75,7 +90,9 @@ def training_step(case: str, settings: dict | None) -> Callable[[], object]:
     model, inputs, labels = CASES[case]()
     optimizer = tf.keras.optimizers.SGD(1e-4)
     if settings is not None:
-        optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.ScaleCom(**settings) if settings else hvd.Compression.none)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, compression=hvd.ScaleCom(**settings) if settings else hvd.Compression.none
+        )
     loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer.build(model.trainable_variables)
 
@@ -105,11 +122,19 @@ def convolutions() -> tuple:
 
 
 def matrices() -> tuple:
-    """Four layers of 2500 x 2500, 25 million parameters, 32 rows per rank: 100 MB of gradients for little arithmetic."""
+    """Four layers of 2500 x 2500, 25 million parameters, 32 rows per rank: 100 MB of gradients for
+    little arithmetic.
+    """
     import tensorflow as tf
 
     layers = tf.keras.layers
-    model = tf.keras.Sequential([layers.Input((2500,)), *(layers.Dense(2500, activation="relu") for _ in range(4)), layers.Dense(10)])
+    model = tf.keras.Sequential(
+        [
+            layers.Input((2500,)),
+            *(layers.Dense(2500, activation="relu") for _ in range(4)),
+            layers.Dense(10),
+        ]
+    )
     return model, tf.random.normal((32, 2500)), tf.random.uniform((32,), 0, 10, tf.int32)
 
 
@@ -120,9 +145,16 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--launcher", choices=("mpirun", "horovodrun --gloo"), default="mpirun", help="default: %(default)s")
+    parser.add_argument(
+        "--launcher",
+        choices=("mpirun", "horovodrun --gloo"),
+        default="mpirun",
+        help="default: %(default)s",
+    )
     parser.add_argument("--rounds", type=int, default=9, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=10, help="steps of a method in a round (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="steps of a method in a round (default: %(default)s)"
+    )
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     return parser
 

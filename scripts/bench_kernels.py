@@ -1,7 +1,8 @@
-"""What the residues of a whole model cost on one core, against the memory's speed: `torch._foreach_add_(residues, grads, alpha=beta)`.
+"""What the residues of a whole model cost on one core, against the memory's speed:
+`torch._foreach_add_(residues, grads, alpha=beta)`.
 
-The model is that of `make bench`, 24.8 M parameters. All are timed in turn, round by round, in one run, and the medians compared, so that a
-noisy machine hurts all alike.
+The model is that of `make bench`, 24.8 M parameters. All are timed in turn, round by round, in one
+run, and the medians compared, so that a noisy machine hurts all alike.
 """
 
 from __future__ import annotations
@@ -16,36 +17,56 @@ import torch
 from bench_cases import transformer_shapes
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.torch import moves
-from scalecom_hvd.torch.residues import CompressedTensor
+from scalecom_hvd.exchange.bucket import Bucket, finished
+from scalecom_hvd.exchange.residue import CompressedTensor, Residues
 
 FLOOR = "torch._foreach_add_(residues, grads)"
 
 
 class Model:
-    """Residues and gradients of the model's compressed tensors, with the buffers of one bucket that holds them all."""
+    """Residues and gradients of the model's compressed tensors, in one bucket."""
 
-    def __init__(self, rate: float, beta: float, dtype: torch.dtype = torch.float32, wire_dtype: str | None = None) -> None:
-        config = ScaleComConfig(rate=rate, beta=beta, wire_dtype=wire_dtype)
-        shapes = [shape for layer in transformer_shapes() for shape in layer if torch.Size(shape).numel() >= config.min_numel]
-        self.tensors = [CompressedTensor(f"{i}", torch.empty(shape, dtype=dtype), rate, config) for i, shape in enumerate(shapes)]
-        self.grads = [torch.randn(tensor.residue.numel()).to(dtype) for tensor in self.tensors]
-        self.residues = [tensor.residue for tensor in self.tensors]
-        self.moves = moves.Moves(self.tensors)
-        self.offsets, self.chosen = (self.moves.new_offsets(torch.device("cpu")) for _ in range(2))
-        self.values = torch.zeros(self.moves.n_values, dtype=self.tensors[0].wire_dtype)
-        self.outputs = [torch.zeros_like(grad) for grad in self.grads]
-        self.moves.begin(self.grads, 1.0, [False] * len(self.grads))
-        self.moves.filter(self.offsets)
+    def __init__(
+        self,
+        rate: float,
+        beta: float,
+        dtype: torch.dtype = torch.float32,
+        wire_dtype: str | None = None,
+    ) -> None:
+        residues = Residues(ScaleComConfig(rate=rate, beta=beta, wire_dtype=wire_dtype))
+        shapes = [
+            shape
+            for layer in transformer_shapes()
+            for shape in layer
+            if torch.Size(shape).numel() >= residues.config.min_numel
+        ]
+        parameters = {
+            f"{i}": torch.nn.Parameter(torch.empty(shape, dtype=dtype))
+            for i, shape in enumerate(shapes)
+        }
+        residues.tensors = {
+            name: CompressedTensor(name, p, rate, residues.config) for name, p in parameters.items()
+        }
+        grads = {name: torch.randn(p.numel()).to(dtype) for name, p in parameters.items()}
+        self.grads = list(grads.values())
+        self.residues = [tensor.residue for tensor in residues.tensors.values()]
+        self.outputs = {name: torch.zeros_like(grad) for name, grad in grads.items()}
+        self.bucket = Bucket(0, list(parameters), parameters, residues, ranks=2)
+        self.bucket.begin(1.0, grads=grads)
+        self.offsets = self.accumulate(choose=True)
+        self.bucket.receive(self.offsets, self.take())
 
-    def gather(self) -> None:
-        self.moves.gather(self.offsets, self.values, 2)
+    def accumulate(self, choose: bool = False) -> torch.Tensor | None:
+        return finished(self.bucket.accumulate(choose))
 
-    def gather_and_filter(self, chooses: bool) -> None:
-        self.moves.gather_and_filter(self.offsets, self.values, 2, self.chosen if chooses else None)
+    def take(self) -> torch.Tensor:
+        return finished(self.bucket.take(self.offsets))
+
+    def take_and_accumulate(self, choose: bool) -> None:
+        finished(self.bucket.take_and_accumulate(self.offsets, choose))
 
     def scatter(self) -> None:
-        self.moves.scatter(self.outputs, self.offsets, self.values)
+        self.bucket.scatter(self.outputs)
 
 
 def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
@@ -63,7 +84,9 @@ def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
     def contiguous_chunks() -> None:
         for residue, grad in zip(model.residues, model.grads, strict=True):
             rows = residue.numel() // int(rate)
-            residue.add_(grad, alpha=beta)[: rows * int(rate)].view(rows, int(rate)).abs().max(dim=1)
+            residue.add_(grad, alpha=beta)[: rows * int(rate)].view(rows, int(rate)).abs().max(
+                dim=1
+            )
 
     def top_k() -> None:
         for residue, grad in zip(model.residues, model.grads, strict=True):
@@ -71,17 +94,17 @@ def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
 
     return {
         FLOOR: lambda: torch._foreach_add_(model.residues, model.grads, alpha=beta),
-        "filter": lambda: model.moves.filter(),
-        "filter + select": lambda: model.moves.filter(model.offsets),
-        "gather": model.gather,
-        "look-ahead's gather + filter": lambda: model.gather_and_filter(False),
-        "look-ahead's gather + filter + select": lambda: model.gather_and_filter(True),
+        "accumulate": lambda: model.accumulate(),
+        "accumulate + choose": lambda: model.accumulate(choose=True),
+        "take": model.take,
+        "look-ahead's take + accumulate": lambda: model.take_and_accumulate(False),
+        "look-ahead's take + accumulate + choose": lambda: model.take_and_accumulate(True),
         "scatter": model.scatter,
-        "scatter by torch: zero all": lambda: torch._foreach_zero_(model.outputs),
-        "filter + select, float16 gradients": lambda: half.moves.filter(half.offsets),
-        "filter + select, bfloat16 gradients": lambda: bfloat.moves.filter(bfloat.offsets),
-        "look-ahead's three, float16 values": lambda: wire.gather_and_filter(True),
-        "filter + select, plain torch": lambda: plain.moves.filter(plain.offsets),
+        "scatter by torch: zero all": lambda: torch._foreach_zero_(list(model.outputs.values())),
+        "accumulate + choose, float16 gradients": lambda: half.accumulate(choose=True),
+        "accumulate + choose, bfloat16 gradients": lambda: bfloat.accumulate(choose=True),
+        "look-ahead's three, float16 values": lambda: wire.take_and_accumulate(True),
+        "accumulate + choose, plain torch": lambda: plain.accumulate(choose=True),
         "add_, abs, max of contiguous chunks": contiguous_chunks,
         "add_, abs, topk": top_k,
     }
@@ -89,10 +112,10 @@ def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
 
 # Whole steps of one rank, made up of the above.
 STEPS = {
-    "cyclic step, leader": ("filter + select", "gather", "scatter"),
-    "cyclic step, other ranks": ("filter", "gather", "scatter"),
-    "look-ahead step, leader": ("look-ahead's gather + filter + select", "scatter"),
-    "look-ahead step, other ranks": ("look-ahead's gather + filter", "scatter"),
+    "cyclic step, leader": ("accumulate + choose", "take", "scatter"),
+    "cyclic step, other ranks": ("accumulate", "take", "scatter"),
+    "look-ahead step, leader": ("look-ahead's take + accumulate + choose", "scatter"),
+    "look-ahead step, other ranks": ("look-ahead's take + accumulate", "scatter"),
 }
 
 
@@ -114,8 +137,13 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     medians |= {name: sum(medians[part] for part in parts) for name, parts in STEPS.items()}
     staggered = "look-ahead step, staggered leaders, 4 workers"
-    medians[staggered] = (medians["look-ahead step, leader"] + 3 * medians["look-ahead step, other ranks"]) / 4
-    print(f"24.8 M float32 residues, rate {arguments.rate:g}, beta {arguments.beta:g}, one core, medians of {arguments.rounds} rounds")
+    medians[staggered] = (
+        medians["look-ahead step, leader"] + 3 * medians["look-ahead step, other ranks"]
+    ) / 4
+    print(
+        f"24.8 M float32 residues, rate {arguments.rate:g}, beta {arguments.beta:g}, one core, "
+        f"medians of {arguments.rounds} rounds"
+    )
     print(f"{'':46s} {'ms':>8s} {'ratio to the floor':>19s}")
     for name, median in medians.items():
         print(f"{name:46s} {median:8.2f} {median / medians[FLOOR]:19.2f}")

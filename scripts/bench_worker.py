@@ -1,6 +1,8 @@
-"""One rank of `make bench`: trains a case with every method at every speed, and rank 0 writes what it measured, line by line, as JSON.
+"""One rank of `make bench`: trains a case with every method at every speed, and rank 0 writes what
+it measured, line by line, as JSON.
 
-Started by bench.py on hosts that hosts.py made. All ranks go through the same list in the same order.
+Started by bench.py on hosts that hosts.py made. All ranks go through the same list in the same
+order.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ SCALECOM = {
     "ScaleCom cyclic": {},
     "ScaleCom staggered": {"leader": "staggered"},
     "ScaleCom look-ahead": {"lookahead": True, "leader": "staggered"},
-    "ScaleCom look-ahead, float16 values": {"lookahead": True, "leader": "staggered", "wire_dtype": "float16"},
+    "ScaleCom look-ahead, float16 values": {
+        "lookahead": True,
+        "leader": "staggered",
+        "wire_dtype": "float16",
+    },
 }
 # {name: (local steps, compression)}: what is averaged is the change of so many steps.
 LOCAL = {
@@ -61,15 +67,22 @@ class Training:
         if method in LOCAL:
             self.round, compression = LOCAL[method]
             self.optimizer = hvd.DistributedOptimizer(
-                self.optimizer, parameters, compression=compression(rate=rate, **ALL_COMPRESSED | options), local_steps=self.round
+                self.optimizer,
+                parameters,
+                compression=compression(rate=rate, **ALL_COMPRESSED | options),
+                local_steps=self.round,
             )
         elif method == "local top-k":
             self.local = LocalTopK([p for _, p in parameters], rate)
             self.reduce = self.local.reduce
         elif method != "no communication":
             kind = {"dense": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(method)
-            compression = kind or hvd.ScaleCom(rate=rate, **(ALL_COMPRESSED | SCALECOM[method] | options))
-            self.optimizer = hvd.DistributedOptimizer(self.optimizer, parameters, compression=compression)
+            compression = kind or hvd.ScaleCom(
+                rate=rate, **(ALL_COMPRESSED | SCALECOM[method] | options)
+            )
+            self.optimizer = hvd.DistributedOptimizer(
+                self.optimizer, parameters, compression=compression
+            )
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -87,8 +100,9 @@ def bytes_sent() -> int:
 
 
 def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[str, Any]:
-    """Times of single steps in ms, their median (with local steps, that of whole rounds' means), and per step what this host sent and how
-    long its processor was busy; about `seconds` of them."""
+    """Times of single steps in ms, their median (with local steps, that of whole rounds' means),
+    and per step what this host sent and how long its processor was busy; about `seconds` of them.
+    """
     begun = time.perf_counter()
     training.step()
     steps = torch.tensor(seconds / (time.perf_counter() - begun))
@@ -100,8 +114,16 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
         training.step()
         times.append((time.perf_counter() - begun) * 1e3)
     # Any H steps in a row have one synchronisation among them.
-    rounds = [statistics.mean(times[i : i + training.round]) for i in range(0, count, training.round)]
-    mine = torch.tensor([statistics.median(rounds), (bytes_sent() - sent) / count, (time.process_time() - busy) / count * 1e3])
+    rounds = [
+        statistics.mean(times[i : i + training.round]) for i in range(0, count, training.round)
+    ]
+    mine = torch.tensor(
+        [
+            statistics.median(rounds),
+            (bytes_sent() - sent) / count,
+            (time.process_time() - busy) / count * 1e3,
+        ]
+    )
     everyone = hvd.allgather(mine[None], name="bench.measured")
     return {
         "steps": count,
@@ -113,7 +135,9 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
 
 
 def parts(training: Training, steps: int) -> dict[str, float]:
-    """Milliseconds a step that the training thread spent in each part of the exchange, from torch.profiler."""
+    """Milliseconds a step that the training thread spent in each part of the exchange, from
+    torch.profiler.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(steps):
             training.step()
@@ -131,7 +155,9 @@ def main() -> None:
     parser.add_argument("--mbit", nargs="+", type=float, default=[1000.0], help="0: unshaped")
     parser.add_argument("--rate", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=3.0, help="per method and speed")
-    parser.add_argument("--options", type=json.loads, default={}, help="more settings of ScaleCom, as JSON")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="more settings of ScaleCom, as JSON"
+    )
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     hvd.init()
@@ -146,7 +172,13 @@ def main() -> None:
             hvd.allreduce(torch.zeros(1), name="bench.barrier")
             shape(mbit or None)
             result = measure(training, arguments.seconds, 2, 40)
-            result |= {"case": arguments.case, "method": method, "hosts": hvd.size(), "mbit": mbit, "rate": arguments.rate}
+            result |= {
+                "case": arguments.case,
+                "method": method,
+                "hosts": hvd.size(),
+                "mbit": mbit,
+                "rate": arguments.rate,
+            }
             if method.startswith("ScaleCom") or method == "local top-k":
                 result["parts"] = parts(training, max(3, training.round))
             if hvd.rank() == 0:

@@ -1,8 +1,9 @@
-"""`make demo`: train a ResNet on handwritten digits, in PyTorch and in Keras, and an LSTM on source code with Horovod, dense and with
-ScaleCom, and compare.
+"""`make demo`: train a ResNet on handwritten digits, in PyTorch and in Keras, and an LSTM on source
+code with Horovod, dense and with ScaleCom, and compare.
 
-Starts train_image.py, train_keras.py and train_char_lm.py by `horovodrun -np 2` over MPI, shows their progress, prints a table, and writes
-demo/results.json and demo/curves.png. Needs no download. Run it with the Python of the environment that holds Horovod.
+Starts train_image.py, train_keras.py and train_char_lm.py by `horovodrun -np 2` over MPI, shows
+their progress, prints a table, and writes demo/results.json and demo/curves.png. Needs no download.
+Run it with the Python of the environment that holds Horovod.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ COLOURS = {"none": "tab:gray", "scalecom": "tab:blue"}
 
 @dataclass(frozen=True)
 class Task:
-    """One model to train. metric: its name in the metrics file; label: on the axis; unit and scale: how its values are shown."""
+    """One model to train. metric: its name in the metrics file; label: on the axis; unit and scale:
+    how its values are shown.
+    """
 
     key: str
     title: str
@@ -84,27 +87,44 @@ def main() -> None:
     print("\n" + table(results, args.ranks) + "\n")
     (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     plot(results, args.output / "curves.png", args.ranks)
-    print(f"curves: {args.output / 'curves.png'}   numbers: {args.output / 'results.json'}   time: {time.perf_counter() - began:.0f} s")
+    print(
+        f"curves: {args.output / 'curves.png'}   numbers: {args.output / 'results.json'}   time: "
+        f"{time.perf_counter() - began:.0f} s"
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------------------
+# training
 
 
 def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train once under horovodrun and give what the metrics file tells. Where it fails: its output, and a non-zero exit."""
+    """Train once under horovodrun and give what the metrics file tells.
+
+    Where it fails: its output, and a non-zero exit.
+    """
     metrics = args.output / f"{task.key}-{method}.jsonl"
     metrics.unlink(missing_ok=True)
     steps = max(10, round(task.steps * args.length))
     program = [
         *(str(SCRIPTS / task.script), *task.options, "--compression", method),
-        *("--steps", str(steps), "--evaluate-every", str(max(1, steps // 15)), "--metrics", str(metrics.resolve()), "--no-progress"),
+        *(
+            "--steps",
+            str(steps),
+            "--evaluate-every",
+            str(max(1, steps // 15)),
+            "--metrics",
+            str(metrics.resolve()),
+            "--no-progress",
+        ),
     ]
     if method == "scalecom":
         program += ["--rate", str(args.rate)]
     command = launch.command("horovodrun", args.ranks, program)
 
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=launch.environment())
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=launch.environment()
+        )
         try:
             follow(process, metrics, f"{task.title}, {METHODS[method]}", steps)
         finally:
@@ -114,13 +134,20 @@ def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
         if process.returncode != 0:
             output.seek(0)
             sys.stderr.write(output.read().decode(errors="replace"))
-            sys.exit(f"\nthis run failed with exit status {process.returncode}: {' '.join(command)}")
+            sys.exit(
+                f"\nthis run failed with exit status {process.returncode}: {' '.join(command)}"
+            )
     return result(task, method, steps, args.ranks, read_events(metrics))
 
 
 def follow(process: subprocess.Popen, metrics: Path, title: str, steps: int) -> None:
     """Show a progress bar, fed by the metrics file, until the run ends."""
-    with tqdm(total=steps, desc=f"{title:>32}", unit="step", bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}") as bar:
+    with tqdm(
+        total=steps,
+        desc=f"{title:>32}",
+        unit="step",
+        bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}",
+    ) as bar:
         while True:
             ended = process.poll() is not None
             trained = [event for event in read_events(metrics) if event["event"] == "train"]
@@ -137,17 +164,27 @@ def read_events(metrics: Path) -> list[dict[str, Any]]:
     """The file's complete lines."""
     if not metrics.exists():
         return []
-    return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in metrics.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
-def result(task: Task, method: str, steps: int, ranks: int, events: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of the table, with the curve: [step, metric, MB that a worker sent until then] per evaluation."""
+def result(
+    task: Task, method: str, steps: int, ranks: int, events: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """One row of the table, with the curve: [step, metric, MB that a worker sent until then] per
+    evaluation.
+    """
     summary = events[-1]
     dense_bytes = 2 * (ranks - 1) / ranks * 4 * summary["parameters"]
     warmup = steps // 10 if method == "scalecom" else 0
 
     def sent(step: int) -> float:
-        return (min(step, warmup) * dense_bytes + max(0, step - warmup) * summary["bytes_per_step"]) / 1e6
+        return (
+            min(step, warmup) * dense_bytes + max(0, step - warmup) * summary["bytes_per_step"]
+        ) / 1e6
 
     return {
         "task": task.key,
@@ -159,11 +196,16 @@ def result(task: Task, method: str, steps: int, ranks: int, events: list[dict[st
         "mb_per_step": summary["bytes_per_step"] / 1e6,
         "ratio": dense_bytes / summary["bytes_per_step"],
         "parameters": summary["parameters"],
-        "curve": [[event["step"], event[task.metric], sent(event["step"])] for event in events if event["event"] == "test"],
+        "curve": [
+            [event["step"], event[task.metric], sent(event["step"])]
+            for event in events
+            if event["event"] == "test"
+        ],
     }
 
 
-# ------------------------------------------------------------------------------------------------------------- reporting
+# --------------------------------------------------------------------------------------------------
+# reporting
 
 
 def table(results: list[dict[str, Any]], ranks: int) -> str:
@@ -175,15 +217,35 @@ def table(results: list[dict[str, Any]], ranks: int) -> str:
         value = row["value"] * task.scale
         shown = f"{value:.1f} % correct" if task.unit == "%" else f"{value:.3f} bits/char"
         name = f"{task.title}, {row['steps']} steps"
-        rows.append((name, METHODS[row["method"]], shown, f"{row['ms_per_step']:.1f}", f"{row['mb_per_step']:.4f}", f"{row['ratio']:.1f}x"))
+        rows.append(
+            (
+                name,
+                METHODS[row["method"]],
+                shown,
+                f"{row['ms_per_step']:.1f}",
+                f"{row['mb_per_step']:.4f}",
+                f"{row['ratio']:.1f}x",
+            )
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    aligned = [[cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))] for row in rows]
-    lines = ["  ".join(cells) for cells in [aligned[0], ["-" * width for width in widths], *aligned[1:]]]
+    aligned = [
+        [
+            cell.ljust(w) if i < 3 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    lines = [
+        "  ".join(cells) for cells in [aligned[0], ["-" * width for width in widths], *aligned[1:]]
+    ]
     lines += [
         "",
-        f"{ranks} ranks on this machine. The ratio is that of the whole model: the output layer and tensors under 2048 elements are",
-        "sent whole, which is much of models this small and little of large ones. The first tenth of ScaleCom's steps is dense and",
-        "not in the ratio. Ranks of one machine share its memory: the time that less traffic saves shows on a network.",
+        f"{ranks} ranks on this machine. The ratio is that of the whole model: the output layer "
+        "and tensors under 2048 elements are",
+        "sent whole, which is much of models this small and little of large ones. The first "
+        "tenth of ScaleCom's steps is dense and",
+        "not in the ratio. Ranks of one machine share its memory: the time that less traffic "
+        "saves shows on a network.",
     ]
     return "\n".join(lines)
 
@@ -195,7 +257,14 @@ def plot(results: list[dict[str, Any]], path: Path, ranks: int) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(TASKS), figsize=(6 * len(TASKS), 8), sharey="col", layout="constrained", squeeze=False)
+    figure, axes = pyplot.subplots(
+        2,
+        len(TASKS),
+        figsize=(6 * len(TASKS), 8),
+        sharey="col",
+        layout="constrained",
+        squeeze=False,
+    )
     for column, task in enumerate(TASKS):
         for row in (row for row in results if row["task"] == task.key):
             steps, values, sent = zip(*row["curve"], strict=True)
@@ -216,11 +285,25 @@ def plot(results: list[dict[str, Any]], path: Path, ranks: int) -> None:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train with Horovod, dense and with ScaleCom, and compare.")
-    parser.add_argument("--output", type=Path, default=SCRIPTS.parent / "demo", help="folder for results (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Train with Horovod, dense and with ScaleCom, and compare."
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=SCRIPTS.parent / "demo",
+        help="folder for results (default: %(default)s)",
+    )
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--rate", type=float, default=100, help="ScaleCom's compression rate (default: %(default)s)")
-    parser.add_argument("--length", type=float, default=1.0, help="train for this fraction of the steps (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=float, default=100, help="ScaleCom's compression rate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--length",
+        type=float,
+        default=1.0,
+        help="train for this fraction of the steps (default: %(default)s)",
+    )
     return parser
 
 

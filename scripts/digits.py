@@ -1,4 +1,8 @@
-"""scikit-learn's 1797 handwritten digits, 8 x 8 pixels, split the same way for everyone: 1437 to train, 360 to test. NumPy alone."""
+"""scikit-learn's 1797 handwritten digits, 8 x 8 pixels, split the same way for everyone: 1437 to
+train, 360 to test.
+
+NumPy alone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,9 @@ SPLIT_SEED = 0
 
 
 class Digits(NamedTuple):
-    """images: (count, 8, 8) float32, background zero, ink up to 2, so that a shift can be filled with zero.  labels: (count,) int64."""
+    """images: (count, 8, 8) float32, background zero, ink up to 2, so that a shift can be filled
+    with zero.  labels: (count,) int64.
+    """
 
     images: np.ndarray
     labels: np.ndarray
@@ -25,7 +31,9 @@ def load() -> tuple[Digits, Digits]:
     everything = Digits((digits.images / 8).astype(np.float32), digits.target.astype(np.int64))
     order = permutation(len(digits.images), SPLIT_SEED)
     test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
-    return Digits(everything.images[train], everything.labels[train]), Digits(everything.images[test], everything.labels[test])
+    return Digits(everything.images[train], everything.labels[train]), Digits(
+        everything.images[test], everything.labels[test]
+    )
 
 
 def permutation(count: int, seed: int) -> np.ndarray:

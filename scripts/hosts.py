@@ -1,16 +1,20 @@
-"""2 to 8 hosts on one machine: what `launch.py` does on one host, across hosts with a network of a chosen speed between them.
+"""2 to 8 hosts on one machine: what `launch.py` does on one host, across hosts with a network of a
+chosen speed between them.
 
-A host h1..h8 is a network, mount and UTS namespace with its own interface e0, host name, /etc/hosts, /dev/shm, sshd and key, so that
-`horovodrun --gloo -H h1:1,h2:1` and `mpirun -H h1:1,h2:1` reach it over ssh as they would reach any other machine. Files and processors
-are those of this machine. Tests and benchmarks use the class, people the command line:
+A host h1..h8 is a network, mount and UTS namespace with its own interface e0, host name,
+/etc/hosts, /dev/shm, sshd and key, so that `horovodrun --gloo -H h1:1,h2:1` and `mpirun -H
+h1:1,h2:1` reach it over ssh as they would reach any other machine. Files and processors are those
+of this machine. Tests and benchmarks use the class, people the command line:
 
-    python scripts/hosts.py --hosts 4 --mbit 1000 --launcher mpirun -- scripts/train_image.py --steps 20
-    python scripts/hosts.py --hosts 2 --mbit 100 --shell
-    python scripts/hosts.py --install
+    python scripts/hosts.py --hosts 4 --mbit 1000 --launcher mpirun -- scripts/train_image.py
+    --steps 20 python scripts/hosts.py --hosts 2 --mbit 100 --shell python scripts/hosts.py
+    --install
 
-The hosts stand in one PID and mount namespace, whose first process waits for the end of a pipe that this process holds: when this process
-closes it, or ends in whatever way, the kernel ends that process, every other one inside, and with the last one all interfaces and mounts.
-So nothing of a cluster has a name or a file outside, nothing of it can be left over, and clusters do not see each other.
+The hosts stand in one PID and mount namespace, whose first process waits for the end of a pipe that
+this process holds: when this process closes it, or ends in whatever way, the kernel ends that
+process, every other one inside, and with the last one all interfaces and mounts. So nothing of a
+cluster has a name or a file outside, nothing of it can be left over, and clusters do not see each
+other.
 """
 
 from __future__ import annotations
@@ -29,10 +33,17 @@ from typing import IO
 import launch
 
 # {program: the Debian package it is in}
-PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "unshare": "util-linux"}
+PROGRAMS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "unshare": "util-linux",
+}
 POLICY = Path("/usr/sbin/policy-rc.d")
 
-# The first process of a cluster; $1: the number of hosts. Prints "<host> <PID outside>" for each host that is up, then waits to be ended.
+# The first process of a cluster; $1: the number of hosts. Prints "<host> <PID outside>" for each
+# host that is up, then waits to be ended.
 CLUSTER = r"""
 set -eu
 mount -t tmpfs tmpfs /run
@@ -64,7 +75,8 @@ mount --bind /run/hosts /etc/hosts
 
 host() {
     ip netns exec $1 unshare --uts bash -euc '
-        read -r pid rest < /proc/self/stat  # before the next line, which shows PIDs as they are inside
+        # before the next line, which shows PIDs as they are inside
+        read -r pid rest < /proc/self/stat
         mount -t proc proc /proc
         mount -t tmpfs tmpfs /dev/shm
         hostname $1
@@ -94,23 +106,47 @@ class Hosts:
     """A cluster of `n` hosts h1..hn on this machine; a context manager.
 
     n: 2 to 8.
-    mbit: how fast each host sends, in Mbit/s; None: as fast as this machine can. What a host receives is not held back.
+    mbit: how fast each host sends, in Mbit/s; None: as fast as this machine can. What a host
+        receives is not held back.
     """
 
     def __init__(self, n: int, mbit: float | None = None) -> None:
         if not 2 <= n <= 8:
             raise ValueError(f"a cluster has 2 to 8 hosts, not {n}")
         if os.geteuid() != 0:
-            raise PermissionError("hosts need root: they are namespaces with a network of their own")
+            raise PermissionError(
+                "hosts need root: they are namespaces with a network of their own"
+            )
         if absent := missing():
             packages = " ".join(sorted(set(absent.values())))
-            raise FileNotFoundError(f"hosts need {', '.join(absent)}: apt-get install {packages}, or python scripts/hosts.py --install")
+            raise FileNotFoundError(
+                f"hosts need {', '.join(absent)}: apt-get install {packages}, or python "
+                "scripts/hosts.py --install"
+            )
         self.names: list[str] = [f"h{i + 1}" for i in range(n)]
-        # In a session of its own, so that a Ctrl-C at the terminal ends the cluster only when this process says so.
+        # In a session of its own, so that a Ctrl-C at the terminal ends the cluster only when this
+        # process says so.
         self._cluster = subprocess.Popen(
-            ["unshare", "--pid", "--mount", "--net", "--fork", "--kill-child", "bash", "-c", CLUSTER, "bash", str(n)],
-            env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+            [
+                "unshare",
+                "--pid",
+                "--mount",
+                "--net",
+                "--fork",
+                "--kill-child",
+                "bash",
+                "-c",
+                CLUSTER,
+                "bash",
+                str(n),
+            ],
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         try:
             self._pids = self._come_up()
             self.shape(mbit)
@@ -141,33 +177,65 @@ class Hosts:
     def enter(self, host: str, command: list[str]) -> list[str]:
         """The command line that runs `command` inside `host`, in the current directory."""
         spaces = ["--pid", "--mount", "--net", "--uts"]
-        return ["nsenter", "--target", str(self._pids[host]), *spaces, "--", "env", "--chdir", os.getcwd(), *command]
+        return [
+            "nsenter",
+            "--target",
+            str(self._pids[host]),
+            *spaces,
+            "--",
+            "env",
+            "--chdir",
+            os.getcwd(),
+            *command,
+        ]
 
     def command(self, launcher: str, program: list[str], environment: dict[str, str]) -> list[str]:
-        """The command line that runs `python program...` with these variables, one rank a host. It is to be run in that same environment.
+        """The command line that runs `python program...` with these variables, one rank a host.
+
+        It is to be run in that same environment.
 
         launcher: "mpirun" or "horovodrun --gloo".
         """
         on = ",".join(f"{name}:1" for name in self.names)
         python = [sys.executable, *program]
         if launcher == "horovodrun --gloo":
-            # Its cache, a file in the home directory, would say for an hour that hosts of these names can be reached.
-            options = ["--gloo", "--disable-cache", "--network-interfaces", "e0", "-np", str(len(self.names)), "-H", on]
+            # Its cache, a file in the home directory, would say for an hour that hosts of these
+            # names can be reached.
+            options = [
+                "--gloo",
+                "--disable-cache",
+                "--network-interfaces",
+                "e0",
+                "-np",
+                str(len(self.names)),
+                "-H",
+                on,
+            ]
             return self.enter("h1", [launch.find("horovodrun"), *options, *python])
         if launcher == "mpirun":
             mca = {
                 "btl": "tcp,self",
                 "btl_tcp_if_include": "e0",
                 "oob_tcp_if_include": "e0",
-                "orte_tmpdir_base": "/run",  # what goes there is named after PIDs, which stand for other processes in other clusters
-                "mpi_yield_when_idle": "1",  # or ranks that wait keep those of other hosts from working: they share the processors
+                # what goes there is named after PIDs, which stand for other processes in other
+                # clusters
+                "orte_tmpdir_base": "/run",
+                # or ranks that wait keep those of other hosts from working: they share the
+                # processors
+                "mpi_yield_when_idle": "1",
             }
             settings = [part for name, value in mca.items() for part in ("--mca", name, value)]
             # By itself, mpirun passes on to other hosts only the variables that are its own.
-            variables = [part for name in environment if name.isidentifier() for part in ("-x", name)]
+            variables = [
+                part for name in environment if name.isidentifier() for part in ("-x", name)
+            ]
             options = ["--bind-to", "none", "-np", str(len(self.names)), "-H", on]
-            return self.enter("h1", [launch.find("mpirun"), *settings, *variables, *options, *python])
-        raise ValueError(f"unknown launcher {launcher!r}: across hosts it is 'mpirun' or 'horovodrun --gloo'")
+            return self.enter(
+                "h1", [launch.find("mpirun"), *settings, *variables, *options, *python]
+            )
+        raise ValueError(
+            f"unknown launcher {launcher!r}: across hosts it is 'mpirun' or 'horovodrun --gloo'"
+        )
 
     def run(
         self,
@@ -178,19 +246,28 @@ class Hosts:
         environment: dict[str, str] | None = None,
         stdout: int | IO | None = None,
     ) -> subprocess.CompletedProcess:
-        """Run `python program...`, one rank a host, with these variables besides those of this process; leave none of its processes.
+        """Run `python program...`, one rank a host, with these variables besides those of this
+        process; leave none of its processes.
 
         timeout: seconds after which all ranks are killed and subprocess.TimeoutExpired is raised.
-        stdout: where its output and its errors go, as for subprocess.run; the result holds what went to subprocess.PIPE.
+        stdout: where its output and its errors go, as for subprocess.run; the result holds what
+            went to subprocess.PIPE.
         """
         environment = _environment(**environment or {})
         command = self.command(launcher, [str(part) for part in program], environment)
         before = self._processes()
         try:
             return subprocess.run(
-                command, env=environment, timeout=timeout, stdin=subprocess.DEVNULL, stdout=stdout,
-                stderr=None if stdout is None else subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-            )  # fmt: skip
+                command,
+                env=environment,
+                timeout=timeout,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=None if stdout is None else subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
         finally:
             while started := self._processes() - before:
                 for pid in started:
@@ -202,7 +279,11 @@ class Hosts:
         """{host: the bytes that its e0 has sent since it came up}."""
         sent = {}
         for name, pid in self._pids.items():
-            (counters,) = (line.split() for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines() if "e0:" in line)
+            (counters,) = (
+                line.split()
+                for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines()
+                if "e0:" in line
+            )
             sent[name] = int(counters[9])
         return sent
 
@@ -228,13 +309,20 @@ class Hosts:
 
 
 def shaping(mbit: float | None) -> list[list[str]]:
-    """The commands that let the host in which they are run send at most `mbit` Mbit/s; None: without limit."""
+    """The commands that let the host in which they are run send at most `mbit` Mbit/s; None:
+    without limit.
+    """
     if mbit is not None and not mbit > 0:
         raise ValueError(f"a rate is a positive number of Mbit/s, or None for no limit, not {mbit}")
-    # What a host may send at once after a pause: a quarter of a millisecond's worth, but never less than two packets. The more it is,
-    # the less a short message feels the rate. Packets that the kernel is yet to cut up must fit in, or it cuts them on the processor.
+    # What a host may send at once after a pause: a quarter of a millisecond's worth, but never less
+    # than two packets. The more it is, the less a short message feels the rate. Packets that the
+    # kernel is yet to cut up must fit in, or it cuts them on the processor.
     burst = max(4096, int((mbit or 10_000) * 1e6 / 8 / 4000))
-    queue = ["tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "limit", "64mb"] if mbit else ["noqueue"]
+    queue = (
+        ["tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "limit", "64mb"]
+        if mbit
+        else ["noqueue"]
+    )
     return [
         ["ip", "link", "set", "e0", "gso_max_size", f"{min(65536, int(0.9 * burst))}"],
         ["tc", "qdisc", "replace", "dev", "e0", "root", *queue],
@@ -244,11 +332,17 @@ def shaping(mbit: float | None) -> list[list[str]]:
 def missing() -> dict[str, str]:
     """{program that hosts need and this machine lacks: the Debian package it is in}."""
     path = _environment()["PATH"]
-    return {program: package for program, package in PROGRAMS.items() if not shutil.which(program, path=path)}
+    return {
+        program: package
+        for program, package in PROGRAMS.items()
+        if not shutil.which(program, path=path)
+    }
 
 
 def install() -> None:
-    """Install what is missing with apt-get, as root, without letting sshd serve this machine, now or at the next boot."""
+    """Install what is missing with apt-get, as root, without letting sshd serve this machine, now
+    or at the next boot.
+    """
     if not (absent := missing()):
         return
     apt = ["apt-get", "install", "--yes", "--no-install-recommends", *sorted(set(absent.values()))]
@@ -269,7 +363,9 @@ def install() -> None:
 
 
 def _environment(**more: str) -> dict[str, str]:
-    """What launch.environment() gives, with the places for root's programs, which su and sudo may leave out of the PATH."""
+    """What launch.environment() gives, with the places for root's programs, which su and sudo may
+    leave out of the PATH.
+    """
     environment = launch.environment(**more)
     return {**environment, "PATH": f"{environment['PATH']}:/usr/sbin:/sbin"}
 
@@ -277,12 +373,28 @@ def _environment(**more: str) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=2, help="2 to 8; default: 2")
-    parser.add_argument("--mbit", type=float, help="what each host can send, in Mbit/s; default: no limit")
-    parser.add_argument("--launcher", default="horovodrun --gloo", help="'mpirun' or 'horovodrun --gloo' (the default)")
-    parser.add_argument("--timeout", type=float, help="seconds after which the job is killed; default: none")
-    parser.add_argument("--shell", action="store_true", help="open a shell in h1 instead of running a program")
-    parser.add_argument("--install", action="store_true", help="install the programs that hosts need, with apt-get")
-    parser.add_argument("program", nargs="*", help="a Python program with its arguments, after --; one rank of it runs on each host")
+    parser.add_argument(
+        "--mbit", type=float, help="what each host can send, in Mbit/s; default: no limit"
+    )
+    parser.add_argument(
+        "--launcher",
+        default="horovodrun --gloo",
+        help="'mpirun' or 'horovodrun --gloo' (the default)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, help="seconds after which the job is killed; default: none"
+    )
+    parser.add_argument(
+        "--shell", action="store_true", help="open a shell in h1 instead of running a program"
+    )
+    parser.add_argument(
+        "--install", action="store_true", help="install the programs that hosts need, with apt-get"
+    )
+    parser.add_argument(
+        "program",
+        nargs="*",
+        help="a Python program with its arguments, after --; one rank of it runs on each host",
+    )
     arguments = parser.parse_args()
     if arguments.install:
         install()
@@ -292,8 +404,12 @@ def main() -> int:
     try:
         with Hosts(arguments.hosts, arguments.mbit) as hosts:
             if arguments.shell:
-                return subprocess.call(hosts.enter("h1", [os.environ.get("SHELL", "bash")]), env=_environment())
-            return hosts.run(arguments.launcher, arguments.program, timeout=arguments.timeout).returncode
+                return subprocess.call(
+                    hosts.enter("h1", [os.environ.get("SHELL", "bash")]), env=_environment()
+                )
+            return hosts.run(
+                arguments.launcher, arguments.program, timeout=arguments.timeout
+            ).returncode
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, RuntimeError, subprocess.SubprocessError) as error:

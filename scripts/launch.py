@@ -1,4 +1,6 @@
-"""How the project's own scripts and tests start Horovod on this machine: the command line and environment of each launcher."""
+"""How the project's own scripts and tests start Horovod on this machine: the command line and
+environment of each launcher.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,50 @@ BIN = Path(sys.executable).parent
 def command(launcher: str, ranks: int, program: list[str], tagged: bool = False) -> list[str]:
     """The command line that runs `python program...` on `ranks` ranks of this machine.
 
-    launcher: "mpirun", "horovodrun" (over MPI) or "horovodrun --gloo". More ranks than cores are allowed.
+    launcher: "mpirun", "horovodrun" (over MPI) or "horovodrun --gloo". More ranks than cores are
+        allowed.
     tagged: mpirun puts the rank before every line of output, as horovodrun always does.
     """
     python = [sys.executable, *program]
     if launcher == "mpirun":
-        return [find("mpirun"), "--oversubscribe", "--bind-to", "none", *["--tag-output"] * tagged, "-np", str(ranks), *python]
+        return [
+            find("mpirun"),
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+            *["--tag-output"] * tagged,
+            "-np",
+            str(ranks),
+            *python,
+        ]
     if launcher == "horovodrun":
-        return [find("horovodrun"), "--mpi", "--mpi-args=--oversubscribe", "-np", str(ranks), "-H", f"localhost:{ranks}", *python]
+        return [
+            find("horovodrun"),
+            "--mpi",
+            "--mpi-args=--oversubscribe",
+            "-np",
+            str(ranks),
+            "-H",
+            f"localhost:{ranks}",
+            *python,
+        ]
     if launcher == "horovodrun --gloo":
-        return [find("horovodrun"), "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}", *python]
+        return [
+            find("horovodrun"),
+            "--gloo",
+            "-np",
+            str(ranks),
+            "-H",
+            f"localhost:{ranks}",
+            *python,
+        ]
     raise ValueError(f"unknown launcher {launcher!r}")
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment the launchers need: this Python's programs first, leave for root, and no banners."""
+    """The environment the launchers need: this Python's programs first, leave for root, and no
+    banners.
+    """
     return {
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",

@@ -1,8 +1,11 @@
-"""The baseline of `make bench`: local top-k with error feedback and an all-gather, as Deep Gradient Compression does it.
+"""The baseline of `make bench`: local top-k with error feedback and an all-gather, as Deep Gradient
+Compression does it.
 
-Lin et al., 2018 (arXiv 1712.01887): every worker sends its own largest elements, found by a threshold estimated on a sample; what it
-does not send it keeps and adds to the next gradient. The indices differ between workers, so values and indices are gathered, and
-the traffic grows with the number of workers. Written as fast as it can be in PyTorch: buffers are kept, indices are 32 bits wide.
+Lin et al., 2018 (arXiv 1712.01887): every worker sends its own largest elements, found by a
+threshold estimated on a sample; what it does not send it keeps and adds to the next gradient. The
+indices differ between workers, so values and indices are gathered, and the traffic grows with the
+number of workers. Written as fast as it can be in PyTorch: buffers are kept, indices are 32 bits
+wide.
 """
 
 from __future__ import annotations
@@ -17,9 +20,15 @@ SAMPLED = 0.01  # of a tensor's elements, for the threshold (the paper's 0.1 % t
 
 
 class LocalTopK:
-    """Averages the gradients of `parameters` over the ranks, sending one element in `rate` of every rank. Call `reduce` after backward."""
+    """Averages the gradients of `parameters` over the ranks, sending one element in `rate` of every
+    rank.
 
-    def __init__(self, parameters: list[torch.nn.Parameter], rate: int, min_numel: int = 2048) -> None:
+    Call `reduce` after backward.
+    """
+
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], rate: int, min_numel: int = 2048
+    ) -> None:
         self._rate = rate
         self._small = [p for p in parameters if p.numel() < min_numel]
         self._residues = {p: torch.zeros(p.numel()) for p in parameters if p.numel() >= min_numel}
@@ -42,7 +51,9 @@ class LocalTopK:
         )
 
     def _largest(self, residue: torch.Tensor) -> torch.Tensor:
-        """Indices of about N / rate elements: those above the threshold that as many of a sample are above."""
+        """Indices of about N / rate elements: those above the threshold that as many of a sample
+        are above.
+        """
         magnitudes = torch.abs(residue, out=self._magnitudes[: residue.numel()])
         stride = max(1, min(int(1 / SAMPLED), residue.numel() // (4 * self._rate)))
         start = int(torch.randint(stride, ()))

@@ -1,15 +1,19 @@
-"""How long a step takes on 2 to 4096 workers, for networks of 1 to 400 Gbit/s: a model whose constants `make bench` measured.
+"""How long a step takes on 2 to 4096 workers, for networks of 1 to 400 Gbit/s: a model whose
+constants `make bench` measured.
 
-The model (all of it is `predict`). Gradients become ready evenly over backward, two thirds of the compute; a bucket's collectives follow
-each other and the last bucket's cannot hide. A collective costs a negotiation and its hops, 2(n-1) of them for a ring's all-reduce,
-log2 n for a broadcast, and its bytes at the network's speed:
+The model (all of it is `predict`). Gradients become ready evenly over backward, two thirds of the
+compute; a bucket's collectives follow each other and the last bucket's cannot hide. A collective
+costs a negotiation and its hops, 2(n-1) of them for a ring's all-reduce, log2 n for a broadcast,
+and its bytes at the network's speed:
 
     dense       2(n-1)/n * 4N bytes a worker        fp16  half of that
     local top-k (n-1) * 8k bytes: the union of n choices, values and indices
-    ScaleCom    2(n-1)/n * 4k + k bytes: constant in n; look-ahead hides the k bytes of offsets behind the next forward and backward
+    ScaleCom    2(n-1)/n * 4k + k bytes: constant in n; look-ahead hides the k bytes of offsets
+                behind the next forward and backward
 
-Five kinds of constants are fitted to the measured steps: the share of the nominal speed that is reached, one negotiation, one hop, and per
-method the processor's time a step and a megabyte. All but the first grow where workers share processors, as those of `make bench` do.
+Five kinds of constants are fitted to the measured steps: the share of the nominal speed that is
+reached, one negotiation, one hop, and per method the processor's time a step and a megabyte. All
+but the first grow where workers share processors, as those of `make bench` do.
 """
 
 from __future__ import annotations
@@ -72,7 +76,10 @@ def broadcast_of_offsets(method: str, s: Setting, c: Constants) -> float:
     """The time in ms that a step's broadcasts take if nothing hides them."""
     shared = max(1.0, s.workers / c.cores)
     per_byte = 8e-6 / (s.gbit * c.reached) + 1e-6 * c.megabyte[method] * shared
-    return BUCKETS * shared * (c.negotiation + math.ceil(math.log2(s.workers)) * c.hop) + traffic(method, s)[1] * per_byte
+    return (
+        BUCKETS * shared * (c.negotiation + math.ceil(math.log2(s.workers)) * c.hop)
+        + traffic(method, s)[1] * per_byte
+    )
 
 
 def predict(method: str, s: Setting, c: Constants) -> float:
@@ -85,8 +92,13 @@ def predict(method: str, s: Setting, c: Constants) -> float:
     exchange = BUCKETS * (negotiation + hops * hop) + values * per_byte
     broadcast = broadcast_of_offsets(method, s, c) if method.startswith("ScaleCom") else 0.0
     if method == "ScaleCom look-ahead":
-        # The next step's offsets travel until its buckets are ready, so they take part only where the network is busy all the time.
-        tail, total, hidden = exchange / BUCKETS, exchange + broadcast, s.compute * (1 - (1 - BACKWARD) / BUCKETS)
+        # The next step's offsets travel until its buckets are ready, so they take part only where
+        # the network is busy all the time.
+        tail, total, hidden = (
+            exchange / BUCKETS,
+            exchange + broadcast,
+            s.compute * (1 - (1 - BACKWARD) / BUCKETS),
+        )
     else:
         total = exchange + broadcast
         tail, hidden = total / BUCKETS, s.compute * BACKWARD * (1 - 1 / BUCKETS)
@@ -94,24 +106,41 @@ def predict(method: str, s: Setting, c: Constants) -> float:
 
 
 def fit(measured: list[dict[str, Any]], cores: int) -> Constants:
-    """The constants that bring the predictions nearest to the measured steps, in logarithms: 10 % is 10 % everywhere."""
+    """The constants that bring the predictions nearest to the measured steps, in logarithms: 10 %
+    is 10 % everywhere.
+    """
     methods = [method for method in METHODS if any(r["method"] == method for r in measured)]
 
     def constants(x: np.ndarray) -> Constants:
         step, megabyte = np.split(x[3:], 2)
-        return Constants(x[0], x[1], x[2], dict(zip(methods, step, strict=True)), dict(zip(methods, megabyte, strict=True)), cores)
+        return Constants(
+            x[0],
+            x[1],
+            x[2],
+            dict(zip(methods, step, strict=True)),
+            dict(zip(methods, megabyte, strict=True)),
+            cores,
+        )
 
     def errors(x: np.ndarray) -> list[float]:
-        return [math.log(predict(r["method"], setting_of(r), constants(x)) / r["step_ms"]) for r in measured]
+        return [
+            math.log(predict(r["method"], setting_of(r), constants(x)) / r["step_ms"])
+            for r in measured
+        ]
 
-    # hosts.py's shaping passes 94 to 96 % of the nominal speed, and a message takes 0.05 ms and more from socket to socket.
+    # hosts.py's shaping passes 94 to 96 % of the nominal speed, and a message takes 0.05 ms and
+    # more from socket to socket.
     start = [0.95, 1.0, 0.1] + [10.0] * len(methods) + [1.0] * len(methods)
-    bounds = ([0.9, 0.0, 0.05] + [0.0] * 2 * len(methods), [1.0, 20.0, 20.0] + [2000.0] * 2 * len(methods))
+    bounds = (
+        [0.9, 0.0, 0.05] + [0.0] * 2 * len(methods),
+        [1.0, 20.0, 20.0] + [2000.0] * 2 * len(methods),
+    )
     return constants(least_squares(errors, start, bounds=bounds, loss="soft_l1", f_scale=0.1).x)
 
 
 def setting_of(result: dict[str, Any]) -> Setting:
-    # "Unshaped" is a bridge in this machine's memory; a figure far above what any shaped network gives stands for it.
+    # "Unshaped" is a bridge in this machine's memory; a figure far above what any shaped network
+    # gives stands for it.
     return Setting(result["hosts"], (result["mbit"] or 40_000) / 1000, result["compute_ms"])
 
 
@@ -125,8 +154,10 @@ def on_devices(c: Constants) -> Constants:
     return dataclasses.replace(c, megabyte=dict.fromkeys(c.megabyte, 0.0))
 
 
-def where_the_gain_ends(method: str, c: Constants, workers: int, compute: float, least: float = 1.1) -> float:
-    """The speed in Gbit/s above which `method` makes a dense step less than `least` times as fast."""
+def where_the_gain_ends(
+    method: str, c: Constants, workers: int, compute: float, least: float = 1.1
+) -> float:
+    """The Gbit/s above which `method` makes a dense step less than `least` times as fast."""
     for gbit in np.geomspace(0.01, 4000, 800):
         s = Setting(workers, float(gbit), compute)
         if predict("dense", s, c) / predict(method, s, c) < least:
@@ -135,58 +166,102 @@ def where_the_gain_ends(method: str, c: Constants, workers: int, compute: float,
 
 
 def report(measured: list[dict[str, Any]], c: Constants) -> str:
-    per_method = ", ".join(f"{method} {time:.1f} + {c.megabyte[method]:.2f} a MB" for method, time in c.step.items())
+    per_method = ", ".join(
+        f"{method} {time:.1f} + {c.megabyte[method]:.2f} a MB" for method, time in c.step.items()
+    )
     lines = [
-        f"fitted: {100 * c.reached:.0f} % of the nominal speed, {c.negotiation:.2f} ms a negotiation, {c.hop:.3f} ms a hop; "
-        f"processor ms a step: {per_method}",
+        f"fitted: {100 * c.reached:.0f} % of the nominal speed, {c.negotiation:.2f} ms a "
+        f"negotiation, {c.hop:.3f} ms a hop; processor ms a step: {per_method}",
         "",
         f"{'measured':48s} {'step ms':>8s} {'model':>8s} {'off by':>7s}",
     ]
     for r in measured:
         expected = predict(r["method"], setting_of(r), c)
         where = (
-            f"{r['method']}, {r['hosts']} hosts, {r['mbit'] or 'un'}{'' if not r['mbit'] else ' Mbit/s'}{'shaped' if not r['mbit'] else ''}"
+            f"{r['method']}, {r['hosts']} hosts, "
+            f"{str(r['mbit']) + ' Mbit/s' if r['mbit'] else 'unshaped'}"
         )
-        lines.append(f"{where:48s} {r['step_ms']:8.0f} {expected:8.0f} {100 * (expected / r['step_ms'] - 1):+6.0f}%")
+        lines.append(
+            f"{where:48s} {r['step_ms']:8.0f} {expected:8.0f} "
+            f"{100 * (expected / r['step_ms'] - 1):+6.0f}%"
+        )
     c = own_cores(c)
-    lines += ["", "predicted speed-up over dense (24.8 M parameters, 150 ms of compute, every worker on processors of its own):"]
+    lines += [
+        "",
+        "predicted speed-up over dense (24.8 M parameters, 150 ms of compute, every worker on "
+        "processors of its own):",
+    ]
     speeds = (1, 10, 25, 100, 400)
     for method in [m for m in METHODS[1:] if m in c.step]:
         lines.append(f"  {method:22s}" + "".join(f"{f'{gbit} Gbit/s':>12s}" for gbit in speeds))
         for n in (2, 8, 64, 512, 4096):
             settings = [Setting(n, gbit, 150) for gbit in speeds]
-            lines.append(f"  {n:14d} workers" + "".join(f"{predict('dense', s, c) / predict(method, s, c):11.1f}x" for s in settings))
-    lines += ["", "where the gain ends: above this speed a step is less than 1.1 times as fast as a dense one (8 workers), Gbit/s:"]
+            lines.append(
+                f"  {n:14d} workers"
+                + "".join(
+                    f"{predict('dense', s, c) / predict(method, s, c):11.1f}x" for s in settings
+                )
+            )
+    lines += [
+        "",
+        "where the gain ends: above this speed a step is less than 1.1 times as fast as a dense "
+        "one (8 workers), Gbit/s:",
+    ]
     for compute in (50, 150, 500):
-        ends = [where_the_gain_ends("ScaleCom look-ahead", constants, 8, compute) for constants in (c, on_devices(c))]
+        ends = [
+            where_the_gain_ends("ScaleCom look-ahead", constants, 8, compute)
+            for constants in (c, on_devices(c))
+        ]
         as_said = [f"{end:.1f}" if end < math.inf else "nowhere" for end in ends]
-        lines.append(f"  {compute:3d} ms of compute: {as_said[0]} with sums on processors (Gloo), {as_said[1]} with sums on devices (NCCL)")
+        lines.append(
+            f"  {compute:3d} ms of compute: {as_said[0]} with sums on processors (Gloo), "
+            f"{as_said[1]} with sums on devices (NCCL)"
+        )
     if "ScaleCom staggered" in c.step:
         lines += [
             "",
-            "what the broadcast of offsets costs (10 Gbit/s, 150 ms of compute): cyclic or staggered step less look-ahead step, ms",
+            "what the broadcast of offsets costs (10 Gbit/s, 150 ms of compute): cyclic or "
+            "staggered step less look-ahead step, ms",
         ]
         for n in (2, 8, 64, 512, 4096):
             s = Setting(n, 10, 150)
-            lines.append(f"  {n:5d} workers: {predict('ScaleCom staggered', s, c) - predict('ScaleCom look-ahead', s, c):7.1f}")
+            lines.append(
+                f"  {n:5d} workers: "
+                f"{predict('ScaleCom staggered', s, c) - predict('ScaleCom look-ahead', s, c):7.1f}"
+            )
     return "\n".join(lines)
 
 
 def plot(measured: list[dict[str, Any]], c: Constants, path: Path) -> None:
-    """Step time against workers, with the measured points (this machine's cores shared), and predictions per speed."""
+    """Step time against workers, with the measured points (this machine's cores shared), and
+    predictions per speed.
+    """
     figure, axes = plt.subplots(1, 4, figsize=(18, 4.2), layout="constrained")
     colours = {method: f"C{i}" for i, method in enumerate(METHODS)}
     for method in c.step:
         points = [r for r in measured if r["method"] == method and r["mbit"] == 1000]
-        axes[0].plot([r["hosts"] for r in points], [r["step_ms"] for r in points], "o", color=colours[method])
+        axes[0].plot(
+            [r["hosts"] for r in points], [r["step_ms"] for r in points], "o", color=colours[method]
+        )
         n = [2, 4, 8]
         compute = {r["hosts"]: r["compute_ms"] for r in points}
-        axes[0].plot(n, [predict(method, Setting(i, 1, compute.get(i, 150)), c) for i in n], "-", color=colours[method], label=method)
+        axes[0].plot(
+            n,
+            [predict(method, Setting(i, 1, compute.get(i, 150)), c) for i in n],
+            "-",
+            color=colours[method],
+            label=method,
+        )
     axes[0].set_title("measured (points) and model, 1 Gbit/s, 2 cores for all", fontsize=10)
     workers = [2**i for i in range(1, 13)]
     for axis, gbit in zip(axes[1:], (1, 10, 100), strict=True):
         for method in c.step:
-            axis.plot(workers, [predict(method, Setting(n, gbit, 150), own_cores(c)) for n in workers], color=colours[method], label=method)
+            axis.plot(
+                workers,
+                [predict(method, Setting(n, gbit, 150), own_cores(c)) for n in workers],
+                color=colours[method],
+                label=method,
+            )
         axis.set_title(f"model, {gbit} Gbit/s, 150 ms of compute", fontsize=10)
     for axis in axes:
         axis.set_xscale("log", base=2)
@@ -200,15 +275,23 @@ def plot(measured: list[dict[str, Any]], c: Constants, path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=Path("bench/results.json"), help="what make bench wrote")
+    parser.add_argument(
+        "--results", type=Path, default=Path("bench/results.json"), help="what make bench wrote"
+    )
     parser.add_argument("--output", type=Path, default=Path("bench/scaling.png"))
     arguments = parser.parse_args()
     try:
         found = json.loads(arguments.results.read_text())
     except FileNotFoundError:
-        print(f"scaling_model.py: {arguments.results} is not there: run make bench first, which measures the constants", file=sys.stderr)
+        print(
+            f"scaling_model.py: {arguments.results} is not there: run make bench first, which "
+            "measures the constants",
+            file=sys.stderr,
+        )
         return 1
-    measured = [r for r in found["results"] if r["case"] == "transformer" and r["method"] in METHODS]
+    measured = [
+        r for r in found["results"] if r["case"] == "transformer" and r["method"] in METHODS
+    ]
     c = fit(measured, found["machine"]["cores"])
     print(report(measured, c))
     plot(measured, c, arguments.output)

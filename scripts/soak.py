@@ -1,9 +1,11 @@
-"""make soak: trains elastically for minutes while workers are killed, stopped, added and sent home, and gradients overflow or are missing.
+"""make soak: trains elastically for minutes while workers are killed, stopped, added and sent home,
+and gradients overflow or are missing.
 
-Jobs follow each other, one for each way of using ScaleCom (`PLANS`). Their workers (soak_worker.py, soak_tensorflow_worker.py) check
-after every step that nothing was lost; here their diaries are read: weights must be equal on all ranks at every commit, losses must fall,
-memory must not grow. Ends with a table of faults, and with exit code 1 if any was not survived. Of a job with complaints the folder is
-kept, which has its log, and every worker's diary and checkpoint.
+Jobs follow each other, one for each way of using ScaleCom (`PLANS`). Their workers (soak_worker.py,
+soak_tensorflow_worker.py) check after every step that nothing was lost; here their diaries are
+read: weights must be equal on all ranks at every commit, losses must fall, memory must not grow.
+Ends with a table of faults, and with exit code 1 if any was not survived. Of a job with complaints
+the folder is kept, which has its log, and every worker's diary and checkpoint.
 
     python scripts/soak.py --minutes 3 --ranks 4
     python scripts/soak.py --minutes 3 --only "local steps" --seed 5
@@ -40,17 +42,26 @@ from tqdm import tqdm
 COMPRESSED = {"rate": 20, "dense": [], "warmup_steps": 0}
 PLANS = [
     Plan(settings=COMPRESSED),
-    Plan(settings=COMPRESSED | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
+    Plan(
+        settings=COMPRESSED
+        | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}
+    ),
     Plan(optimizer="stock", settings=COMPRESSED | {"wire_dtype": "float16"}),
     Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3),
     Plan(optimizer="TensorFlow", settings=COMPRESSED),
-    Plan(optimizer="TensorFlow", settings=COMPRESSED | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
+    Plan(
+        optimizer="TensorFlow",
+        settings=COMPRESSED
+        | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5},
+    ),
 ]
 
 
 class Framework(NamedTuple):
-    """A worker's program, and seconds. gloo_timeout: only the neighbours of a worker that dies notice at once, the others wait so long; and
-    so long a newcomer may take to start. limit: until training starts, or goes on after a fault. calm: at most, between two faults."""
+    """A worker's program, and seconds. gloo_timeout: only the neighbours of a worker that dies
+    notice at once, the others wait so long; and so long a newcomer may take to start. limit: until
+    training starts, or goes on after a fault. calm: at most, between two faults.
+    """
 
     worker: str
     gloo_timeout: int
@@ -66,7 +77,9 @@ Diary = list[dict[str, Any]]
 
 
 class Job:
-    """An elastic job on this machine: every worker has a host of its own, since Horovod gives up the host of a worker that died."""
+    """An elastic job on this machine: every worker has a host of its own, since Horovod gives up
+    the host of a worker that died.
+    """
 
     def __init__(self, folder: Path, plan: Plan, ranks: int) -> None:
         self.folder, self._names = folder, _loopback_names()
@@ -78,14 +91,32 @@ class Job:
         discover.chmod(0o755)
         self.log = (folder / "log").open("w+", errors="replace")
         command = [
-            launch.find("horovodrun"), "--gloo", "-np", ranks, "--min-np", min(2, ranks), "--max-np", ranks,
-            "--gloo-timeout-seconds", framework.gloo_timeout, "--host-discovery-script", discover,
-            sys.executable, Path(__file__).with_name(framework.worker), folder, json.dumps(dataclasses.asdict(plan)),
-        ]  # fmt: skip
+            launch.find("horovodrun"),
+            "--gloo",
+            "-np",
+            ranks,
+            "--min-np",
+            min(2, ranks),
+            "--max-np",
+            ranks,
+            "--gloo-timeout-seconds",
+            framework.gloo_timeout,
+            "--host-discovery-script",
+            discover,
+            sys.executable,
+            Path(__file__).with_name(framework.worker),
+            folder,
+            json.dumps(dataclasses.asdict(plan)),
+        ]
         self._process = subprocess.Popen(
-            [str(part) for part in command], cwd=folder, env=launch.environment(), stdin=subprocess.DEVNULL, stdout=self.log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [str(part) for part in command],
+            cwd=folder,
+            env=launch.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def _show_hosts(self) -> None:
         part = self.folder / "hosts.part"
@@ -210,22 +241,36 @@ def judge(diaries: dict[int, Diary], folder: Path) -> Findings:
         for diary in diaries.values()
         for entry in of(diary, "violation")
     ]
-    by_time = sorted((commit for told in commits.values() for commit in told.values()), key=lambda commit: commit["time"])
+    by_time = sorted(
+        (commit for told in commits.values() for commit in told.values()),
+        key=lambda commit: commit["time"],
+    )
     losses = [commit["loss"] for commit in by_time if math.isfinite(commit["loss"])]
     if len(losses) >= 8:
-        first, last = (statistics.median(part) for part in (losses[: len(losses) // 4], losses[-len(losses) // 4 :]))
+        first, last = (
+            statistics.median(part)
+            for part in (losses[: len(losses) // 4], losses[-len(losses) // 4 :])
+        )
         if last >= first:
-            complaints.append(f"the loss does not fall: {first:g} in the first quarter, {last:g} in the last")
+            complaints.append(
+                f"the loss does not fall: {first:g} in the first quarter, {last:g} in the last"
+            )
     for path in [*folder.glob("checkpoint-*.pt"), *folder.glob("checkpoint-*.pickle")]:
         try:
-            torch.load(path, weights_only=True) if path.suffix == ".pt" else pickle.loads(path.read_bytes())
+            torch.load(path, weights_only=True) if path.suffix == ".pt" else pickle.loads(
+                path.read_bytes()
+            )
         except Exception as error:
             complaints.append(f"{path.name} cannot be loaded: {error}")
     growth = max((_growth(of(diary, "commit")) for diary in diaries.values()), default=0.0)
     if growth > MEGABYTES_PER_1000_STEPS:
         complaints.append(f"memory grows by {growth:.1f} MB in 1000 steps")
-    faults = collections.Counter(entry["kind"] for diary in diaries.values() for entry in of(diary, "fault"))
-    steps = sum(max(told.values(), key=lambda commit: commit["made"])["made"] for told in commits.values())
+    faults = collections.Counter(
+        entry["kind"] for diary in diaries.values() for entry in of(diary, "fault")
+    )
+    steps = sum(
+        max(told.values(), key=lambda commit: commit["made"])["made"] for told in commits.values()
+    )
     return Findings(steps, len(shared), faults, growth, complaints)
 
 
@@ -236,7 +281,10 @@ def _growth(commits: Diary) -> float:
     if steps < 1000:  # every start of Horovod takes up some, the first ones most
         return 0.0
     half = len(lived) // 2
-    first, second = (statistics.median(commit["memory"] for commit in part) for part in (lived[:half], lived[half:]))
+    first, second = (
+        statistics.median(commit["memory"] for commit in part)
+        for part in (lived[:half], lived[half:])
+    )
     return max(0.0, (second - first) / (steps / 2) * 1000)
 
 
@@ -244,7 +292,7 @@ def _growth(commits: Diary) -> float:
 
 
 class Trouble:
-    """Makes a fault from outside every few seconds, and waits until training has gone on after it."""
+    """Makes a fault from outside every few seconds, and waits until training goes on."""
 
     def __init__(self, job: Job, ranks: int, dice: random.Random) -> None:
         self.job, self.ranks, self.dice = job, ranks, dice
@@ -253,7 +301,9 @@ class Trouble:
         self.slowest: dict[str, float] = {}  # seconds until training had gone on, by kind of fault
 
     def make(self, limit: float) -> None:
-        """One fault, from which the job must have recovered `limit` seconds later: else TimeoutError."""
+        """One fault, from which the job must have recovered `limit` seconds later: else
+        TimeoutError.
+        """
         alive, generations = self.job.workers(), self._generations()
         if len(alive) < self.ranks:
             kind, spare = "a worker comes", alive
@@ -265,8 +315,9 @@ class Trouble:
         began = time.time()
         wanted = set(spare) if kind != "a worker comes" else set()
         victims = set(alive) - set(spare)
-        # Where workers come or go Horovod starts again, and until it has, nothing else may happen: while it starts, it forgets what it is
-        # told of hosts (0.28.1, common/elastic.py: on_reset).
+        # Where workers come or go Horovod starts again, and until it has, nothing else may happen:
+        # while it starts, it forgets what it is told of hosts (0.28.1, common/elastic.py:
+        # on_reset).
         over = generations if victims or kind == "a worker comes" else set()
         while time.time() - began < limit:
             if not self.job.running:
@@ -279,7 +330,11 @@ class Trouble:
             }
             # A worker that was told to die, or whose host was taken away, trains for a while yet.
             gone = victims.isdisjoint(self.job.workers())
-            together = len(later) >= 2 and len(set(later.values())) == 1 and over.isdisjoint(later.values())
+            together = (
+                len(later) >= 2
+                and len(set(later.values())) == 1
+                and over.isdisjoint(later.values())
+            )
             gone_on = gone and together and wanted <= later.keys()
             if gone_on and (kind != "a worker comes" or later.keys() - set(alive)):
                 self.survived[kind] += 1
@@ -287,18 +342,26 @@ class Trouble:
                 return
             time.sleep(0.2)
         if not victims.isdisjoint(self.job.workers()):
-            raise TimeoutError(f"a worker that was to go is still there {limit:.0f} s after: {kind}")
+            raise TimeoutError(
+                f"a worker that was to go is still there {limit:.0f} s after: {kind}"
+            )
         raise TimeoutError(f"training did not go on within {limit:.0f} s after: {kind}")
 
     def _generations(self) -> set[str]:
         """One for every time that ranks came together so far."""
-        return {entry["generation"] for diary in self.job.diaries().values() for entry in of(diary, "begin")}
+        return {
+            entry["generation"]
+            for diary in self.job.diaries().values()
+            for entry in of(diary, "begin")
+        }
 
     def _faults(self) -> dict[str, Any]:
         faults = {
             "kill -9 at any moment": lambda alive: self._kill(alive, 1),
             "kill -9 in backward": lambda alive: self._order(alive, "backward"),
-            "kill -9 of the leader between its choice and the averages": lambda alive: self._order(alive, "exchange"),
+            "kill -9 of the leader between its choice and the averages": lambda alive: self._order(
+                alive, "exchange"
+            ),
             "kill -9 while a checkpoint is written": lambda alive: self._order(alive, "saving"),
             "a worker stands still for seconds": self._stop,
             "a host is taken away": self._remove,
@@ -333,7 +396,9 @@ class Trouble:
         return [pid for pid in alive if pid != victim]
 
 
-def watch(plan: Plan, ranks: int, seconds: float, dice: random.Random, bar: tqdm) -> tuple[Findings, Trouble]:
+def watch(
+    plan: Plan, ranks: int, seconds: float, dice: random.Random, bar: tqdm
+) -> tuple[Findings, Trouble]:
     """One job for so many seconds."""
     folder, began, start = Path(tempfile.mkdtemp(prefix="soak.")), time.time(), bar.n
     job = Job(folder, plan, ranks)
@@ -361,18 +426,24 @@ def watch(plan: Plan, ranks: int, seconds: float, dice: random.Random, bar: tqdm
     if failure:
         findings.complaints.append(failure)
     if findings.complaints:
-        findings.complaints.append(f"the log and the diaries of {plan.optimizer} {plan.settings} are in {folder}")
+        findings.complaints.append(
+            f"the log and the diaries of {plan.optimizer} {plan.settings} are in {folder}"
+        )
     else:
         shutil.rmtree(folder)
     return findings, trouble
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=3, help="how long, in all")
     parser.add_argument("--ranks", type=int, default=4, help="at least 3")
     parser.add_argument("--seed", type=int, default=0, help="of what goes wrong when")
-    parser.add_argument("--only", choices=sorted({plan.optimizer for plan in PLANS}), help="only jobs of this kind")
+    parser.add_argument(
+        "--only", choices=sorted({plan.optimizer for plan in PLANS}), help="only jobs of this kind"
+    )
     arguments = parser.parse_args()
     if arguments.ranks < 3:
         parser.error("--ranks must be at least 3: one is killed, and two must be left")
@@ -383,10 +454,22 @@ def main() -> int:
     plans = [plan for plan in PLANS if arguments.only in (None, plan.optimizer)]
     seconds = arguments.minutes * 60 / len(plans)
     results = []
-    with tqdm(total=round(arguments.minutes * 60), unit="s", bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} s {postfix}") as bar:
+    with tqdm(
+        total=round(arguments.minutes * 60),
+        unit="s",
+        bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} s {postfix}",
+    ) as bar:
         for number, plan in enumerate(plans):
             bar.set_description(f"{plan.optimizer} {plan.settings}")
-            results.append(watch(dataclasses.replace(plan, seed=arguments.seed + number), arguments.ranks, seconds, dice, bar))
+            results.append(
+                watch(
+                    dataclasses.replace(plan, seed=arguments.seed + number),
+                    arguments.ranks,
+                    seconds,
+                    dice,
+                    bar,
+                )
+            )
             bar.update(round(seconds * (number + 1)) - bar.n)
     report(results)
     return 1 if any(findings.complaints for findings, _ in results) else 0
@@ -396,17 +479,28 @@ def report(results: list[tuple[Findings, Trouble]]) -> None:
     tried, survived = collections.Counter(), collections.Counter()
     for findings, trouble in results:
         tried += trouble.tried + findings.faults
-        survived += trouble.survived + (collections.Counter() if findings.complaints else findings.faults)
+        survived += trouble.survived + (
+            collections.Counter() if findings.complaints else findings.faults
+        )
     width = max(map(len, tried), default=5)
     print(f"\n{'fault':{width}s}  tried  survived  slowest")
     for kind in sorted(tried):
         slowest = [trouble.slowest[kind] for _, trouble in results if kind in trouble.slowest]
-        print(f"{kind:{width}s}  {tried[kind]:5d}  {survived[kind]:8d}" + (f"  {max(slowest):5.0f} s" if slowest else ""))
-    print(f"\n{sum(f.steps for f, _ in results)} steps, {tried.total()} faults, {survived.total()} survived")
+        print(
+            f"{kind:{width}s}  {tried[kind]:5d}  {survived[kind]:8d}"
+            + (f"  {max(slowest):5.0f} s" if slowest else "")
+        )
+    print(
+        f"\n{sum(f.steps for f, _ in results)} steps, {tried.total()} faults, {survived.total()} "
+        "survived"
+    )
     print(f"agreement: weights compared at {sum(f.compared for f, _ in results)} commits")
     print(f"memory: grows by at most {max(f.growth for f, _ in results):.2f} MB in 1000 steps")
     complaints = [complaint for findings, _ in results for complaint in findings.complaints]
-    print(f"what left the residues was compared with what arrived after every step: {len(complaints)} complaints")
+    print(
+        "what left the residues was compared with what arrived after every step: "
+        f"{len(complaints)} complaints"
+    )
     for complaint in complaints[:20]:
         print(f"  {complaint}")
 

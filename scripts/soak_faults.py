@@ -1,10 +1,13 @@
-"""What workers of soak.py have in common, whatever their framework: the plan, what goes wrong, the diary, and what is checked after a step.
+"""What workers of soak.py have in common, whatever their framework: the plan, what goes wrong, the
+diary, and what is checked after a step.
 
-A worker is started with a folder, and the plan as JSON (`Plan`). The folder holds `hosts`, which host discovery shows; `order-PID`, by
-which soak.py tells a worker where to die; `stop`, which ends the job; checkpoints; and every worker's diary, a JSON object per line.
+A worker is started with a folder, and the plan as JSON (`Plan`). The folder holds `hosts`, which
+host discovery shows; `order-PID`, by which soak.py tells a worker where to die; `stop`, which ends
+the job; checkpoints; and every worker's diary, a JSON object per line.
 
-What is checked, per step and tensor: what left the residues, averaged over ranks, is what arrived in the gradients. What a rank sent is
-`m + grad - (m' - (1 - beta) m) / beta`, by the algorithm's own line for the new residue m'.
+What is checked, per step and tensor: what left the residues, averaged over ranks, is what arrived
+in the gradients. What a rank sent is `m + grad - (m' - (1 - beta) m) / beta`, by the algorithm's
+own line for the new residue m'.
 
 Imported by soak.py, soak_worker.py (PyTorch) and soak_tensorflow_worker.py; imports no framework.
 """
@@ -35,10 +38,16 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass
 class Plan:
-    """What a job does. deaths: {host: [batch, point]}, for a job whose course is known beforehand (see `Faults.death`)."""
+    """What a job does.
+
+    Attributes:
+        deaths: {host: [batch, point]}, for a job whose course is known beforehand (`Faults.death`).
+        method: PyTorch's method, as module:class.
+    """
 
     # "drop-in"; "stock": Horovod's own; "local steps"; "TensorFlow": a tape
     optimizer: str = "drop-in"
+    method: str = "scalecom_hvd.torch:ScaleCom"
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     commit_every: int = 5
     last: int | None = None
@@ -63,7 +72,13 @@ class Diary:
 
     def note(self, event: str, **facts: Any) -> None:
         with self._path.open("a") as file:
-            facts = {"event": event, "time": time.time(), "rank": self._hvd.rank(), "size": self._hvd.size(), **facts}
+            facts = {
+                "event": event,
+                "time": time.time(),
+                "rank": self._hvd.rank(),
+                "size": self._hvd.size(),
+                **facts,
+            }
             print(json.dumps(facts), file=file)
 
     def fault(self, kind: str, batch: int) -> None:
@@ -71,7 +86,9 @@ class Diary:
 
 
 class Faults:
-    """What goes wrong in which batch: the same on all ranks, from (seed, batch) alone, so that a batch that is made again fails again."""
+    """What goes wrong in which batch: the same on all ranks, from (seed, batch) alone, so that a
+    batch that is made again fails again.
+    """
 
     def __init__(self, plan: Plan, folder: Path, hvd: Any) -> None:
         self.plan, self._folder, self._hvd = plan, folder, hvd
@@ -86,29 +103,47 @@ class Faults:
             return None
         kind = dice.choice(("one rank", "the leader", "all ranks"))
         rank, size = self._hvd.rank(), self._hvd.size()
-        hit = rank == leader() if kind == "the leader" else kind == "all ranks" or rank == batch % size
-        return f"gradients overflow on {kind}", dice.choice((float("inf"), float("nan"))) if hit else 1.0
+        hit = (
+            rank == leader()
+            if kind == "the leader"
+            else kind == "all ranks" or rank == batch % size
+        )
+        return f"gradients overflow on {kind}", dice.choice(
+            (float("inf"), float("nan"))
+        ) if hit else 1.0
 
     def detour(self, batch: int) -> bool:
         """Whether this rank uses the layer that only some do: every rank decides on its own."""
-        return not self.plan.random_faults or self._dice(batch, f"detour {self._hvd.rank()}").random() < 0.7
+        return (
+            not self.plan.random_faults
+            or self._dice(batch, f"detour {self._hvd.rank()}").random() < 0.7
+        )
 
     def frozen(self, batch: int) -> bool:
         """Whether the output layer is frozen."""
         return self.plan.random_faults and batch // 20 % 4 == 3
 
     def loss_scale(self, batch: int) -> float:
-        return 2.0 ** self._dice(batch // 10, "scale").randrange(-4, 16) if self.plan.random_faults else 1.0
+        return (
+            2.0 ** self._dice(batch // 10, "scale").randrange(-4, 16)
+            if self.plan.random_faults
+            else 1.0
+        )
 
     def lateness(self, batch: int) -> float:
         """Seconds that this rank comes late."""
         dice = self._dice(batch, "late")
-        late = self.plan.random_faults and dice.random() < 0.01 and dice.randrange(self._hvd.size()) == self._hvd.rank()
+        late = (
+            self.plan.random_faults
+            and dice.random() < 0.01
+            and dice.randrange(self._hvd.size()) == self._hvd.rank()
+        )
         return dice.uniform(0.2, 3) if late else 0.0
 
     def death(self, batch: int) -> str | None:
-        """Where in this step this worker dies: "backward"; "exchange", as the leader between its offsets and its all-reduce; "saving",
-        while a checkpoint is written."""
+        """Where in this step this worker dies: "backward"; "exchange", as the leader between its
+        offsets and its all-reduce; "saving", while a checkpoint is written.
+        """
         planned = self.plan.deaths.get(os.environ.get("HOROVOD_HOSTNAME", ""))
         if planned is not None and batch >= planned[0]:
             return planned[1]
@@ -130,7 +165,10 @@ class DyingFile(io.FileIO):
 
 
 class Worker:
-    """One worker of a job: its training loop, and what it checks and writes down. How its framework does it, subclasses say."""
+    """One worker of a job: its training loop, and what it checks and writes down.
+
+    How its framework does it, subclasses say.
+    """
 
     checkpoint: str  # how the names of its files end
 
@@ -139,7 +177,8 @@ class Worker:
         self.diary, self.faults = Diary(folder, hvd), Faults(plan, folder, hvd)
         self.compression = self.make()
         self.scale = 1.0
-        self.came: Arrays = {}  # the gradients of the last backward, as they were before anybody changed them
+        # the gradients of the last backward, as they were before anybody changed them
+        self.came: Arrays = {}
         self.committed: str | None = None
         self.made = 0  # steps since the last commit
         self.death: str | None = None
@@ -152,6 +191,10 @@ class Worker:
 
     def residues(self) -> Arrays:
         raise NotImplementedError
+
+    def kept(self) -> Arrays:
+        """All that is this worker's own from commit to restore."""
+        return self.residues()
 
     def common(self) -> Arrays:
         """The parameters that are the same on all ranks."""
@@ -183,12 +226,16 @@ class Worker:
                 self.commit(state, loss)
                 self.death = self.faults.death(state.batch)
                 self.save()
-                if self._hvd.broadcast_object((self.folder / "stop").exists(), root_rank=0, name="stop"):
+                if self._hvd.broadcast_object(
+                    (self.folder / "stop").exists(), root_rank=0, name="stop"
+                ):
                     return
 
     def _wait_for_newcomers(self, state: Any) -> None:
         if self._hvd.rank() == 0:
-            (self.folder / "hosts").write_text((self.folder / "hosts").read_text() + "localhost:1\n")
+            (self.folder / "hosts").write_text(
+                (self.folder / "hosts").read_text() + "localhost:1\n"
+            )
         limit = time.time() + 60
         while time.time() < limit:
             state.commit()
@@ -197,26 +244,45 @@ class Worker:
 
     def begin(self, batch: int) -> None:
         """Training starts, or goes on after workers came or went."""
-        self.generation = self._hvd.broadcast_object(f"{os.getpid()}.{time.time()}", root_rank=0, name="generation")
+        self.generation = self._hvd.broadcast_object(
+            f"{os.getpid()}.{time.time()}", root_rank=0, name="generation"
+        )
         residues = self.residues()
         norm = sum(float(np.linalg.norm(r)) for r in residues.values())
         self.made = 0
         host, step = os.environ.get("HOROVOD_HOSTNAME"), self.compression.stats()["step"]
         self.diary.note(
-            "begin", host=host, generation=self.generation, batch=batch, step=step, residues=digest(residues), norm=norm
-        )  # fmt: skip
+            "begin",
+            host=host,
+            generation=self.generation,
+            batch=batch,
+            step=step,
+            residues=digest(residues),
+            norm=norm,
+        )
         if self.committed is None:
             self.expect(norm == 0, "a newcomer's residues are not zero", batch)
         else:
-            self.expect(digest(residues) == self.committed, "residues are not those of this rank's last commit", batch)
+            self.expect(
+                digest(self.kept()) == self.committed,
+                "residues are not those of this rank's last commit",
+                batch,
+            )
 
     def commit(self, state: Any, loss: float) -> None:
         """Commits; at the end, if hosts have changed, that raises HostsUpdatedInterrupt."""
-        self.committed = digest(self.residues())
+        self.committed = digest(self.kept())
         self.diary.note(
-            "commit", batch=state.batch, generation=self.generation, weights=digest(self.common()), loss=loss,
-            residues=self.committed, step=self.compression.stats()["step"], memory=memory(), made=self.made,
-        )  # fmt: skip
+            "commit",
+            batch=state.batch,
+            generation=self.generation,
+            weights=digest(self.common()),
+            loss=loss,
+            residues=self.committed,
+            step=self.compression.stats()["step"],
+            memory=memory(),
+            made=self.made,
+        )
         self.made = 0
         state.commit()
 
@@ -235,7 +301,9 @@ class Worker:
 
         def leader() -> int:
             # A newcomer does not know before its first step.
-            step = self._hvd.broadcast_object(self.compression.stats()["step"], root_rank=0, name="leader")
+            step = self._hvd.broadcast_object(
+                self.compression.stats()["step"], root_rank=0, name="leader"
+            )
             return step % self._hvd.size()
 
         overflow = self.faults.overflow(batch, leader)
@@ -255,8 +323,18 @@ class Worker:
         if not truth:
             self.diary.note("violation", complaint=complaint, batch=batch)
 
-    def check_step(self, batch: int, before: Arrays, arrived: Arrays, finite: bool, overflow: Any, trained: Iterable[str]) -> None:
-        """After a step. arrived: the averages of all gradients, unscaled; trained: names of those that are not frozen."""
+    def check_step(
+        self,
+        batch: int,
+        before: Arrays,
+        arrived: Arrays,
+        finite: bool,
+        overflow: Any,
+        trained: Iterable[str],
+    ) -> None:
+        """After a step. arrived: the averages of all gradients, unscaled; trained: names of those
+        that are not frozen.
+        """
         if overflow:
             self.expect(not finite, "a step with an overflow was taken", batch)
             self.check_void(batch, before)
@@ -267,38 +345,62 @@ class Worker:
     def check_void(self, batch: int, before: Arrays) -> None:
         for name, now in self.residues().items():
             then = before.get(name, np.zeros_like(now))
-            came = np.nan_to_num(np.abs(self.came.get(name, np.zeros(1)) / self.scale), nan=0, posinf=0)
+            came = np.nan_to_num(
+                np.abs(self.came.get(name, np.zeros(1)) / self.scale), nan=0, posinf=0
+            )
             scale = float(came.max()) + float(np.abs(then).max())
-            self.expect(np.allclose(now, then, rtol=1e-5, atol=1e-6 * scale), f"a void step changed the residue of {name}", batch)
+            self.expect(
+                np.allclose(now, then, rtol=1e-5, atol=1e-6 * scale),
+                f"a void step changed the residue of {name}",
+                batch,
+            )
 
     def check_sent(self, batch: int, before: Arrays, arrived: Arrays, trained: set[str]) -> None:
         beta, sent, allowed, after = self.compression.config.beta, {}, {}, self.residues()
         # The sum of float16 values is rounded, and its rounding error is nobody's.
         precision = 1e-5 if self.compression.config.wire_dtype is None else 2e-3
         for name in after.keys() - arrived.keys():
-            self.expect(np.array_equal(after[name], before[name]), f"the residue of {name} changed, which is frozen", batch)
+            self.expect(
+                np.array_equal(after[name], before[name]),
+                f"the residue of {name} changed, which is frozen",
+                batch,
+            )
         for name, average in arrived.items():
-            sent[name] = self.came[name] / self.scale if name in trained and name in self.came else np.zeros_like(average)
+            sent[name] = (
+                self.came[name] / self.scale
+                if name in trained and name in self.came
+                else np.zeros_like(average)
+            )
             then = before.get(name, np.zeros_like(average))
             if name in trained and name in after:
                 sent[name] = sent[name] + then - (after[name] - (1 - beta) * then) / beta
             elif name in after:
-                self.expect(np.array_equal(after[name], then), f"the residue of {name} changed, which is frozen", batch)
+                self.expect(
+                    np.array_equal(after[name], then),
+                    f"the residue of {name} changed, which is frozen",
+                    batch,
+                )
             size = max(float(np.abs(average).max()), float(np.abs(then).max()))
             allowed[name] = precision * size / beta + 1e-12
         self.compare(batch, sent, arrived, allowed, "what left the residues and what arrived")
 
-    def compare(self, batch: int, sent: Arrays, arrived: Arrays, allowed: dict[str, float], what: str) -> None:
+    def compare(
+        self, batch: int, sent: Arrays, arrived: Arrays, allowed: dict[str, float], what: str
+    ) -> None:
         """What ranks sent, averaged, is what arrived, but for what is allowed."""
         ends = np.cumsum([one.size for one in sent.values()])[:-1]
-        averages = np.split(self.average(np.concatenate([one.ravel() for one in sent.values()])), ends)
+        averages = np.split(
+            self.average(np.concatenate([one.ravel() for one in sent.values()])), ends
+        )
         for name, average in zip(sent, averages, strict=True):
             off = float(np.abs(average - arrived[name].ravel()).max())
             self.expect(off <= allowed[name], f"{name}: {what} differ by {off:g}", batch)
 
 
 def digest(arrays: Arrays) -> str:
-    return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
+    ).hexdigest()[:16]
 
 
 def memory() -> float:

@@ -1,7 +1,8 @@
-"""Run on every rank by soak.py: trains elastically with TensorFlow under faults, and checks after every step that nothing was lost.
+"""Run on every rank by soak.py: trains elastically with TensorFlow under faults, and checks after
+every step that nothing was lost.
 
-A loop of its own, whose step is a traced function with a tape. See soak_faults.py, which says what it is told, what goes wrong, and what
-is checked.
+A loop of its own, whose step is a traced function with a tape. See soak_faults.py, which says what
+it is told, what goes wrong, and what is checked.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from scalecom_hvd.tensorflow.transport import Transport
 
 
 class Net(tf.keras.Model):
-    """Two layers, a third that only some batches use, and no normalisation: a model in which nothing hides an error.
+    """Two layers, a third that only some batches use, and no normalisation: a model in which
+    nothing hides an error.
 
     watch: what gradients pass on their way to the first layer.
     """
@@ -46,7 +48,8 @@ class Trainer(soak_faults.Worker):
     checkpoint = ".pickle"
 
     def make(self) -> hvd.ScaleCom:
-        tf.keras.utils.set_random_seed(os.getpid())  # every worker begins elsewhere: only Horovod's states bring them together
+        # every worker begins elsewhere: only Horovod's states bring them together
+        tf.keras.utils.set_random_seed(os.getpid())
         self.model, self.optimizer = Net(self._watched), tf.keras.optimizers.SGD(0.05, momentum=0.9)
         self.model(tf.zeros([1, FEATURES]), tf.constant(True))
         self.optimizer.build(self.model.trainable_variables)
@@ -56,11 +59,15 @@ class Trainer(soak_faults.Worker):
         # With the last layer frozen it is another exchange.
         everything = self.model.trainable_variables
         self._trained = {False: everything, True: [v for v in everything if "last" not in v.name]}
-        self._steps = {frozen: self._traced(variables) for frozen, variables in self._trained.items()}
+        self._steps = {
+            frozen: self._traced(variables) for frozen, variables in self._trained.items()
+        }
         return hvd.ScaleCom(loss_scale=lambda: self.loss_scale, **self.plan.settings)
 
     def _traced(self, variables: list[tf.Variable]) -> Callable:
-        """A training step of these variables; gives the loss, this rank's gradients, their averages, and whether they are finite."""
+        """A training step of these variables; gives the loss, this rank's gradients, their
+        averages, and whether they are finite.
+        """
 
         @tf.function
         def step(inputs: tf.Tensor, labels: tf.Tensor, detour: tf.Tensor, factor: tf.Tensor) -> Any:
@@ -68,9 +75,13 @@ class Trainer(soak_faults.Worker):
                 loss = tf.reduce_mean(tf.square(self.model(inputs, detour) - labels))
                 scaled = loss * self.loss_scale * factor
             own = plain.gradient(scaled, variables)
-            averages = hvd.DistributedGradientTape(tape, compression=self.compression).gradient(scaled, variables)
+            averages = hvd.DistributedGradientTape(tape, compression=self.compression).gradient(
+                scaled, variables
+            )
             averages = [average / self.loss_scale for average in averages]
-            finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(average)) for average in averages])
+            finite = tf.reduce_all(
+                [tf.reduce_all(tf.math.is_finite(average)) for average in averages]
+            )
             if finite:
                 self.optimizer.apply_gradients(zip(averages, variables, strict=True))
             return averaged(loss, "soak.loss"), own, averages, finite
@@ -87,7 +98,9 @@ class Trainer(soak_faults.Worker):
 
         @tf.custom_gradient
         def identity(tensor: tf.Tensor) -> Any:
-            return tf.identity(tensor), lambda grad: tf.ensure_shape(tf.numpy_function(back, [grad], grad.dtype), grad.shape)
+            return tf.identity(tensor), lambda grad: tf.ensure_shape(
+                tf.numpy_function(back, [grad], grad.dtype), grad.shape
+            )
 
         return identity(hidden)
 
@@ -141,7 +154,8 @@ class Trainer(soak_faults.Worker):
 
 
 def averaged(values: tf.Tensor, name: str) -> tf.Tensor:
-    # By this word hvd.elastic.run tells that an error is Horovod's; without it, it takes training for done.
+    # By this word hvd.elastic.run tells that an error is Horovod's; without it, it takes training
+    # for done.
     with tf.name_scope("HorovodAllreduce"):
         return hvd.allreduce(values, name=name)
 
@@ -155,7 +169,9 @@ def main() -> None:
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     trainer = Trainer(plan, folder, hvd)
-    hvd.elastic.run(trainer.train)(hvd.elastic.TensorFlowKerasState(trainer.model, trainer.optimizer, batch=0))
+    hvd.elastic.run(trainer.train)(
+        hvd.elastic.TensorFlowKerasState(trainer.model, trainer.optimizer, batch=0)
+    )
     trainer.diary.note("end", skipped=trainer.compression.stats()["skipped_steps"])
 
 

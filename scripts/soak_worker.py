@@ -1,4 +1,5 @@
-"""Run on every rank by soak.py: trains elastically with PyTorch under faults, and checks after every step that nothing was lost.
+"""Run on every rank by soak.py: trains elastically with PyTorch under faults, and checks after
+every step that nothing was lost.
 
 See soak_faults.py, which says what it is told, what goes wrong, and what is checked.
 """
@@ -6,6 +7,7 @@ See soak_faults.py, which says what it is told, what goes wrong, and what is che
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +18,14 @@ import torch
 from soak_faults import BATCH, FEATURES, HIDDEN, OUTPUTS, Arrays, die, digest
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.exchange.collectives import Wait
+from scalecom_hvd.exchange.methods.base import BucketCollectives
 
 
 class Net(torch.nn.Module):
-    """Two layers, a third that only some batches use, and no normalisation: a model in which nothing hides an error."""
+    """Two layers, a third that only some batches use, and no normalisation: a model in which
+    nothing hides an error.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,44 +45,62 @@ class Trainer(soak_faults.Worker):
 
     checkpoint = ".pt"
 
-    def make(self) -> hvd.ScaleCom:
-        torch.manual_seed(os.getpid())  # every worker begins elsewhere: only Horovod's states bring them together
+    def make(self) -> hvd.Method:
+        # every worker begins elsewhere: only Horovod's states bring them together
+        torch.manual_seed(os.getpid())
         plan, self.model = self.plan, Net()
         optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
-        compression = hvd.ScaleCom(
-            self.model.named_parameters() if plan.optimizer == "stock" else None, loss_scale=lambda: self.scale, **plan.settings
+        named = [self.model.named_parameters()] if plan.optimizer == "stock" else []
+        compression = pkgutil.resolve_name(plan.method)(
+            *named, loss_scale=lambda: self.scale, **plan.settings
         )
-        make = horovod.DistributedOptimizer if plan.optimizer == "stock" else hvd.DistributedOptimizer
+        make = (
+            horovod.DistributedOptimizer if plan.optimizer == "stock" else hvd.DistributedOptimizer
+        )
         more = {} if plan.local_steps is None else {"local_steps": plan.local_steps}
-        self.optimizer = make(optimizer, named_parameters=self.model.named_parameters(), compression=compression, **more)
+        self.optimizer = make(
+            optimizer,
+            named_parameters=self.model.named_parameters(),
+            compression=compression,
+            **more,
+        )
         self.watch()
         return compression
 
     def watch(self) -> None:
-        """See gradients before anybody changes them, and die in the places where a worker may be told to."""
+        """See gradients before anybody changes them, and die in the places where a worker may be
+        told to.
+        """
         for name, parameter in self.model.named_parameters():
             parameter.register_hook(self._see(name))
         if self.plan.optimizer == "stock":
             self._die_between_in_stock()
             return
-        reducer = self.optimizer._reducer
-        transport, average = reducer._transport, reducer._transport.average
+        average = BucketCollectives.average_values
 
-        def dying_average(buffer: torch.Tensor, name: str) -> int:
-            if self.death == "exchange" and transport.position == reducer.leader(0, reducer.residues.step):
+        def dying_average(
+            collectives: BucketCollectives, values: torch.Tensor | None = None
+        ) -> Wait:
+            if self.death == "exchange" and collectives.leads():
                 die()
-            return average(buffer, name)
+            return average(collectives, values)
 
-        transport.average = dying_average
+        BucketCollectives.average_values = dying_average
 
     def _die_between_in_stock(self) -> None:
-        """In Horovod's own optimizer the leader has chosen when a gradient is compressed, and then Horovod averages it."""
+        """In Horovod's own optimizer the leader has chosen when a gradient is compressed, and then
+        Horovod averages it.
+        """
         compression = self.optimizer._compression
         compress = compression.compress
 
         def dying_compress(grad: torch.Tensor) -> Any:
             sent = compress(grad)
-            if self.death == "exchange" and hvd.rank() == (compression.residues.step + 1) % hvd.size():  # who chooses for the next step
+            # who chooses for the next step
+            if (
+                self.death == "exchange"
+                and hvd.rank() == (compression.residues.step + 1) % hvd.size()
+            ):
                 die()
             return sent
 
@@ -91,8 +115,25 @@ class Trainer(soak_faults.Worker):
         return see
 
     def residues(self) -> Arrays:
-        # Not by state_dict(), which waits for look-ahead's offsets: a step is to begin, and a commit to be made, while they are in flight.
-        return arrays({name: tensor.residue.view(tensor.shape) for name, tensor in self.compression.residues.tensors.items()})
+        # Not by state_dict(), which waits for look-ahead's offsets: a step is to begin, and a
+        # commit to be made, while they are in flight.
+        return arrays(
+            {
+                name: tensor.residue.view(tensor.shape)
+                for name, tensor in self.compression.residues.tensors.items()
+            }
+        )
+
+    def kept(self) -> Arrays:
+        states = self.compression.tensor_states.items()
+        # Look-ahead's offsets are dropped where they never arrive.
+        more = {
+            f"{what} {name}": value
+            for name, state in states
+            for what, value in state.items()
+            if what != "offsets"
+        }
+        return self.residues() | arrays(more)
 
     def common(self) -> Arrays:
         return self.own()
@@ -105,11 +146,18 @@ class Trainer(soak_faults.Worker):
         return hvd.allreduce(torch.from_numpy(values), name="soak.sent").numpy()
 
     def write(self, file: Any) -> None:
-        torch.save({"model": self.model.state_dict(), "scalecom": self.compression.state_dict()}, file)
+        torch.save(
+            {"model": self.model.state_dict(), "scalecom": self.compression.state_dict()}, file
+        )
 
     def backward(self, batch: int) -> tuple[torch.Tensor, tuple[str, float] | None]:
-        """The gradients of a training step under this batch's faults; gives the loss, and the overflow, if there is one."""
-        truth = torch.randn(FEATURES, OUTPUTS, generator=torch.Generator().manual_seed(0)) / FEATURES**0.5
+        """The gradients of a training step under this batch's faults; gives the loss, and the
+        overflow, if there is one.
+        """
+        truth = (
+            torch.randn(FEATURES, OUTPUTS, generator=torch.Generator().manual_seed(0))
+            / FEATURES**0.5
+        )
         mine = torch.Generator().manual_seed(batch * 1000 + hvd.rank())
         inputs = torch.randn(BATCH, FEATURES, generator=mine)
         self.scale = self.faults.loss_scale(batch)
@@ -118,7 +166,9 @@ class Trainer(soak_faults.Worker):
         self.death = self.faults.death(batch)
         self.came.clear()
         self.optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(self.model(inputs, self.faults.detour(batch)), inputs @ truth)
+        loss = torch.nn.functional.mse_loss(
+            self.model(inputs, self.faults.detour(batch)), inputs @ truth
+        )
         self.be_late(batch)
         (loss * self.scale * (overflow[1] if overflow else 1.0)).backward()
         return loss.detach(), overflow
@@ -134,13 +184,18 @@ class Trainer(soak_faults.Worker):
                 parameter.grad.copy_(grads[name])
             with self.optimizer.skip_synchronize():
                 self.optimizer.step()
-        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        trained = [
+            name for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        ]
         self.check_step(batch, before, arrays(grads), finite, overflow, trained)
-        return float(hvd.allreduce(loss))  # without a name: newcomers must count such calls as the others do
+        # without a name: newcomers must count such calls as the others do
+        return float(hvd.allreduce(loss))
 
 
 class LocalTrainer(Trainer):
-    """One worker that takes local steps: what is compared at every synchronisation are changes of parameters."""
+    """One worker that takes local steps: what is compared at every synchronisation are changes of
+    parameters.
+    """
 
     def watch(self) -> None:
         super().watch()
@@ -160,11 +215,20 @@ class LocalTrainer(Trainer):
 
     def begin(self, batch: int) -> None:
         super().begin(batch)
-        # A rank may have committed a step that others have not: those go on from its common parameters, as newcomers do.
+        # A rank may have committed a step that others have not: those go on from its common
+        # parameters, as newcomers do.
         if self.committed is not None and self.local.taken == self.committed_own[0]:
-            self.expect(digest(self.own()) == self.committed_own[1], "parameters are not those of this rank's last commit", batch)
+            self.expect(
+                digest(self.own()) == self.committed_own[1],
+                "parameters are not those of this rank's last commit",
+                batch,
+            )
         elif self.local.taken:
-            self.expect(digest(self.own()) == digest(self.common()), "a newcomer's parameters are not the common ones", batch)
+            self.expect(
+                digest(self.own()) == digest(self.common()),
+                "a newcomer's parameters are not the common ones",
+                batch,
+            )
 
     def commit(self, state: Any, loss: float) -> None:
         self.committed_own = self.local.taken, digest(self.own())
@@ -172,24 +236,42 @@ class LocalTrainer(Trainer):
 
     def step(self, batch: int) -> float:
         self.changes: Arrays = {}
-        before, skipped, exchanged = self.residues(), self.local.skipped, self.compression.stats()["step"]
+        before, skipped, exchanged = (
+            self.residues(),
+            self.local.skipped,
+            self.compression.stats()["step"],
+        )
         loss, overflow = self.backward(batch)
         hit = overflow is not None and overflow[1] != 1.0
         values = digest(self.own()) if hit else None
         # As a GradScaler leaves it to an optimizer that can unscale and skip.
-        self.optimizer.grad_scale, self.optimizer.found_inf = torch.tensor(self.scale), torch.tensor(float(hit))
+        self.optimizer.grad_scale, self.optimizer.found_inf = (
+            torch.tensor(self.scale),
+            torch.tensor(float(hit)),
+        )
         self.optimizer.step()
         del self.optimizer.grad_scale, self.optimizer.found_inf
-        self.expect(self.local.skipped == skipped + hit, "a step was skipped, or not, and the other was right", batch)
+        self.expect(
+            self.local.skipped == skipped + hit,
+            "a step was skipped, or not, and the other was right",
+            batch,
+        )
         if self.changes:
-            self.expect(self.compression.stats()["step"] > exchanged, "a synchronisation did not count", batch)
+            self.expect(
+                self.compression.stats()["step"] > exchanged,
+                "a synchronisation did not count",
+                batch,
+            )
             self.check_changes(batch, before)
         elif hit:
             self.expect(digest(self.own()) == values, "a skipped step changed parameters", batch)
         return float(hvd.allreduce(loss))
 
     def check_changes(self, batch: int, before: Arrays) -> None:
-        """What left ranks' residues and changes, averaged, is what x moved by. (Residues with beta = 1.)"""
+        """What left ranks' residues and changes, averaged, is what x moved by.
+
+        (Residues with beta = 1.)
+        """
         sent, moved, allowed, common = dict(self.changes), {}, {}, self.common()
         for name, now in self.residues().items():
             sent[name] = sent[name] + before.get(name, np.zeros_like(now)) - now
@@ -210,7 +292,9 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     trainer = (Trainer if plan.local_steps is None else LocalTrainer)(plan, folder, hvd)
-    hvd.elastic.run(trainer.train)(hvd.elastic.TorchState(trainer.model, trainer.optimizer, batch=0))
+    hvd.elastic.run(trainer.train)(
+        hvd.elastic.TorchState(trainer.model, trainer.optimizer, batch=0)
+    )
     trainer.diary.note("end", skipped=trainer.compression.stats()["skipped_steps"])
 
 

@@ -1,12 +1,14 @@
-"""Does ScaleCom keep accuracy, when not, and against what else: trains what study_questions.py names, and writes a page of answers.
+"""Does ScaleCom keep accuracy, when not, and against what else: trains what study_questions.py
+names, and writes a page of answers.
 
     python scripts/study.py                      everything: about an hour and a half on two cores
     python scripts/study.py --quick              the same questions, smaller
-    python scripts/study.py --task my_task.py    the same of a model of your own (see study_tasks.py)
+    python scripts/study.py --task my_task.py   of a model of your own (see study_tasks.py)
     python scripts/study.py --only accuracy      one experiment
 
-Every finished run leaves a file in --output/runs, and a second call does only what is missing. The page is --output/answers.md, with its
-pictures beside it. Workers are simulated: n of them in one process, by the very exchange that real ranks run; one process per core.
+Every finished run leaves a file in --output/runs, and a second call does only what is missing. The
+page is --output/answers.md, with its pictures beside it. Workers are simulated: n of them in one
+process, by the very exchange that real ranks run; one process per core.
 """
 
 from __future__ import annotations
@@ -32,7 +34,16 @@ from tqdm import tqdm
 
 STANDARD_TASKS = ("resnet", "mobilenet", "lstm", "transformer")
 LONG = 30_000  # in units of Run.cost
-EXPERIMENTS = ("accuracy", "large", "workers", "similarity", "choices", "bounded", "local", "widths")
+EXPERIMENTS = (
+    "accuracy",
+    "large",
+    "workers",
+    "similarity",
+    "choices",
+    "bounded",
+    "local",
+    "widths",
+)
 
 
 def main() -> None:
@@ -47,17 +58,27 @@ def study(args: argparse.Namespace) -> None:
     tasks = tuple(args.task or (("resnet", "lstm") if args.quick else STANDARD_TASKS))
     for task in tasks:
         study_tasks.find(task)
-    cases = [case for case in study_questions.cases(tasks, args.seeds, args.quick) if not args.only or case.experiment in args.only]
+    cases = [
+        case
+        for case in study_questions.cases(tasks, args.seeds, args.quick)
+        if not args.only or case.experiment in args.only
+    ]
     if not cases:
-        raise training.WrongInput(f"there is nothing to ask about {', '.join(tasks)} in {', '.join(args.only)}: leave --only out")
+        raise training.WrongInput(
+            f"there is nothing to ask about {', '.join(tasks)} in {', '.join(args.only)}: leave "
+            "--only out"
+        )
     folder = args.output / "runs"
     folder.mkdir(parents=True, exist_ok=True)
-    train_missing({run.name: run for case in cases for run in case.runs}.values(), folder, args.processes)
+    train_missing(
+        {run.name: run for case in cases for run in case.runs}.values(), folder, args.processes
+    )
     results = {run.name: load(run, folder) for case in cases for run in case.runs}
     stale = sum(result.get("code") != study_run.fingerprint() for result in results.values())
     if stale:
         print(
-            f"{stale} of {len(results)} results were made by another version of the code: remove {folder} to make them anew",
+            f"{stale} of {len(results)} results were made by another version of the code: remove "
+            f"{folder} to make them anew",
             file=sys.stderr,
         )
     page = study_page.write(args.output, cases, results, args.bench)
@@ -66,15 +87,24 @@ def study(args: argparse.Namespace) -> None:
 
 
 def train_missing(runs: Iterable[Run], folder: Path, processes: int) -> None:
-    """Do the runs that left no file yet, `processes` at a time. An error ends all; what is finished is kept."""
-    # In order, but those first that would keep one core busy while the others have nothing left to do.
-    missing = sorted((run for run in runs if load(run, folder) is None), key=lambda run: -run.cost if run.cost > LONG else 0)
+    """Do the runs that left no file yet, `processes` at a time.
+
+    An error ends all; what is finished is kept.
+    """
+    # In order, but those first that would keep one core busy while the others have nothing left to
+    # do.
+    missing = sorted(
+        (run for run in runs if load(run, folder) is None),
+        key=lambda run: -run.cost if run.cost > LONG else 0,
+    )
     if not missing:
         return
     began = time.monotonic()
     total = sum(run.cost for run in missing)
     with (
-        concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), study_run.start_process) as pool,
+        concurrent.futures.ProcessPoolExecutor(
+            processes, multiprocessing.get_context("spawn"), study_run.start_process
+        ) as pool,
         tqdm(
             total=round(total),
             unit="",
@@ -87,13 +117,20 @@ def train_missing(runs: Iterable[Run], folder: Path, processes: int) -> None:
             for number, job in enumerate(concurrent.futures.as_completed(jobs), start=1):
                 run = jobs[job]
                 result = json.dumps(job.result()) + "\n"
-                training.write_whole(folder / f"{run.name}.json", lambda file, result=result: file.write(result.encode()))
+                training.write_whole(
+                    folder / f"{run.name}.json",
+                    lambda file, result=result: file.write(result.encode()),
+                )
                 bar.set_postfix_str(f" {number} done, last: {run.task} {run.method}")
                 bar.update(round(run.cost))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    print(f"{len(missing)} runs in {(time.monotonic() - began) / 60:.1f} minutes on {processes} processes", file=sys.stderr)
+    print(
+        f"{len(missing)} runs in {(time.monotonic() - began) / 60:.1f} minutes on {processes} "
+        "processes",
+        file=sys.stderr,
+    )
 
 
 def load(run: Run, folder: Path) -> dict[str, Any] | None:
@@ -103,15 +140,42 @@ def load(run: Run, folder: Path) -> dict[str, Any] | None:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("study"), help="folder for runs, page and pictures (default: %(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("study"),
+        help="folder for runs, page and pictures (default: %(default)s)",
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, shorter runs")
     parser.add_argument(
-        "--task", action="append", help=f"repeatable: {', '.join(study_tasks.TASKS)}, or a file (default: {', '.join(STANDARD_TASKS)})"
+        "--task",
+        action="append",
+        help=(
+            f"repeatable: {', '.join(study_tasks.TASKS)}, or a file (default: "
+            f"{', '.join(STANDARD_TASKS)})"
+        ),
     )
-    parser.add_argument("--only", action="append", choices=EXPERIMENTS, help="repeatable; default: all")
-    parser.add_argument("--seeds", type=lambda text: tuple(int(seed) for seed in text.split(",")), default=(1, 2, 3), help="default: 1,2,3")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
-    parser.add_argument("--bench", type=Path, default=Path("bench/results.json"), help="what make bench measured (default: %(default)s)")
+    parser.add_argument(
+        "--only", action="append", choices=EXPERIMENTS, help="repeatable; default: all"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=lambda text: tuple(int(seed) for seed in text.split(",")),
+        default=(1, 2, 3),
+        help="default: 1,2,3",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="runs at a time (default: one per core)",
+    )
+    parser.add_argument(
+        "--bench",
+        type=Path,
+        default=Path("bench/results.json"),
+        help="what make bench measured (default: %(default)s)",
+    )
     return parser
 
 

@@ -1,7 +1,9 @@
-"""The questions that the method's reviewers asked, and how each is answered: a verdict and its numbers, which follow from the runs.
+"""The questions that the method's reviewers asked, and how each is answered: a verdict and its
+numbers, which follow from the runs.
 
-An answer is a function of the Study; it gives None where its experiment was not run. Words are chosen by the numbers beside them. Changes
-are signed so that + is better, of accuracy and of bits alike. A case of which any run came apart has no mean, and loses every comparison.
+An answer is a function of the Study; it gives None where its experiment was not run. Words are
+chosen by the numbers beside them. Changes are signed so that + is better, of accuracy and of bits
+alike. A case of which any run came apart has no mean, and loses every comparison.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from study_questions import BETAS, RATE
 if TYPE_CHECKING:
     from study_page import Scores, Study
 
-# Differences below this are called noise: of accuracy in percentage points, and of bits per character.
+# Differences below this are called noise: of accuracy in percentage points, and of bits per
+# character.
 NOISE = {"%": 0.3, "bits": 0.02}
 
-Pair = tuple["Scores", float]  # scores, and by how much they are better than what they are compared with; infinite if one came apart
+# scores, and by how much they are better than what they are compared with; infinite if one came
+# apart
+Pair = tuple["Scores", float]
 
 
 def change(scores: Scores, better: float) -> str:
@@ -40,11 +45,20 @@ def in_words(scores: Scores, better: float) -> str:
 
 
 def compare(study: Study, one: str, other: str) -> list[Pair]:
-    """Experiment 1, for every task: a method's scores, and by how much they are better than another's."""
+    """Experiment 1, for every task: a method's scores, and by how much they are better than
+    another's.
+    """
     found = []
     for task in study.tasks:
-        mine, theirs = study.get("accuracy", f"{task}: {one}"), study.get("accuracy", f"{task}: {other}")
-        if mine is not None and theirs is not None and (better := mine.better_than(theirs)) is not None:
+        mine, theirs = (
+            study.get("accuracy", f"{task}: {one}"),
+            study.get("accuracy", f"{task}: {other}"),
+        )
+        if (
+            mine is not None
+            and theirs is not None
+            and (better := mine.better_than(theirs)) is not None
+        ):
             found.append((mine, better))
     return found
 
@@ -63,7 +77,15 @@ def listed(pairs: Iterable[Pair]) -> str:
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """A table's lines; none for no rows."""
-    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(map(str, row))} |" for row in rows)] if rows else []
+    return (
+        [
+            f"| {' | '.join(head)} |",
+            "|" + "---|" * len(head),
+            *(f"| {' | '.join(map(str, row))} |" for row in rows),
+        ]
+        if rows
+        else []
+    )
 
 
 def per_cent(value: float | None) -> str:
@@ -75,24 +97,36 @@ def keeps_accuracy(study: Study) -> str | None:
     if not pairs:
         return None
     sends = ", ".join(f"{scores.run.steps / RATE:.1f}" for scores, _ in pairs)
-    return f"At {RATE}x, against dense: {listed(pairs)}. These runs are short, {sends} sends per coordinate; what counts is steps / rate."
+    return (
+        f"At {RATE}x, against dense: {listed(pairs)}. These runs are short, {sends} sends per "
+        "coordinate; what counts is steps / rate."
+    )
 
 
 def what_the_task_can_tell(study: Study) -> str | None:
     controls = ("residues thrown away", "compressed tensors frozen")
-    found = [f"{control}: {listed(pairs)}" for control in controls if (pairs := compare(study, control, "dense"))]
+    found = [
+        f"{control}: {listed(pairs)}"
+        for control in controls
+        if (pairs := compare(study, control, "dense"))
+    ]
     return f"Controls against dense. {'. '.join(found)}." if found else None
 
 
 def better_than_random(study: Study) -> str | None:
-    pairs = [pair for rate in study.rates for pair in compare(study, f"ScaleCom {rate}x", f"RandomK {rate}x")]
+    pairs = [
+        pair
+        for rate in study.rates
+        for pair in compare(study, f"ScaleCom {rate}x", f"RandomK {rate}x")
+    ]
     if not pairs:
         return None
     better, worse, equal = count(pairs)
     verdict = "Yes" if better > worse + equal else "No" if worse >= better else "Sometimes"
     at = compare(study, f"ScaleCom {RATE}x", f"RandomK {RATE}x")
     return (
-        f"{verdict}: of {len(pairs)} tasks and rates {better} better, {worse} worse, {equal} equal within noise. At {RATE}x, {listed(at)}."
+        f"{verdict}: of {len(pairs)} tasks and rates {better} better, {worse} worse, {equal} "
+        f"equal within noise. At {RATE}x, {listed(at)}."
     )
 
 
@@ -101,12 +135,15 @@ def true_top_k(study: Study) -> str | None:
     if not pairs:
         return None
     seen = [
-        f"{label.partition(':')[0]}, {per_cent(scores.typical('distance_to_top_k'))} (energy left behind: "
-        f"{per_cent(scores.typical('contraction'))}, by the true top-k {per_cent(scores.typical('contraction_top_k'))})"
+        f"{label.partition(':')[0]}, {per_cent(scores.typical('distance_to_top_k'))} (energy left "
+        f"behind: {per_cent(scores.typical('contraction'))}, by the true top-k "
+        f"{per_cent(scores.typical('contraction_top_k'))})"
         for label, scores in study.of("similarity")
         if label.endswith("beta 1")
     ]
-    missed = f" Of the leader's choice, outside of the true top-k: {'; '.join(seen)}." if seen else ""
+    missed = (
+        f" Of the leader's choice, outside of the true top-k: {'; '.join(seen)}." if seen else ""
+    )
     return f"ScaleCom against the oracle at {RATE}x: {listed(pairs)}.{missed}"
 
 
@@ -117,11 +154,15 @@ def taper(study: Study) -> str | None:
         for rate in study.rates:
             scores = study.get("accuracy", f"{task}: ScaleCom {rate}x")
             if scores is not None and (better := scores.better_than(dense)) is not None:
-                shown.append(f"{rate}x {change(scores, better)} for {dense.bytes / scores.bytes:.0f} times fewer bytes")
+                shown.append(
+                    f"{rate}x {change(scores, better)} for {dense.bytes / scores.bytes:.0f} times "
+                    "fewer bytes"
+                )
         if shown:
             lines.append(f"{dense.task.title}: {', '.join(shown)}")
     return (
-        f"Against dense (+ is better), by rate. {'; '.join(lines)}. In models this small, what is sent whole limits the bytes."
+        f"Against dense (+ is better), by rate. {'; '.join(lines)}. In models this small, what is "
+        "sent whole limits the bytes."
         if lines
         else None
     )
@@ -130,26 +171,36 @@ def taper(study: Study) -> str | None:
 def small_batches(study: Study) -> str | None:
     lines = []
     for setting in ("batch of 16", "batch of 2"):
-        cases = {m: study.get("similarity", f"{setting}: {m}") for m in ("dense", "ScaleCom", "RandomK", "LocalTopK")}
+        cases = {
+            m: study.get("similarity", f"{setting}: {m}")
+            for m in ("dense", "ScaleCom", "RandomK", "LocalTopK")
+        }
         if None in cases.values():
             continue
         mine = cases["ScaleCom"]
         lines.append(
-            f"{setting} per worker: dense {cases['dense'].text()}, ScaleCom {mine.text()}, local top-k {cases['LocalTopK'].text()}, "
-            f"random-k {cases['RandomK'].text()}; of the leader's choice "
-            f"{per_cent(mine.typical('distance_to_top_k'))} is outside of the true top-k"
+            f"{setting} per worker: dense {cases['dense'].text()}, ScaleCom {mine.text()}, local "
+            f"top-k {cases['LocalTopK'].text()}, random-k {cases['RandomK'].text()}; of the "
+            f"leader's choice {per_cent(mine.typical('distance_to_top_k'))} is outside of the true "
+            "top-k"
         )
     return f"{'. '.join(lines)}." if lines else None
 
 
 def unlike_shards(study: Study) -> str | None:
-    usual, unlike = study.get("similarity", "batch of 16: ScaleCom"), study.get("similarity", "unlike shards: ScaleCom")
-    dense, local, random = (study.get("similarity", f"unlike shards: {m}") for m in ("dense", "LocalTopK", "RandomK"))
+    usual, unlike = (
+        study.get("similarity", "batch of 16: ScaleCom"),
+        study.get("similarity", "unlike shards: ScaleCom"),
+    )
+    dense, local, random = (
+        study.get("similarity", f"unlike shards: {m}") for m in ("dense", "LocalTopK", "RandomK")
+    )
     if unlike is None or dense is None or (better := unlike.better_than(dense)) is None:
         return None
     return (
-        f"Every worker with labels of its own, against dense: {in_words(unlike, better)} (dense {dense.text()}, ScaleCom {unlike.text()}, "
-        f"local top-k {local.text()}, random-k {random.text()}). The leader's choice misses "
+        f"Every worker with labels of its own, against dense: {in_words(unlike, better)} (dense "
+        f"{dense.text()}, ScaleCom {unlike.text()}, local top-k {local.text()}, random-k "
+        f"{random.text()}). The leader's choice misses "
         f"{per_cent(unlike.typical('distance_to_top_k'))} of the true top-k, with alike shards "
         f"{per_cent(usual.typical('distance_to_top_k'))}."
     )
@@ -162,29 +213,52 @@ def similar(study: Study) -> str | None:
         if ": beta" in label and (value := scores.typical("residue_distance")) is not None
     ]
     return (
-        f"Mean cosine distance of residues, second half: {'; '.join(found)}. 0 is the same direction, 1 none in common." if found else None
+        f"Mean cosine distance of residues, second half: {'; '.join(found)}. 0 is the same "
+        "direction, 1 none in common."
+        if found
+        else None
     )
 
 
 def rescues(study: Study) -> str | None:
     lines = []
-    for setting in ("large learning rate, group norm", "batch of 256, group norm", "large learning rate, batch norm", "standard"):
-        one, tenth, dense = (study.get("large", f"{setting}: {what}") for what in ("beta 1", "beta 0.1", "dense"))
+    for setting in (
+        "large learning rate, group norm",
+        "batch of 256, group norm",
+        "large learning rate, batch norm",
+        "standard",
+    ):
+        one, tenth, dense = (
+            study.get("large", f"{setting}: {what}") for what in ("beta 1", "beta 0.1", "dense")
+        )
         if one is not None and tenth is not None and (better := tenth.better_than(one)) is not None:
-            lines.append(f"{setting}: {in_words(tenth, better)} (dense {dense.text()}, beta 1 {one.text()}, beta 0.1 {tenth.text()})")
+            lines.append(
+                f"{setting}: {in_words(tenth, better)} (dense {dense.text()}, beta 1 {one.text()}, "
+                f"beta 0.1 {tenth.text()})"
+            )
     return f"Beta 0.1 against beta 1. {'. '.join(lines)}." if lines else None
 
 
 def beta_sensitivity(study: Study) -> str | None:
     lines = []
     for setting in dict.fromkeys(label.rpartition(": ")[0] for label, _ in study.of("large")):
-        found = {beta: scores for beta in BETAS if (scores := study.get("large", f"{setting}: beta {beta:g}")) is not None}
+        found = {
+            beta: scores
+            for beta in BETAS
+            if (scores := study.get("large", f"{setting}: beta {beta:g}")) is not None
+        }
         alive = {beta: scores for beta, scores in found.items() if scores.mean is not None}
         if not alive:
             continue
         first = next(iter(alive.values()))
-        best = (max if first.task.higher_is_better else min)(alive.values(), key=lambda scores: scores.mean)
-        near = [beta for beta, scores in alive.items() if -scores.better_than(best) <= NOISE.get(scores.task.unit, 0)]
+        best = (max if first.task.higher_is_better else min)(
+            alive.values(), key=lambda scores: scores.mean
+        )
+        near = [
+            beta
+            for beta, scores in alive.items()
+            if -scores.better_than(best) <= NOISE.get(scores.task.unit, 0)
+        ]
         lines.append(f"{setting}: {', '.join(f'{beta:g}' for beta in near)}")
     return f"The best beta, and those within noise of it. {'; '.join(lines)}." if lines else None
 
@@ -194,19 +268,33 @@ def just_momentum(study: Study) -> str | None:
     for setting in ("large learning rate, group norm", "batch of 256, group norm"):
         filtered, own, one, dense = (
             study.get("large", f"{setting}: {what}")
-            for what in ("beta 1, gradients filtered", "beta 0.1", "beta 1", "dense, gradients filtered")
+            for what in (
+                "beta 1, gradients filtered",
+                "beta 0.1",
+                "beta 1",
+                "dense, gradients filtered",
+            )
         )
         if filtered is None or own is None or (better := filtered.better_than(own)) is None:
             continue
         same.append(better >= -NOISE["%"])
         lines.append(
-            f"{setting}: residues filtered {own.text()}, gradients filtered {filtered.text()}, neither {one.text()} (dense, gradients "
-            f"filtered: {dense.text()})"
+            f"{setting}: residues filtered {own.text()}, gradients filtered {filtered.text()}, "
+            f"neither {one.text()} (dense, gradients filtered: {dense.text()})"
         )
     if not lines:
         return None
-    verdict = "It does what a momentum on gradients would do here" if all(same) else "No" if not any(same) else "In part"
-    return f"{verdict}. The same filter, 0.1, on residues or on every gradient before ScaleCom with beta 1. {'. '.join(lines)}."
+    verdict = (
+        "It does what a momentum on gradients would do here"
+        if all(same)
+        else "No"
+        if not any(same)
+        else "In part"
+    )
+    return (
+        f"{verdict}. The same filter, 0.1, on residues or on every gradient before ScaleCom "
+        f"with beta 1. {'. '.join(lines)}."
+    )
 
 
 def bounded(study: Study) -> str | None:
@@ -222,26 +310,42 @@ def bounded(study: Study) -> str | None:
         used = max(m for m, _ in recorded) / (bound_of(scores) * max(g for _, g in recorded))
         trend = "no longer growing" if after <= 1.05 * before else "still growing"
         lines.append(
-            f"{label}: {trend} (largest {before:.3g} in the first half, {after:.3g} in the second), {100 * used:.1f} % of the bound"
+            f"{label}: {trend} (largest {before:.3g} in the first half, {after:.3g} in the "
+            f"second), {100 * used:.1f} % of the bound"
         )
         steps = scores.run.steps
     return f"Over {steps} steps at a constant learning rate, {'; '.join(lines)}." if lines else None
 
 
 def synchronisation(study: Study) -> str:
-    hops = ", ".join(f"{math.ceil(math.log2(n))} hops beside {2 * (n - 1)} on {n} workers" for n in (8, 64))
-    answer = f"Offsets add an eighth to the bytes of the values' all-reduce, and their broadcast {hops}; look-ahead hides it."
+    hops = ", ".join(
+        f"{math.ceil(math.log2(n))} hops beside {2 * (n - 1)} on {n} workers" for n in (8, 64)
+    )
+    answer = (
+        "Offsets add an eighth to the bytes of the values' all-reduce, and their broadcast "
+        f"{hops}; look-ahead hides it."
+    )
     c = study.speeds.constants
     if c is None:
         return f"{answer} Times need what `make bench` measures: run it, and this study again."
-    # Only what the network takes: the fitted processor times of both differ by more than the broadcast costs.
-    own = dataclasses.replace(scaling_model.own_cores(c), step=dict.fromkeys(c.step, 0.0), megabyte=dict.fromkeys(c.megabyte, 0.0))
+    # Only what the network takes: the fitted processor times of both differ by more than the
+    # broadcast costs.
+    own = dataclasses.replace(
+        scaling_model.own_cores(c),
+        step=dict.fromkeys(c.step, 0.0),
+        megabyte=dict.fromkeys(c.megabyte, 0.0),
+    )
     costs = []
     for n in (8, 64, 512, 4096):
         s = scaling_model.Setting(n, 10, 150)
-        exposed = scaling_model.predict("ScaleCom staggered", s, own) - scaling_model.predict("ScaleCom look-ahead", s, own)
+        exposed = scaling_model.predict("ScaleCom staggered", s, own) - scaling_model.predict(
+            "ScaleCom look-ahead", s, own
+        )
         costs.append(f"{exposed:.1f} ms on {n}")
-    return f"{answer} Exposed at 10 Gbit/s, by the model fitted to `make bench` (24.8 M parameters): {', '.join(costs)} workers."
+    return (
+        f"{answer} Exposed at 10 Gbit/s, by the model fitted to `make bench` (24.8 M "
+        f"parameters): {', '.join(costs)} workers."
+    )
 
 
 def on_a_ring(study: Study) -> str | None:
@@ -249,13 +353,18 @@ def on_a_ring(study: Study) -> str | None:
         return None
     rows, growth = [], {}
     for method in ("dense", "ScaleCom", "LocalTopK", "RandomK"):
-        sent = [scores.bytes / 1000 for n in counts(study) if (scores := study.get("workers", f"{n}: {method}")) is not None]
+        sent = [
+            scores.bytes / 1000
+            for n in counts(study)
+            if (scores := study.get("workers", f"{n}: {method}")) is not None
+        ]
         rows.append(f"{method} {' / '.join(f'{kilobytes:.0f}' for kilobytes in sent)}")
         growth[method] = sent[-1] / sent[0]
     return (
-        f"An all-reduce of values at shared places: from {counts(study)[0]} to {counts(study)[-1]} workers its bytes grow "
-        f"{growth['ScaleCom']:.1f} times (as any all-reduce's do, by 2(n-1)/n), those of an all-gather {growth['LocalTopK']:.1f} times. kB "
-        f"per worker and step on {' / '.join(map(str, counts(study)))}: {'; '.join(rows)}."
+        f"An all-reduce of values at shared places: from {counts(study)[0]} to {counts(study)[-1]} "
+        f"workers its bytes grow {growth['ScaleCom']:.1f} times (as any all-reduce's do, by "
+        f"2(n-1)/n), those of an all-gather {growth['LocalTopK']:.1f} times. kB per worker and "
+        f"step on {' / '.join(map(str, counts(study)))}: {'; '.join(rows)}."
     )
 
 
@@ -270,11 +379,16 @@ def from_local_top_k(study: Study) -> str | None:
         return None
     ratios = []
     for n in counts(study):
-        local, mine = (study.get("workers", f"{n}: {method}") for method in ("LocalTopK", "ScaleCom"))
+        local, mine = (
+            study.get("workers", f"{n}: {method}") for method in ("LocalTopK", "ScaleCom")
+        )
         if local is not None and mine is not None:
             ratios.append(f"{local.bytes / mine.bytes:.1f} on {n} workers")
     more = f" Bytes of local top-k for one of ScaleCom: {', '.join(ratios)}." if ratios else ""
-    return f"ScaleCom against local top-k at {RATE}x: {listed(pairs)}.{more} No setting has to change: beta 1 is the same error feedback."
+    return (
+        f"ScaleCom against local top-k at {RATE}x: {listed(pairs)}.{more} No setting has to "
+        "change: beta 1 is the same error feedback."
+    )
 
 
 def best_by_time(study: Study) -> str | None:
@@ -287,12 +401,25 @@ def best_by_time(study: Study) -> str | None:
             continue
         parts = []
         for gbit in (1, 10):
-            times = {method: seconds_to(study, scores, steps, spent, gbit) for method, scores, steps, spent in found}
+            times = {
+                method: seconds_to(study, scores, steps, spent, gbit)
+                for method, scores, steps, spent in found
+            }
             best = min(times, key=times.get)
-            own = f", ScaleCom {times['dense'] / times['ScaleCom']:.1f}" if best != "ScaleCom" else ""
-            parts.append(f"at {gbit} Gbit/s {named(best)} ({times['dense'] / times[best]:.1f} times as fast as dense{own})")
+            own = (
+                f", ScaleCom {times['dense'] / times['ScaleCom']:.1f}" if best != "ScaleCom" else ""
+            )
+            parts.append(
+                f"at {gbit} Gbit/s {named(best)} ({times['dense'] / times[best]:.1f} times as fast "
+                f"as dense{own})"
+            )
         lines.append(f"{found[0][1].task.title}: {', '.join(parts)}")
-    return f"{'; '.join(lines)}. Time is compute and bytes on the wire; what choosing costs the processor is left out." if lines else None
+    return (
+        f"{'; '.join(lines)}. Time is compute and bytes on the wire; what choosing costs the "
+        "processor is left out."
+        if lines
+        else None
+    )
 
 
 def defaults(study: Study) -> str | None:
@@ -315,9 +442,12 @@ def defaults(study: Study) -> str | None:
             if scores is not None and (better := scores.better_than(usual)) is not None:
                 shown.append(f"{what} {change(scores, better)}")
         if shown:
-            lines.append(f"{usual.task.title} ({usual.text()} {usual.task.unit}): {', '.join(shown)}")
+            lines.append(
+                f"{usual.task.title} ({usual.text()} {usual.task.unit}): {', '.join(shown)}"
+            )
     return (
-        f"One choice at a time, against the output layer and a tenth of the steps whole; + is better. {'. '.join(lines)}."
+        "One choice at a time, against the output layer and a tenth of the steps whole; + is "
+        f"better. {'. '.join(lines)}."
         if lines
         else None
     )
@@ -336,7 +466,11 @@ QUESTIONS = [
     ("How sensitive is beta, and must it change with the model?", beta_sensitivity, "large"),
     ("Is the filter just momentum?", just_momentum, "large"),
     ("Are residues bounded?", bounded, "bounded"),
-    ("What does the additional synchronisation cost with many workers?", synchronisation, "workers"),
+    (
+        "What does the additional synchronisation cost with many workers?",
+        synchronisation,
+        "workers",
+    ),
     ("Which way of doing it on a ring is best?", on_a_ring, "workers"),
     ("What changes when I come from local top-k?", from_local_top_k, "workers"),
     ("What is soonest at a given loss?", best_by_time, "bytes"),

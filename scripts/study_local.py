@@ -1,6 +1,8 @@
-"""The study's last experiment, local steps and quantised values: its table, its picture and its answers.
+"""The study's last experiment, local steps and quantised values: its table, its picture and its
+answers.
 
-After Qsparse-local-SGD (Basu et al., 2019): H local steps, then the change since the last synchronisation, sparsified and quantised.
+After Qsparse-local-SGD (Basu et al., 2019): H local steps, then the change since the last
+synchronisation, sparsified and quantised.
 """
 
 from __future__ import annotations
@@ -18,14 +20,29 @@ if TYPE_CHECKING:
     from study_page import Scores, Study
 
 LEGEND = {
-    "H": "local steps between two synchronisations: SGD with momentum on every worker's own parameters; H = 1 sends every step's change.",
-    "leader top-k": "all workers send their values at the places that ScaleCom's leader, another one each time, chose.",
+    "H": (
+        "local steps between two synchronisations: SGD with momentum on every worker's own "
+        "parameters; H = 1 sends every step's change."
+    ),
+    "leader top-k": (
+        "all workers send their values at the places that ScaleCom's leader, another one each "
+        "time, chose."
+    ),
     "local top-k": "every worker sends its own largest, with their places.",
     "none": "32-bit values.",
     "sign": "one bit for each value, and the mean magnitude of every 512.",
-    "2, 4, 8 bits": "QSGD with s = 1, 7, 127 levels of the largest magnitude in a chunk (64, 256, 512 values), rounded at random.",
-    "kB": "what a worker sends on a ring at a synchronisation after the warm-up, with places and what is sent whole, divided by H.",
-    "loss": "1.05 times what the leader's 32-bit values end with at the largest H; bits to it include the dense warm-up.",
+    "2, 4, 8 bits": (
+        "QSGD with s = 1, 7, 127 levels of the largest magnitude in a chunk (64, 256, 512 "
+        "values), rounded at random."
+    ),
+    "kB": (
+        "what a worker sends on a ring at a synchronisation after the warm-up, with places and "
+        "what is sent whole, divided by H."
+    ),
+    "loss": (
+        "1.05 times what the leader's 32-bit values end with at the largest H; bits to it include "
+        "the dense warm-up."
+    ),
 }
 
 
@@ -51,8 +68,9 @@ def target(schemes: dict[tuple[int, str, str], Scores]) -> float | None:
 
 
 def spent(scores: Scores, loss: float | None) -> tuple[float, float]:
-    """Megabits that a worker had sent when its training loss came to this: all, and of them those of compressed tensors after the dense
-    warm-up, which is most of the others; NaN: it never did."""
+    """Megabits that a worker had sent when its training loss came to this: all, and of them those
+    of compressed tensors after the dense warm-up, which is most of the others; NaN: it never did.
+    """
     if loss is None or scores.diverged or (steps := scores.reaches(loss, "steps")) is None:
         return math.nan, math.nan
     whole = (scores.run.warmup or 0) * scores.run.steps
@@ -103,36 +121,69 @@ def table(study: Study) -> list[str]:
 
 def widths_table(study: Study) -> list[str]:
     """What s and k do together."""
-    by_rate = {rate: [study.get("widths", f"{rate}x, {width}") for width in WIDTHS] for rate in RATES}
-    rows = [[f"{rate}x", *(f"{s.text()}, {s.bytes / 1000:.2f} kB" for s in scores)] for rate, scores in by_rate.items() if all(scores)]
+    by_rate = {
+        rate: [study.get("widths", f"{rate}x, {width}") for width in WIDTHS] for rate in RATES
+    }
+    rows = [
+        [f"{rate}x", *(f"{s.text()}, {s.bytes / 1000:.2f} kB" for s in scores)]
+        for rate, scores in by_rate.items()
+        if all(scores)
+    ]
     title = "Digits, leader top-k, H = 4: accuracy, and kB per worker and step, by rate and values."
     return ["", title, "", *markdown(["rate", *WIDTHS], rows)] if rows else []
 
 
 def draw(study: Study, path: Path) -> Path | None:
-    """Accuracy over what is sent, a curve for each selection and quantiser along H; what each means is written beside it."""
+    """Accuracy over what is sent, a curve for each selection and quantiser along H; what each means
+    is written beside it.
+    """
     tasks = found(study)
     if not tasks:
         return None
-    figure, axes = plt.subplots(1, len(tasks) + 1, figsize=(5.2 * (len(tasks) + 1), 4.6), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1,
+        len(tasks) + 1,
+        figsize=(5.2 * (len(tasks) + 1), 4.6),
+        layout="constrained",
+        squeeze=False,
+    )
     for axis, schemes in zip(axes[0], tasks.values(), strict=False):
         kinds = list(dict.fromkeys((selection, quantiser) for _, selection, quantiser in schemes))
         for selection, quantiser in kinds:
-            points = [(h, s) for (h, *kind), s in schemes.items() if kind == [selection, quantiser] and s.mean is not None]
+            points = [
+                (h, s)
+                for (h, *kind), s in schemes.items()
+                if kind == [selection, quantiser] and s.mean is not None
+            ]
             style = {"leader": "o-", "local": "s--", "dense": "k^:"}[selection]
             colour = {} if selection == "dense" else {"color": f"C{QUANTISERS.index(quantiser)}"}
             shown = "sent whole" if selection == "dense" else f"{selection} top-k, {quantiser}"
             sizes = [(s.bytes if selection == "dense" else compressed(s)) / 1000 for _, s in points]
-            axis.plot(sizes, [s.mean for _, s in points], style, markersize=5, label=shown, **colour)
+            axis.plot(
+                sizes, [s.mean for _, s in points], style, markersize=5, label=shown, **colour
+            )
             for size, (h, scores) in zip(sizes, points, strict=True):
-                axis.annotate(str(h), (size, scores.mean), textcoords="offset points", xytext=(4, 3), fontsize=6)
+                axis.annotate(
+                    str(h),
+                    (size, scores.mean),
+                    textcoords="offset points",
+                    xytext=(4, 3),
+                    fontsize=6,
+                )
         task = next(iter(schemes.values())).task
-        axis.set(title=task.title, xscale="log", xlabel="kB per worker and step, compressed", ylabel=f"{task.metric}, {task.unit}")
+        axis.set(
+            title=task.title,
+            xscale="log",
+            xlabel="kB per worker and step, compressed",
+            ylabel=f"{task.metric}, {task.unit}",
+        )
     text = axes[0][-1]
     text.set_axis_off()
     handles, labels = axes[0][0].get_legend_handles_labels()
     text.legend(handles, labels, loc="upper left", fontsize=8, frameon=False)
-    words = "\n".join(f"{what}: {meaning}" for what, meaning in ({"the number at a point": "H."} | LEGEND).items())
+    words = "\n".join(
+        f"{what}: {meaning}" for what, meaning in ({"the number at a point": "H."} | LEGEND).items()
+    )
     text.text(0, 0, words, fontsize=7, va="bottom", wrap=True, transform=text.transAxes)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -151,8 +202,15 @@ def local_steps_cost(study: Study) -> str | None:
         for h in sorted({h for h, *_ in schemes} - {first}):
             scores = schemes[h, "leader", "none"]
             if (better := scores.better_than(usual)) is not None:
-                shown.append(f"{usual.task.title}: H = {h} {change(scores, better)} for {usual.bytes / scores.bytes:.1f} times fewer bytes")
-    return f"With the leader's choice, against H = {first} (+ is better): {'; '.join(shown)}." if shown else None
+                shown.append(
+                    f"{usual.task.title}: H = {h} {change(scores, better)} for "
+                    f"{usual.bytes / scores.bytes:.1f} times fewer bytes"
+                )
+    return (
+        f"With the leader's choice, against H = {first} (+ is better): {'; '.join(shown)}."
+        if shown
+        else None
+    )
 
 
 def quantisation_gains(study: Study) -> str | None:
@@ -169,14 +227,25 @@ def quantisation_gains(study: Study) -> str | None:
                 if scores is None or (better := scores.better_than(usual)) is None:
                     continue
                 _, bits = spent(scores, loss)
-                to_loss = "and does not come to the loss" if math.isnan(bits) else f"{usual_bits / bits:.1f} times fewer to the loss"
+                to_loss = (
+                    "and does not come to the loss"
+                    if math.isnan(bits)
+                    else f"{usual_bits / bits:.1f} times fewer to the loss"
+                )
                 if math.isnan(usual_bits):
                     to_loss = "which do not come to the loss"
-                fewer = f"{compressed(usual) / compressed(scores):.1f} times fewer compressed bits a step"
-                shown.append(f"{usual.task.title}, {selection} top-k, {quantiser}: {change(scores, better)}, {fewer}, {to_loss}")
+                fewer = (
+                    f"{compressed(usual) / compressed(scores):.1f} times fewer compressed bits "
+                    "a step"
+                )
+                shown.append(
+                    f"{usual.task.title}, {selection} top-k, {quantiser}: "
+                    f"{change(scores, better)}, {fewer}, {to_loss}"
+                )
     return (
-        f"At H = {h}, against 32-bit values of the same choice (+ is better): {'; '.join(shown)}. Places, a byte each, are "
-        "counted, and not quantised; not counted are the warm-up and what is sent whole (the output layer, vectors)."
+        f"At H = {h}, against 32-bit values of the same choice (+ is better): {'; '.join(shown)}. "
+        "Places, a byte each, are counted, and not quantised; not counted are the warm-up and "
+        "what is sent whole (the output layer, vectors)."
         if shown
         else None
     )
@@ -188,16 +257,25 @@ def which_choice(study: Study) -> str | None:
     for schemes in found(study).values():
         for (h, selection, quantiser), scores in schemes.items():
             own = schemes.get((h, "local", quantiser))
-            if selection == "leader" and own is not None and (better := scores.better_than(own)) is not None:
+            if (
+                selection == "leader"
+                and own is not None
+                and (better := scores.better_than(own)) is not None
+            ):
                 pairs.append((scores, better))
                 more.append(own.bytes / scores.bytes)
     if not pairs:
         return None
     better, worse, equal = count(pairs)
-    at = [pair for pair in pairs if pair[0].run.local_steps == 4 and "quantiser" not in dict(pair[0].run.options)]
+    at = [
+        pair
+        for pair in pairs
+        if pair[0].run.local_steps == 4 and "quantiser" not in dict(pair[0].run.options)
+    ]
     return (
-        f"Leader against own choices, of {len(pairs)} schemes: {better} better, {worse} worse, {equal} equal within noise; own choices "
-        f"send {min(more):.1f} to {max(more):.1f} times the bytes with 4 workers. At H = 4, 32-bit values: {listed(at)}."
+        f"Leader against own choices, of {len(pairs)} schemes: {better} better, {worse} worse, "
+        f"{equal} equal within noise; own choices send {min(more):.1f} to {max(more):.1f} times "
+        f"the bytes with 4 workers. At H = 4, 32-bit values: {listed(at)}."
     )
 
 
@@ -209,12 +287,15 @@ def levels_and_rate(study: Study) -> str | None:
         if not all(scores.values()) or scores["none"].mean is None:
             continue
         lost = {width: scores[width].better_than(scores["none"]) for width in WIDTHS[1:]}
-        shown.append(f"{rate}x: " + ", ".join(f"{width} {value:+.2f}" for width, value in lost.items()))
+        shown.append(
+            f"{rate}x: " + ", ".join(f"{width} {value:+.2f}" for width, value in lost.items())
+        )
     if not shown:
         return None
     return (
-        f"Digits, leader, H = 4, against 32-bit values of the same k (+ is better): {'; '.join(shown)}. The second table has the bytes: "
-        "what fewer bits save can be spent on a larger k."
+        "Digits, leader, H = 4, against 32-bit values of the same k (+ is better): "
+        f"{'; '.join(shown)}. The second table has the bytes: what fewer bits save can be spent on "
+        "a larger k."
     )
 
 

@@ -1,4 +1,6 @@
-"""One run of the study: n simulated workers train a task, by the same exchange code that real ranks run."""
+"""One run of the study: n simulated workers train a task, by the same exchange code that real ranks
+run.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,16 @@ import torch
 from torch import nn
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.simulator import Simulation
 
 # Elements that diagnostics look at.
 SAMPLE = 8192
-QUANTISERS = {"sign": hvd.Sign(), "2 bits": hvd.QSGD(1), "4 bits": hvd.QSGD(7), "8 bits": hvd.QSGD(127)}
+QUANTISERS = {
+    "sign": hvd.Sign(),
+    "2 bits": hvd.QSGD(1),
+    "4 bits": hvd.QSGD(7),
+    "8 bits": hvd.QSGD(127),
+}
 # A training loss beyond this many times the first one is a run that came apart.
 DIVERGED = 20
 
@@ -33,12 +40,15 @@ DIVERGED = 20
 class Run:
     """One training run. Fields of None are the task's own.
 
-    method: "dense", or the name of a class in scalecom_hvd.torch, with `options` ((name, value), ...); warmup: share of steps sent whole;
+    method: "dense", or the name of a class in scalecom_hvd.torch, with `options` ((name, value),
+        ...); warmup: share of steps sent whole;
     None: what is sent whole is left to the library's defaults.
-    control: "residues thrown away", "compressed tensors frozen" (after the dense warm-up), or a number b: every worker's gradients pass
-    through the same low-pass filter, f <- (1 - b) f + b g from f = g on, before anything else.
-    clip, clip_first: clipping norm after the exchange, or before it.  momentum_first: momentum, and with it weight decay, before the
-    exchange; decay_first: weight decay alone.  local_steps: H, after which workers average their parameters' changes.
+    control: "residues thrown away", "compressed tensors frozen" (after the dense warm-up), or a
+        number b: every worker's gradients pass through the same low-pass filter, f <- (1 - b) f + b
+        g from f = g on, before anything else.
+    clip, clip_first: clipping norm after the exchange, or before it.  momentum_first: momentum, and
+        with it weight decay, before the exchange; decay_first: weight decay alone.  local_steps: H,
+        after which workers average their parameters' changes.
     """
 
     task: str
@@ -65,31 +75,49 @@ class Run:
     def resolved(self) -> Run:
         """With the task's own numbers in the place of None."""
         task = study_tasks.find(self.task)
-        own = {name: getattr(task, name) for name in ("steps", "batch_size", "lr") if getattr(self, name) is None}
+        own = {
+            name: getattr(task, name)
+            for name in ("steps", "batch_size", "lr")
+            if getattr(self, name) is None
+        }
         return dataclasses.replace(self, **own)
 
     @property
     def name(self) -> str:
         """What its file is called: the same for the same run, and for no other."""
-        # Fields at their defaults are left out, so that a new one changes no name of a run that does not use it.
+        # Fields at their defaults are left out, so that a new one changes no name of a run that
+        # does not use it.
         default = {field.name: field.default for field in dataclasses.fields(Run)}
-        own = {name: value for name, value in dataclasses.asdict(self.resolved()).items() if value != default[name]}
+        own = {
+            name: value
+            for name, value in dataclasses.asdict(self.resolved()).items()
+            if value != default[name]
+        }
         fields = json.dumps(own, sort_keys=True)
         if self.task.endswith(".py"):
             fields += Path(self.task).read_text()
-        return f"{self.task.rpartition('/')[2].removesuffix('.py')}-{self.method}-{hashlib.sha256(fields.encode()).hexdigest()[:16]}"
+        task = self.task.rpartition("/")[2].removesuffix(".py")
+        return f"{task}-{self.method}-{hashlib.sha256(fields.encode()).hexdigest()[:16]}"
 
     @property
     def cost(self) -> float:
         """About how long it takes, relative to others."""
         run = self.resolved()
-        weight = {"resnet": 0.25, "mobilenet": 0.5, "plain": 0.12, "lstm": 0.7, "transformer": 0.8}.get(self.task, 0.5)
+        weight = {
+            "resnet": 0.25,
+            "mobilenet": 0.5,
+            "plain": 0.12,
+            "lstm": 0.7,
+            "transformer": 0.8,
+        }.get(self.task, 0.5)
         return run.steps * run.workers * (1 + weight * run.batch_size)
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train, and give {"score", "losses": [[step, mean loss of the last steps], ...], "bytes": [[step, traffic of a worker so far], ...],
-    "norms": [[step, largest residue and largest gradient of a worker since the last], ...], "looks": diagnostics, "diverged", ...}."""
+    """Train, and give {"score", "losses": [[step, mean loss of the last steps], ...], "bytes":
+    [[step, traffic of a worker so far], ...], "norms": [[step, largest residue and largest gradient
+    of a worker since the last], ...], "looks": diagnostics, "diverged", ...}.
+    """
     began = time.perf_counter()
     run = run.resolved()
     torch.manual_seed(run.seed)
@@ -103,10 +131,13 @@ def train(run: Run) -> dict[str, Any]:
         exchanges = compressor.residues.step
         losses, gradient = workers.step(step, learning_rate(run, step))
         largest["gradient"] = max(largest["gradient"], gradient)
-        residues = [{name: tensor.residue for name, tensor in each.residues.tensors.items()} for each in workers.simulation.compressors]
+        residues = [
+            {name: tensor.residue for name, tensor in each.residues.tensors.items()}
+            for each in workers.simulation.compressors
+        ]
         largest["residue"] = max(largest["residue"], *norms_of(residues))
         if compressor.residues.step > exchanges:
-            traffic += workers.simulation.reducers[0].stats()["bytes_traffic"]
+            traffic += workers.simulation.exchanges[0].stats()["bytes_traffic"]
         recent.append(sum(losses) / len(losses))
         if (step + 1) % max(run.steps // 50, 1) == 0:
             result["losses"].append([step + 1, sum(recent) / len(recent)])
@@ -129,7 +160,11 @@ def train(run: Run) -> dict[str, Any]:
         "diverged": diverged or not math.isfinite(score),
         "parameters": sum(p.numel() for p in workers.model.parameters()),
         "bytes_per_step": stats["bytes_traffic"] / (run.local_steps or 1),
-        "bytes_whole_per_step": stats["bytes_dense"] * 2 * (run.workers - 1) / run.workers / (run.local_steps or 1),
+        "bytes_whole_per_step": stats["bytes_dense"]
+        * 2
+        * (run.workers - 1)
+        / run.workers
+        / (run.local_steps or 1),
         "rate": stats["rate"],
         "code": fingerprint(),
         "seconds": round(time.perf_counter() - began, 2),
@@ -137,21 +172,33 @@ def train(run: Run) -> dict[str, Any]:
 
 
 class Together:
-    """Workers that have the same parameters at every step, so that one model computes every worker's gradients in turn."""
+    """Workers that have the same parameters at every step, so that one model computes every
+    worker's gradients in turn.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, self._task = run, study_tasks.find(run.task)
         self.model = self._task.model(run.norm).train()
-        self._normalisations = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        self._normalisations = [
+            module
+            for module in self.model.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
         self._named = dict(self.model.named_parameters())
         self._parameters = list(self._named.values())
-        self.simulation = simulate(run, self.model, lambda worker: {n: nn.Parameter(p.detach()) for n, p in self._named.items()})
+        self.simulation = simulate(
+            run,
+            self.model,
+            lambda worker: {n: nn.Parameter(p.detach()) for n, p in self._named.items()},
+        )
         inside = not run.momentum_first  # momentum, and with it weight decay, in the optimizer
         self._optimizer = sgd(self._task, self._parameters, inside, inside and not run.decay_first)
         self._before = Before(run, self._task, self._parameters)
 
     def step(self, step: int, lr: float) -> tuple[list[float], float]:
-        """One step of all; gives every worker's loss, and the largest norm of a worker's compressed gradients."""
+        """One step of all; gives every worker's loss, and the largest norm of a worker's compressed
+        gradients.
+        """
         run, simulation = self._run, self.simulation
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -172,7 +219,11 @@ class Together:
                 for tensor in each.residues.tensors.values():
                     tensor.residue.zero_()
         after_warmup = step >= compressor.config.warmup_steps
-        frozen = compressor.residues.tensors if run.control == "compressed tensors frozen" and after_warmup else ()
+        frozen = (
+            compressor.residues.tensors
+            if run.control == "compressed tensors frozen" and after_warmup
+            else ()
+        )
         for name, parameter in self._named.items():
             parameter.grad = torch.zeros_like(parameter) if name in frozen else averages[name]
         if run.clip is not None:
@@ -191,13 +242,19 @@ class Apart:
         self._run, self._task = run, study_tasks.find(run.task)
         self.model = self._task.model(run.norm).train()
         self._models = [self.model] + [copy.deepcopy(self.model) for _ in range(1, run.workers)]
-        self.simulation = simulate(run, self.model, lambda worker: dict(self._models[worker].named_parameters()))
-        self._optimizers = [sgd(self._task, list(model.parameters()), True, True) for model in self._models]
+        self.simulation = simulate(
+            run, self.model, lambda worker: dict(self._models[worker].named_parameters())
+        )
+        self._optimizers = [
+            sgd(self._task, list(model.parameters()), True, True) for model in self._models
+        ]
 
     def step(self, step: int, lr: float) -> tuple[list[float], float]:
         """As Together's."""
         losses, grads = [], []
-        for worker, (model, optimizer) in enumerate(zip(self._models, self._optimizers, strict=True)):
+        for worker, (model, optimizer) in enumerate(
+            zip(self._models, self._optimizers, strict=True)
+        ):
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.zero_grad()
@@ -214,10 +271,15 @@ class Apart:
         return evaluate(self._task, self.model)
 
 
-def sgd(task: study_tasks.Task, parameters: list[torch.Tensor], momentum: bool, decay: bool) -> torch.optim.SGD:
+def sgd(
+    task: study_tasks.Task, parameters: list[torch.Tensor], momentum: bool, decay: bool
+) -> torch.optim.SGD:
     """With the task's momentum and weight decay, or without; the rate is set at every step."""
     return torch.optim.SGD(
-        parameters, lr=0.0, momentum=task.momentum if momentum else 0.0, weight_decay=task.weight_decay if decay else 0.0
+        parameters,
+        lr=0.0,
+        momentum=task.momentum if momentum else 0.0,
+        weight_decay=task.weight_decay if decay else 0.0,
     )
 
 
@@ -231,8 +293,12 @@ def evaluate(task: study_tasks.Task, model: nn.Module) -> float:
     return task.evaluate(model)
 
 
-def simulate(run: Run, model: nn.Module, make_parameters: Callable[[int], dict[str, torch.Tensor]]) -> Simulation:
-    """n workers; what is sent whole needs no residue, so dense training is the same exchange with everything sent whole."""
+def simulate(
+    run: Run, model: nn.Module, make_parameters: Callable[[int], dict[str, torch.Tensor]]
+) -> Simulation:
+    """n workers; what is sent whole needs no residue, so dense training is the same exchange with
+    everything sent whole.
+    """
     options = dict(run.options)
     if options.get("rates") == "from_flops":
         example = study_tasks.find(run.task).example(run.batch_size)
@@ -243,16 +309,29 @@ def simulate(run: Run, model: nn.Module, make_parameters: Callable[[int], dict[s
         method, options = hvd.ScaleCom, {"dense": ["*"], "warmup_steps": 0}
     else:
         method = getattr(hvd, run.method)
-        recommended = {} if run.warmup is None else {"dense": ["auto:output"], "warmup_steps": round(run.warmup * run.steps)}
+        recommended = (
+            {}
+            if run.warmup is None
+            else {"dense": ["auto:output"], "warmup_steps": round(run.warmup * run.steps)}
+        )
         options = recommended | options
         if run.diagnostics:
             options["diagnostics"] = hvd.Diagnostics(every=run.diagnostics, sample=SAMPLE)
     config = hvd.ScaleComConfig()  # whatever the environment says
-    return Simulation(run.workers, make_parameters, compression=method, config=config, local_steps=run.local_steps, **options)
+    return Simulation(
+        run.workers,
+        make_parameters,
+        compression=method,
+        config=config,
+        local_steps=run.local_steps,
+        **options,
+    )
 
 
 class Before:
-    """What a worker does to its own gradient before the exchange: nothing, or what the run's options say."""
+    """What a worker does to its own gradient before the exchange: nothing, or what the run's
+    options say.
+    """
 
     def __init__(self, run: Run, task: study_tasks.Task, parameters: list[torch.Tensor]) -> None:
         self._run, self._parameters = run, parameters
@@ -265,7 +344,8 @@ class Before:
             torch._foreach_add_(grads, [p.detach() for p in self._parameters], alpha=self._decay)
         if run.clip_first is not None:
             norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
-            # A worker's share: n independent gradients have an average that is shorter by the square root of n.
+            # A worker's share: n independent gradients have an average that is shorter by the
+            # square root of n.
             limit = run.clip_first * math.sqrt(run.workers)
             if norm > limit:
                 torch._foreach_mul_(grads, limit / norm)
@@ -275,7 +355,9 @@ class Before:
             grads = self._keep(worker, grads, 1 - run.control, run.control)
         return grads
 
-    def _keep(self, worker: int, grads: list[torch.Tensor], kept: float, added: float) -> list[torch.Tensor]:
+    def _keep(
+        self, worker: int, grads: list[torch.Tensor], kept: float, added: float
+    ) -> list[torch.Tensor]:
         if worker not in self._state:
             self._state[worker] = [g.clone() for g in grads]
         else:
@@ -294,17 +376,27 @@ def learning_rate(run: Run, step: int) -> float:
     return run.lr * (1 + math.cos(math.pi * (step - warmup) / max(1, run.steps - warmup))) / 2
 
 
-def norms_of(workers: list[dict[str, torch.Tensor]], names: Iterable[str] | None = None) -> list[float]:
+def norms_of(
+    workers: list[dict[str, torch.Tensor]], names: Iterable[str] | None = None
+) -> list[float]:
     """Every worker's norm of these tensors together (of all, without names); zero of none."""
-    some = [[tensors[name] for name in (tensors if names is None else names)] for tensors in workers]
-    return [math.hypot(*map(float, torch._foreach_norm(tensors))) if tensors else 0.0 for tensors in some]
+    some = [
+        [tensors[name] for name in (tensors if names is None else names)] for tensors in workers
+    ]
+    return [
+        math.hypot(*map(float, torch._foreach_norm(tensors))) if tensors else 0.0
+        for tensors in some
+    ]
 
 
 @functools.cache
 def fingerprint() -> str:
     """Of the code that a result depends on."""
     root = Path(hvd.__file__).resolve().parents[1]
-    own = [Path(__file__).with_name(f"{name}.py") for name in ("study_run", "study_tasks", "train_image", "train_char_lm", "digits")]
+    own = [
+        Path(__file__).with_name(f"{name}.py")
+        for name in ("study_run", "study_tasks", "train_image", "train_char_lm", "digits")
+    ]
     sources = [path for path in sorted(root.rglob("*")) if path.suffix in (".py", ".c", ".h")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, *own])).hexdigest()[:16]
 
@@ -312,4 +404,5 @@ def fingerprint() -> str:
 def start_process() -> None:
     """Processes run side by side, one on each core."""
     torch.set_num_threads(1)
-    logging.getLogger("scalecom_hvd").setLevel(logging.ERROR)  # runs too short for their rate, and such that come apart, are part of it
+    # runs too short for their rate, and such that come apart, are part of it
+    logging.getLogger("scalecom_hvd").setLevel(logging.ERROR)

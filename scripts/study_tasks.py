@@ -1,6 +1,8 @@
-"""What the study trains: four small tasks on data that every machine has, and whatever a reader brings.
+"""What the study trains: four small tasks on data that every machine has, and whatever a reader
+brings.
 
-A task of your own is a file that defines TASK, an object like these: a subclass of `Task` with a model, batches, a loss and an evaluation.
+A task of your own is a file that defines TASK, an object like these: a subclass of `Task` with a
+model, batches, a loss and an evaluation.
 
     python scripts/study.py --task my_task.py
 """
@@ -28,8 +30,8 @@ from training_torch import generator
 class Task:
     """A model, its data, and how it is trained on 4 workers unless an experiment says otherwise.
 
-    title: for tables.  metric, higher_is_better, unit, digits: what `evaluate` gives, and how it is written.
-    steps, batch_size (per worker), lr (of all workers together), momentum, weight_decay.
+    title: for tables.  metric, higher_is_better, unit, digits: what `evaluate` gives, and how it is
+    written. steps, batch_size (per worker), lr (of all workers together), momentum, weight_decay.
     """
 
     title = ""
@@ -44,11 +46,17 @@ class Task:
     weight_decay = 0.0
 
     def model(self, norm: str) -> nn.Module:
-        """A new model, its parameters drawn from torch's generator; norm: "batch" or "group", where it has any."""
+        """A new model, its parameters drawn from torch's generator; norm: "batch" or "group", where
+        it has any.
+        """
         raise NotImplementedError
 
-    def batch(self, seed: int, step: int, worker: int, workers: int, size: int, unlike: bool) -> Any:
-        """What a worker trains on in a step; the same whenever it is asked. unlike: from a shard of its own, unlike the others'."""
+    def batch(
+        self, seed: int, step: int, worker: int, workers: int, size: int, unlike: bool
+    ) -> Any:
+        """What a worker trains on in a step; the same whenever it is asked. unlike: from a shard of
+        its own, unlike the others'.
+        """
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -78,7 +86,14 @@ class Images(Task):
         metric: str = "acc9",
         load: Callable[[], train_image.Data] = train_image.load_digits,
     ) -> None:
-        self.title, self._name, self.steps, self.lr, self.metric, self._load = title, name, steps, lr, metric, load
+        self.title, self._name, self.steps, self.lr, self.metric, self._load = (
+            title,
+            name,
+            steps,
+            lr,
+            metric,
+            load,
+        )
 
     @functools.cached_property
     def _data(self) -> train_image.Data:
@@ -101,7 +116,9 @@ class Images(Task):
             place = SimpleNamespace(size=lambda: workers, rank=lambda: worker)
             epoch, mine = training.deal(SimpleNamespace(batch_size=size), count, step, place)
             chosen = torch.randperm(count, generator=generator(seed, epoch))[mine]
-        return train_image.augment(self._data.train_images[chosen], self._data, random), self._data.train_labels[chosen]
+        return train_image.augment(
+            self._data.train_images[chosen], self._data, random
+        ), self._data.train_labels[chosen]
 
     def loss(self, model, batch):
         images, labels = batch
@@ -109,10 +126,14 @@ class Images(Task):
 
     def evaluate(self, model):
         images, labels = self._data.test_images, self._data.test_labels
-        moves = [(dx, dy) for dx in (-1, 0, 1) for dy in (-1, 0, 1)] if self._data.shifts else [(0, 0)]
+        moves = (
+            [(dx, dy) for dx in (-1, 0, 1) for dy in (-1, 0, 1)] if self._data.shifts else [(0, 0)]
+        )
         correct = 0
         for dx, dy in moves:
-            parts = zip(train_image.shift(images, dx, dy).split(1000), labels.split(1000), strict=True)
+            parts = zip(
+                train_image.shift(images, dx, dy).split(1000), labels.split(1000), strict=True
+            )
             correct += sum(int((model(x).argmax(1) == y).sum()) for x, y in parts)
         return 100 * correct / len(moves) / len(labels)
 
@@ -121,7 +142,9 @@ class Images(Task):
 
 
 class Characters(Task):
-    """Source code of Python's standard library, character by character: bits per character on files held out."""
+    """Source code of Python's standard library, character by character: bits per character on files
+    held out.
+    """
 
     metric, unit, digits, higher_is_better = "bits_per_character", "bits", 3, False
     batch_size = 4
@@ -139,8 +162,14 @@ class Characters(Task):
     def batch(self, seed, step, worker, workers, size, unlike):
         # Neighbouring files are of one package: a stretch of its own is text of another kind.
         text = self._text.train
-        first, last = (worker * len(text) // workers, (worker + 1) * len(text) // workers) if unlike else (0, len(text))
-        starts = torch.randint(first, last - train_char_lm.WINDOW, (size,), generator=generator(seed, step, worker))
+        first, last = (
+            (worker * len(text) // workers, (worker + 1) * len(text) // workers)
+            if unlike
+            else (0, len(text))
+        )
+        starts = torch.randint(
+            first, last - train_char_lm.WINDOW, (size,), generator=generator(seed, step, worker)
+        )
         return train_char_lm.windows_at(text, starts)
 
     def loss(self, model, batch):
@@ -149,7 +178,10 @@ class Characters(Task):
     def evaluate(self, model):
         held_out = self._text.held_out
         starts = torch.linspace(0, len(held_out) - train_char_lm.WINDOW - 1, 400).long()
-        losses = [float(self.loss(model, train_char_lm.windows_at(held_out, part))) * len(part) for part in starts.split(100)]
+        losses = [
+            float(self.loss(model, train_char_lm.windows_at(held_out, part))) * len(part)
+            for part in starts.split(100)
+        ]
         return sum(losses) / len(starts) / math.log(2)
 
     def example(self, size):
@@ -158,7 +190,9 @@ class Characters(Task):
 
 def load_cifar10() -> train_image.Data:
     """CIFAR-10, where the environment's CIFAR10_DIR says it is."""
-    return train_image.load_cifar10(Path(os.environ["CIFAR10_DIR"]) if "CIFAR10_DIR" in os.environ else None)
+    return train_image.load_cifar10(
+        Path(os.environ["CIFAR10_DIR"]) if "CIFAR10_DIR" in os.environ else None
+    )
 
 
 TASKS: dict[str, Task] = {
@@ -166,24 +200,38 @@ TASKS: dict[str, Task] = {
     "mobilenet": Images("digits, MobileNetV2", "mobilenetv2", steps=200, lr=0.05),
     "plain": Images("digits, plain CNN", "plain", steps=300, lr=0.02),
     "lstm": Characters("source code, LSTM", train_char_lm.LSTM, steps=500, lr=2.0),
-    "cifar10": Images("CIFAR-10, ResNet", "resnet", steps=1000, lr=0.1, metric="accuracy", load=load_cifar10),
-    "transformer": Characters("source code, Transformer", train_char_lm.Transformer, steps=250, lr=0.2),
+    "cifar10": Images(
+        "CIFAR-10, ResNet", "resnet", steps=1000, lr=0.1, metric="accuracy", load=load_cifar10
+    ),
+    "transformer": Characters(
+        "source code, Transformer", train_char_lm.Transformer, steps=250, lr=0.2
+    ),
 }
 
 
 @functools.cache
 def find(name: str) -> Task:
-    """A task by its name in TASKS, or that of a reader's file. Raises WrongInput that says what is missing."""
+    """A task by its name in TASKS, or that of a reader's file.
+
+    Raises WrongInput that says what is missing.
+    """
     if name == "cifar10" and "CIFAR10_DIR" not in os.environ:
-        raise training.WrongInput("--task cifar10: set CIFAR10_DIR to the folder 'cifar-10-batches-py' (train_image.py says what is in it)")
+        raise training.WrongInput(
+            "--task cifar10: set CIFAR10_DIR to the folder 'cifar-10-batches-py' (train_image.py "
+            "says what is in it)"
+        )
     if name in TASKS:
         return TASKS[name]
     path = Path(name)
     if path.suffix != ".py" or not path.is_file():
-        raise training.WrongInput(f"--task {name}: neither one of {', '.join(TASKS)} nor a Python file that defines TASK")
+        raise training.WrongInput(
+            f"--task {name}: neither one of {', '.join(TASKS)} nor a Python file that defines TASK"
+        )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not isinstance(getattr(module, "TASK", None), Task):
-        raise training.WrongInput(f"--task {name}: the file must define TASK, an object of a subclass of study_tasks.Task")
+        raise training.WrongInput(
+            f"--task {name}: the file must define TASK, an object of a subclass of study_tasks.Task"
+        )
     return module.TASK

@@ -1,11 +1,13 @@
-"""Train an LSTM or a Transformer to predict the next character of text with Horovod, dense or with ScaleCom.
+"""Train an LSTM or a Transformer to predict the next character of text with Horovod, dense or with
+ScaleCom.
 
     horovodrun -np 2 python scripts/train_char_lm.py --compression scalecom --rate 100
     mpirun -np 4 python scripts/train_char_lm.py --model transformer --text-dir ~/books --steps 5000
-    python scripts/train_char_lm.py --steps 200                                    (one process, to try things out)
+    python scripts/train_char_lm.py --steps 200      (one process, to try things out)
 
-Without --text-dir the text is the source of Python's own standard library, which is on every machine. An example to copy:
-`train` is the whole of it. The metric is bits per character on files that were held out.
+Without --text-dir the text is the source of Python's own standard library, which is on every
+machine. An example to copy: `train` is the whole of it. The metric is bits per character on files
+that were held out.
 """
 
 from __future__ import annotations
@@ -39,24 +41,41 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     torch.manual_seed(args.seed)
     model = LSTM() if args.model == "lstm" else Transformer()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay
+    )
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
         compression=training.compression_from(args, steps, training_torch.shapes_of(model), hvd),
     )
 
-    first_step = training_torch.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
+    first_step = (
+        training_torch.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
+    )
     training_torch.broadcast_state(model, optimizer)
 
-    log = training.RunLog(args, f"text {args.model} {args.compression}", first_step, steps, hvd, training_torch.mean_over_ranks)
+    log = training.RunLog(
+        args,
+        f"text {args.model} {args.compression}",
+        first_step,
+        steps,
+        hvd,
+        training_torch.mean_over_ranks,
+    )
     last_step = min(steps, args.stop_at or steps)
     scores: dict[str, float] = {}
     for step in log.timed_steps(first_step, last_step):
-        training_torch.set_learning_rate(optimizer, training.learning_rate(args, step, steps, hvd.size()))
-        # Windows start anywhere in the text: the random choice already deals different ones to the ranks.
+        training_torch.set_learning_rate(
+            optimizer, training.learning_rate(args, step, steps, hvd.size())
+        )
+        # Windows start anywhere in the text: the random choice already deals different ones to the
+        # ranks.
         random = training_torch.generator(args.seed, step, hvd.rank())
-        windows = windows_at(text.train, torch.randint(len(text.train) - WINDOW, (args.batch_size,), generator=random))
+        windows = windows_at(
+            text.train,
+            torch.randint(len(text.train) - WINDOW, (args.batch_size,), generator=random),
+        )
 
         model.train()
         optimizer.zero_grad()
@@ -87,15 +106,27 @@ def cross_entropy(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: torch.Tensor) -> dict[str, float]:
-    """{"bits_per_character"} over windows spread evenly over the held-out text, each rank doing its share."""
+    """{"bits_per_character"} over windows spread evenly over the held-out text, each rank doing its
+    share.
+    """
     training_torch.share_buffers(model)
     model.eval()
-    starts = torch.linspace(0, len(held_out) - WINDOW - 1, TEST_WINDOWS).long()[list(training.my_share(TEST_WINDOWS, hvd))]
-    total = sum(float(cross_entropy(model, windows_at(held_out, part))) * len(part) for part in starts.split(100))
-    return {"bits_per_character": training_torch.ratio_over_ranks(total / math.log(2), len(starts), "bits_per_character")}
+    starts = torch.linspace(0, len(held_out) - WINDOW - 1, TEST_WINDOWS).long()[
+        list(training.my_share(TEST_WINDOWS, hvd))
+    ]
+    total = sum(
+        float(cross_entropy(model, windows_at(held_out, part))) * len(part)
+        for part in starts.split(100)
+    )
+    return {
+        "bits_per_character": training_torch.ratio_over_ranks(
+            total / math.log(2), len(starts), "bits_per_character"
+        )
+    }
 
 
-# ------------------------------------------------------------------------------------------------------------------- text
+# --------------------------------------------------------------------------------------------------
+# text
 
 
 class Text(NamedTuple):
@@ -106,11 +137,20 @@ class Text(NamedTuple):
 
 
 def load_text(folder: Path | None) -> Text:
-    """All files of a folder, or the standard library's modules; one file in twenty, in the order of names, is held out."""
-    files = standard_library() if folder is None else sorted(path for path in folder.rglob("*") if path.is_file())
+    """All files of a folder, or the standard library's modules; one file in twenty, in the order of
+    names, is held out.
+    """
+    files = (
+        standard_library()
+        if folder is None
+        else sorted(path for path in folder.rglob("*") if path.is_file())
+    )
     contents = [symbols for path in files if len(symbols := _symbols(path.read_bytes())) > WINDOW]
     if len(contents) < 2:
-        raise training.WrongInput(f"{folder} holds fewer than two files of more than {WINDOW} characters: one to train on, one held out")
+        raise training.WrongInput(
+            f"{folder} holds fewer than two files of more than {WINDOW} characters: one to train "
+            "on, one held out"
+        )
     # The last file of each twenty; of a small folder, its last file.
     last = min(HELD_OUT, len(contents)) - 1
     held_out = [symbols for i, symbols in enumerate(contents) if i % HELD_OUT == last]
@@ -119,10 +159,14 @@ def load_text(folder: Path | None) -> Text:
 
 
 def standard_library() -> list[Path]:
-    """Python's own modules, without tests and installed packages, in the same order on every machine."""
+    """Python's own modules, without tests and installed packages, in the same order on every
+    machine.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    return sorted(path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+    return sorted(
+        path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts)
+    )
 
 
 _SYMBOL_OF_BYTE = bytes(ALPHABET.find(byte) + 1 for byte in range(256))
@@ -137,11 +181,14 @@ def _tensor(contents: list[bytes]) -> torch.Tensor:
 
 
 def windows_at(text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """(batch, WINDOW + 1) symbols as int64: one character more than the model reads, the last to be predicted."""
+    """(batch, WINDOW + 1) symbols as int64: one character more than the model reads, the last to be
+    predicted.
+    """
     return text[starts[:, None] + torch.arange(WINDOW + 1)].long()
 
 
-# ----------------------------------------------------------------------------------------------------------------- models
+# --------------------------------------------------------------------------------------------------
+# models
 
 
 class LSTM(nn.Module):
@@ -164,21 +211,37 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(SYMBOLS, width)
         self.position = nn.Parameter(0.02 * torch.randn(WINDOW, width))
-        layer = nn.TransformerEncoderLayer(width, heads, inner, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, inner, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.head = nn.Linear(width, SYMBOLS)
 
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
         length = symbols.shape[1]
         future = nn.Transformer.generate_square_subsequent_mask(length)
-        return self.head(self.layers(self.embedding(symbols) + self.position[:length], mask=future, is_causal=True))
+        return self.head(
+            self.layers(
+                self.embedding(symbols) + self.position[:length], mask=future, is_causal=True
+            )
+        )
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train a character language model with Horovod, dense or with ScaleCom.")
-    parser.add_argument("--text-dir", type=Path, help="a folder of text files (default: Python's standard library)")
-    parser.add_argument("--model", choices=("lstm", "transformer"), default="lstm", help="default: %(default)s")
-    training.add_training_options(parser, lr=0.25, steps=500, batch_size=16, weight_decay=0.0, clip_norm=1.0)
+    parser = argparse.ArgumentParser(
+        description="Train a character language model with Horovod, dense or with ScaleCom."
+    )
+    parser.add_argument(
+        "--text-dir", type=Path, help="a folder of text files (default: Python's standard library)"
+    )
+    parser.add_argument(
+        "--model", choices=("lstm", "transformer"), default="lstm", help="default: %(default)s"
+    )
+    training.add_training_options(
+        parser, lr=0.25, steps=500, batch_size=16, weight_decay=0.0, clip_norm=1.0
+    )
     return parser
 
 

@@ -1,11 +1,12 @@
 """Train a ResNet or a MobileNetV2 on images with Horovod, dense or with ScaleCom.
 
     horovodrun -np 2 python scripts/train_image.py --compression scalecom --rate 100
-    mpirun -np 4 python scripts/train_image.py --dataset cifar10 --data-dir ~/cifar-10-batches-py --epochs 30 --lr 0.05
-    python scripts/train_image.py --steps 200                                      (one process, to try things out)
+    mpirun -np 4 python scripts/train_image.py --dataset cifar10 \\
+        --data-dir ~/cifar-10-batches-py --epochs 30 --lr 0.05
+    python scripts/train_image.py --steps 200      (one process, to try things out)
 
-An example to copy: `train` is the whole of it. The lines that differ from a script without Horovod call `hvd`, and the one
-that differs from a script with Horovod is `compression=`.
+An example to copy: `train` is the whole of it. The lines that differ from a script without Horovod
+call `hvd`, and the one that differs from a script with Horovod is `compression=`.
 """
 
 from __future__ import annotations
@@ -34,23 +35,38 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     torch.manual_seed(args.seed)
     model = build_model(args.model, args.norm, data.train_images.shape[1])
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay
+    )
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
         compression=training.compression_from(args, steps, training_torch.shapes_of(model), hvd),
     )
 
-    first_step = training_torch.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
+    first_step = (
+        training_torch.load_checkpoint(args.checkpoint_dir, model, optimizer) if args.resume else 0
+    )
     training_torch.broadcast_state(model, optimizer)
 
-    log = training.RunLog(args, f"{args.dataset} {args.model} {args.compression}", first_step, steps, hvd, training_torch.mean_over_ranks)
+    log = training.RunLog(
+        args,
+        f"{args.dataset} {args.model} {args.compression}",
+        first_step,
+        steps,
+        hvd,
+        training_torch.mean_over_ranks,
+    )
     last_step = min(steps, args.stop_at or steps)
     scores: dict[str, float] = {}
     for step in log.timed_steps(first_step, last_step):
-        training_torch.set_learning_rate(optimizer, training.learning_rate(args, step, steps, hvd.size()))
+        training_torch.set_learning_rate(
+            optimizer, training.learning_rate(args, step, steps, hvd.size())
+        )
         chosen = training_torch.batch_indices(args, len(data.train_images), step)
-        images = augment(data.train_images[chosen], data, training_torch.generator(args.seed, step, hvd.rank()))
+        images = augment(
+            data.train_images[chosen], data, training_torch.generator(args.seed, step, hvd.rank())
+        )
 
         model.train()
         optimizer.zero_grad()
@@ -76,14 +92,19 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
-    """{"accuracy"} on the test images, each rank doing its share; with shifts also {"acc9"}: over their nine one-pixel shifts."""
+    """{"accuracy"} on the test images, each rank doing its share; with shifts also {"acc9"}: over
+    their nine one-pixel shifts.
+    """
     training_torch.share_buffers(model)
     model.eval()
     mine = list(training.my_share(len(data.test_images), hvd))
     images, labels = data.test_images[mine], data.test_labels[mine]
 
     def correct(images: torch.Tensor) -> int:
-        return sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(500), labels.split(500), strict=True))
+        return sum(
+            int((model(x).argmax(1) == y).sum())
+            for x, y in zip(images.split(500), labels.split(500), strict=True)
+        )
 
     scores = {"accuracy": training_torch.ratio_over_ranks(correct(images), len(mine), "accuracy")}
     if data.shifts:
@@ -92,11 +113,14 @@ def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
     return scores
 
 
-# ------------------------------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------------------------
+# data
 
 
 class Data(NamedTuple):
-    """Images are (count, channels, height, width), float32, centred. shifts: augment and test with one-pixel shifts; else crop and flip."""
+    """Images are (count, channels, height, width), float32, centred. shifts: augment and test with
+    one-pixel shifts; else crop and flip.
+    """
 
     train_images: torch.Tensor
     train_labels: torch.Tensor
@@ -126,26 +150,40 @@ def load_cifar10(folder: Path | None) -> Data:
     """CIFAR-10 from its python pickle files, https://www.cs.toronto.edu/~kriz/cifar.html."""
     names = [*CIFAR10_TRAIN_FILES, CIFAR10_TEST_FILE]
     if folder is None:
-        raise training.WrongInput(f"--dataset cifar10 needs --data-dir: the folder 'cifar-10-batches-py' with the files {', '.join(names)}")
+        raise training.WrongInput(
+            "--dataset cifar10 needs --data-dir: the folder 'cifar-10-batches-py' with the files "
+            f"{', '.join(names)}"
+        )
     if (folder / "cifar-10-batches-py").is_dir():
         folder = folder / "cifar-10-batches-py"
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise training.WrongInput(
-            f"CIFAR-10 is not complete in {folder}: missing {', '.join(missing)}. Unpack cifar-10-python.tar.gz "
-            "(https://www.cs.toronto.edu/~kriz/cifar.html) and give its folder 'cifar-10-batches-py' as --data-dir"
+            f"CIFAR-10 is not complete in {folder}: missing {', '.join(missing)}. Unpack "
+            "cifar-10-python.tar.gz (https://www.cs.toronto.edu/~kriz/cifar.html) and give its "
+            "folder 'cifar-10-batches-py' as --data-dir"
         )
-    train_images, train_labels = zip(*(_cifar10_file(folder / name) for name in CIFAR10_TRAIN_FILES), strict=True)
+    train_images, train_labels = zip(
+        *(_cifar10_file(folder / name) for name in CIFAR10_TRAIN_FILES), strict=True
+    )
     test_images, test_labels = _cifar10_file(folder / CIFAR10_TEST_FILE)
     images, labels = torch.cat(train_images), torch.cat(train_labels)
     mean, deviation = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
-    return Data((images - mean) / deviation, labels, (test_images - mean) / deviation, test_labels, shifts=False)
+    return Data(
+        (images - mean) / deviation,
+        labels,
+        (test_images - mean) / deviation,
+        test_labels,
+        shifts=False,
+    )
 
 
 def _cifar10_file(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     with path.open("rb") as file:
         batch = pickle.load(file, encoding="bytes")
-    return torch.from_numpy(batch[b"data"]).reshape(-1, 3, 32, 32).float() / 255, torch.tensor(batch[b"labels"], dtype=torch.long)
+    return torch.from_numpy(batch[b"data"]).reshape(-1, 3, 32, 32).float() / 255, torch.tensor(
+        batch[b"labels"], dtype=torch.long
+    )
 
 
 def shift(images: torch.Tensor, dx: int, dy: int) -> torch.Tensor:
@@ -155,24 +193,31 @@ def shift(images: torch.Tensor, dx: int, dy: int) -> torch.Tensor:
 
 
 def augment(images: torch.Tensor, data: Data, generator: torch.Generator) -> torch.Tensor:
-    """Random one-pixel shifts for digits; shifts by up to four pixels and mirror images for photographs."""
+    """Random one-pixel shifts for digits; shifts by up to four pixels and mirror images for
+    photographs.
+    """
     reach = 1 if data.shifts else 4
     height, width = images.shape[-2:]
     padded = F.pad(images, (reach, reach, reach, reach))
     down, right = torch.randint(0, 2 * reach + 1, (2, len(images), 1), generator=generator)
     rows, columns = down + torch.arange(height), right + torch.arange(width)
-    moved = padded[torch.arange(len(images))[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    moved = padded[
+        torch.arange(len(images))[:, None, None], :, rows[:, :, None], columns[:, None, :]
+    ].permute(0, 3, 1, 2)
     if data.shifts:
         return moved.contiguous()
     mirrored = torch.rand(len(images), generator=generator) < 0.5
     return torch.where(mirrored[:, None, None, None], moved.flip(-1), moved).contiguous()
 
 
-# ----------------------------------------------------------------------------------------------------------------- models
+# --------------------------------------------------------------------------------------------------
+# models
 
 
 def build_model(name: str, norm: str, channels: int, classes: int = 10) -> nn.Module:
-    """A network of about 200 000 parameters by its name in MODELS, for images from 8 x 8 up; norm: "batch" or "group"."""
+    """A network of about 200 000 parameters by its name in MODELS, for images from 8 x 8 up; norm:
+    "batch" or "group".
+    """
     return MODELS[name](norm, channels, classes)
 
 
@@ -180,10 +225,13 @@ def normalisation(norm: str, width: int) -> nn.Module:
     return nn.BatchNorm2d(width) if norm == "batch" else nn.GroupNorm(8, width)
 
 
-def convolution(inputs: int, outputs: int, norm: str, size: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
+def convolution(
+    inputs: int, outputs: int, norm: str, size: int = 3, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
     """A convolution without bias, and its normalisation."""
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, groups=groups, bias=False), normalisation(norm, outputs)
+        nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, groups=groups, bias=False),
+        normalisation(norm, outputs),
     )
 
 
@@ -195,7 +243,9 @@ class ResidualBlock(nn.Module):
         self.first = convolution(inputs, outputs, norm, stride=stride)
         self.second = convolution(outputs, outputs, norm)
         same = stride == 1 and inputs == outputs
-        self.shortcut = nn.Identity() if same else convolution(inputs, outputs, norm, size=1, stride=stride)
+        self.shortcut = (
+            nn.Identity() if same else convolution(inputs, outputs, norm, size=1, stride=stride)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
@@ -221,7 +271,9 @@ class ResNet(nn.Module):
 class InvertedBlock(nn.Module):
     """Expand, convolve each channel by itself, project (Sandler et al., 2018)."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, norm: str, expansion: int = 6) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, norm: str, expansion: int = 6
+    ) -> None:
         super().__init__()
         inner = expansion * inputs
         self.expand = convolution(inputs, inner, norm, size=1)
@@ -257,11 +309,19 @@ class MobileNetV2(nn.Module):
 
 
 class PlainNetwork(nn.Module):
-    """Three convolutions and a hidden layer, without shortcuts: more easily upset by a large learning rate than the others."""
+    """Three convolutions and a hidden layer, without shortcuts: more easily upset by a large
+    learning rate than the others.
+    """
 
     def __init__(self, norm: str, channels: int, classes: int) -> None:
         super().__init__()
-        self.convolutions = nn.ModuleList([convolution(channels, 32, norm), convolution(32, 64, norm, stride=2), convolution(64, 64, norm)])
+        self.convolutions = nn.ModuleList(
+            [
+                convolution(channels, 32, norm),
+                convolution(32, 64, norm, stride=2),
+                convolution(64, 64, norm),
+            ]
+        )
         self.hidden = nn.Linear(64 * 4 * 4, 128)
         self.head = nn.Linear(128, classes)
 
@@ -275,11 +335,23 @@ MODELS = {"resnet": ResNet, "mobilenetv2": MobileNetV2, "plain": PlainNetwork}
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train an image classifier with Horovod, dense or with ScaleCom.")
-    parser.add_argument("--dataset", choices=("digits", "cifar10"), default="digits", help="default: %(default)s")
-    parser.add_argument("--data-dir", type=Path, help="cifar10: the folder cifar-10-batches-py; digits come with scikit-learn")
-    parser.add_argument("--model", choices=tuple(MODELS), default="resnet", help="default: %(default)s")
-    parser.add_argument("--norm", choices=("batch", "group"), default="batch", help="default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description="Train an image classifier with Horovod, dense or with ScaleCom."
+    )
+    parser.add_argument(
+        "--dataset", choices=("digits", "cifar10"), default="digits", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        help="cifar10: the folder cifar-10-batches-py; digits come with scikit-learn",
+    )
+    parser.add_argument(
+        "--model", choices=tuple(MODELS), default="resnet", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--norm", choices=("batch", "group"), default="batch", help="default: %(default)s"
+    )
     training.add_training_options(parser, lr=0.025, steps=600, batch_size=32, weight_decay=1e-4)
     return parser
 

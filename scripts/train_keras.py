@@ -2,11 +2,11 @@
 
     horovodrun -np 2 python scripts/train_keras.py --compression scalecom --rate 100
     mpirun -np 4 python scripts/train_keras.py --loop custom --norm group --steps 1000
-    python scripts/train_keras.py --steps 200                                      (one process, to try things out)
+    python scripts/train_keras.py --steps 200      (one process, to try things out)
 
-An example to copy: `train` sets up, then `fit` trains with Keras's model.fit, or `custom_loop` with a gradient tape. The lines that
-differ from a script without Horovod call `hvd` or `keras_hvd`, and the one in `train` or `custom_loop` that differs from a script with
-Horovod is `compression=`.
+An example to copy: `train` sets up, then `fit` trains with Keras's model.fit, or `custom_loop` with
+a gradient tape. The lines that differ from a script without Horovod call `hvd` or `keras_hvd`, and
+the one in `train` or `custom_loop` that differs from a script with Horovod is `compression=`.
 """
 
 from __future__ import annotations
@@ -37,25 +37,42 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     keras.utils.set_random_seed(training.seed_from(args.seed) % 2**32)
     model = build_model(args.norm)
-    shapes = {variable.name.partition(":")[0]: tuple(variable.shape) for variable in model.trainable_variables}
+    shapes = {
+        variable.name.partition(":")[0]: tuple(variable.shape)
+        for variable in model.trainable_variables
+    }
     compression = training.compression_from(args, steps, shapes, hvd)
-    # Keras clips averaged gradients; it decays weights beside the gradient, so that momentum does not amplify the decay as in PyTorch.
+    # Keras clips averaged gradients; it decays weights beside the gradient, so that momentum does
+    # not amplify the decay as in PyTorch.
     clip_norm = None if args.clip_norm == math.inf else args.clip_norm
-    optimizer = keras.optimizers.SGD(momentum=args.momentum, weight_decay=args.weight_decay, global_clipnorm=clip_norm)
+    optimizer = keras.optimizers.SGD(
+        momentum=args.momentum, weight_decay=args.weight_decay, global_clipnorm=clip_norm
+    )
     if args.loop == "fit":
         optimizer = keras_hvd.DistributedOptimizer(optimizer, compression=compression)
     optimizer.build(model.trainable_variables)
 
-    first_step = load_checkpoint(args.checkpoint_dir, model, optimizer, compression) if args.resume else 0
+    first_step = (
+        load_checkpoint(args.checkpoint_dir, model, optimizer, compression) if args.resume else 0
+    )
     last_step = min(steps, args.stop_at or steps)
-    log = training.RunLog(args, f"digits Keras {args.loop} {args.compression}", first_step, steps, hvd, mean_over_ranks)
+    log = training.RunLog(
+        args,
+        f"digits Keras {args.loop} {args.compression}",
+        first_step,
+        steps,
+        hvd,
+        mean_over_ranks,
+    )
     predict = tf.function(lambda images: tf.argmax(model(images, training=False), 1))
     scores: dict[str, float] = {}
 
     def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
         epoch, mine = training.deal(args, len(train_digits.images), step, hvd)
         chosen = generator(args.seed, epoch).permutation(len(train_digits.images))[mine]
-        images = digits.shift_at_random(train_digits.images[chosen], generator(args.seed, step, hvd.rank()))
+        images = digits.shift_at_random(
+            train_digits.images[chosen], generator(args.seed, step, hvd.rank())
+        )
         return images[..., None], train_digits.labels[chosen]
 
     def before_step(step: int) -> None:
@@ -71,9 +88,15 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             save_checkpoint(args.checkpoint_dir, done, model, optimizer, compression)
 
     if first_step < last_step:
-        batch_of(first_step)  # refuses batches that are too large, here where all ranks still listen
+        # refuses batches that are too large, here where all ranks still listen
+        batch_of(first_step)
         loop = fit if args.loop == "fit" else custom_loop
-        loop(model, optimizer, compression, Steps(first_step, last_step, log, batch_of, before_step, after_step))
+        loop(
+            model,
+            optimizer,
+            compression,
+            Steps(first_step, last_step, log, batch_of, before_step, after_step),
+        )
 
     parameters = sum(variable.shape.num_elements() for variable in model.trainable_variables)
     return log.end(
@@ -85,7 +108,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Steps(NamedTuple):
-    """The steps first, ..., last - 1 and what belongs to each: its batch, what is to be done before it, and after it with its loss."""
+    """The steps first, ..., last - 1 and what belongs to each: its batch, what is to be done before
+    it, and after it with its loss.
+    """
 
     first: int
     last: int
@@ -95,11 +120,15 @@ class Steps(NamedTuple):
     after: Callable[[int, Any], None]
 
 
-# ------------------------------------------------------------------------------------------------------------ two loops
+# --------------------------------------------------------------------------------------------------
+# two loops
 
 
 def fit(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> None:
-    """Train with model.fit, for which all steps are one epoch. `optimizer` compresses: it is a DistributedOptimizer."""
+    """Train with model.fit, for which all steps are one epoch.
+
+    `optimizer` compresses: it is a DistributedOptimizer.
+    """
     model.compile(optimizer, CROSS_ENTROPY)
     model.fit(
         (steps.batch_of(step) for step in range(steps.first, steps.last)),
@@ -110,7 +139,9 @@ def fit(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> N
 
 
 class EachStep(keras.callbacks.Callback):
-    """Sets the learning rate before each step of model.fit; shows progress, evaluates and saves after it."""
+    """Sets the learning rate before each step of model.fit; shows progress, evaluates and saves
+    after it.
+    """
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
@@ -128,7 +159,10 @@ class EachStep(keras.callbacks.Callback):
 
 
 def custom_loop(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> None:
-    """Train with a gradient tape, which compresses; `optimizer` is Keras's own. One function, so that TensorFlow traces it once."""
+    """Train with a gradient tape, which compresses; `optimizer` is Keras's own.
+
+    One function, so that TensorFlow traces it once.
+    """
 
     @tf.function
     def train_step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -148,13 +182,18 @@ def custom_loop(model: keras.Model, optimizer: Any, compression: Any, steps: Ste
         steps.after(step, loss)
 
 
-# ------------------------------------------------------------------------------------------------- Horovod and TensorFlow
+# -------------------------------------------------------------------------------------------------
+# Horovod and TensorFlow
 
 
 def start() -> None:
-    """Start Horovod, share this machine's cores and GPUs fairly between its ranks, and compute the same in every run."""
+    """Start Horovod, share this machine's cores and GPUs fairly between its ranks, and compute the
+    same in every run.
+    """
     hvd.init()
-    tf.config.threading.set_intra_op_parallelism_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
+    tf.config.threading.set_intra_op_parallelism_threads(
+        max(1, (os.cpu_count() or 1) // hvd.local_size())
+    )
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
@@ -177,8 +216,11 @@ def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
 
 
 def evaluate(model: keras.Model, predict: Callable, data: digits.Digits) -> dict[str, float]:
-    """{"accuracy", "acc9"} on the test images, plain and over their nine one-pixel shifts, each rank doing its share."""
-    # Batch normalisation's running statistics, which each rank gathers on its own: all evaluate with rank 0's.
+    """{"accuracy", "acc9"} on the test images, plain and over their nine one-pixel shifts, each
+    rank doing its share.
+    """
+    # Batch normalisation's running statistics, which each rank gathers on its own: all evaluate
+    # with rank 0's.
     if model.non_trainable_variables:
         hvd.broadcast_variables(model.non_trainable_variables, root_rank=0)
     mine = list(training.my_share(len(data.images), hvd))
@@ -194,31 +236,47 @@ def evaluate(model: keras.Model, predict: Callable, data: digits.Digits) -> dict
     }
 
 
-# ------------------------------------------------------------------------------------------------------------ checkpoints
+# --------------------------------------------------------------------------------------------------
+# checkpoints
 
 
-def save_checkpoint(folder: Path, step: int, model: keras.Model, optimizer: Any, compression: Any) -> None:
-    """Save the state after `step` steps: rank 0 the model and the optimizer, every rank its own residues."""
+def save_checkpoint(
+    folder: Path, step: int, model: keras.Model, optimizer: Any, compression: Any
+) -> None:
+    """Save the state after `step` steps: rank 0 the model and the optimizer, every rank its own
+    residues.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(compression, hvd.ScaleCom):
-        _write(tf.train.Checkpoint(scalecom=compression), folder, training.residues_name(step, hvd.rank()))
+        _write(
+            tf.train.Checkpoint(scalecom=compression),
+            folder,
+            training.residues_name(step, hvd.rank()),
+        )
     if hvd.rank() == 0:
-        _write(tf.train.Checkpoint(model=model, optimizer=optimizer), folder, training.model_name(step))
+        _write(
+            tf.train.Checkpoint(model=model, optimizer=optimizer), folder, training.model_name(step)
+        )
     hvd.allreduce(tf.zeros(1), name="checkpoint.written")  # waits for all ranks
     training.commit_checkpoint(folder, step, hvd)
 
 
 def _write(checkpoint: tf.train.Checkpoint, folder: Path, name: str) -> None:
-    """Write a checkpoint's files, which count once the checkpoint is committed; by then they are on the disk."""
+    """Write a checkpoint's files, which count once the checkpoint is committed; by then they are on
+    the disk.
+    """
     checkpoint.write(str(folder / name))
     training.keep([folder / f"{name}.index", *folder.glob(f"{name}.data-*")])
     training.keep_names(folder)
 
 
 def load_checkpoint(folder: Path, model: keras.Model, optimizer: Any, compression: Any) -> int:
-    """Load the newest checkpoint and give its step; 0 where there is none. Every rank reads rank 0's model and its own residues.
+    """Load the newest checkpoint and give its step; 0 where there is none.
 
-    On more ranks than before, the new ones start with residues of zero. Raises WrongInput, on all ranks, for what does not fit.
+    Every rank reads rank 0's model and its own residues.
+
+    On more ranks than before, the new ones start with residues of zero. Raises WrongInput, on all
+    ranks, for what does not fit.
     """
     found = training.latest_checkpoint(folder, hvd)
     if found is None:
@@ -226,10 +284,14 @@ def load_checkpoint(folder: Path, model: keras.Model, optimizer: Any, compressio
     step, ranks = found
     complaint = None
     try:
-        saved = tf.train.Checkpoint(model=model, optimizer=optimizer).read(str(folder / training.model_name(step)))
+        saved = tf.train.Checkpoint(model=model, optimizer=optimizer).read(
+            str(folder / training.model_name(step))
+        )
         saved.assert_existing_objects_matched()
         if isinstance(compression, hvd.ScaleCom) and hvd.rank() < ranks:
-            tf.train.Checkpoint(scalecom=compression).read(str(folder / training.residues_name(step, hvd.rank())))
+            tf.train.Checkpoint(scalecom=compression).read(
+                str(folder / training.residues_name(step, hvd.rank()))
+            )
     except AssertionError:
         complaint = "it is of another model, so resume with the options that it was trained with"
     except (tf.errors.NotFoundError, ValueError) as error:
@@ -240,14 +302,19 @@ def load_checkpoint(folder: Path, model: keras.Model, optimizer: Any, compressio
     return step
 
 
-# ------------------------------------------------------------------------------------------------------------------ model
+# --------------------------------------------------------------------------------------------------
+# model
 
 
 def build_model(norm: str, width: int = 24) -> keras.Model:
-    """A stem and three residual blocks, each but the first halving height and width: 174 000 parameters; norm: "batch" or "group"."""
+    """A stem and three residual blocks, each but the first halving height and width: 174 000
+    parameters; norm: "batch" or "group".
+    """
     images = keras.Input((8, 8, 1))
     x = keras.activations.relu(convolution(images, width, norm, "stem"))
-    for number, (outputs, stride) in enumerate(((width, 1), (2 * width, 2), (4 * width, 2)), start=1):
+    for number, (outputs, stride) in enumerate(
+        ((width, 1), (2 * width, 2), (4 * width, 2)), start=1
+    ):
         x = residual_block(x, outputs, stride, norm, f"block{number}")
     x = keras.layers.GlobalAveragePooling2D()(x)
     return keras.Model(images, keras.layers.Dense(10, name="head")(x))
@@ -255,7 +322,11 @@ def build_model(norm: str, width: int = 24) -> keras.Model:
 
 def residual_block(x: Any, outputs: int, stride: int, norm: str, name: str) -> Any:
     """Two 3 x 3 convolutions beside a shortcut (He et al., 2016)."""
-    shortcut = x if stride == 1 and x.shape[-1] == outputs else convolution(x, outputs, norm, f"{name}_shortcut", size=1, stride=stride)
+    shortcut = (
+        x
+        if stride == 1 and x.shape[-1] == outputs
+        else convolution(x, outputs, norm, f"{name}_shortcut", size=1, stride=stride)
+    )
     y = keras.activations.relu(convolution(x, outputs, norm, f"{name}_first", stride=stride))
     return keras.activations.relu(convolution(y, outputs, norm, f"{name}_second") + shortcut)
 
@@ -269,9 +340,18 @@ def convolution(x: Any, outputs: int, norm: str, name: str, size: int = 3, strid
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train an image classifier with Keras and Horovod, dense or with ScaleCom.")
-    parser.add_argument("--loop", choices=("fit", "custom"), default="fit", help="model.fit, or a gradient tape (default: %(default)s)")
-    parser.add_argument("--norm", choices=("batch", "group"), default="batch", help="default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description="Train an image classifier with Keras and Horovod, dense or with ScaleCom."
+    )
+    parser.add_argument(
+        "--loop",
+        choices=("fit", "custom"),
+        default="fit",
+        help="model.fit, or a gradient tape (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--norm", choices=("batch", "group"), default="batch", help="default: %(default)s"
+    )
     training.add_training_options(parser, lr=0.025, steps=600, batch_size=32, weight_decay=1e-4)
     return parser
 

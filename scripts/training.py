@@ -1,8 +1,10 @@
-"""What the training scripts share whatever the framework: options, learning rate, the dealing of batches, checkpoints' names, metrics.
+"""What the training scripts share whatever the framework: options, learning rate, the dealing of
+batches, checkpoints' names, metrics.
 
-Everything random is a function of (seed, step, rank) and nothing else, so a resumed run sees what an uninterrupted one would have.
-`hvd` is always the scalecom_hvd.torch or scalecom_hvd.tensorflow of the caller. Needs neither framework; training_torch.py has PyTorch's
-part, train_keras.py Keras's.
+Everything random is a function of (seed, step, rank) and nothing else, so a resumed run sees what
+an uninterrupted one would have. `hvd` is always the scalecom_hvd.torch or scalecom_hvd.tensorflow
+of the caller. Needs neither framework; training_torch.py has PyTorch's part, train_keras.py
+Keras's.
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-# ---------------------------------------------------------------------------------------------------------------- options
+# --------------------------------------------------------------------------------------------------
+# options
 
 
 class WrongInput(Exception):
-    """The user asked for something that cannot be done; the message says what to do instead. Raised alike on all ranks."""
+    """The user asked for something that cannot be done; the message says what to do instead.
+
+    Raised alike on all ranks.
+    """
 
 
 def add_training_options(
@@ -42,51 +48,131 @@ def add_training_options(
     """The options of any training script; the keywords are this script's defaults."""
     group = parser.add_argument_group("training")
     length = group.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, default=steps, help="optimizer steps (default: %(default)s)")
-    length.add_argument("--epochs", type=float, help="instead of --steps: passes over the training data")
-    group.add_argument("--batch-size", type=int, default=batch_size, help="per rank (default: %(default)s)")
-    group.add_argument(
-        "--lr", type=float, default=lr, help="learning rate of one rank; multiplied by the number of ranks (default: %(default)s)"
+    length.add_argument(
+        "--steps", type=int, default=steps, help="optimizer steps (default: %(default)s)"
     )
-    group.add_argument("--no-scale-lr", action="store_true", help="take --lr as it is, whatever the number of ranks")
-    group.add_argument(
-        "--lr-warmup-steps", type=int, default=0, help="grow linearly from 1 / ranks of the learning rate (default: %(default)s)"
+    length.add_argument(
+        "--epochs", type=float, help="instead of --steps: passes over the training data"
     )
-    group.add_argument("--lr-schedule", choices=("constant", "cosine"), default="cosine", help="after the warm-up (default: %(default)s)")
+    group.add_argument(
+        "--batch-size", type=int, default=batch_size, help="per rank (default: %(default)s)"
+    )
+    group.add_argument(
+        "--lr",
+        type=float,
+        default=lr,
+        help="learning rate of one rank; multiplied by the number of ranks (default: %(default)s)",
+    )
+    group.add_argument(
+        "--no-scale-lr",
+        action="store_true",
+        help="take --lr as it is, whatever the number of ranks",
+    )
+    group.add_argument(
+        "--lr-warmup-steps",
+        type=int,
+        default=0,
+        help="grow linearly from 1 / ranks of the learning rate (default: %(default)s)",
+    )
+    group.add_argument(
+        "--lr-schedule",
+        choices=("constant", "cosine"),
+        default="cosine",
+        help="after the warm-up (default: %(default)s)",
+    )
     group.add_argument("--momentum", type=float, default=0.9)
-    group.add_argument("--weight-decay", type=float, default=weight_decay, help="default: %(default)s")
-    group.add_argument("--clip-norm", type=float, default=clip_norm, help="clip the averaged gradient to this norm (default: %(default)s)")
+    group.add_argument(
+        "--weight-decay", type=float, default=weight_decay, help="default: %(default)s"
+    )
+    group.add_argument(
+        "--clip-norm",
+        type=float,
+        default=clip_norm,
+        help="clip the averaged gradient to this norm (default: %(default)s)",
+    )
     group.add_argument("--seed", type=int, default=1)
 
     group = parser.add_argument_group("compression")
-    group.add_argument("--compression", choices=("none", "fp16", "scalecom"), default="scalecom", help="default: %(default)s")
+    group.add_argument(
+        "--compression",
+        choices=("none", "fp16", "scalecom"),
+        default="scalecom",
+        help="default: %(default)s",
+    )
     group.add_argument("--rate", type=float, help="ScaleCom: one gradient element in RATE is sent")
-    group.add_argument("--beta", type=float, help="ScaleCom: low-pass filter on the residue; 1 is classic error feedback")
+    group.add_argument(
+        "--beta",
+        type=float,
+        help="ScaleCom: low-pass filter on the residue; 1 is classic error feedback",
+    )
     group.add_argument(
         "--dense",
         action="append",
         metavar="GLOBS",
-        help="ScaleCom: parameters sent whole, globs separated by commas, repeatable; 'none' for no tensor (default: auto:output)",
+        help=(
+            "ScaleCom: parameters sent whole, globs separated by commas, repeatable; 'none' "
+            "for no tensor (default: auto:output)"
+        ),
     )
-    group.add_argument("--dense-warmup", type=int, metavar="STEPS", help="ScaleCom: first steps sent whole (default: a tenth of all)")
-    group.add_argument("--leader", choices=("cyclic", "staggered"), help="ScaleCom: one leader for all buckets, or one for each")
-    group.add_argument("--lookahead", action="store_true", default=None, help="ScaleCom: the leader chooses one step ahead")
-    group.add_argument("--selection", choices=("lanes", "exact"), help="ScaleCom: the largest of each lane, or the true top-k")
-    group.add_argument("--wire-dtype", choices=("float16",), help="ScaleCom: send values in half the bytes")
+    group.add_argument(
+        "--dense-warmup",
+        type=int,
+        metavar="STEPS",
+        help="ScaleCom: first steps sent whole (default: a tenth of all)",
+    )
+    group.add_argument(
+        "--leader",
+        choices=("cyclic", "staggered"),
+        help="ScaleCom: one leader for all buckets, or one for each",
+    )
+    group.add_argument(
+        "--lookahead",
+        action="store_true",
+        default=None,
+        help="ScaleCom: the leader chooses one step ahead",
+    )
+    group.add_argument(
+        "--selection",
+        choices=("lanes", "exact"),
+        help="ScaleCom: the largest of each lane, or the true top-k",
+    )
+    group.add_argument(
+        "--wire-dtype", choices=("float16",), help="ScaleCom: send values in half the bytes"
+    )
     group.add_argument("--min-numel", type=int, help="ScaleCom: smaller tensors are sent whole")
 
     group = parser.add_argument_group("output")
     group.add_argument("--checkpoint-dir", type=Path, help="a folder that every rank can reach")
-    group.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS", help="default: %(default)s")
-    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint-dir, if there is one")
-    group.add_argument("--stop-at", type=int, metavar="STEP", help="write a checkpoint after this step and leave, for time-limited queues")
-    group.add_argument("--metrics", type=Path, metavar="FILE", help="write JSON lines: losses, evaluations, and a summary last")
-    group.add_argument("--evaluate-every", type=int, default=100, metavar="STEPS", help="default: %(default)s")
+    group.add_argument(
+        "--checkpoint-every", type=int, default=100, metavar="STEPS", help="default: %(default)s"
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in --checkpoint-dir, if there is one",
+    )
+    group.add_argument(
+        "--stop-at",
+        type=int,
+        metavar="STEP",
+        help="write a checkpoint after this step and leave, for time-limited queues",
+    )
+    group.add_argument(
+        "--metrics",
+        type=Path,
+        metavar="FILE",
+        help="write JSON lines: losses, evaluations, and a summary last",
+    )
+    group.add_argument(
+        "--evaluate-every", type=int, default=100, metavar="STEPS", help="default: %(default)s"
+    )
     group.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse, with the parser's usage and a non-zero exit, combinations that argparse itself cannot see."""
+    """Refuse, with the parser's usage and a non-zero exit, combinations that argparse itself cannot
+    see.
+    """
     for name in ("steps", "batch_size", "checkpoint_every", "evaluate_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -101,7 +187,10 @@ def main(
     hvd: ModuleType,
     argv: list[str] | None = None,
 ) -> None:
-    """Parse, start Horovod, train, print the summary on rank 0. Wrong input ends in a message and a non-zero exit."""
+    """Parse, start Horovod, train, print the summary on rank 0.
+
+    Wrong input ends in a message and a non-zero exit.
+    """
     args = parser.parse_args(argv)
     check_options(parser, args)
     start()
@@ -118,11 +207,15 @@ def main(
     hvd.shutdown()
 
 
-def compression_from(args: argparse.Namespace, steps: int, shapes: Mapping[str, tuple[int, ...]], hvd: ModuleType) -> Any:
-    """What the options ask for, to be given to hvd.DistributedOptimizer or DistributedGradientTape. shapes: of all parameters, by name.
+def compression_from(
+    args: argparse.Namespace, steps: int, shapes: Mapping[str, tuple[int, ...]], hvd: ModuleType
+) -> Any:
+    """What the options ask for, to be given to hvd.DistributedOptimizer or DistributedGradientTape.
+    shapes: of all parameters, by name.
 
-    Options not given keep the library's defaults and SCALECOM_* variables, except for the two that matter most for accuracy: the
-    output layer is sent whole, and so is the first tenth of all steps.
+    Options not given keep the library's defaults and SCALECOM_* variables, except for the two that
+    matter most for accuracy: the output layer is sent whole, and so is the first tenth of all
+    steps.
     """
     if args.compression != "scalecom":
         return getattr(hvd.Compression, args.compression)
@@ -142,7 +235,12 @@ def compression_from(args: argparse.Namespace, steps: int, shapes: Mapping[str, 
 
 
 def _globs(options: list[str]) -> list[str]:
-    return [glob.strip() for option in options for glob in option.split(",") if glob.strip() not in ("", "none")]
+    return [
+        glob.strip()
+        for option in options
+        for glob in option.split(",")
+        if glob.strip() not in ("", "none")
+    ]
 
 
 def total_steps(args: argparse.Namespace, examples: int, ranks: int) -> int:
@@ -153,7 +251,9 @@ def total_steps(args: argparse.Namespace, examples: int, ranks: int) -> int:
 
 
 def learning_rate(args: argparse.Namespace, step: int, steps: int, ranks: int) -> float:
-    """The learning rate of `step`: scaled by the number of ranks, warmed up, then constant or a half cosine down to zero."""
+    """The learning rate of `step`: scaled by the number of ranks, warmed up, then constant or a
+    half cosine down to zero.
+    """
     peak = args.lr if args.no_scale_lr else args.lr * ranks
     if step < args.lr_warmup_steps:
         return peak / ranks * (1 + (ranks - 1) * step / args.lr_warmup_steps)
@@ -163,11 +263,14 @@ def learning_rate(args: argparse.Namespace, step: int, steps: int, ranks: int) -
     return peak * (1 + math.cos(math.pi * done)) / 2
 
 
-# ------------------------------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------------------------
+# data
 
 
 def seed_from(*numbers: int) -> int:
-    """A seed for a random generator that depends on these numbers alone, such as (seed, step, rank)."""
+    """A seed for a random generator that depends on these numbers alone, such as (seed, step,
+    rank).
+    """
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % 2**63
@@ -175,15 +278,20 @@ def seed_from(*numbers: int) -> int:
 
 
 def deal(args: argparse.Namespace, examples: int, step: int, hvd: ModuleType) -> tuple[int, slice]:
-    """The epoch that `step` is in, and the places in its permutation of all examples that this rank trains on.
+    """The epoch that `step` is in, and the places in its permutation of all examples that this rank
+    trains on.
 
-    A permutation is dealt out to the ranks as torch's DistributedSampler does; being a function of the step, it needs no state in a
-    checkpoint. A remainder too small for a batch on every rank is left for the next epoch's permutation.
+    A permutation is dealt out to the ranks as torch's DistributedSampler does; being a function of
+    the step, it needs no state in a checkpoint. A remainder too small for a batch on every rank is
+    left for the next epoch's permutation.
     """
     together = args.batch_size * hvd.size()
     per_epoch = examples // together
     if per_epoch == 0:
-        raise WrongInput(f"{hvd.size()} ranks times --batch-size {args.batch_size} is more than the {examples} training examples")
+        raise WrongInput(
+            f"{hvd.size()} ranks times --batch-size {args.batch_size} is more than the {examples} "
+            "training examples"
+        )
     epoch, position = divmod(step, per_epoch)
     return epoch, slice(position * together + hvd.rank(), (position + 1) * together, hvd.size())
 
@@ -193,7 +301,8 @@ def my_share(count: int, hvd: ModuleType) -> range:
     return range(hvd.rank(), count, hvd.size())
 
 
-# ------------------------------------------------------------------------------------------------------------ checkpoints
+# --------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 def model_name(step: int) -> str:
@@ -207,7 +316,8 @@ def residues_name(step: int, rank: int) -> str:
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let `write` write a file that is there whole or not at all, whenever the program, or the machine, goes down.
+    """Let `write` write a file that is there whole or not at all, whenever the program, or the
+    machine, goes down.
 
     An older file of this name stays until the new one is on the disk.
     """
@@ -230,15 +340,20 @@ def keep(paths: Iterable[Path]) -> None:
 
 
 def keep_names(folder: Path) -> None:
-    """Return when it is on the disk which files there are in a folder; some network file systems cannot say so."""
+    """Return when it is on the disk which files there are in a folder; some network file systems
+    cannot say so.
+    """
     with contextlib.suppress(OSError):
         keep([folder])
 
 
 def commit_checkpoint(folder: Path, step: int, hvd: ModuleType) -> None:
-    """Make the files of `step` the newest checkpoint, and remove older ones. Call it when all ranks have written.
+    """Make the files of `step` the newest checkpoint, and remove older ones.
 
-    `latest.json` is replaced only then, so a run that dies while it writes resumes from the checkpoint before.
+    Call it when all ranks have written.
+
+    `latest.json` is replaced only then, so a run that dies while it writes resumes from the
+    checkpoint before.
     """
     if hvd.rank() == 0:
         latest = json.dumps({"step": step, "ranks": hvd.size()})
@@ -251,7 +366,11 @@ def commit_checkpoint(folder: Path, step: int, hvd: ModuleType) -> None:
 
 
 def latest_checkpoint(folder: Path, hvd: ModuleType) -> tuple[int, int] | None:
-    """The step of the newest checkpoint and the number of ranks that wrote it; None where there is none. All ranks must call it."""
+    """The step of the newest checkpoint and the number of ranks that wrote it; None where there is
+    none.
+
+    All ranks must call it.
+    """
     latest = folder / "latest.json"
     found = json.loads(latest.read_text()) if hvd.rank() == 0 and latest.exists() else None
     found = hvd.broadcast_object(found, root_rank=0, name="checkpoint")
@@ -259,17 +378,21 @@ def latest_checkpoint(folder: Path, hvd: ModuleType) -> tuple[int, int] | None:
         return None
     if found["ranks"] != hvd.size() and hvd.rank() == 0:
         print(
-            f"the checkpoint is of {found['ranks']} ranks, this run has {hvd.size()}: batches differ, new ranks' residues are zero",
+            f"the checkpoint is of {found['ranks']} ranks, this run has {hvd.size()}: batches "
+            "differ, new ranks' residues are zero",
             file=sys.stderr,
         )
     return found["step"], found["ranks"]
 
 
-# ------------------------------------------------------------------------------------------------------ progress, metrics
+# --------------------------------------------------------------------------------------------------
+# progress, metrics
 
 
 def traffic_per_step(args: argparse.Namespace, parameters: int, scalecom: Any, ranks: int) -> int:
-    """Bytes that one rank sends per step on a ring: what ScaleCom counted in its last step, or what an all-reduce of everything takes."""
+    """Bytes that one rank sends per step on a ring: what ScaleCom counted in its last step, or what
+    an all-reduce of everything takes.
+    """
     if args.compression == "scalecom":
         return scalecom.stats()["bytes_traffic"]
     return round(2 * (ranks - 1) / ranks * parameters * (2 if args.compression == "fp16" else 4))
@@ -278,7 +401,8 @@ def traffic_per_step(args: argparse.Namespace, parameters: int, scalecom: Any, r
 class RunLog:
     """Progress bar and metrics of one run; on ranks other than 0 it only takes part in averaging.
 
-    The file holds one JSON object per line, each with an "event": start, train, test or end. mean_over_ranks: averages a loss.
+    The file holds one JSON object per line, each with an "event": start, train, test or end.
+    mean_over_ranks: averages a loss.
     """
 
     def __init__(
@@ -296,7 +420,12 @@ class RunLog:
         self._loss_every = loss_every
         self._steps = steps
         self._bar = tqdm(
-            total=steps, initial=first_step, desc=title, unit="step", mininterval=0.5, disable=not self._mine or args.no_progress
+            total=steps,
+            initial=first_step,
+            desc=title,
+            unit="step",
+            mininterval=0.5,
+            disable=not self._mine or args.no_progress,
         )
         self._file = None
         if self._mine and args.metrics:
@@ -304,17 +433,22 @@ class RunLog:
             self._file = args.metrics.open("a" if first_step else "w")
         self._durations: list[float] = []
         self._shown: dict[str, str] = {}
-        options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        options = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(args).items()
+        }
         self.write("start", step=first_step, steps=steps, ranks=hvd.size(), options=options)
 
     def timed_steps(self, first: int, last: int) -> Iterator[int]:
-        """The step numbers first, ..., last - 1; the time that the loop's body takes until `step_done` is the step's."""
+        """The step numbers first, ..., last - 1; the time that the loop's body takes until
+        `step_done` is the step's.
+        """
         for step in range(first, last):
             self._began = time.perf_counter()
             yield step
 
     def step_done(self, step: int, loss: Any, **numbers: float) -> None:
-        """End a step's time, show progress, and every few steps write the loss averaged over ranks."""
+        """End a step's time, show progress; every few steps write the loss, averaged over ranks."""
         self._durations.append(time.perf_counter() - self._began)
         self._bar.update()
         if (step + 1) % self._loss_every == 0 or step + 1 == self._steps:
@@ -333,7 +467,10 @@ class RunLog:
         ms_per_step: the median over the last half of the steps, which excludes dense warm-up.
         """
         recent = self._durations[len(self._durations) // 2 :]
-        summary = {"ms_per_step": round(1000 * statistics.median(recent), 3) if recent else None, **numbers}
+        summary = {
+            "ms_per_step": round(1000 * statistics.median(recent), 3) if recent else None,
+            **numbers,
+        }
         self.write("end", **summary)
         self._bar.close()
         if self._file:

@@ -1,4 +1,6 @@
-"""What train_image.py and train_char_lm.py share beside training.py: PyTorch's part of set-up, batches, evaluation and checkpoints."""
+"""What train_image.py and train_char_lm.py share beside training.py: PyTorch's part of set-up,
+batches, evaluation and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def apply_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -
         optimizer.step()
 
 
-# ------------------------------------------------------------------------------------------------------------------- data
+# --------------------------------------------------------------------------------------------------
+# data
 
 
 def generator(*numbers: int) -> torch.Generator:
@@ -60,44 +63,58 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 
 def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
     """Sum both over all ranks and divide: the mean of a metric of which each rank knows a part."""
-    sums = hvd.allreduce(torch.tensor([numerator, denominator], dtype=torch.float64), op=hvd.Sum, name=name)
+    sums = hvd.allreduce(
+        torch.tensor([numerator, denominator], dtype=torch.float64), op=hvd.Sum, name=name
+    )
     return float(sums[0] / sums[1])
 
 
 def share_buffers(model: torch.nn.Module) -> None:
-    """Give every rank rank 0's running statistics, which each rank gathers on its own, so that all evaluate the same model."""
+    """Give every rank rank 0's running statistics, which each rank gathers on its own, so that all
+    evaluate the same model.
+    """
     buffers = dict(model.named_buffers())
     if buffers:
         hvd.broadcast_parameters(buffers, root_rank=0)
 
 
-# ------------------------------------------------------------------------------------------------------------ checkpoints
+# --------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Let all ranks begin with rank 0's model and optimizer.
 
-    The optimizer goes first: where its state is empty Horovod makes it with a step of zero gradients, and with weight decay that
-    step moves the parameters.
+    The optimizer goes first: where its state is empty Horovod makes it with a step of zero
+    gradients, and with weight decay that step moves the parameters.
     """
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 
-def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Save the state after `step` steps: rank 0 the model and the optimizer, every rank its own residues."""
+def save_checkpoint(
+    folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Save the state after `step` steps: rank 0 the model and the optimizer, every rank its own
+    residues.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     compression = getattr(optimizer, "compression", None)
     if compression is not None:
         _write(_residues_file(folder, step, hvd.rank()), compression.state_dict())
     if hvd.rank() == 0:
-        _write(_model_file(folder, step), {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        _write(
+            _model_file(folder, step),
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        )
     hvd.barrier()
     training.commit_checkpoint(folder, step, hvd)
 
 
 def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint and give its step; 0 where there is none. Call `broadcast_state` after it.
+    """Load the newest checkpoint and give its step; 0 where there is none.
+
+    Call `broadcast_state` after it.
 
     On more ranks than before, the new ones start with residues of zero.
     """
@@ -111,11 +128,14 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim
         optimizer.load_state_dict(state["optimizer"])
     compression = getattr(optimizer, "compression", None)
     if compression is not None:
-        # A new rank takes rank 0's file for the step and the settings, which must be the same everywhere, and empties its residues.
+        # A new rank takes rank 0's file for the step and the settings, which must be the same
+        # everywhere, and empties its residues.
         source = hvd.rank() if hvd.rank() < ranks else 0
         state = torch.load(_residues_file(folder, step, source), weights_only=True)
         if source != hvd.rank():
-            state["residues"] = {name: torch.zeros_like(residue) for name, residue in state["residues"].items()}
+            state["residues"] = {
+                name: torch.zeros_like(residue) for name, residue in state["residues"].items()
+            }
         compression.load_state_dict(state)
     return step
 
@@ -132,7 +152,11 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     training.write_whole(path, lambda file: torch.save(state, file))
 
 
-def traffic_per_step(args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def traffic_per_step(
+    args: argparse.Namespace, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> int:
     """Bytes that one rank sends per step on a ring."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return training.traffic_per_step(args, trained, getattr(optimizer, "compression", None), hvd.size())
+    return training.traffic_per_step(
+        args, trained, getattr(optimizer, "compression", None), hvd.size()
+    )

@@ -1,8 +1,9 @@
-"""Random programs of training steps, and what should be true of each step: for the simulated workers and for real ranks alike.
+"""Random programs of training steps, and what should be true of each step: for the simulated
+workers and for real ranks alike.
 
-`draw_setting` and `draw_step` make everything by choosing from sequences, so that hypothesis can choose (and shrink), or a seeded
-random.Random on every rank. `Truth` is reference.py with what that leaves out: loss scales, frozen parameters, gradients that did not
-arrive, half precision.
+`draw_setting` and `draw_step` make everything by choosing from sequences, so that hypothesis can
+choose (and shrink), or a seeded random.Random on every rank. `Truth` is reference.py with what that
+leaves out: loss scales, frozen parameters, gradients that did not arrive, half precision.
 """
 
 from __future__ import annotations
@@ -19,16 +20,42 @@ import numpy as np
 import torch
 
 from scalecom_hvd import ScaleComConfig
+from scalecom_hvd.exchange import bucket
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.reference import ScaleComReference, is_good, mean, select
-from scalecom_hvd.torch import bucket
 
 Choose = Callable[[Sequence], Any]
 
-NAMES = ("weight", "bias", "layer.0.weight", "layer.0.bias", "head.weight", "a name/with söme marks")
-SHAPES = ((), (0,), (1,), (63,), (64,), (65,), (5000,), (50, 100), (37, 101), (7, 3), (3, 0, 5), (4, 5, 6), (16, 16, 16))
+NAMES = (
+    "weight",
+    "bias",
+    "layer.0.weight",
+    "layer.0.bias",
+    "head.weight",
+    "a name/with söme marks",
+)
+SHAPES = (
+    (),
+    (0,),
+    (1,),
+    (63,),
+    (64,),
+    (65,),
+    (5000,),
+    (50, 100),
+    (37, 101),
+    (7, 3),
+    (3, 0, 5),
+    (4, 5, 6),
+    (16, 16, 16),
+)
 KINDS = ("normal", "normal", "wide", "zeros", "ties", "denormal", "large")
-EPSILON = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-23, torch.float64: 2.0**-52}
+EPSILON = {
+    torch.float16: 2.0**-10,
+    torch.bfloat16: 2.0**-7,
+    torch.float32: 2.0**-23,
+    torch.float64: 2.0**-52,
+}
 
 
 @dataclass(frozen=True)
@@ -60,12 +87,17 @@ class Setting:
         return ScaleComConfig(**{"dense": (), "warmup_steps": 0} | self.fields)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {name: torch.nn.Parameter(torch.zeros(shape, dtype=self.dtypes[name])) for name, shape in self.shapes.items()}
+        return {
+            name: torch.nn.Parameter(torch.zeros(shape, dtype=self.dtypes[name]))
+            for name, shape in self.shapes.items()
+        }
 
 
 @dataclass(frozen=True)
 class Step:
-    """What happens in a step: which gradients are made, which do not arrive, which are not finite, and in what order they come."""
+    """What happens in a step: which gradients are made, which do not arrive, which are not finite,
+    and in what order they come.
+    """
 
     seed: int
     kinds: dict[str, str]
@@ -73,8 +105,13 @@ class Step:
     bad: dict[tuple[int, str], float] = field(default_factory=dict)
     orders: tuple[tuple[str, ...], ...] = ()
 
-    def gradients(self, setting: Setting, rank: int, scale: float, frozen: Collection[str]) -> dict[str, torch.Tensor | None]:
-        """A rank's gradients, times the loss scale; None: it did not arrive. The same wherever this is called."""
+    def gradients(
+        self, setting: Setting, rank: int, scale: float, frozen: Collection[str]
+    ) -> dict[str, torch.Tensor | None]:
+        """A rank's gradients, times the loss scale; None: it did not arrive.
+
+        The same wherever this is called.
+        """
         made: dict[str, torch.Tensor | None] = {}
         for number, (name, shape) in enumerate(setting.shapes.items()):
             if name in frozen or (rank, name) in self.missing:
@@ -101,9 +138,17 @@ def _numbers(kind: str, random: np.random.Generator, numel: int) -> np.ndarray:
 
 def draw_setting(choose: Choose, ranks: Sequence[int]) -> Setting:
     names = NAMES[: choose(range(1, len(NAMES) + 1))]
-    shapes = {name: choose(SHAPES) if choose((True, True, False)) else (choose(range(5001)),) for name in names}
+    shapes = {
+        name: choose(SHAPES) if choose((True, True, False)) else (choose(range(5001)),)
+        for name in names
+    }
     mixed = choose((False, True))
-    dtypes = {name: choose((torch.float32, torch.float64, torch.bfloat16, torch.float16)) if mixed else torch.float32 for name in names}
+    dtypes = {
+        name: choose((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+        if mixed
+        else torch.float32
+        for name in names
+    }
     fields = {
         "rate": choose((100, 7, 2, 2.5, 64, 1.5, 300, 1000, 1)),
         "beta": choose((1.0, 0.3, 0.1, 0.5)),
@@ -115,7 +160,9 @@ def draw_setting(choose: Choose, ranks: Sequence[int]) -> Setting:
         "wire_dtype": choose((None, None, "float16")),
         "residue_dtype": choose((None, None, None, "float32", "float64")),
         "bucket_bytes": choose((25 * 2**20, 20_000, 5000, 1)),
-        "dense": choose(((), (), (choose(names),), ("auto:output",), ("auto:first", "auto:output"))),
+        "dense": choose(
+            ((), (), (choose(names),), ("auto:output",), ("auto:first", "auto:output"))
+        ),
         "rates": choose((None, None, {choose(names): choose((3, 50, 1)), "*": 20})),
     }
     groups = None
@@ -124,16 +171,27 @@ def draw_setting(choose: Choose, ranks: Sequence[int]) -> Setting:
         for name in names:
             groups[choose(range(3))].append(name)
         groups = [group for group in groups if group]
-    return Setting(choose(ranks), shapes, dtypes, fields, groups, choose(("", "", "torch")), choose((False, True)))
+    return Setting(
+        choose(ranks),
+        shapes,
+        dtypes,
+        fields,
+        groups,
+        choose(("", "", "torch")),
+        choose((False, True)),
+    )
 
 
-def draw_step(choose: Choose, setting: Setting, missing: bool = False, overflow: bool = False) -> Step:
+def draw_step(
+    choose: Choose, setting: Setting, missing: bool = False, overflow: bool = False
+) -> Step:
     names, ranks = list(setting.shapes), range(setting.n)
     absent, bad = set(), {}
     for _ in range(choose(range(1, 4)) if missing else 0):
         absent.add((choose(ranks), choose(names)))
     for _ in range(choose(range(1, 4)) if overflow else 0):
-        # The last two are finite, but more than a residue takes up (of float32 and of float64), unless the loss scale is large.
+        # The last two are finite, but more than a residue takes up (of float32 and of float64),
+        # unless the loss scale is large.
         bad[choose(ranks), choose(names)] = choose((math.nan, math.inf, -math.inf, 1e31, 1e302))
     orders = []
     for _ in ranks:
@@ -159,8 +217,18 @@ class Seen:
     @classmethod
     def of(cls, compressor: Any, averages: dict[str, torch.Tensor]) -> Seen:
         stats = compressor.stats()
-        residues = {name: tensor.residue.view(tensor.shape) for name, tensor in compressor.residues.tensors.items()}
-        return cls(averages, residues, compressor.residues.buckets, stats["step"], stats["skipped_steps"], stats["leader"])
+        residues = {
+            name: tensor.residue.view(tensor.shape)
+            for name, tensor in compressor.residues.tensors.items()
+        }
+        return cls(
+            averages,
+            residues,
+            compressor.residues.buckets,
+            stats["step"],
+            stats["skipped_steps"],
+            stats["leader"],
+        )
 
 
 class Truth:
@@ -176,12 +244,16 @@ class Truth:
         self.skipped = 0
         self._exact_sums = exact_sums
         self._kinds = {
-            name: getattr(torch, setting.config.residue_dtype_for(str(dtype).removeprefix("torch.")))
+            name: getattr(
+                torch, setting.config.residue_dtype_for(str(dtype).removeprefix("torch."))
+            )
             for name, dtype in setting.dtypes.items()
         }
         for residues in self.reference.residues:
             residues.update({name: self._zeros(name) for name in self.compressed})
-        self._came, self._sent, self._noise = ({name: np.zeros(setting.shapes[name]) for name in self.compressed} for _ in range(3))
+        self._came, self._sent, self._noise = (
+            {name: np.zeros(setting.shapes[name]) for name in self.compressed} for _ in range(3)
+        )
 
     def _zeros(self, name: str) -> np.ndarray:
         return np.zeros(self.setting.shapes[name], str(self._kinds[name]).removeprefix("torch."))
@@ -200,14 +272,24 @@ class Truth:
         for name, value in saved.items():
             setattr(self.reference, name, value)
 
-    def given_up(self, grads: list[dict], scale: float, residues: list[dict[str, torch.Tensor]]) -> None:
-        """A step failed in the middle on all ranks: nothing is lost, and look-ahead has no offsets any more."""
+    def given_up(
+        self, grads: list[dict], scale: float, residues: list[dict[str, torch.Tensor]]
+    ) -> None:
+        """A step failed in the middle on all ranks: nothing is lost, and look-ahead has no offsets
+        any more.
+        """
         self._check_unchanged(self._in_residue_units(grads, scale, whole=False), residues)
         self.reference._chosen_ahead.clear()
 
     # One step.
 
-    def check(self, grads: list[dict[str, torch.Tensor | None]], scale: float, frozen: Collection[str], seen: list[Seen]) -> bool:
+    def check(
+        self,
+        grads: list[dict[str, torch.Tensor | None]],
+        scale: float,
+        frozen: Collection[str],
+        seen: list[Seen],
+    ) -> bool:
         """Compare what was seen on all ranks with what must be; gives whether the step happened.
 
         grads: copies of what each rank put in, times the loss scale.
@@ -217,9 +299,15 @@ class Truth:
             for name, average in other.averages.items():
                 assert average.dtype == self.setting.dtypes[name], name
                 assert tuple(average.shape) == self.setting.shapes[name], name
-                assert _bits(average) == _bits(seen[0].averages[name]), f"{name}: the average differs between ranks 0 and {rank}"
-        assert len({(other.step, other.skipped, other.leader) for other in seen}) == 1, [(o.step, o.skipped, o.leader) for o in seen]
-        self.reference.bucket_of = {name: b for b, names in enumerate(seen[0].buckets) for name in names}
+                assert _bits(average) == _bits(seen[0].averages[name]), (
+                    f"{name}: the average differs between ranks 0 and {rank}"
+                )
+        assert len({(other.step, other.skipped, other.leader) for other in seen}) == 1, [
+            (o.step, o.skipped, o.leader) for o in seen
+        ]
+        self.reference.bucket_of = {
+            name: b for b, names in enumerate(seen[0].buckets) for name in names
+        }
 
         with np.errstate(all="ignore"):
             happened = self._check(grads, scale, frozen, seen)
@@ -231,11 +319,16 @@ class Truth:
     def _check(self, grads, scale, frozen, seen) -> bool:
         reference, config = self.reference, self.setting.config
         before = self.save()
-        whole = bool(reference.step_number < config.warmup_steps or (config.lookahead and self.compressed and not reference._chosen_ahead))
+        whole = bool(
+            reference.step_number < config.warmup_steps
+            or (config.lookahead and self.compressed and not reference._chosen_ahead)
+        )
         arrays = self._in_residue_units(grads, scale, whole)
         magnitude = {name: self._magnitude(name, arrays) for name in self.setting.shapes}
 
-        averages = reference.step([{name: arrays[name][rank] for name in arrays} for rank in range(self.setting.n)])
+        averages = reference.step(
+            [{name: arrays[name][rank] for name in arrays} for rank in range(self.setting.n)]
+        )
         finite = reference.step_number > before["step_number"]
         if finite:
             self._keep_frozen(frozen, before, whole)
@@ -245,9 +338,13 @@ class Truth:
                 # A frozen tensor sends nothing.
                 expected[name] = averages[name] * (0 if name in frozen else scale)
             else:
-                expected[name] = mean([self._arrived(g, name).to(self._sum_dtype(name, whole)).numpy() for g in grads])
+                expected[name] = mean(
+                    [self._arrived(g, name).to(self._sum_dtype(name, whole)).numpy() for g in grads]
+                )
             half = self.setting.dtypes[name] == torch.float16
-            finite = finite and bool(np.isfinite(expected[name].astype(np.float16) if half else expected[name]).all())
+            finite = finite and bool(
+                np.isfinite(expected[name].astype(np.float16) if half else expected[name]).all()
+            )
         if not finite:
             self.load(before)
             self.skipped += 1
@@ -260,25 +357,45 @@ class Truth:
             got = seen[0].averages[name].double().numpy()
             chosen = self._selection(name, whole)
             if chosen is not None:
-                assert not np.delete(got.reshape(-1), chosen).any(), f"{name}: something outside the selection was sent"
-            allowed = self._allowed(name, want, magnitude[name] * (scale if name in self.compressed else 1), whole, scale)
+                assert not np.delete(got.reshape(-1), chosen).any(), (
+                    f"{name}: something outside the selection was sent"
+                )
+            allowed = self._allowed(
+                name,
+                want,
+                magnitude[name] * (scale if name in self.compressed else 1),
+                whole,
+                scale,
+            )
             wrong = np.abs(got - want) > allowed
             assert not wrong.any(), f"{name}: {got[wrong][:3]} is not {want[wrong][:3]}"
         for rank, other in enumerate(seen):
             assert other.residues.keys() == set(self.compressed)
             for name, residue in other.residues.items():
                 # To the bit: what a worker keeps depends on its own arithmetic alone.
-                np.testing.assert_array_equal(residue.numpy(), reference.residues[rank][name], err_msg=f"{name} on rank {rank}")
+                np.testing.assert_array_equal(
+                    residue.numpy(),
+                    reference.residues[rank][name],
+                    err_msg=f"{name} on rank {rank}",
+                )
         if config.beta == 1:
             self._check_conservation(arrays, scale, frozen, seen, magnitude, whole)
         return True
 
     def _arrived(self, grads: dict[str, torch.Tensor | None], name: str) -> torch.Tensor:
         grad = grads[name]
-        return torch.zeros(self.setting.shapes[name], dtype=self.setting.dtypes[name]) if grad is None else grad
+        return (
+            torch.zeros(self.setting.shapes[name], dtype=self.setting.dtypes[name])
+            if grad is None
+            else grad
+        )
 
-    def _in_residue_units(self, grads: list[dict], scale: float, whole: bool) -> dict[str, list[np.ndarray]]:
-        """What the reference is given: in the residue's dtype, but what is sent whole in the gradient's own width."""
+    def _in_residue_units(
+        self, grads: list[dict], scale: float, whole: bool
+    ) -> dict[str, list[np.ndarray]]:
+        """What the reference is given: in the residue's dtype, but what is sent whole in the
+        gradient's own width.
+        """
         arrays = {}
         for name, dtype in self.setting.dtypes.items():
             takes_part = name in self.compressed and not whole
@@ -289,24 +406,37 @@ class Truth:
 
     def _magnitude(self, name: str, arrays: dict[str, list[np.ndarray]]) -> np.ndarray:
         """How large what is added up in every element of a tensor can be."""
-        size = sum(np.abs(np.nan_to_num(array.astype(float), posinf=0, neginf=0)) for array in arrays[name])
+        size = sum(
+            np.abs(np.nan_to_num(array.astype(float), posinf=0, neginf=0)) for array in arrays[name]
+        )
         if name in self.compressed:
-            size = size + sum(np.abs(residues[name].astype(float)) for residues in self.reference.residues)
+            size = size + sum(
+                np.abs(residues[name].astype(float)) for residues in self.reference.residues
+            )
         return size
 
     def _selection(self, name: str, whole: bool) -> np.ndarray | None:
         return None if whole or name not in self.compressed else self.reference.selections[name]
 
-    def _allowed(self, name: str, want: np.ndarray, magnitude: np.ndarray, whole: bool, scale: float) -> np.ndarray:
+    def _allowed(
+        self, name: str, want: np.ndarray, magnitude: np.ndarray, whole: bool, scale: float
+    ) -> np.ndarray:
         """Rounding: of the sum over ranks, and of the result in the gradient's dtype."""
         dtype, n = self.setting.dtypes[name], self.setting.n
-        allowed = EPSILON[dtype] * np.abs(want.astype(float)) + float(torch.finfo(dtype).smallest_normal) * EPSILON[dtype]
+        allowed = (
+            EPSILON[dtype] * np.abs(want.astype(float))
+            + float(torch.finfo(dtype).smallest_normal) * EPSILON[dtype]
+        )
         if name in self.compressed:
             # Denormals of float32, whose rounding the loss scale magnifies.
             allowed = allowed + 4 * n * scale * 2.0**-149
         if name in self.compressed and not whole and self.setting.config.wire_dtype:
-            return allowed + EPSILON[torch.float16] * n * magnitude  # sums of what is small are exact
-        return allowed + EPSILON[self._sum_dtype(name, whole)] * (1 if self._exact_sums else 2 * n) * magnitude
+            # sums of what is small are exact
+            return allowed + EPSILON[torch.float16] * n * magnitude
+        return (
+            allowed
+            + EPSILON[self._sum_dtype(name, whole)] * (1 if self._exact_sums else 2 * n) * magnitude
+        )
 
     def _sum_dtype(self, name: str, whole: bool) -> torch.dtype:
         if name in self.compressed and not whole:
@@ -322,18 +452,31 @@ class Truth:
             if reference.config.lookahead and not whole:
                 leader = reference.leader(name, reference.step_number)
                 lanes = Lanes(residues[name].size, reference.rates[name])
-                reference._chosen_ahead[name] = select(reference.residues[leader][name].reshape(-1), lanes, reference.config.selection)
+                reference._chosen_ahead[name] = select(
+                    reference.residues[leader][name].reshape(-1), lanes, reference.config.selection
+                )
 
-    def _check_unchanged(self, arrays: dict[str, list[np.ndarray]], residues: list[dict[str, torch.Tensor]]) -> None:
-        """A step that never happened was taken back, to rounding. From here on this goes on from what the ranks really have."""
+    def _check_unchanged(
+        self, arrays: dict[str, list[np.ndarray]], residues: list[dict[str, torch.Tensor]]
+    ) -> None:
+        """A step that never happened was taken back, to rounding.
+
+        From here on this goes on from what the ranks really have.
+        """
         for rank, real in enumerate(residues):
             for name, residue in real.items():
                 old, new = self.reference.residues[rank][name], residue.numpy().copy()
-                size = np.abs(old.astype(float)) + np.where(is_good(arrays[name][rank]), np.abs(arrays[name][rank]), 0).astype(float)
-                allowed = 4 * EPSILON[self._kinds[name]] * size + 4 * np.finfo(old.dtype).smallest_subnormal
+                size = np.abs(old.astype(float)) + np.where(
+                    is_good(arrays[name][rank]), np.abs(arrays[name][rank]), 0
+                ).astype(float)
+                allowed = (
+                    4 * EPSILON[self._kinds[name]] * size
+                    + 4 * np.finfo(old.dtype).smallest_subnormal
+                )
                 wrong = ~(np.abs(new - old.astype(float)) <= allowed)
                 assert not wrong.any(), (
-                    f"{name} on rank {rank} was {old[wrong][:3]} and is {new[wrong][:3]} after a step that never happened"
+                    f"{name} on rank {rank} was {old[wrong][:3]} and is {new[wrong][:3]} after a "
+                    "step that never happened"
                 )
                 self._noise[name] = self._noise[name] + allowed
                 self.reference.residues[rank][name] = new
@@ -343,14 +486,26 @@ class Truth:
         for name in self.compressed:
             sent = n * seen[0].averages[name].double().numpy() / scale
             if name not in frozen:
-                self._came[name] = self._came[name] + sum(array.astype(float) for array in arrays[name])
+                self._came[name] = self._came[name] + sum(
+                    array.astype(float) for array in arrays[name]
+                )
             self._sent[name] = self._sent[name] + sent
             left = sum(other.residues[name].double().numpy() for other in seen)
-            rounding = self._allowed(name, sent / n * scale, magnitude[name] * scale, whole, scale) / scale
-            self._noise[name] = self._noise[name] + n * rounding + 4 * EPSILON[self._kinds[name]] * magnitude[name]
+            rounding = (
+                self._allowed(name, sent / n * scale, magnitude[name] * scale, whole, scale) / scale
+            )
+            self._noise[name] = (
+                self._noise[name] + n * rounding + 4 * EPSILON[self._kinds[name]] * magnitude[name]
+            )
             wrong = np.abs(self._sent[name] + left - self._came[name]) > self._noise[name]
-            assert not wrong.any(), f"{name}: sent and kept is not what came in, in {wrong.sum()} elements"
+            assert not wrong.any(), (
+                f"{name}: sent and kept is not what came in, in {wrong.sum()} elements"
+            )
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        if tensor.numel()
+        else b""
+    )

@@ -1,7 +1,9 @@
-"""The C lane kernel (lanes.c), loaded through ctypes: raw addresses in, so any framework can call it, and the GIL is released.
+"""The C lane kernel (lanes.c), loaded through ctypes.
 
-`library()` gives the functions, or None where the package was installed without a compiler. OPERATIONS is the file with the same kernel
-as operations of TensorFlow (tensorflow_ops.c), which tensorflow/kernels.py loads. Imports no framework.
+It takes raw addresses, so any framework can call it, and the GIL is released. It knows lanes only:
+a tensor's `width` in TENSOR is never 0, so nobody puts the positions of exact selection there.
+OPERATIONS is the file with the same kernel as operations of TensorFlow (tensorflow_ops.c), which
+tensorflow/kernels.py loads. Imports no framework.
 """
 
 from __future__ import annotations
@@ -15,42 +17,52 @@ import numpy as np
 
 log = logging.getLogger("scalecom_hvd")
 
-LIBRARY, OPERATIONS = (Path(__file__).with_name(name) for name in ("_lanes.so", "_tensorflow_ops.so"))
+LIBRARY = Path(__file__).with_name("_lanes.so")
+OPERATIONS = Path(__file__).with_name("_tensorflow_ops.so")
 
 WRONG_OFFSETS = (
-    "ScaleCom received not exactly one leader's offsets: ranks disagree about the step, so about who chooses. Restore a checkpoint of the "
-    "same step on every rank, and give every rank the same number of steps"
+    "ScaleCom received not exactly one leader's offsets: ranks disagree about the step, so about "
+    "who chooses. Restore a checkpoint of the same step on every rank, and give every rank the "
+    "same number of steps"
 )
 
 OFFSETS_OUTSIDE = (
-    "ScaleCom was given offsets that lie outside of their lanes, by the leader or in the state that was loaded: they are damaged, or of "
-    "another model. Restore a checkpoint of this model on every rank, or go on without loading ScaleCom's state (residues start at zero)"
+    "ScaleCom was given offsets that lie outside of their lanes, by the leader or in the state "
+    "that was loaded: they are damaged, or of another model. Restore a checkpoint of this model on "
+    "every rank, or go on without loading ScaleCom's state (residues start at zero)"
 )
 
-# The codes of lanes.c.
+# The codes of lanes.h.
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE = 0, 1, 2
 REFUSED = -1  # OFFSETS_OUTSIDE there
 
-# One compressed tensor as lanes.c reads it (`tensor` there says what the fields are); an array of these goes into every call.
+# One compressed tensor as lanes.c reads it (`tensor` in lanes.h says what the fields are). An array
+# of these goes into every call.
+_LONG_FIELDS = ("grad", "residue", "numel", "k", "width", "rows", "offsets_at", "values_at")
+_INT_FIELDS = ("dtype", "offset_width", "frozen", "padding")
 TENSOR = np.dtype(
-    [(name, np.int64) for name in ("grad", "residue", "numel", "k", "width", "rows", "offsets_at", "values_at")]
-    + [(name, np.int32) for name in ("dtype", "offset_width", "frozen", "padding")]
+    [(name, np.int64) for name in _LONG_FIELDS] + [(name, np.int32) for name in _INT_FIELDS]
 )
 
 _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+_TENSORS = [_POINTER, _LONG]
+_VALUES = [_POINTER, _POINTER, _POINTER, _INT, _REAL]  # offsets, values, sent, wire_float16, limit
 _SIGNATURES = {
-    "scalecom_filter": [_POINTER, _LONG, _REAL, _REAL, _INT, _POINTER],
-    "scalecom_gather": [_POINTER, _LONG, _REAL, _REAL, _REAL, _POINTER, _POINTER, _POINTER, _INT, _REAL],
-    "scalecom_gather_and_filter": [_POINTER, _LONG, _REAL, _REAL, _POINTER, _POINTER, _POINTER, _INT, _REAL, _INT, _POINTER],
-    "scalecom_scatter": [_POINTER, _LONG, _REAL, _POINTER, _POINTER, _INT],
-    "scalecom_undo": [_POINTER, _LONG, _REAL, _REAL, _INT, _POINTER, _POINTER, _INT],
+    "scalecom_filter": [*_TENSORS, _REAL, _REAL, _INT, _POINTER],
+    "scalecom_gather": [*_TENSORS, _REAL, _REAL, _REAL, *_VALUES],
+    "scalecom_gather_and_filter": [*_TENSORS, _REAL, _REAL, *_VALUES, _INT, _POINTER],
+    "scalecom_scatter": [*_TENSORS, _REAL, _POINTER, _POINTER, _INT],
+    "scalecom_undo": [*_TENSORS, _REAL, _REAL, _INT, _POINTER, _POINTER, _INT],
 }
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel, or None, with one warning, if it was not built."""
+    """The functions of lanes.h, or None, with one warning, if they were not built.
+
+    An installation without a compiler has none.
+    """
     try:
         loaded = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
@@ -63,18 +75,28 @@ def library() -> ctypes.CDLL | None:
 
 
 def checked(result: int) -> int:
-    """What a move gave; raises RuntimeError where it refused its offsets."""
+    """What a move gave.
+
+    Raises:
+        RuntimeError: it refused its offsets.
+    """
     if result == REFUSED:
         raise RuntimeError(OFFSETS_OUTSIDE)
     return result
 
 
 def warn_missing(path: Path, error: Exception, instead: str) -> None:
-    """Log that a library of the kernel is not there, or cannot be used."""
-    reason = f"cannot be loaded ({error})" if path.exists() else "was not built (no C compiler at installation?)"
+    """Log that a library of the kernel is not there, or cannot be used.
+
+    Args:
+        path: the library's.
+        error: why it was not loaded.
+        instead: what is used, with its verb.
+    """
+    missing = "was not built (no C compiler at installation?)"
     log.warning(
-        "the native kernel %s, so %s used, which is several times slower; to have it, install a C compiler "
-        "and run pip install --force-reinstall --no-deps scalecom_hvd again",
-        reason,
+        "the native kernel %s, so %s used, which is several times slower; to have it, install a C "
+        "compiler and run pip install --force-reinstall --no-deps scalecom_hvd again",
+        f"cannot be loaded ({error})" if path.exists() else missing,
         instead,
     )

@@ -1,11 +1,14 @@
 /* The fused lane kernel: what one step does to a tensor's residue, in C for CPUs.
  *
- * Loaded through ctypes by native/__init__.py, which releases the GIL around every call. Needs neither Python's headers
- * nor a framework. lanes.py says how a tensor is cut into lanes; reference.py is the same arithmetic in NumPy.
+ * Loaded through ctypes by native/__init__.py, which releases the GIL around every call. Needs
+ * neither Python's headers nor a framework. lanes.py says how a tensor is cut into lanes;
+ * reference.py is the same arithmetic in NumPy. It knows lanes only: exact selection is done by the
+ * frameworks' own operations.
  *
- * Results are bit-identical to NumPy's and to the plain-torch kernel's: so no -ffast-math and no fused multiply-adds
- * (setup.py). Magnitudes are compared as integers, sign bit dropped: for finite numbers this is the order of |x|,
- * it needs no floating-point compare, and NaN and infinity are larger than all numbers whatever the compiler assumes.
+ * Results are bit-identical to NumPy's and to the plain-torch kernel's: so no -ffast-math and no
+ * fused multiply-adds (setup.py). Magnitudes are compared as integers, sign bit dropped. For finite
+ * numbers this is the order of |x|, it needs no floating-point compare, and NaN and infinity are
+ * larger than all numbers whatever the compiler assumes.
  */
 #include <stdint.h>
 #include <string.h>
@@ -15,7 +18,8 @@
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__)
 #include <immintrin.h>
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#define STREAMS __attribute__((target("avx2"))) /* half as wide, such stores take half as long again */
+/* Half as wide, such stores take half as long again. */
+#define STREAMS __attribute__((target("avx2")))
 #else
 #define CLONES
 #endif
@@ -23,8 +27,9 @@
 static inline float float_of(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
-/* float16 -> float32, exact. A subnormal's mantissa is put below 0.5, which is then taken off: no step meets a float32 denormal, so
- * the result does not depend on the processor's flush-to-zero mode (torch.set_flush_denormal). */
+/* float16 -> float32, exact. A subnormal's mantissa is put below 0.5, which is then taken off. So
+ * no step meets a float32 denormal, and the result does not depend on the processor's
+ * flush-to-zero mode (torch.set_flush_denormal). */
 static inline float load_float16(uint16_t h) {
     uint32_t magnitude = h & 0x7fff, sign = (uint32_t)(h & 0x8000) << 16;
     uint32_t normal = (magnitude << 13) + (112u << 23);
@@ -34,10 +39,12 @@ static inline float load_float16(uint16_t h) {
 }
 static inline float load_bfloat16(uint16_t h) { return float_of((uint32_t)h << 16); }
 
-/* float32 -> float16, round to nearest even; |x| is at most 65504 here (gather clamps), and finite. */
+/* float32 -> float16, round to nearest even; |x| is at most 65504 here (gather clamps), and
+ * finite. */
 static inline uint16_t store_float16(float x) {
     uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-    if (magnitude < 0x38800000u) /* below 2^-14: adding 0.5 aligns the float's mantissa with float16's subnormals */
+    /* Below 2^-14, adding 0.5 aligns the float's mantissa with float16's subnormals. */
+    if (magnitude < 0x38800000u)
         return (uint16_t)(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u));
     magnitude += 0xfffu + (magnitude >> 13 & 1) - (112u << 23);
     return (uint16_t)(sign | magnitude >> 13);
@@ -77,15 +84,22 @@ BELOW(uint8_t)
 BELOW(int16_t)
 BELOW(int32_t)
 static int are_below(const void *offsets, int width, int64_t n, int64_t rows) {
-    return width == 1 ? below_uint8_t(offsets, n, rows) : width == 2 ? below_int16_t(offsets, n, rows) : below_int32_t(offsets, n, rows);
+    if (width == 1) return below_uint8_t(offsets, n, rows);
+    if (width == 2) return below_int16_t(offsets, n, rows);
+    return below_int32_t(offsets, n, rows);
 }
 
-/* Whether all offsets stay in their lanes. They come from other ranks and from files, so nobody follows them unseen. */
+/* Lanes in full groups. */
+static inline int64_t full_lanes(const tensor *t) {
+    return t->k ? (t->k - 1) / t->width * t->width : 0;
+}
+
+/* Whether all offsets stay in their lanes. They come from other ranks and from files, so nobody
+ * follows them unseen. */
 static int offsets_fit(const tensor *t, const void *offsets) {
     offsets = (const char *)offsets + t->offsets_at;
-    if (!t->width) return are_below(offsets, t->offset_width, t->k, t->numel);
-    int64_t full = t->k ? (t->k - 1) / t->width * t->width : 0; /* lanes in full groups */
-    int64_t left = t->numel - full * t->rows;                   /* elements of the last group */
+    int64_t full = full_lanes(t);
+    int64_t left = t->numel - full * t->rows; /* elements of the last group */
     if (!are_below(offsets, t->offset_width, full, t->rows)) return 0;
     for (int64_t lane = full; lane < t->k; lane++) {
         int64_t row = load_offset(offsets, t->offset_width, lane);
@@ -99,7 +113,8 @@ static int all_fit(const tensor *tensors, int64_t count, const void *offsets) {
     return 1;
 }
 
-/* What a gather needs beside the tensor. `sent` is a copy of the values, which are averaged in place. */
+/* What a gather needs besides the tensor. `sent` is a copy of the values, which are averaged in
+ * place. */
 typedef struct {
     const void *offsets;
     void *values, *sent;
@@ -107,25 +122,24 @@ typedef struct {
     double limit; /* the largest magnitude that travels as float16 */
 } wire;
 
-/* At most 64 lanes side by side: lane l's element in row r is at start + l * step + r * stride, below end. */
-typedef struct { int64_t start, end, stride, step, lane; int n; } tile;
+/* At most 64 lanes side by side: lane l's element in row r is at start + l + r * stride, below
+ * end. */
+typedef struct { int64_t start, end, stride, lane; int n; } tile;
 
 static inline tile tile_at(const tensor *t, int64_t lane) {
-    if (!t->width) {
-        int64_t left = t->k - lane;
-        return (tile){0, t->numel, 1, 0, lane, left < LANES ? (int)left : LANES};
-    }
-    int64_t full = (t->k - 1) / t->width * t->width;               /* lanes in full groups */
+    int64_t full = full_lanes(t);
     int64_t first = lane < full ? lane / t->width * t->width : full; /* the group's first lane */
     int64_t lanes = lane < full ? t->width : t->k - full;
     int64_t start = first * t->rows, left = first + lanes - lane;
-    return (tile){start + (lane - first), lane < full ? start + lanes * t->rows : t->numel, lanes, 1, lane, left < LANES ? (int)left : LANES};
+    int64_t end = lane < full ? start + lanes * t->rows : t->numel;
+    return (tile){start + (lane - first), end, lanes, lane, left < LANES ? (int)left : LANES};
 }
 static inline int64_t index_of(const tensor *t, tile at, const void *offsets, int l) {
-    return at.start + l * at.step + load_offset(offsets, t->offset_width, at.lane + l) * at.stride;
+    return at.start + l + load_offset(offsets, t->offset_width, at.lane + l) * at.stride;
 }
 
-/* Whether an output is written past the caches: smaller ones are likely still in a cache when the optimizer reads them. */
+/* Whether an output is written past the caches: smaller ones are likely still in a cache when the
+ * optimizer reads them. */
 static inline int may_stream(const void *to, int64_t bytes) {
 #ifdef STREAMS
     return bytes >= 1 << 20 && !((uintptr_t)to & 31) && __builtin_cpu_supports("avx2");
@@ -198,7 +212,8 @@ static inline uint16_t store_float16_any(float x) {
 #define STORE(x) (x)
 #include "lanes_template.h"
 
-/* The exported functions make one move for all compressed tensors of a bucket; they pick the instance by the gradient's dtype. */
+/* The exported functions make one move for all compressed tensors of a bucket. They pick the
+ * instance by the gradient's dtype. */
 #define EACH(call, ...)                                                           \
     int64_t total = 0;                                                            \
     for (const tensor *t = tensors; t < tensors + count; t++) {                   \
@@ -210,25 +225,29 @@ static inline uint16_t store_float16_any(float x) {
         }                                                                         \
     }
 
-int64_t scalecom_filter(const tensor *tensors, int64_t count, double beta, double scale, int choose, void *chosen) {
+int64_t scalecom_filter(const tensor *tensors, int64_t count, double beta, double scale, int choose,
+                        void *chosen) {
     EACH(filter, beta, scale, choose, chosen)
     return total;
 }
-int64_t scalecom_gather(const tensor *tensors, int64_t count, double beta, double scale, double share, const void *offsets, void *values,
-                        void *sent, int wire_float16, double limit) {
+int64_t scalecom_gather(const tensor *tensors, int64_t count, double beta, double scale,
+                        double share, const void *offsets, void *values, void *sent,
+                        int wire_float16, double limit) {
     wire to = {offsets, values, sent, wire_float16, limit};
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
     EACH(gather, beta, scale, share, to)
     return total;
 }
-int64_t scalecom_gather_and_filter(const tensor *tensors, int64_t count, double beta, double scale, const void *offsets, void *values,
-                                   void *sent, int wire_float16, double limit, int choose, void *chosen) {
+int64_t scalecom_gather_and_filter(const tensor *tensors, int64_t count, double beta, double scale,
+                                   const void *offsets, void *values, void *sent, int wire_float16,
+                                   double limit, int choose, void *chosen) {
     wire to = {offsets, values, sent, wire_float16, limit};
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
     EACH(gather_and_filter, beta, scale, to, choose, chosen)
     return total;
 }
-int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets, const void *values, int wire_float16) {
+int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets,
+                         const void *values, int wire_float16) {
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
     EACH(scatter, scale, offsets, values, wire_float16)
 #ifdef STREAMS
@@ -236,8 +255,8 @@ int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, con
 #endif
     return total;
 }
-int64_t scalecom_undo(const tensor *tensors, int64_t count, double beta, double scale, int filtered, const void *offsets, const void *sent,
-                      int wire_float16) {
+int64_t scalecom_undo(const tensor *tensors, int64_t count, double beta, double scale, int filtered,
+                      const void *offsets, const void *sent, int wire_float16) {
     if (offsets && !all_fit(tensors, count, offsets)) offsets = NULL;
     EACH(undo, beta, scale, filtered, offsets, sent, wire_float16)
     return total;

@@ -9,37 +9,48 @@
 enum { CHOOSE_NOTHING = 0, CHOOSE_ACCUMULATOR = 1, CHOOSE_RESIDUE = 2 };
 enum { FLOAT32 = 0, FLOAT64 = 1, FLOAT16 = 2, BFLOAT16 = 3 };
 
-/* What a move gives that was handed offsets outside of their lanes, and so did nothing. Kept in step with native.REFUSED. */
+/* What a move gives that was handed offsets outside of their lanes, and so did nothing.
+ * Kept in step with native.REFUSED. */
 enum { OFFSETS_OUTSIDE = -1 };
 
-/* One compressed tensor, kept in step with native.TENSOR: its lanes (lanes.py), and where its numbers lie.
- * Groups of `width` lanes; a full group owns width * rows elements. A width of 0 stands for exact selection: offsets are flat positions. */
+/* One compressed tensor, kept in step with native.TENSOR: its lanes (lanes.py), and where its
+ * numbers lie. */
 typedef struct {
     void *grad, *residue;
-    int64_t numel, k, width, rows;
-    int64_t offsets_at; /* in bytes, in the buffer of offsets that its bucket shares */
-    int64_t values_at;  /* in elements, in the buffers of values */
-    int32_t dtype;      /* the gradient's; float64 gradients have float64 residues, all others float32 */
-    int32_t offset_width;
-    int32_t frozen;     /* no longer trained: the residue stays, and zeros are sent */
+    int64_t numel, k;
+    int64_t width, rows; /* lanes in a full group, at least 1; it owns width * rows elements */
+    int64_t offsets_at;  /* in bytes, in the buffer of offsets that its bucket shares */
+    int64_t values_at;   /* in elements, in the buffers of values */
+    int32_t dtype; /* the gradient's; float64 gradients have float64 residues, all others float32 */
+    int32_t offset_width; /* bytes of an offset */
+    int32_t frozen;       /* no longer trained: the residue stays, and zeros are sent */
     int32_t padding;
 } tensor;
 
-/* m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g| or |m_new|.
- * Returns the number of bad gradient elements: NaN, or larger than config.largest_gradient; those count as zero. */
-int64_t scalecom_filter(const tensor *tensors, int64_t count, double beta, double scale, int choose, void *chosen);
-/* values, sent <- m[I] + share * g[I], clamped and rounded to the wire dtype; m[I] <- m[I] - beta * values.
- * Returns how many values were not finite: those are sent as zero. Or OFFSETS_OUTSIDE, as all that follow may. */
-int64_t scalecom_gather(const tensor *tensors, int64_t count, double beta, double scale, double share, const void *offsets, void *values,
-                        void *sent, int wire_float16, double limit);
-/* Look-ahead's gather (share 1), then its filter, in one pass over memory. Returns the sum of what both return. */
-int64_t scalecom_gather_and_filter(const tensor *tensors, int64_t count, double beta, double scale, const void *offsets, void *values,
-                                   void *sent, int wire_float16, double limit, int choose, void *chosen);
+/* m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g| or
+ * |m_new|. Returns the number of bad gradient elements: NaN, or larger than
+ * config.largest_gradient. Those count as zero. */
+int64_t scalecom_filter(const tensor *tensors, int64_t count, double beta, double scale, int choose,
+                        void *chosen);
+/* values, sent <- m[I] + share * g[I], clamped and rounded to the wire dtype;
+ * m[I] <- m[I] - beta * values.
+ * Returns how many values were not finite: those are sent as zero. Or OFFSETS_OUTSIDE, as all that
+ * follow may. */
+int64_t scalecom_gather(const tensor *tensors, int64_t count, double beta, double scale,
+                        double share, const void *offsets, void *values, void *sent,
+                        int wire_float16, double limit);
+/* Look-ahead's gather (share 1), then its filter, in one pass over memory.
+ * Returns the sum of what both return. */
+int64_t scalecom_gather_and_filter(const tensor *tensors, int64_t count, double beta, double scale,
+                                   const void *offsets, void *values, void *sent, int wire_float16,
+                                   double limit, int choose, void *chosen);
 /* grad <- scale * values at I, zero elsewhere. */
-int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets, const void *values, int wire_float16);
-/* Take a step back: m[I] <- m[I] + beta * sent, then, if it was filtered, m <- m - beta * g. What was there before, to rounding.
- * Without offsets, or with such that a gather refuses, the first part is left out: it was not done. */
-int64_t scalecom_undo(const tensor *tensors, int64_t count, double beta, double scale, int filtered, const void *offsets, const void *sent,
-                      int wire_float16);
+int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets,
+                         const void *values, int wire_float16);
+/* Take a step back: m[I] <- m[I] + beta * sent, then, if it was filtered, m <- m - beta * g. Gives
+ * what was there before, to rounding. Without offsets, or with such that a gather refuses, the
+ * first part is left out: it was not done. */
+int64_t scalecom_undo(const tensor *tensors, int64_t count, double beta, double scale, int filtered,
+                      const void *offsets, const void *sent, int wire_float16);
 
 #endif

@@ -1,14 +1,15 @@
 /* The kernel's body, included by lanes.c once per gradient dtype. Not for other use.
  *
- * GRAD, GRAD_TYPE, GRAD_BITS, STORE: the gradient's dtype.  REAL, INTEGER, MAGNITUDE, EXPONENT, LARGEST: the residue's. Lengths are in
- * elements. `scale` turns gradients into the residue's units (1 / loss scale). A bad gradient element, NaN or beyond LARGEST, counts as
- * zero everywhere.
+ * GRAD, GRAD_TYPE, GRAD_BITS, STORE: the gradient's dtype.  REAL, INTEGER, MAGNITUDE, EXPONENT,
+ * LARGEST: the residue's. Lengths are in elements. `scale` turns gradients into the residue's units
+ * (1 / loss scale). A bad gradient element, NaN or beyond LARGEST, counts as zero everywhere.
  */
 
 static inline INTEGER NAME(bits)(REAL x) { INTEGER bits; memcpy(&bits, &x, sizeof x); return bits; }
 static inline REAL NAME(real)(INTEGER bits) { REAL x; memcpy(&x, &bits, sizeof x); return x; }
 #define BITS NAME(bits)
 #define LOAD(x) CONCAT(load, GRAD)(x)
+#define INLINE static inline __attribute__((always_inline))
 
 /* scale * g, or zero where that is bad; *bad is raised then. */
 static inline REAL NAME(usable)(GRAD_TYPE g, REAL scale, INTEGER *bad) {
@@ -19,25 +20,30 @@ static inline REAL NAME(usable)(GRAD_TYPE g, REAL scale, INTEGER *bad) {
 }
 
 /* The offsets of a tile; one loop per width, so that each is a vector's load. */
-static inline __attribute__((always_inline)) void NAME(rows_of)(INTEGER *restrict rows, tile at, const void *offsets, int width) {
-    if (width == 1) for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 1, at.lane + l);
-    else if (width == 2) for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 2, at.lane + l);
-    else for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 4, at.lane + l);
+INLINE void NAME(rows_of)(INTEGER *restrict rows, tile at, const void *offsets, int width) {
+    if (width == 1)
+        for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 1, at.lane + l);
+    else if (width == 2)
+        for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 2, at.lane + l);
+    else
+        for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 4, at.lane + l);
 }
 
 /* The row of each lane of a tile that is sent, and its value before it is rounded for the wire. */
 typedef struct { INTEGER row[LANES]; REAL value[LANES]; } NAME(picks);
 
-/* One row of a tile: `n` lanes side by side. With picks, the values to be sent are taken out first. */
-static inline __attribute__((always_inline)) void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, int n, REAL beta, REAL scale,
-                                                           NAME(picks) *restrict picks, int choose, INTEGER row,
-                                                           INTEGER *restrict best, INTEGER *restrict winner, INTEGER *restrict bad) {
+/* One row of a tile: `n` lanes side by side. With picks, the values to be sent are taken out
+ * first. */
+INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, int n, REAL beta,
+                      REAL scale, NAME(picks) *restrict picks, int choose, INTEGER row,
+                      INTEGER *restrict best, INTEGER *restrict winner, INTEGER *restrict bad) {
     for (int l = 0; l < n; l++) {
         REAL m = residue[l];
         REAL g = NAME(usable)(grad[l], scale, &bad[l]);
         if (picks) {
             REAL value = m + g;
-            INTEGER here = -(picks->row[l] == row), finite = -((BITS(value) & EXPONENT) != EXPONENT);
+            INTEGER here = -(picks->row[l] == row);
+            INTEGER finite = -((BITS(value) & EXPONENT) != EXPONENT);
             picks->value[l] = here ? value : picks->value[l];
             m -= beta * NAME(real)(BITS(value) & here & finite);
         }
@@ -52,8 +58,8 @@ static inline __attribute__((always_inline)) void NAME(row)(const GRAD_TYPE *res
 }
 
 /* A tile over all its rows; in the same pass, each lane's winner where asked. */
-static inline __attribute__((always_inline)) int64_t NAME(filter_tile)(const tensor *t, tile at, REAL beta, REAL scale,
-                                                                      NAME(picks) *picks, int choose, void *chosen) {
+INLINE int64_t NAME(filter_tile)(const tensor *t, tile at, REAL beta, REAL scale,
+                                 NAME(picks) *picks, int choose, void *chosen) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     INTEGER best[LANES], winner[LANES], bad[LANES];
@@ -62,9 +68,11 @@ static inline __attribute__((always_inline)) int64_t NAME(filter_tile)(const ten
     int64_t i = at.start;
     if (at.n == LANES)
         for (; i + LANES <= at.end; i += at.stride, row++)
-            NAME(row)(grad + i, residue + i, LANES, beta, scale, picks, choose, row, best, winner, bad);
+            NAME(row)(grad + i, residue + i, LANES, beta, scale, picks, choose, row, best, winner,
+                      bad);
     for (; i < at.end; i += at.stride, row++)
-        NAME(row)(grad + i, residue + i, i + at.n <= at.end ? at.n : (int)(at.end - i), beta, scale, picks, choose, row, best, winner, bad);
+        NAME(row)(grad + i, residue + i, i + at.n <= at.end ? at.n : (int)(at.end - i), beta, scale,
+                  picks, choose, row, best, winner, bad);
     int64_t total = 0;
     for (int l = 0; l < at.n; l++) {
         total += bad[l];
@@ -73,7 +81,8 @@ static inline __attribute__((always_inline)) int64_t NAME(filter_tile)(const ten
     return total;
 }
 
-static inline __attribute__((always_inline)) int64_t NAME(filter_tiles)(const tensor *t, REAL beta, REAL scale, int choose, void *chosen) {
+INLINE int64_t NAME(filter_tiles)(const tensor *t, REAL beta, REAL scale, int choose,
+                                  void *chosen) {
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
@@ -83,10 +92,12 @@ static inline __attribute__((always_inline)) int64_t NAME(filter_tiles)(const te
     return bad;
 }
 
-CLONES static int64_t NAME(filter)(const tensor *t, REAL beta, REAL scale, int choose, void *chosen) {
+CLONES static int64_t NAME(filter)(const tensor *t, REAL beta, REAL scale, int choose,
+                                   void *chosen) {
     if (t->frozen) beta = 0;
     if (choose != CHOOSE_NOTHING) chosen = (char *)chosen + t->offsets_at;
-    if (choose == CHOOSE_ACCUMULATOR) return NAME(filter_tiles)(t, beta, scale, CHOOSE_ACCUMULATOR, chosen);
+    if (choose == CHOOSE_ACCUMULATOR)
+        return NAME(filter_tiles)(t, beta, scale, CHOOSE_ACCUMULATOR, chosen);
     if (choose == CHOOSE_RESIDUE) return NAME(filter_tiles)(t, beta, scale, CHOOSE_RESIDUE, chosen);
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
@@ -94,12 +105,14 @@ CLONES static int64_t NAME(filter)(const tensor *t, REAL beta, REAL scale, int c
     int64_t i = 0, total = 0;
     for (; i + LANES <= t->numel; i += LANES)
         NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0, bad);
-    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0, bad);
+    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0,
+              bad);
     for (int l = 0; l < LANES; l++) total += bad[l];
     return total;
 }
 
-/* A value as it travels: finite, or zero and *bad is raised; clamped and rounded to the wire dtype. Gives what was sent. */
+/* A value as it travels: finite, or zero and *bad is raised; clamped and rounded to the wire dtype.
+ * Gives what was sent. */
 static inline REAL NAME(send)(REAL value, wire to, int64_t lane, int64_t *bad) {
     if ((BITS(value) & EXPONENT) == EXPONENT) { value = 0; ++*bad; }
     if (to.wire_float16) {
@@ -111,7 +124,8 @@ static inline REAL NAME(send)(REAL value, wire to, int64_t lane, int64_t *bad) {
     return ((REAL *)to.values)[lane] = ((REAL *)to.sent)[lane] = value;
 }
 
-/* `to` with its pointers at this tensor's part of the buffers; a frozen tensor's values are zeroed. */
+/* `to` with its pointers at this tensor's part of the buffers; a frozen tensor's values are
+ * zeroed. */
 static inline wire NAME(part)(const tensor *t, wire to) {
     int64_t size = to.wire_float16 ? 2 : sizeof(REAL);
     to.offsets = (const char *)to.offsets + t->offsets_at;
@@ -144,8 +158,8 @@ static int64_t NAME(gather)(const tensor *t, REAL beta, REAL scale, REAL share, 
     return bad;
 }
 
-static inline __attribute__((always_inline)) int64_t NAME(gather_and_filter_tiles)(const tensor *t, REAL beta, REAL scale, wire to, int choose,
-                                                                                  void *chosen) {
+INLINE int64_t NAME(gather_and_filter_tiles)(const tensor *t, REAL beta, REAL scale, wire to,
+                                             int choose, void *chosen) {
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
@@ -158,27 +172,32 @@ static inline __attribute__((always_inline)) int64_t NAME(gather_and_filter_tile
     return bad;
 }
 
-CLONES static int64_t NAME(gather_and_filter)(const tensor *t, REAL beta, REAL scale, wire to, int choose, void *chosen) {
-    /* Positions do not go tile by tile, and a value rounded for the wire is not yet known when its row passes. */
-    if (t->frozen || !t->width || to.wire_float16) {
+CLONES static int64_t NAME(gather_and_filter)(const tensor *t, REAL beta, REAL scale, wire to,
+                                              int choose, void *chosen) {
+    /* A value rounded for the wire is not yet known when its row passes. */
+    if (t->frozen || to.wire_float16) {
         int64_t bad = NAME(gather)(t, beta, scale, 1, to);
         return bad + NAME(filter)(t, beta, scale, choose, chosen);
     }
     to = NAME(part)(t, to);
-    if (choose == CHOOSE_NOTHING) return NAME(gather_and_filter_tiles)(t, beta, scale, to, CHOOSE_NOTHING, 0);
+    if (choose == CHOOSE_NOTHING)
+        return NAME(gather_and_filter_tiles)(t, beta, scale, to, CHOOSE_NOTHING, 0);
     chosen = (char *)chosen + t->offsets_at;
     return NAME(gather_and_filter_tiles)(t, beta, scale, to, CHOOSE_RESIDUE, chosen);
 }
 
 static inline REAL NAME(value_of)(const void *values, int wire_float16, int64_t at) {
-    return wire_float16 ? (REAL)load_float16(((const uint16_t *)values)[at]) : ((const REAL *)values)[at];
+    if (wire_float16) return (REAL)load_float16(((const uint16_t *)values)[at]);
+    return ((const REAL *)values)[at];
 }
 
-/* Writes a tile's full rows past the caches: nobody reads them soon, and lines need not be read before they are written.
- * Returns how many rows. The caller asks for it only where row numbers fit into GRAD_BITS. */
+/* Writes a tile's full rows past the caches: nobody reads them soon, and lines need not be read
+ * before they are written. Returns how many rows. The caller asks for it only where row numbers fit
+ * into GRAD_BITS. */
 #ifdef STREAMS
 typedef GRAD_BITS NAME(wide) __attribute__((vector_size(32)));
-STREAMS static int64_t NAME(stream_rows)(GRAD_TYPE *grad, tile at, const INTEGER *picked, const GRAD_TYPE *value) {
+STREAMS static int64_t NAME(stream_rows)(GRAD_TYPE *grad, tile at, const INTEGER *picked,
+                                         const GRAD_TYPE *value) {
     enum { WIDE = 32 / sizeof(GRAD_BITS), PARTS = LANES / WIDE };
     GRAD_BITS rows[LANES];
     NAME(wide) row_of[PARTS], value_of[PARTS], row = {0};
@@ -187,29 +206,29 @@ STREAMS static int64_t NAME(stream_rows)(GRAD_TYPE *grad, tile at, const INTEGER
     memcpy(value_of, value, sizeof rows);
     int64_t count = 0;
     for (int64_t i = at.start; i + LANES <= at.end; i += LANES, count++, row += 1)
-        for (int part = 0; part < PARTS; part++)
-            _mm256_stream_si256((__m256i *)(grad + i) + part, (__m256i)((row_of[part] == row) & value_of[part]));
+        for (int part = 0; part < PARTS; part++) {
+            NAME(wide) sent = (row_of[part] == row) & value_of[part];
+            _mm256_stream_si256((__m256i *)(grad + i) + part, (__m256i)sent);
+        }
     return count;
 }
 #endif
 
 /* Zeros and values in one write: zeroing first would go through memory twice. */
-CLONES static int64_t NAME(scatter)(const tensor *t, REAL scale, const void *offsets, const void *values, int wire_float16) {
+CLONES static int64_t NAME(scatter)(const tensor *t, REAL scale, const void *offsets,
+                                    const void *values, int wire_float16) {
     GRAD_TYPE *grad = t->grad;
     offsets = (const char *)offsets + t->offsets_at;
-    int streamed = t->width == LANES && t->rows <= 1 << 15 && may_stream(grad, t->numel * sizeof(GRAD_TYPE));
-    if (!t->width) memset(grad, 0, t->numel * sizeof(GRAD_TYPE));
+    int streamed = t->width == LANES && t->rows <= 1 << 15 &&
+                   may_stream(grad, t->numel * sizeof(GRAD_TYPE));
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
         INTEGER picked[LANES];
         GRAD_TYPE value[LANES];
         NAME(rows_of)(picked, at, offsets, t->offset_width);
-        for (int l = 0; l < at.n; l++) value[l] = STORE(scale * NAME(value_of)(values, wire_float16, t->values_at + lane + l));
+        for (int l = 0; l < at.n; l++)
+            value[l] = STORE(scale * NAME(value_of)(values, wire_float16, t->values_at + lane + l));
         lane += at.n;
-        if (!t->width) {
-            for (int l = 0; l < at.n; l++) grad[picked[l]] = value[l];
-            continue;
-        }
         INTEGER row = 0;
 #ifdef STREAMS
         if (streamed && at.stride == LANES) row = NAME(stream_rows)(grad, at, picked, value);
@@ -218,12 +237,14 @@ CLONES static int64_t NAME(scatter)(const tensor *t, REAL scale, const void *off
             if (at.n == LANES && i + LANES <= at.end)
                 for (int l = 0; l < LANES; l++) grad[i + l] = picked[l] == row ? value[l] : 0;
             else
-                for (int l = 0; l < at.n && i + l < at.end; l++) grad[i + l] = picked[l] == row ? value[l] : 0;
+                for (int l = 0; l < at.n && i + l < at.end; l++)
+                    grad[i + l] = picked[l] == row ? value[l] : 0;
     }
     return 0;
 }
 
-CLONES static int64_t NAME(undo)(const tensor *t, REAL beta, REAL scale, int filtered, const void *offsets, const void *sent, int wire_float16) {
+CLONES static int64_t NAME(undo)(const tensor *t, REAL beta, REAL scale, int filtered,
+                                 const void *offsets, const void *sent, int wire_float16) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     if (t->frozen) return 0;
@@ -231,7 +252,8 @@ CLONES static int64_t NAME(undo)(const tensor *t, REAL beta, REAL scale, int fil
     for (int64_t lane = 0; offsets && lane < t->k;) {
         tile at = tile_at(t, lane);
         for (int l = 0; l < at.n; l++)
-            residue[index_of(t, at, offsets, l)] += beta * NAME(value_of)(sent, wire_float16, t->values_at + lane + l);
+            residue[index_of(t, at, offsets, l)] +=
+                beta * NAME(value_of)(sent, wire_float16, t->values_at + lane + l);
         lane += at.n;
     }
     for (int64_t i = 0; filtered && i < t->numel; i++) {
@@ -243,3 +265,4 @@ CLONES static int64_t NAME(undo)(const tensor *t, REAL beta, REAL scale, int fil
 
 #undef BITS
 #undef LOAD
+#undef INLINE

@@ -1,8 +1,10 @@
-/* The lane kernel (lanes.c) as TensorFlow operations for the CPU, so that a step's moves stay inside the graph.
+/* The lane kernel (lanes.c) as TensorFlow operations for the CPU: a step's moves stay inside the
+ * graph.
  *
- * Operations have no state: a residue comes in and the updated residue goes out, and the graph assigns it when the step is known to
- * count. So a step that fails anywhere has changed nothing. Each serves all compressed tensors of a bucket in one call.
- * tensorflow/kernels.py calls them and says what their arguments are.
+ * Operations have no state: a residue comes in and the updated residue goes out, and the graph
+ * assigns it when the step is known to count. So a step that fails anywhere has changed nothing.
+ * Each serves all compressed tensors of a bucket in one call. tensorflow/kernels.py calls them and
+ * says what their arguments are.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +12,8 @@
 #include "lanes.h"
 #include "tensorflow_c_api.h"
 
-enum { SLICE = 1 << 14 }; /* elements that stay in a core's cache between being copied and being filtered */
+/* Elements that stay in a core's cache between being copied and being accumulated. */
+enum { SLICE = 1 << 14 };
 
 /* Attribute `lanes`: these seven numbers per tensor. */
 enum { FIELDS = 7 };
@@ -22,13 +25,15 @@ static void *create(TF_OpKernelConstruction *construction) {
     TF_OpKernelConstruction_GetAttrSize(construction, "lanes", &n, &total, status);
     int64_t *lanes = malloc(sizeof(int64_t) * (n > 0 ? n : 1));
     bucket *made = calloc(1, sizeof(bucket) + sizeof(tensor) * (n > 0 ? n / FIELDS : 0));
-    if (TF_GetCode(status) == TF_OK) TF_OpKernelConstruction_GetAttrInt64List(construction, "lanes", lanes, n, status);
+    if (TF_GetCode(status) == TF_OK)
+        TF_OpKernelConstruction_GetAttrInt64List(construction, "lanes", lanes, n, status);
     if (TF_GetCode(status) != TF_OK) TF_OpKernelConstruction_Failure(construction, status);
     else
         for (made->count = 0; made->count < n / FIELDS; made->count++) {
             const int64_t *row = lanes + made->count * FIELDS;
-            tensor t = {.numel = row[0], .k = row[1], .width = row[2], .rows = row[3], .offset_width = (int32_t)row[4],
-                        .offsets_at = row[5], .values_at = row[6]};
+            tensor t = {.numel = row[0], .k = row[1], .width = row[2], .rows = row[3],
+                        .offset_width = (int32_t)row[4], .offsets_at = row[5],
+                        .values_at = row[6]};
             made->tensors[made->count] = t;
             made->offsets_bytes += t.k * t.offset_width;
             made->n_values += t.k;
@@ -49,7 +54,8 @@ typedef struct {
 } call;
 
 static call begin(TF_OpKernelContext *context, int64_t most) {
-    call now = {.context = context, .status = TF_NewStatus(), .held = calloc(most, sizeof(TF_Tensor *))};
+    TF_Tensor **held = calloc(most, sizeof(TF_Tensor *));
+    call now = {.context = context, .status = TF_NewStatus(), .held = held};
     return now;
 }
 static void end(call *now) {
@@ -59,9 +65,12 @@ static void end(call *now) {
     TF_DeleteStatus(now->status);
 }
 static int failed(const call *now) { return TF_GetCode(now->status) != TF_OK; }
-static void refuse(call *now, const char *why) { if (!failed(now)) TF_SetStatus(now->status, TF_INVALID_ARGUMENT, why); }
+static void refuse(call *now, const char *why) {
+    if (!failed(now)) TF_SetStatus(now->status, TF_INVALID_ARGUMENT, why);
+}
 
-/* The input's memory, or NULL after an error; it must have so many elements, unless that is negative. */
+/* The input's memory, or NULL after an error. It must have so many elements, unless that is
+ * negative. */
 static TF_Tensor *input(call *now, int index, int64_t elements, const char *otherwise) {
     TF_Tensor *found = NULL;
     if (failed(now)) return NULL;
@@ -73,12 +82,19 @@ static TF_Tensor *input(call *now, int index, int64_t elements, const char *othe
 }
 static void *data(TF_Tensor *of) { return of ? TF_TensorData(of) : NULL; }
 static size_t size_of(TF_DataType dtype) {
-    return dtype == TF_DOUBLE || dtype == TF_INT64 ? 8 : dtype == TF_FLOAT ? 4 : dtype == TF_HALF || dtype == TF_BFLOAT16 ? 2 : 1;
+    switch (dtype) {
+    case TF_DOUBLE: case TF_INT64: return 8;
+    case TF_FLOAT: return 4;
+    case TF_HALF: case TF_BFLOAT16: return 2;
+    default: return 1;
+    }
 }
 static void *output(call *now, int index, int64_t elements) {
     if (failed(now)) return NULL;
     TF_DataType dtype = TF_ExpectedOutputDataType(now->context, index);
-    TF_Tensor *made = TF_AllocateOutput(now->context, index, dtype, &elements, 1, elements * size_of(dtype), now->status);
+    size_t bytes = elements * size_of(dtype);
+    TF_Tensor *made =
+        TF_AllocateOutput(now->context, index, dtype, &elements, 1, bytes, now->status);
     if (made) now->held[now->n_held++] = made;
     return failed(now) ? NULL : data(made);
 }
@@ -86,45 +102,60 @@ static void *output(call *now, int index, int64_t elements) {
 static void *output_in(call *now, int index, int candidate, int64_t elements, int *took) {
     if (failed(now)) return NULL;
     int forwarded = -1;
-    TF_Tensor *made = TF_ForwardInputOrAllocateOutput(now->context, &candidate, 1, index, &elements, 1, &forwarded, now->status);
+    TF_Tensor *made = TF_ForwardInputOrAllocateOutput(now->context, &candidate, 1, index, &elements,
+                                                      1, &forwarded, now->status);
     if (made) now->held[now->n_held++] = made;
     *took = forwarded == candidate;
     return failed(now) ? NULL : data(made);
 }
 static void scalar(call *now, int index, int64_t value) {
-    TF_Tensor *made = failed(now) ? NULL : TF_AllocateOutput(now->context, index, TF_INT64, NULL, 0, sizeof value, now->status);
+    if (failed(now)) return;
+    TF_Tensor *made =
+        TF_AllocateOutput(now->context, index, TF_INT64, NULL, 0, sizeof value, now->status);
     if (!made) return;
     now->held[now->n_held++] = made;
     if (!failed(now)) *(int64_t *)data(made) = value;
 }
 static void settings(call *now, int index) {
-    double *found = data(input(now, index, 3, "settings are beta, 1 / loss scale and float16's limit"));
+    double *found =
+        data(input(now, index, 3, "settings are beta, 1 / loss scale and float16's limit"));
     if (found) now->beta = found[0], now->scale = found[1], now->limit = found[2];
 }
 static int kind_of(TF_Tensor *grad) {
-    TF_DataType dtype = TF_TensorType(grad);
-    return dtype == TF_FLOAT ? FLOAT32 : dtype == TF_DOUBLE ? FLOAT64 : dtype == TF_HALF ? FLOAT16 : BFLOAT16;
+    switch (TF_TensorType(grad)) {
+    case TF_FLOAT: return FLOAT32;
+    case TF_DOUBLE: return FLOAT64;
+    case TF_HALF: return FLOAT16;
+    default: return BFLOAT16;
+    }
 }
-static int64_t grad_size(const tensor *t) { return t->dtype == FLOAT64 ? 8 : t->dtype == FLOAT32 ? 4 : 2; }
+static int64_t grad_size(const tensor *t) {
+    return t->dtype == FLOAT64 ? 8 : t->dtype == FLOAT32 ? 4 : 2;
+}
 static int64_t residue_size(const tensor *t) { return t->dtype == FLOAT64 ? 8 : 4; }
-static const char *GRAD_SIZE = "a gradient has not the size of its variable", *RESIDUE_SIZE = "a residue has not the size of its variable";
+static const char *GRAD_SIZE = "a gradient has not the size of its variable",
+                  *RESIDUE_SIZE = "a residue has not the size of its variable";
+/* native.WRONG_OFFSETS and native.OFFSETS_OUTSIDE. */
 static const char *OFFSETS_SIZE =
-    "ScaleCom received not exactly one leader's offsets: ranks disagree about the step, so about who chooses. Restore a checkpoint of the "
-    "same step on every rank, and give every rank the same number of steps";
-
+    "ScaleCom received not exactly one leader's offsets: ranks disagree about the step, so about "
+    "who chooses. Restore a checkpoint of the same step on every rank, and give every rank the "
+    "same number of steps";
 static const char *OFFSETS_ELSEWHERE =
-    "ScaleCom was given offsets that lie outside of their lanes, by the leader or in the state that was loaded: they are damaged, or of "
-    "another model. Restore a checkpoint of this model on every rank, or go on without loading ScaleCom's state (residues start at zero)";
+    "ScaleCom was given offsets that lie outside of their lanes, by the leader or in the state "
+    "that was loaded: they are damaged, or of another model. Restore a checkpoint of this model "
+    "on every rank, or go on without loading ScaleCom's state (residues start at zero)";
 /* What a move gave; a refusal becomes the call's error. */
 static int64_t checked(call *now, int64_t result) {
     if (result == OFFSETS_OUTSIDE) refuse(now, OFFSETS_ELSEWHERE);
     return result;
 }
 
-/* The next piece of a tensor that stays in the cache: whole groups of lanes, which are lanes of a smaller tensor. */
+/* The next piece of a tensor that stays in the cache: whole groups of lanes, which are lanes of a
+ * smaller tensor. */
 static tensor piece_at(const tensor *t, int64_t lane) {
     tensor piece = *t;
-    int64_t group = LANES * t->rows, groups = SLICE / group > 0 ? SLICE / group : 1, start = lane * t->rows;
+    int64_t group = LANES * t->rows, groups = SLICE / group > 0 ? SLICE / group : 1;
+    int64_t start = lane * t->rows;
     if (t->width != LANES) return piece; /* one group */
     piece.grad = (char *)t->grad + start * grad_size(t);
     piece.residue = (char *)t->residue + start * residue_size(t);
@@ -136,8 +167,8 @@ static tensor piece_at(const tensor *t, int64_t lane) {
     return piece;
 }
 
-/* The tensors of this call: gradients are inputs from `grads`, residues inputs from `residues`; outputs from 0 receive the updated ones.
- * Returns NULL after an error. */
+/* The tensors of this call: gradients are inputs from `grads`, residues inputs from `residues`.
+ * Outputs from 0 receive the updated residues; `old` the given ones. */
 static tensor *pick_up(call *now, const bucket *of, int grads, int residues, const void **old) {
     tensor *tensors = malloc(sizeof(tensor) * (of->count ? of->count : 1));
     for (int64_t i = 0; i < of->count; i++) {
@@ -150,43 +181,55 @@ static tensor *pick_up(call *now, const bucket *of, int grads, int residues, con
     return tensors;
 }
 
-/* The pass over residues, with look-ahead's gather in it or without. */
-static void filter_with(int gathers, const bucket *of, TF_OpKernelContext *context) {
-    int n = of->count, half = gathers && TF_ExpectedOutputDataType(context, n) == TF_HALF;
+/* The pass over residues; `takes`: with look-ahead's values taken in it. */
+static void accumulate_with(int takes, const bucket *of, TF_OpKernelContext *context) {
+    int n = of->count, half = takes && TF_ExpectedOutputDataType(context, n) == TF_HALF;
     call now = begin(context, 4 * n + 8);
     const void **old = malloc(sizeof(void *) * (n + 1));
     tensor *tensors = pick_up(&now, of, 0, n, old);
     settings(&now, 2 * n);
     uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses is one bool"));
-    void *offsets = gathers ? data(input(&now, 2 * n + 2, of->offsets_bytes, OFFSETS_SIZE)) : NULL;
-    void *values = gathers ? output(&now, n, of->n_values) : NULL;
-    void *chosen = output(&now, n + gathers, chooses && *chooses ? of->offsets_bytes : 0);
+    void *offsets = takes ? data(input(&now, 2 * n + 2, of->offsets_bytes, OFFSETS_SIZE)) : NULL;
+    void *values = takes ? output(&now, n, of->n_values) : NULL;
+    void *chosen = output(&now, n + takes, chooses && *chooses ? of->offsets_bytes : 0);
+    int choose = CHOOSE_NOTHING;
+    if (chooses && *chooses) choose = takes ? CHOOSE_RESIDUE : CHOOSE_ACCUMULATOR;
     int64_t bad = 0;
     for (int i = 0; i < n && !failed(&now); i++)
         for (int64_t lane = 0; lane < tensors[i].k && !failed(&now);) {
             tensor piece = piece_at(&tensors[i], lane);
             int64_t start = (char *)piece.residue - (char *)tensors[i].residue;
             memcpy(piece.residue, (const char *)old[i] + start, piece.numel * residue_size(&piece));
-            bad += gathers ? checked(&now, scalecom_gather_and_filter(&piece, 1, now.beta, now.scale, offsets, values, values, half,
-                                                                      now.limit, *chooses ? CHOOSE_RESIDUE : CHOOSE_NOTHING, chosen))
-                           : scalecom_filter(&piece, 1, now.beta, now.scale, *chooses ? CHOOSE_ACCUMULATOR : CHOOSE_NOTHING, chosen);
+            if (takes) {
+                int64_t result =
+                    scalecom_gather_and_filter(&piece, 1, now.beta, now.scale, offsets, values,
+                                               values, half, now.limit, choose, chosen);
+                bad += checked(&now, result);
+            } else {
+                bad += scalecom_filter(&piece, 1, now.beta, now.scale, choose, chosen);
+            }
             lane += piece.k;
         }
-    scalar(&now, n + 1 + gathers, bad);
+    scalar(&now, n + 1 + takes, bad);
     free(tensors);
     free(old);
     end(&now);
 }
 
-/* grads, residues, settings, chooses -> updated residues, offsets (none unless it chooses), how many elements are bad */
-static void filter(void *of, TF_OpKernelContext *context) { filter_with(0, of, context); }
+/* grads, residues, settings, chooses
+ * -> updated residues, offsets (none unless it chooses), how many elements are bad */
+static void accumulate(void *of, TF_OpKernelContext *context) { accumulate_with(0, of, context); }
 
-/* grads, residues, settings, chooses, offsets -> updated residues, values, the next step's offsets (none unless it chooses), how many
- * elements are bad */
-static void gather_and_filter(void *of, TF_OpKernelContext *context) { filter_with(1, of, context); }
+/* grads, residues, settings, chooses, offsets
+ * -> updated residues, values, the next step's offsets (none unless it chooses), how many elements
+ *    are bad */
+static void take_and_accumulate(void *of, TF_OpKernelContext *context) {
+    accumulate_with(1, of, context);
+}
 
-/* updated residues, grads, settings, offsets -> the residues without what is sent, values, how many of them are not finite */
-static void gather(void *kernel, TF_OpKernelContext *context) {
+/* updated residues, grads, settings, offsets
+ * -> the residues without what is sent, values, how many of them are not finite */
+static void take(void *kernel, TF_OpKernelContext *context) {
     const bucket *of = kernel;
     int n = of->count;
     call now = begin(context, 4 * n + 8);
@@ -208,7 +251,9 @@ static void gather(void *kernel, TF_OpKernelContext *context) {
     int64_t bad = 0;
     if (!failed(&now)) {
         int half = TF_ExpectedOutputDataType(context, n) == TF_HALF;
-        bad = checked(&now, scalecom_gather(tensors, n, now.beta, now.scale, 1 - now.beta, offsets, values, values, half, now.limit));
+        bad = scalecom_gather(tensors, n, now.beta, now.scale, 1 - now.beta, offsets, values,
+                              values, half, now.limit);
+        checked(&now, bad);
     }
     scalar(&now, n + 1, bad);
     free(tensors);
@@ -230,39 +275,60 @@ static void scatter(void *kernel, TF_OpKernelContext *context) {
     settings(&now, n);
     void *offsets = data(input(&now, n + 1, of->offsets_bytes, OFFSETS_SIZE));
     TF_Tensor *values = input(&now, n + 2, of->n_values, "there is one value for each lane");
-    if (!failed(&now)) checked(&now, scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values), TF_TensorType(values) == TF_HALF));
+    if (!failed(&now)) {
+        int half = TF_TensorType(values) == TF_HALF;
+        checked(&now, scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values), half));
+    }
     free(tensors);
     end(&now);
 }
 
-static void no_shapes(TF_ShapeInferenceContext *context, TF_Status *status) { TF_ShapeInferenceContextSetUnknownShape(context, status); }
+static void no_shapes(TF_ShapeInferenceContext *context, TF_Status *status) {
+    TF_ShapeInferenceContextSetUnknownShape(context, status);
+}
 
-static const char *ATTRIBUTES[] = {"N: int >= 1", "T: {float, double, half, bfloat16}", "R: {float, double}", "lanes: list(int)", NULL};
-typedef struct { const char *name, *inputs[8], *outputs[8]; void (*compute)(void *, TF_OpKernelContext *); int wire; } operation;
+static const char *ATTRIBUTES[] = {"N: int >= 1", "T: {float, double, half, bfloat16}",
+                                   "R: {float, double}", "lanes: list(int)", NULL};
+typedef struct {
+    const char *name, *inputs[8], *outputs[8];
+    void (*compute)(void *, TF_OpKernelContext *);
+    int wire;
+} operation;
 static const operation OPERATIONS[] = {
-    {"ScalecomFilter", {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool"},
-     {"updated: N * R", "offsets: uint8", "bad: int64"}, filter, 0},
-    {"ScalecomGather", {"residues: N * R", "grads: N * T", "settings: double", "offsets: uint8"},
-     {"updated: N * R", "values: W", "bad: int64"}, gather, 1},
-    {"ScalecomGatherAndFilter", {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool", "offsets: uint8"},
-     {"updated: N * R", "values: W", "chosen: uint8", "bad: int64"}, gather_and_filter, 1},
-    {"ScalecomScatter", {"grads: N * T", "settings: double", "offsets: uint8", "values: W"}, {"averages: N * T"}, scatter, 1},
+    {"ScalecomAccumulate",
+     {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool"},
+     {"updated: N * R", "offsets: uint8", "bad: int64"}, accumulate, 0},
+    {"ScalecomTake",
+     {"residues: N * R", "grads: N * T", "settings: double", "offsets: uint8"},
+     {"updated: N * R", "values: W", "bad: int64"}, take, 1},
+    {"ScalecomTakeAndAccumulate",
+     {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool", "offsets: uint8"},
+     {"updated: N * R", "values: W", "chosen: uint8", "bad: int64"}, take_and_accumulate, 1},
+    {"ScalecomScatter",
+     {"grads: N * T", "settings: double", "offsets: uint8", "values: W"},
+     {"averages: N * T"}, scatter, 1},
 };
 
-/* TensorFlow asks a library that it loads for nothing: what it offers is announced when it is loaded. */
+/* TensorFlow asks a library that it loads for nothing: what it offers is announced when it is
+ * loaded. */
 __attribute__((constructor)) static void announce(void) {
     for (size_t i = 0; i < sizeof OPERATIONS / sizeof *OPERATIONS; i++) {
         const operation *o = &OPERATIONS[i];
         TF_Status *status = TF_NewStatus();
         TF_OpDefinitionBuilder *definition = TF_NewOpDefinitionBuilder(o->name);
         for (const char **a = ATTRIBUTES; *a; a++)
-            if (o->compute != scatter || strncmp(*a, "R:", 2)) TF_OpDefinitionBuilderAddAttr(definition, *a);
+            if (o->compute != scatter || strncmp(*a, "R:", 2))
+                TF_OpDefinitionBuilderAddAttr(definition, *a);
         if (o->wire) TF_OpDefinitionBuilderAddAttr(definition, "W: {float, double, half}");
-        for (const char *const *spec = o->inputs; *spec; spec++) TF_OpDefinitionBuilderAddInput(definition, *spec);
-        for (const char *const *spec = o->outputs; *spec; spec++) TF_OpDefinitionBuilderAddOutput(definition, *spec);
+        for (const char *const *spec = o->inputs; *spec; spec++)
+            TF_OpDefinitionBuilderAddInput(definition, *spec);
+        for (const char *const *spec = o->outputs; *spec; spec++)
+            TF_OpDefinitionBuilderAddOutput(definition, *spec);
         TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, no_shapes);
         TF_RegisterOpDefinition(definition, status);
-        TF_RegisterKernelBuilder(o->name, TF_NewKernelBuilder(o->name, "CPU", create, o->compute, destroy), status);
+        TF_KernelBuilder *kernel =
+            TF_NewKernelBuilder(o->name, "CPU", create, o->compute, destroy);
+        TF_RegisterKernelBuilder(o->name, kernel, status);
         TF_DeleteStatus(status);
     }
 }

@@ -1,4 +1,7 @@
-"""`import scalecom_hvd.tensorflow as hvd`: everything in horovod.tensorflow, with ScaleCom, and optimizers and tapes that know it."""
+"""`import scalecom_hvd.tensorflow as hvd`: everything in horovod.tensorflow, and ScaleCom.
+
+Its optimizers and tapes know ScaleCom.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,24 @@ from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.tensorflow.compressor import ScaleCom
 from scalecom_hvd.tensorflow.compressor import alive as _alive
-from scalecom_hvd.tensorflow.optimizer import DistributedGradientTape as DistributedGradientTape
-from scalecom_hvd.tensorflow.optimizer import DistributedOptimizer as DistributedOptimizer
-from scalecom_hvd.tensorflow.optimizer import PartialDistributedGradientTape as PartialDistributedGradientTape
+from scalecom_hvd.tensorflow.optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+)
 
-# Over Horovod's, which the star may have brought under the same names; `from scalecom_hvd.tensorflow import ...` would find those.
+# Over Horovod's, which the star may have brought under the same names. (`from
+# scalecom_hvd.tensorflow import ...` would find those.)
 elastic = _import_module("scalecom_hvd.tensorflow.elastic")
 keras = _import_module("scalecom_hvd.tensorflow.keras")
 
 
-def join() -> Any:
-    """Horovod's join. Raises RuntimeError where this process uses ScaleCom, whose gathers of offsets it would break."""
+def join() -> int:
+    """Horovod's join.
+
+    Raises:
+        RuntimeError: this process uses ScaleCom, whose gathers of offsets it would break.
+    """
     if _alive():
         raise RuntimeError(_JOIN_REFUSED)
     return _horovod.join()
@@ -32,4 +42,11 @@ def __getattr__(name: str) -> Any:
     return getattr(_horovod, name)
 
 
-__all__ = [name for name in dir(_horovod) if not name.startswith("_")] + ["ScaleCom", "ScaleComConfig"]
+__all__ = [
+    *(name for name in dir(_horovod) if not name.startswith("_")),
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "PartialDistributedGradientTape",
+    "ScaleCom",
+    "ScaleComConfig",
+]

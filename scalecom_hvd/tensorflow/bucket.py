@@ -1,17 +1,20 @@
-"""A bucket: variables whose gradients share one gather of offsets and one all-reduce, and its part of a step in the graph.
+"""A bucket: variables whose gradients share one gather of offsets and one all-reduce.
 
-Imports kernels, residues, transport and the rooms below.
+Here is a bucket's part of a step in the graph. Imports kernels, residues, transport and the
+framework-free rooms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
-from scalecom_hvd.buckets import Layout
+from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import ScaleComConfig, float16_limit
+from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.kernels import Units, kernel_for
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, dtype_of, read, shape_of
 from scalecom_hvd.tensorflow.transport import Transport
@@ -21,43 +24,65 @@ _MOST_ELASTIC_RANKS = 1024
 
 
 class Now(NamedTuple):
-    """What a step is about, as tensors or numbers: its number, the ranks there are, this one's position, and 1 / loss scale or None.
+    """What is true of a step, for all buckets.
 
-    whole: whether it is sent whole.  zero: 0, which comes with the step's number, so that TensorFlow cannot know it. What is sent must
-    depend on it: Horovod's operations are not marked as having effects, so those of constants, such as zeros for a gradient that this
-    rank lacks, are run once, when the graph is optimized, and never again, while other ranks wait; and where one function takes several
-    steps, the next must not use these names before this one is done."""
+    Attributes:
+        step: its number.
+        size, position: how many ranks there are, and which of them this one is.
+        scale: 1 / loss scale, or None for 1.
+        whole: whether it is sent whole; False where that is known when the graph is made.
+        zero: 0, which comes with the step's number, so that TensorFlow cannot know it. What is sent
+            must depend on it. Horovod's operations are not marked as having effects, so those of
+            constants, such as zeros for a gradient that this rank lacks, are run once, when the
+            graph is optimized, and never again, while other ranks wait. And where one function
+            takes several steps, the next must not use these names before this one is done.
+    """
 
-    step: Any
-    size: Any
-    position: Any
-    scale: Any
-    whole: Any
-    zero: Any
+    step: tf.Tensor
+    size: int | tf.Tensor
+    position: int | tf.Tensor
+    scale: tf.Tensor | None
+    whole: bool | tf.Tensor
+    zero: tf.Tensor
 
 
 class Result(NamedTuple):
-    """What a bucket's exchange gives: the averages, whether they count, and what becomes of the residues and offsets if they do."""
+    """What a bucket's part of a step gives.
+
+    Attributes:
+        averages: of the bucket's gradients.
+        sound: whether they count.
+        updated: what the residues become if the step counts.
+        chosen: what look-ahead's offsets become then.
+    """
 
     averages: list[tf.Tensor]
     sound: tf.Tensor
-    updated: list[tf.Tensor]
+    updated: Sequence[tf.Tensor]
     chosen: list[tf.Tensor]
 
 
 class Bucket:
     """Tensors that share their collectives.
 
-    compressed: those whose offsets and values travel.  dense: names of those sent whole.
-    Values buffer: [values of all compressed tensors | dense tensors | one element that counts workers with non-finite gradients].
+    Values buffer: [values of all compressed tensors | dense tensors | one element that counts
+    workers with non-finite gradients].
+
+    Attributes:
+        number: the bucket's place among the exchange's.
+        names: of all its variables.
+        compressed: those whose offsets and values travel.
+        dense: names of those that are sent whole.
+        wire_dtype: the values buffer's.
+        layout: where offsets and values of the compressed lie in the buffers.
     """
 
     def __init__(
         self,
         number: int,
         names: Sequence[str],
-        variables: dict[str, tf.Variable],
-        tensors: dict[str, CompressedTensor],
+        variables: Mapping[str, tf.Variable],
+        tensors: Mapping[str, CompressedTensor],
         progress: Progress,
         transport: Transport,
         config: ScaleComConfig,
@@ -66,73 +91,95 @@ class Bucket:
         self.names = list(names)
         self.compressed = [tensors[name] for name in names if name in tensors]
         self.dense = [name for name in names if name not in tensors]
-        self._shapes = {name: shape_of(variables[name]) for name in names}
+        self._elements = {name: math.prod(shape_of(variables[name])) for name in names}
         self._progress, self._transport, self._config = progress, transport, config
         dtype = dtype_of(variables[names[0]])
         self._dense_dtype = tf.float64 if dtype == tf.float64 else tf.float32
-        # Where values travel in float16, nothing is dense (reducer._split), and the count of workers is exact.
+        # Where values travel in float16, nothing is dense (Exchange._kind_of), and the count of
+        # workers is exact.
         self.wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
-        self._average_dtype = self._dense_dtype if self.wire_dtype == tf.float16 else self.wire_dtype
+        half = self.wire_dtype == tf.float16
+        self._average_dtype = self._dense_dtype if half else self.wire_dtype
         geometries = {tensor.name: tensor.geometry for tensor in self.compressed}
         self.layout = Layout(geometries)
         if self.compressed:
-            device = tf.DeviceSpec.from_string(self.compressed[0].residue.device or "/device:CPU:0").device_type
+            device = tf.DeviceSpec.from_string(
+                self.compressed[0].residue.device or "/device:CPU:0"
+            ).device_type
             same_width = (self.compressed[0].dtype == tf.float64) == (dtype == tf.float64)
             self._kernel = kernel_for(device, config.selection, same_width)(geometries)
-
-    def leader(self, step: Any, size: Any) -> Any:
-        """The position of the rank that chooses at a step."""
-        return (step + (self.number if self._config.leader == "staggered" else 0)) % size
 
     @property
     def dense_bytes(self) -> int:
         """What is sent of tensors that are sent whole, and of the count."""
-        elements = sum(tf.TensorShape(self._shapes[name]).num_elements() for name in self.dense)
+        elements = sum(self._elements[name] for name in self.dense)
         return elements * self._dense_dtype.size + self.wire_dtype.size
 
     @property
     def values_bytes(self) -> int:
+        """What is sent of compressed tensors."""
         return self.layout.n_values * self.wire_dtype.size
 
     @property
     def whole_bytes(self) -> int:
-        return sum(tf.TensorShape(shape).num_elements() for shape in self._shapes.values()) * self._dense_dtype.size
+        """What is sent in a step that is sent whole."""
+        return sum(self._elements.values()) * self._dense_dtype.size
 
-    def exchange(self, grads: dict[str, tf.Tensor], now: Now) -> Result:
-        """This bucket's part of a step, from gradients (flat) to averages (flat), both in the order of names."""
+    def average(self, grads: Mapping[str, tf.Tensor], now: Now) -> Result:
+        """This bucket's part of a step, from gradients (flat) to averages (flat, by `names`)."""
         if now.whole is False:
-            return self._exchange_values(grads, now)
-        return Result(*tf.cond(now.whole, lambda: self._exchange_whole(grads, now), lambda: self._exchange_values(grads, now)))
+            return self._average_values(grads, now)
+        return Result(
+            *tf.cond(
+                now.whole,
+                lambda: self._average_whole(grads, now),
+                lambda: self._average_values(grads, now),
+            )
+        )
 
-    def _exchange_whole(self, grads: dict[str, tf.Tensor], now: Now) -> Result:
+    def _average_whole(self, grads: Mapping[str, tf.Tensor], now: Now) -> Result:
         flat = [tf.cast(grads[name], self._dense_dtype) for name in self.names]
         averages = self._transport.average_each(flat, f"whole.{self.number}")
         # No count is needed: where a worker's gradient is not finite, the average is not either.
-        averages = [tf.cast(average, grads[name].dtype) for name, average in zip(self.names, averages, strict=True)]
+        averages = [
+            tf.cast(average, grads[name].dtype)
+            for name, average in zip(self.names, averages, strict=True)
+        ]
         residues = [read(tensor.residue) for tensor in self.compressed]
         chosen = []
         if self._config.lookahead and self.compressed:
             # The best guess for the next step's leader is the gradient just sent.
             own = [grads[tensor.name] for tensor in self.compressed]
-            _, offsets, _ = self._kernel.filter(own, residues, self._units(now), self._chooses(now, 1))
-            chosen = self._split_offsets(self._transport.from_leader(offsets, f"offsets.{self.number}"))
+            _, offered, _ = self._kernel.accumulate(
+                own, residues, self._units(now), self._chooses(now, 1)
+            )
+            chosen = self._split_offsets(self._from_leader(offered))
         return Result(averages, _all_finite(averages), residues, chosen)
 
-    def _exchange_values(self, grads: dict[str, tf.Tensor], now: Now) -> Result:
+    def _average_values(self, grads: Mapping[str, tf.Tensor], now: Now) -> Result:
         own = [grads[tensor.name] for tensor in self.compressed]
-        units, updated, chosen, parts, bad = self._units(now), [], [], [], tf.constant(0, tf.int64)
+        units = self._units(now)
+        chosen: list[tf.Tensor] = []
+        updated: Sequence[tf.Tensor] = []
+        parts: list[tf.Tensor] = []
+        bad = tf.constant(0, tf.int64)
         if self.compressed:
             residues = [read(tensor.residue) for tensor in self.compressed]
             if self._config.lookahead:
-                offsets = tf.concat([read(self._progress.offsets[name]) for name in self._in_layout()], 0)
-                updated, values, offered, bad = self._kernel.gather_and_filter(
+                held = [read(self._progress.offsets[name]) for name in self._in_layout()]
+                offsets = tf.concat(held, 0)
+                updated, values, offered, bad = self._kernel.take_and_accumulate(
                     own, residues, units, self._chooses(now, 1), offsets, self.wire_dtype
                 )
-                chosen = self._split_offsets(self._transport.from_leader(offered, f"offsets.{self.number}"))
+                chosen = self._split_offsets(self._from_leader(offered))
             else:
-                updated, offered, bad_grads = self._kernel.filter(own, residues, units, self._chooses(now, 0))
-                offsets = self._transport.from_leader(offered, f"offsets.{self.number}")
-                updated, values, bad_values = self._kernel.gather(updated, own, units, offsets, self.wire_dtype)
+                updated, offered, bad_grads = self._kernel.accumulate(
+                    own, residues, units, self._chooses(now, 0)
+                )
+                offsets = self._from_leader(offered)
+                updated, values, bad_values = self._kernel.take(
+                    updated, own, units, offsets, self.wire_dtype
+                )
                 bad = bad_grads + bad_values
             parts.append(tf.ensure_shape(values, [self.layout.n_values]))
         if self.dense:
@@ -140,24 +187,46 @@ class Bucket:
             parts.append(dense)
             bad += tf.cast(~_all_finite([dense]), tf.int64)
         parts.append(tf.cast(bad + now.zero > 0, self.wire_dtype)[None])
-        averaged = self._transport.average(tf.concat(parts, 0), f"values.{self.number}", now.size, self._average_dtype)
+        averaged = self._transport.average(
+            tf.concat(parts, 0), f"values.{self.number}", now.size, self._average_dtype
+        )
 
-        sizes = [self.layout.n_values, *(tf.TensorShape(self._shapes[name]).num_elements() for name in self.dense), 1]
+        sizes = [self.layout.n_values, *(self._elements[name] for name in self.dense), 1]
         values, *dense, count = tf.split(averaged, sizes)
         # Not ==, which in TensorFlow 1's graphs compares objects.
-        sound = _all_finite([averaged]) & tf.equal(count[0], 0) & self._fits(values, dense, grads, units)
-        averages = {name: tf.cast(average, grads[name].dtype) for name, average in zip(self.dense, dense, strict=True)}
+        none_is_bad = tf.equal(count[0], 0)
+        sound = _all_finite([averaged]) & none_is_bad & self._fits(values, dense, grads, units)
+        averages = {
+            name: tf.cast(average, grads[name].dtype)
+            for name, average in zip(self.dense, dense, strict=True)
+        }
         if self.compressed:
             scattered = self._kernel.scatter(own, units, offsets, values)
-            averages |= {tensor.name: average for tensor, average in zip(self.compressed, scattered, strict=True)}
+            names = [tensor.name for tensor in self.compressed]
+            averages |= dict(zip(names, scattered, strict=True))
         return Result([averages[name] for name in self.names], sound, list(updated), chosen)
 
-    def _fits(self, values: tf.Tensor, dense: list[tf.Tensor], grads: dict[str, tf.Tensor], units: Units) -> tf.Tensor:
-        """Whether the averages are finite in the gradients' dtype too: float16's range is narrower than that of what was averaged."""
-        half = [average for name, average in zip(self.dense, dense, strict=True) if grads[name].dtype == tf.float16]
+    def _fits(
+        self,
+        values: tf.Tensor,
+        dense: Sequence[tf.Tensor],
+        grads: Mapping[str, tf.Tensor],
+        units: Units,
+    ) -> tf.Tensor:
+        """Whether the averages are finite in the gradients' dtype too.
+
+        float16's range is narrower than that of what was averaged.
+        """
+        half = [
+            average
+            for name, average in zip(self.dense, dense, strict=True)
+            if grads[name].dtype == tf.float16
+        ]
         if any(grads[tensor.name].dtype == tf.float16 for tensor in self.compressed):
             values = tf.cast(values, tf.float32)
-            half.append(values if units.scale is None else values / tf.cast(units.scale, tf.float32))
+            half.append(
+                values if units.scale is None else values / tf.cast(units.scale, tf.float32)
+            )
         return _all_finite([tf.cast(part, tf.float16) for part in half])
 
     def _units(self, now: Now) -> Units:
@@ -165,26 +234,36 @@ class Bucket:
             return Units(self._config.beta, now.scale)
         if isinstance(now.size, int):
             return Units(self._config.beta, now.scale, float16_limit(now.size))
-        table = tf.constant([float16_limit(max(n, 1)) for n in range(_MOST_ELASTIC_RANKS + 1)])
-        return Units(self._config.beta, now.scale, table[now.size])
+        table = [float16_limit(max(n, 1)) for n in range(_MOST_ELASTIC_RANKS + 1)]
+        return Units(self._config.beta, now.scale, tf.constant(table)[now.size])
 
     def _chooses(self, now: Now, later: int) -> tf.Tensor:
         """Whether this rank is the leader so many steps later."""
-        return tf.equal(self.leader(now.step + later, tf.cast(now.size, tf.int64)), tf.cast(now.position, tf.int64))
+        staggered = self._config.leader == "staggered"
+        chooser = leader(now.step + later, self.number, tf.cast(now.size, tf.int64), staggered)
+        return tf.equal(chooser, tf.cast(now.position, tf.int64))
+
+    def _from_leader(self, offered: tf.Tensor) -> tf.Tensor:
+        return self._transport.from_leader(offered, f"offsets.{self.number}")
 
     def _in_layout(self) -> list[str]:
         return sorted(self.layout.offsets, key=lambda name: self.layout.offsets[name].start)
 
     def _split_offsets(self, offsets: tf.Tensor) -> list[tf.Tensor]:
         """Each compressed tensor's bytes."""
-        return [tf.ensure_shape(offsets[at], [at.stop - at.start]) for at in (self.layout.offsets[t.name] for t in self.compressed)]
+        places = [self.layout.offsets[tensor.name] for tensor in self.compressed]
+        return [tf.ensure_shape(offsets[at], [at.stop - at.start]) for at in places]
 
-    def assign(self, result: Result) -> list[tf.Operation]:
-        """Make the step count: residues and offsets become what the exchange gave."""
-        done = [tensor.residue.assign(updated, read_value=False) for tensor, updated in zip(self.compressed, result.updated, strict=False)]
-        for tensor, chosen in zip(self.compressed, result.chosen, strict=False):
-            done.append(self._progress.offsets[tensor.name].assign(chosen, read_value=False))
-        return done
+    def commit(self, result: Result) -> list[tf.Operation]:
+        """Make the step count: residues and offsets become what `average` gave."""
+        held = [tensor.residue for tensor in self.compressed]
+        if result.chosen:
+            held += [self._progress.offsets[tensor.name] for tensor in self.compressed]
+        new = [*result.updated, *result.chosen]
+        return [
+            variable.assign(value, read_value=False)
+            for variable, value in zip(held, new, strict=True)
+        ]
 
 
 def _all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

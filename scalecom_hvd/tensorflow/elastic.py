@@ -1,7 +1,9 @@
-"""horovod.tensorflow.elastic with states that know residues: every rank commits and restores its own, and newcomers learn what is agreed.
+"""horovod.tensorflow.elastic with states that know residues.
 
-Horovod's states broadcast rank 0's model and optimizer; residues are no part of either, so rank 0's never come to other ranks. A rank
-that comes later starts with residues of zero. Elastic training with ScaleCom needs one of these states.
+Every rank commits and restores its own, and newcomers learn what is agreed. Horovod's states
+broadcast rank 0's model and optimizer. Residues are no part of either, so rank 0's never come to
+other ranks, and a rank that comes later starts with residues of zero. Elastic training with
+ScaleCom needs one of these states.
 
 Imports compressor.
 """
@@ -20,24 +22,33 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import elastic as _elastic
 from horovod.tensorflow.elastic import *  # noqa: F403
 
-from scalecom_hvd.tensorflow.compressor import have_met, meet, objects
+from scalecom_hvd.tensorflow.compressor import ScaleCom, have_met, meet, objects
+
+# What super() finds is one of Horovod's states, which mypy cannot know.
+_State: Any = object
 
 
-class KeepsResidues:
-    """Mixed into Horovod's states: residues of all ScaleComs of this process are committed and restored with the rest."""
+class KeepsResidues(_State):
+    """Mixed into Horovod's states: commits and restores residues with the rest.
+
+    Those of all ScaleComs of this process.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._keep_residues()
         super().__init__(*args, **kwargs)
 
     def save(self) -> None:
+        """Take note of the residues, too."""
         self._keep_residues()
         super().save()
 
     def restore(self) -> None:
+        """Go back to the residues of the last `save`, too."""
         for compressor in objects():
             now = compressor.state_dict()
-            then = self._residues.get(compressor, now | {"step": 0, "residues": {}, "exchanges": {}})
+            before_any = now | {"step": 0, "residues": {}, "exchanges": {}}
+            then = self._residues.get(compressor, before_any)
             # Residues that came after the commit were zero at it.
             zeros = {name: np.zeros_like(residue) for name, residue in now["residues"].items()}
             compressor.load_state_dict(then | {"residues": zeros | then["residues"]})
@@ -51,6 +62,7 @@ class KeepsResidues:
         super().reset()
 
     def sync(self) -> None:
+        """Bring ranks together first."""
         with _as_lost_worker():
             if not have_met():
                 meet()
@@ -58,13 +70,19 @@ class KeepsResidues:
             super().sync()
 
     def _keep_residues(self) -> None:
-        self._residues: Any = weakref.WeakKeyDictionary({compressor: compressor.state_dict() for compressor in objects()})
+        self._residues: weakref.WeakKeyDictionary[ScaleCom, dict[str, Any]]
+        self._residues = weakref.WeakKeyDictionary(
+            {compressor: compressor.state_dict() for compressor in objects()}
+        )
 
 
 @contextlib.contextmanager
 def _as_lost_worker() -> Iterator[None]:
-    """Errors of Horovod's operations as hvd.elastic.run wants them: it looks for others in the training function alone, and would not
-    survive the loss of a worker while ranks come together."""
+    """Errors of Horovod's operations as hvd.elastic.run wants them.
+
+    It looks for others in the training function only, and would not survive the loss of a worker
+    while ranks come together.
+    """
     try:
         yield
     except tf.errors.UnknownError as error:

@@ -1,8 +1,8 @@
-"""The moves of one step on a bucket's tensors, as functions from tensors to tensors, and the kernels that make them.
+"""The moves of one step on a bucket's tensors, and the kernels that make them.
 
-Nothing here changes a residue: a move gives the updated one, and the reducer assigns it when the step is known to count. Both kernels
-give bit-identical results, and those of reference.py. Called by reducer.py; imports the framework-free
-rooms alone.
+A move is a function from tensors to tensors. It changes no residue: it gives the updated one, which
+is assigned when the step is known to count. Both kernels give bit-identical results, and those of
+reference.py. Called by bucket.py. Imports the framework-free rooms only.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Protocol
 
 import tensorflow as tf
 
 from scalecom_hvd import native
-from scalecom_hvd.buckets import Layout
+from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import Lanes, Positions
 
@@ -30,47 +31,87 @@ Tensors = Sequence[tf.Tensor]
 
 @dataclass(frozen=True)
 class Units:
-    """What a step's moves depend on beside the tensors: the filter's beta; `scale`, 1 / loss scale, None for 1; and the largest magnitude
-    that is sent as float16. The last two may be tensors."""
+    """What a step's moves depend on besides the tensors.
+
+    Attributes:
+        beta: the low-pass filter's.
+        scale: 1 / loss scale, a scalar; None for 1.
+        limit: the largest magnitude that is sent as float16.
+    """
 
     beta: float
-    scale: Any = None
-    limit: Any = 0.0
+    scale: tf.Tensor | None = None
+    limit: float | tf.Tensor = 0.0
 
 
 class Kernel(Protocol):
-    """The moves of one step. m: residues, g: gradients times `scale`, with zero for bad elements, I: the indices.
+    """The moves of one step on the compressed tensors of a bucket.
 
-    An element of g is bad unless |g| <= config.largest_gradient, a value of what is sent if it is not finite.
-    grads, residues: (N,) each, in the order of the geometries.  offsets: bytes, as laid out by buckets.Layout; none, (0,), where a rank
-    does not choose.  values: (k,) of all tensors together, in the wire dtype.  bad: how many elements are (int64 scalar).
+    m: a residue.  g: a gradient times `scale`, with zero for bad elements.  I: the indices.
+    An element of g is bad unless |g| <= config.largest_gradient. A value is bad unless it is
+    finite.
+
+    Args and results that several moves share:
+        grads, residues, updated: (N,) each, in the order of the geometries.
+        chooses: whether this rank chooses; a bool scalar.
+        offsets, chosen: bytes, laid out by bucket_layout.Layout; none, (0,), where a rank does not
+            choose.
+        wire: the dtype in which values travel.
+        values: (k,) of all tensors together, of dtype `wire`.
+        bad: how many elements or values are; an int64 scalar.
     """
 
     def __init__(self, geometries: Mapping[str, Lanes]) -> None: ...
 
-    def filter(self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
-        """m + beta*g, and where `chooses`, the offsets of the winners of |m + g|; (updated, offsets, bad)."""
+    def accumulate(
+        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
+        """m + beta*g, and where this rank chooses, the offsets of the winners of |m + g|.
 
-    def gather(
+        Returns:
+            updated, chosen, bad.
+        """
+
+    def take(
         self, updated: Tensors, grads: Tensors, units: Units, offsets: tf.Tensor, wire: tf.DType
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
-        """v = m[I] + (1 - beta)*g[I] in the wire dtype, and the residues with m[I] - beta*v; (updated, values, bad).
+        """v = m[I] + (1 - beta)*g[I] in the wire dtype, and the residues with m[I] - beta*v.
 
-        Raises InvalidArgumentError in the graph where the offsets are not those of exactly one leader."""
+        Returns:
+            updated, values, bad.
 
-    def gather_and_filter(
-        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor, offsets: tf.Tensor, wire: tf.DType
+        Raises:
+            InvalidArgumentError: in the graph: the offsets are not those of exactly one leader.
+        """
+
+    def take_and_accumulate(
+        self,
+        grads: Tensors,
+        residues: Tensors,
+        units: Units,
+        chooses: tf.Tensor,
+        offsets: tf.Tensor,
+        wire: tf.DType,
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Look-ahead: v = m[I] + g[I], then the filter, and the next offsets chosen on |m| afterwards; (updated, values, chosen, bad)."""
+        """Look-ahead: takes v = m[I] + g[I], then accumulates; the next winners are those of |m|.
 
-    def scatter(self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor) -> Tensors:
+        Returns:
+            updated, values, chosen, bad.
+
+        Raises:
+            InvalidArgumentError: as in `take`.
+        """
+
+    def scatter(
+        self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor
+    ) -> Tensors:
         """For every gradient (whose memory may be used), values / scale at I and zero elsewhere."""
 
 
 class GraphKernel:
-    """Plain TensorFlow operations, for any device."""
+    """Plain TensorFlow operations, for any device and for both ways to choose."""
 
-    def __init__(self, geometries):
+    def __init__(self, geometries: Mapping[str, Lanes]) -> None:
         self._geometries = list(geometries.values())
         layout = Layout(geometries)
         self._offsets_at = [layout.offsets[name] for name in geometries]
@@ -79,67 +120,113 @@ class GraphKernel:
         self._order = sorted(range(len(self._geometries)), key=lambda i: self._offsets_at[i].start)
         self._bytes = layout.offsets_bytes
 
-    def filter(self, grads, residues, units, chooses):
+    def accumulate(
+        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
         usable = [_usable(g, m.dtype, units.scale) for g, m in zip(grads, residues, strict=True)]
-        updated = [m + as_number(units.beta, m.dtype) * g for m, (g, _) in zip(residues, usable, strict=True)]
-        offsets = self._chosen(chooses, lambda: [m + g for m, (g, _) in zip(residues, usable, strict=True)])
+        updated = [
+            m + _as_number(units.beta, m.dtype) * g
+            for m, (g, _) in zip(residues, usable, strict=True)
+        ]
+        offsets = self._chosen(
+            chooses, lambda: [m + g for m, (g, _) in zip(residues, usable, strict=True)]
+        )
         return updated, offsets, tf.add_n([bad for _, bad in usable])
 
-    def gather(self, updated, grads, units, offsets, wire):
+    def take(
+        self, updated: Tensors, grads: Tensors, units: Units, offsets: tf.Tensor, wire: tf.DType
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
         return self._take(updated, grads, units, offsets, wire, 1 - units.beta)
 
-    def gather_and_filter(self, grads, residues, units, chooses, offsets, wire):
+    def take_and_accumulate(
+        self,
+        grads: Tensors,
+        residues: Tensors,
+        units: Units,
+        chooses: tf.Tensor,
+        offsets: tf.Tensor,
+        wire: tf.DType,
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
         taken, values, bad_values = self._take(residues, grads, units, offsets, wire, 1.0)
         usable = [_usable(g, m.dtype, units.scale) for g, m in zip(grads, taken, strict=True)]
-        updated = [m + as_number(units.beta, m.dtype) * g for m, (g, _) in zip(taken, usable, strict=True)]
-        return updated, values, self._chosen(chooses, lambda: updated), bad_values + tf.add_n([bad for _, bad in usable])
+        updated = [
+            m + _as_number(units.beta, m.dtype) * g for m, (g, _) in zip(taken, usable, strict=True)
+        ]
+        bad = bad_values + tf.add_n([bad for _, bad in usable])
+        return updated, values, self._chosen(chooses, lambda: updated), bad
 
-    def scatter(self, grads, units, offsets, values):
+    def scatter(
+        self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor
+    ) -> Tensors:
         outputs = []
+        parts = tf.split(values, self._sizes)
         for grad, geometry, index, value in zip(
-            grads, self._geometries, self._indices(offsets), tf.split(values, self._sizes), strict=True
+            grads, self._geometries, self._indices(offsets), parts, strict=True
         ):
             kind = tf.float64 if grad.dtype == tf.float64 else tf.float32
             value = tf.cast(value, kind)
             if units.scale is not None:
                 value *= tf.cast(1 / units.scale, kind)
-            outputs.append(tf.scatter_nd(index[:, None], tf.cast(value, grad.dtype), [geometry.numel]))
+            value = tf.cast(value, grad.dtype)
+            outputs.append(tf.scatter_nd(index[:, None], value, [geometry.numel]))
         return outputs
 
-    def _take(self, residues, grads, units, offsets, wire, share):
+    def _take(
+        self,
+        residues: Tensors,
+        grads: Tensors,
+        units: Units,
+        offsets: tf.Tensor,
+        wire: tf.DType,
+        share: float,
+    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        """v = m[I] + share*g[I], and the residues with m[I] - beta*v."""
         taken, values, bad = [], [], []
         for m, g, index in zip(residues, grads, self._indices(offsets), strict=True):
             value = tf.gather(m, index)
             if share != 0:
-                value += as_number(share, m.dtype) * _usable(tf.gather(g, index), m.dtype, units.scale)[0]
+                usable, _ = _usable(tf.gather(g, index), m.dtype, units.scale)
+                value += _as_number(share, m.dtype) * usable
             finite = tf.math.is_finite(value)
             value = tf.where(finite, value, tf.zeros_like(value))
             if wire == tf.float16:
-                limit = as_number(units.limit, m.dtype)
+                limit = _as_number(units.limit, m.dtype)
                 value = tf.cast(tf.clip_by_value(value, -limit, limit), tf.float32)
             value = tf.cast(value, wire)
-            taken.append(tf.tensor_scatter_nd_sub(m, index[:, None], as_number(units.beta, m.dtype) * tf.cast(value, m.dtype)))
+            sent = _as_number(units.beta, m.dtype) * tf.cast(value, m.dtype)
+            taken.append(tf.tensor_scatter_nd_sub(m, index[:, None], sent))
             values.append(value)
             bad.append(_count(~finite))
         return taken, tf.concat(values, 0), tf.add_n(bad)
 
-    def _chosen(self, chooses, accumulators) -> tf.Tensor:
+    def _chosen(self, chooses: tf.Tensor, accumulators: Callable[[], Tensors]) -> tf.Tensor:
+        """The offsets of all tensors' winners, or none."""
+
         def choose() -> tf.Tensor:
             size = [tf.abs(accumulator) for accumulator in accumulators()]
             return tf.concat([_winners(size[i], self._geometries[i]) for i in self._order], 0)
 
         return tf.cond(chooses, choose, lambda: tf.zeros([0], tf.uint8))
 
-    def _indices(self, offsets) -> list[tf.Tensor]:
-        with tf.control_dependencies([tf.debugging.assert_equal(tf.size(offsets), self._bytes, native.WRONG_OFFSETS)]):
+    def _indices(self, offsets: tf.Tensor) -> list[tf.Tensor]:
+        whole = tf.debugging.assert_equal(tf.size(offsets), self._bytes, native.WRONG_OFFSETS)
+        with tf.control_dependencies([whole]):
             offsets = tf.identity(offsets)
-        return [_indices(geometry, offsets[at]) for geometry, at in zip(self._geometries, self._offsets_at, strict=True)]
+        return [
+            _indices(geometry, offsets[at])
+            for geometry, at in zip(self._geometries, self._offsets_at, strict=True)
+        ]
 
 
 class NativeKernel:
-    """The C kernel (native/tensorflow_ops.c), for tensors in the CPU's memory: one operation per move."""
+    """The C kernel (native/tensorflow_ops.c), for lanes in the CPU's memory.
 
-    def __init__(self, geometries):
+    Every move is one operation. Raises TypeError for exact selection, which is GraphKernel's.
+    """
+
+    def __init__(self, geometries: Mapping[str, Lanes]) -> None:
+        if any(isinstance(geometry, Positions) for geometry in geometries.values()):
+            raise TypeError("the C kernel knows lanes only: exact selection is GraphKernel's")
         layout = Layout(geometries)
         self._operations = operations()
         self._lanes = [
@@ -152,45 +239,81 @@ class NativeKernel:
         ]
 
     @staticmethod
-    def _numbers(units: Units) -> tf.Tensor:
-        return tf.stack([as_number(x, tf.float64) for x in (units.beta, 1.0 if units.scale is None else units.scale, units.limit)])
+    def _settings(units: Units) -> tf.Tensor:
+        scale = 1.0 if units.scale is None else units.scale
+        return tf.stack([_as_number(x, tf.float64) for x in (units.beta, scale, units.limit)])
 
-    def filter(self, grads, residues, units, chooses):
-        return self._operations.scalecom_filter(grads, residues, self._numbers(units), chooses, lanes=self._lanes)
-
-    def gather(self, updated, grads, units, offsets, wire):
-        return self._operations.scalecom_gather(updated, grads, self._numbers(units), offsets, lanes=self._lanes, W=wire)
-
-    def gather_and_filter(self, grads, residues, units, chooses, offsets, wire):
-        return self._operations.scalecom_gather_and_filter(
-            grads, residues, self._numbers(units), chooses, offsets, lanes=self._lanes, W=wire
+    def accumulate(
+        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
+        return self._operations.scalecom_accumulate(
+            grads, residues, self._settings(units), chooses, lanes=self._lanes
         )
 
-    def scatter(self, grads, units, offsets, values):
-        return self._operations.scalecom_scatter(grads, self._numbers(units), offsets, values, lanes=self._lanes)
+    def take(
+        self, updated: Tensors, grads: Tensors, units: Units, offsets: tf.Tensor, wire: tf.DType
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
+        return self._operations.scalecom_take(
+            updated, grads, self._settings(units), offsets, lanes=self._lanes, W=wire
+        )
+
+    def take_and_accumulate(
+        self,
+        grads: Tensors,
+        residues: Tensors,
+        units: Units,
+        chooses: tf.Tensor,
+        offsets: tf.Tensor,
+        wire: tf.DType,
+    ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
+        return self._operations.scalecom_take_and_accumulate(
+            grads, residues, self._settings(units), chooses, offsets, lanes=self._lanes, W=wire
+        )
+
+    def scatter(
+        self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor
+    ) -> Tensors:
+        return self._operations.scalecom_scatter(
+            grads, self._settings(units), offsets, values, lanes=self._lanes
+        )
 
 
 def kernel_for(device: str, selection: str, same_width: bool) -> type[Kernel]:
-    """The fastest kernel for tensors on a device ("CPU", "GPU", ...); same_width: residues are float64 where gradients are, and only there.
+    """The fastest kernel for tensors on a device.
 
-    SCALECOM_KERNEL=tensorflow asks for plain operations; =native makes a missing library an error."""
+    SCALECOM_KERNEL=tensorflow asks for plain operations; =native makes a missing library an error.
+
+    Args:
+        device: its type ("CPU", "GPU", ...).
+        selection: the setting of that name ("lanes" or "exact").
+        same_width: whether residues are float64 exactly where gradients are.
+
+    Raises:
+        ValueError: SCALECOM_KERNEL names no kernel of TensorFlow's.
+        RuntimeError: SCALECOM_KERNEL=native, and there is no library.
+    """
     asked = os.environ.get("SCALECOM_KERNEL", "")
     if asked not in ("", "native", "tensorflow"):
         raise ValueError(f"SCALECOM_KERNEL must be 'native' or 'tensorflow' here, not {asked!r}")
     if asked == "tensorflow" or device != "CPU" or selection == "exact" or not same_width:
         return GraphKernel
     if operations() is None and asked == "native":
-        raise RuntimeError("SCALECOM_KERNEL=native, but the native kernel was not built: install a C compiler, then scalecom_hvd again")
+        raise RuntimeError(
+            "SCALECOM_KERNEL=native, but the native kernel was not built: install a C compiler, "
+            "then scalecom_hvd again"
+        )
     return NativeKernel if operations() is not None else GraphKernel
 
 
 @functools.cache
-def operations() -> Any:
+def operations() -> ModuleType | None:
     """The C kernel's operations, or None, with one warning, if they were not built."""
     path = native.OPERATIONS
     try:
-        # The library names symbols of these two, not the files they are in, so that it serves any installed TensorFlow.
-        for needed in (*Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*"), native.LIBRARY):
+        # The library names symbols of these two, not the files they are in, so that it serves any
+        # installed TensorFlow.
+        frameworks = Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*")
+        for needed in (*frameworks, native.LIBRARY):
             ctypes.CDLL(str(needed), ctypes.RTLD_GLOBAL)
         return tf.load_op_library(str(path))
     except (OSError, tf.errors.OpError) as error:
@@ -198,17 +321,19 @@ def operations() -> Any:
         return None
 
 
-def as_number(value: Any, dtype: tf.DType) -> tf.Tensor:
+def _as_number(value: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """A number or tensor as a scalar of this dtype. (tf.cast makes a number a float32 first.)"""
     return tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
 
 
-def _usable(grad: tf.Tensor, kind: tf.DType, scale: Any) -> tuple[tf.Tensor, tf.Tensor]:
+def _usable(
+    grad: tf.Tensor, kind: tf.DType, scale: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """scale*g in the residue's dtype with zero for bad elements, and how many those are."""
     g = tf.cast(grad, kind)
     if scale is not None:
         g *= tf.cast(scale, kind)
-    good = tf.abs(g) <= as_number(largest_gradient(kind.name), kind)
+    good = tf.abs(g) <= _as_number(largest_gradient(kind.name), kind)
     return tf.where(good, g, tf.zeros_like(g)), _count(~good)
 
 
@@ -217,17 +342,21 @@ def _count(mask: tf.Tensor) -> tf.Tensor:
 
 
 def _winners(size: tf.Tensor, geometry: Lanes) -> tf.Tensor:
-    """The bytes of the offsets of each lane's largest element; with exact selection, of the k largest, ascending by position."""
+    """The bytes of the offsets of each lane's largest element.
+
+    With exact selection: of the k largest, ascending by position.
+    """
     dtype = tf.as_dtype(geometry.offset_dtype)
     if isinstance(geometry, Positions):
-        offsets = tf.sort(tf.math.top_k(size, geometry.k, sorted=False).indices)  # of equals, top_k takes the first
+        # Of equals, top_k takes the first.
+        offsets = tf.sort(tf.math.top_k(size, geometry.k, sorted=False).indices)
     else:
         parts = []
         for elements, groups, width in geometry.groups():
             block = size[elements]
-            rows = -(-(elements.stop - elements.start) // (groups * width))
-            padding = groups * width * rows - (elements.stop - elements.start)
-            block = tf.pad(block, [[0, padding]], constant_values=-1)
+            numel = elements.stop - elements.start
+            rows = -(-numel // (groups * width))
+            block = tf.pad(block, [[0, groups * width * rows - numel]], constant_values=-1)
             parts.append(tf.reshape(tf.argmax(tf.reshape(block, [groups, rows, width]), 1), [-1]))
         offsets = tf.concat(parts, 0)
     offsets = tf.cast(offsets, dtype)
@@ -235,8 +364,10 @@ def _winners(size: tf.Tensor, geometry: Lanes) -> tf.Tensor:
 
 
 def _indices(geometry: Lanes, offsets: tf.Tensor) -> tf.Tensor:
-    """Flat positions (k,) of the chosen elements, from the bytes of their offsets: lanes.Lanes.indices, computed in the graph rather than
-    stored in it."""
+    """Flat positions (k,) of the chosen elements, from the bytes of their offsets.
+
+    This is lanes.Lanes.indices, computed in the graph rather than stored in it.
+    """
     dtype = tf.as_dtype(geometry.offset_dtype)
     if dtype != tf.uint8:
         offsets = tf.bitcast(tf.reshape(offsets, [-1, dtype.size]), dtype)

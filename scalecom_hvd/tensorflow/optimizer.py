@@ -1,53 +1,75 @@
-"""The drop-in DistributedOptimizer and tapes: Horovod's own objects, in which the one attribute they reduce through is replaced.
+"""The drop-in DistributedOptimizer and tapes.
 
-Hooks, aggregation over several passes, local variables, casts and configurations stay Horovod's. Imports compressor and reducer.
+They are Horovod's own objects, in which the one attribute that they reduce through is replaced.
+Hooks, aggregation over several passes, local variables, casts and configurations stay Horovod's.
+Imports compressor and exchange.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import horovod.tensorflow as horovod
 import horovod.tensorflow.keras as horovod_keras
 import tensorflow as tf
-from horovod.tensorflow.compression import Compression
+from horovod.tensorflow.compression import Compression, Compressor
 
 from scalecom_hvd.tensorflow.compressor import ScaleCom, is_scalecom, shared
-from scalecom_hvd.tensorflow.reducer import Arguments
+from scalecom_hvd.tensorflow.exchange import Arguments, Reduction
 
 _LOSS_SCALE_INSIDE = (
-    "Horovod cannot wrap a LossScaleOptimizer: wrap its inner optimizer, and tell ScaleCom the scale, as in optimizer = "
-    "LossScaleOptimizer(hvd.DistributedOptimizer(inner, compression=hvd.ScaleCom(loss_scale=lambda: optimizer.loss_scale)))"
+    "Horovod cannot wrap a LossScaleOptimizer: wrap its inner optimizer, and tell ScaleCom the "
+    "scale, as in optimizer = LossScaleOptimizer(hvd.DistributedOptimizer(inner, "
+    "compression=hvd.ScaleCom(loss_scale=lambda: optimizer.loss_scale)))"
+)
+
+KerasOptimizer = TypeVar(
+    "KerasOptimizer", bound=tf.keras.optimizers.Optimizer | tf.keras.optimizers.legacy.Optimizer
+)
+AnyOptimizer = TypeVar(
+    "AnyOptimizer",
+    bound=tf.keras.optimizers.Optimizer
+    | tf.keras.optimizers.legacy.Optimizer
+    | tf.compat.v1.train.Optimizer,
 )
 
 
 @tf.autograph.experimental.do_not_convert
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: Any,
+    optimizer: AnyOptimizer,
     name: str | None = None,
     use_locking: bool = False,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
-    op: Any = horovod.Average,
+    op: int = horovod.Average,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: int | list[list[tf.Variable]] | None = None,
-    process_set: Any = horovod.global_process_set,
+    process_set: horovod.ProcessSet = horovod.global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:
-    """horovod.tensorflow.DistributedOptimizer, which besides Horovod's compressors takes `ScaleCom`, the class or an instance.
+) -> AnyOptimizer:
+    """Horovod's DistributedOptimizer, which besides its compressors takes `ScaleCom`.
 
-    With any other compression this is Horovod's own function, untouched. All arguments mean what they mean there; `groups` says which
-    variables share a bucket. The returned optimizer has one attribute more, `compression`: the ScaleCom with this rank's residues.
+    Args:
+        compression: ScaleCom, the class or an instance. With any other this is Horovod's own
+            function, untouched.
+        groups: which variables share a bucket.
 
-    Raises ValueError for what ScaleCom cannot do (Adasum, operations other than Average and Sum).
+    All other arguments mean what they mean in Horovod.
+
+    Returns:
+        Horovod's optimizer with one attribute more, `compression`: the ScaleCom with this rank's
+        residues.
+
+    Raises:
+        ValueError: what ScaleCom cannot do (Adasum, operations other than Average and Sum).
     """
     given = dict(locals())
     if not is_scalecom(compression):
@@ -63,15 +85,25 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return wrapped
 
 
-def keras_optimizer(optimizer: Any, **given: Any) -> Any:
-    """horovod.tensorflow.keras.DistributedOptimizer with ScaleCom; the arguments are Horovod's, by name."""
+def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
+    """horovod.tensorflow.keras.DistributedOptimizer with ScaleCom.
+
+    Args:
+        optimizer: Keras's.
+        given: Horovod's arguments, by name.
+
+    Raises:
+        TypeError: this is a LossScaleOptimizer.
+        ValueError: what ScaleCom cannot do.
+    """
     if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
         raise TypeError(_LOSS_SCALE_INSIDE)
     compressor = _object_of(given["compression"])
     arguments, stock = _arguments(given)
     wrapped = horovod_keras.DistributedOptimizer(optimizer, **stock)
     reduce = compressor.reduction(arguments, wrapped._name)
-    # Horovod makes a class for every optimizer it wraps, so this changes no other. Keras makes new objects of it (from_config).
+    # Horovod makes a class for every optimizer it wraps, so this changes no other. Keras makes new
+    # objects of it (from_config).
     made, init = type(wrapped), type(wrapped).__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,8 +111,11 @@ def keras_optimizer(optimizer: Any, **given: Any) -> Any:
         _replace_reduction(self, reduce)
 
     made.__init__ = __init__
-    # A property: an attribute would become a part of checkpoints and saved models, which hold one rank's state for all.
-    made.compression = property(lambda self: compressor, doc="The ScaleCom of this optimizer: stats(), state_dict().")
+    # A property: an attribute would become a part of checkpoints and saved models, which hold one
+    # rank's state for all.
+    made.compression = property(
+        lambda self: compressor, doc="The ScaleCom of this optimizer: stats(), state_dict()."
+    )
     _replace_reduction(wrapped, reduce)
     return wrapped
 
@@ -90,22 +125,31 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     sparse_as_dense: bool = False,
-    op: Any = horovod.Average,
+    op: int = horovod.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[tf.Variable]] | None = None,
-    process_set: Any = horovod.global_process_set,
+    process_set: horovod.ProcessSet = horovod.global_process_set,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """horovod.tensorflow.DistributedGradientTape, which besides Horovod's compressors takes `ScaleCom`.
+    """Horovod's DistributedGradientTape, which besides its compressors takes `ScaleCom`.
 
-    Tapes are made anew for every step, and the ScaleCom keeps the residues: make one, outside of the step, and pass it to every tape. The
-    bare class stands for one object that all tapes of the process share. A persistent tape may be asked for several gradients of the same
-    variables in a step: the second, third, ... of every step have residues of their own.
+    Tapes are made anew for every step, and the ScaleCom keeps the residues: make one, outside of
+    the step, and pass it to every tape. A persistent tape may be asked for several gradients of the
+    same variables in a step: the second, third, ... of every step have residues of their own.
 
-    Raises ValueError for what ScaleCom cannot do (Adasum, operations other than Average and Sum).
+    Args:
+        compression: ScaleCom, the class or an instance. The bare class stands for one object that
+            all tapes of the process share. With any other this is Horovod's own function,
+            untouched.
+        groups: which variables share a bucket.
+
+    All other arguments mean what they mean in Horovod.
+
+    Raises:
+        ValueError: what ScaleCom cannot do (Adasum, operations other than Average and Sum).
     """
     return _tape(horovod.DistributedGradientTape, dict(locals()))
 
@@ -115,19 +159,25 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     sparse_as_dense: bool = False,
-    op: Any = horovod.Average,
+    op: int = horovod.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[tf.Variable]] | None = None,
-    process_set: Any = horovod.global_process_set,
-    local_layers: Any = None,
+    process_set: horovod.ProcessSet = horovod.global_process_set,
+    local_layers: tf.keras.layers.Layer | Iterable[tf.keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """horovod.tensorflow.PartialDistributedGradientTape, which besides Horovod's compressors takes `ScaleCom`; see DistributedGradientTape.
+    """Horovod's PartialDistributedGradientTape, which besides its compressors takes `ScaleCom`.
 
-    local_layers: layers whose gradients stay on their rank.
+    Args:
+        local_layers: layers whose gradients stay on their rank.
+
+    All other arguments mean what they mean in DistributedGradientTape.
+
+    Raises:
+        ValueError: what ScaleCom cannot do (Adasum, operations other than Average and Sum).
     """
     return _tape(horovod.PartialDistributedGradientTape, dict(locals()))
 
@@ -147,23 +197,30 @@ def _tape(make: Callable[..., tf.GradientTape], given: dict[str, Any]) -> tf.Gra
 
 def _arguments(given: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
     """What the exchange is told, and what Horovod is told about all the rest; both by name."""
-    given = {key: value for key, value in given.items() if key not in ("optimizer", "compression")}
+    given = {
+        name: value for name, value in given.items() if name not in ("optimizer", "compression")
+    }
     num_groups = given.pop("num_groups")
     if num_groups:
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=4)
         given["groups"] = num_groups if given["groups"] is None else given["groups"]
-    arguments = Arguments(**{key: given[key] for key in inspect.signature(Arguments).parameters})
+    arguments = Arguments(**{name: given[name] for name in inspect.signature(Arguments).parameters})
     arguments.check()
     # Groups are this exchange's buckets.
-    return arguments, {key: value for key, value in given.items() if key != "groups"}
+    return arguments, {name: value for name, value in given.items() if name != "groups"}
 
 
-def _object_of(compression: Any) -> ScaleCom:
-    return compression if isinstance(compression, ScaleCom) else compression()
+def _object_of(compression: type[ScaleCom] | ScaleCom) -> ScaleCom:
+    # mypy does not know ScaleCom's bases, so it cannot tell an object from the class.
+    if isinstance(compression, ScaleCom):
+        return compression  # type: ignore[return-value]
+    return compression()
 
 
-def _replace_reduction(optimizer: Any, reduce: Callable) -> None:
+def _replace_reduction(optimizer: Any, reduce: Reduction) -> None:
     optimizer._allreduce_grads = reduce
     helper = optimizer._agg_helper
-    if helper is not None:  # it sums over several passes and holds the function itself, under one name or another
-        setattr(helper, "allreduce_grads" if hasattr(helper, "allreduce_grads") else "_allreduce_grads", reduce)
+    if helper is not None:
+        # It sums over several passes and holds the function itself, under one name or another.
+        public = hasattr(helper, "allreduce_grads")
+        setattr(helper, "allreduce_grads" if public else "_allreduce_grads", reduce)

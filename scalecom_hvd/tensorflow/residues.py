@@ -1,7 +1,8 @@
-"""What a rank keeps between steps, as TensorFlow variables: residues by name, and per exchange the step and look-ahead's offsets.
+"""What a rank keeps between steps: residues by name, and how far each exchange has come.
 
-Variables are made outside of any function being traced, belong to no optimizer or model (Horovod would broadcast, and Keras save, rank
-0's), and are tracked by tf.train.Checkpoint through ScaleCom. Imports the framework-free rooms alone.
+All of it is in TensorFlow variables. They are made outside of any function being traced, belong to
+no optimizer or model (Horovod would broadcast rank 0's, and Keras save them), and are tracked by
+tf.train.Checkpoint through ScaleCom. Imports transport and the framework-free rooms only.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import tensorflow as tf
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes, geometry
-from scalecom_hvd.state import check_offsets
+from scalecom_hvd.saved_state import check_offsets
 from scalecom_hvd.tensorflow.transport import runs_eagerly
 
 
-def make_variable(shape: tuple[int, ...], dtype: Any, name: str, device: str = "") -> tf.Variable:
-    """A variable of zeros. In TensorFlow 1's graphs a local one, which Horovod's hook does not broadcast, nor a Saver save."""
+def make_variable(
+    shape: tuple[int, ...], dtype: tf.DType, name: str, device: str = ""
+) -> tf.Variable:
+    """A variable of zeros.
+
+    In TensorFlow 1's graphs a local one, which Horovod's hook does not broadcast, nor a Saver save.
+    """
 
     def make() -> tf.Variable:
         with tf.device(device):
@@ -34,7 +40,8 @@ def make_variable(shape: tuple[int, ...], dtype: Any, name: str, device: str = "
             )
 
     if runs_eagerly():
-        # On another thread, where no function is being traced: one that is refuses variables after its first trace, also in init_scope.
+        # On another thread, where no function is being traced: one that is refuses variables after
+        # its first trace, also in init_scope.
         with ThreadPoolExecutor(1) as elsewhere:
             return elsewhere.submit(make).result()
     with tf.init_scope():
@@ -52,58 +59,95 @@ def dtype_of(variable: tf.Variable) -> tf.DType:
 
 
 def read(variable: tf.Variable) -> tf.Tensor:
-    """The value; in TensorFlow 1's graphs zeros until the first assignment, since nobody may have run local_variables_initializer()."""
+    """The value, as a part of the graph.
+
+    In TensorFlow 1's graphs it is zeros until the first assignment, since nobody may have run
+    local_variables_initializer().
+    """
     if runs_eagerly():
         return variable.read_value()
-    return tf.cond(variable.is_initialized(), variable.read_value, lambda: tf.zeros(variable.shape, variable.dtype))
+    return tf.cond(
+        variable.is_initialized(),
+        variable.read_value,
+        lambda: tf.zeros(variable.shape, variable.dtype),
+    )
 
 
 def value_of(variable: tf.Variable) -> np.ndarray:
-    """The value as an array, for the user. In TensorFlow 1's graphs it needs a default session."""
+    """The value as an array, for the user. TensorFlow 1's graphs need a default session for it."""
     if runs_eagerly():
         with tf.init_scope():
             return variable.numpy()
     try:
-        # The variable itself, not `read`: that would be a new operation, and the graph may be finalized.
-        return _session(variable).run(variable)
+        # The variable itself, not `read`: that would be a new operation, and the graph may be
+        # finalized.
+        return _session().run(variable)
     except tf.errors.FailedPreconditionError:
         return np.zeros(variable.shape, variable.dtype.as_numpy_dtype)
 
 
-def set_value(variable: tf.Variable, value: Any) -> None:
+def set_value(variable: tf.Variable, value: np.ndarray | float) -> None:
+    """Make this the variable's value. TensorFlow 1's graphs need a default session for it."""
     if runs_eagerly():
         with tf.init_scope():
             variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
     else:
-        variable.load(np.asarray(value, variable.dtype.as_numpy_dtype).reshape(variable.shape), _session(variable))
+        array = np.asarray(value, variable.dtype.as_numpy_dtype)
+        variable.load(array.reshape(variable.shape), _session())
 
 
-def _session(variable: tf.Variable) -> tf.compat.v1.Session:
+def _session() -> tf.compat.v1.Session:
     session = tf.compat.v1.get_default_session()
     if session is None:
-        raise RuntimeError("in TensorFlow 1's graphs, ask ScaleCom for its state inside `with session.as_default():`")
+        raise RuntimeError(
+            "in TensorFlow 1's graphs, ask ScaleCom for its state inside "
+            "`with session.as_default():`"
+        )
     return session
 
 
 class CompressedTensor:
-    """One compressed variable on this rank: its lanes and its residue, (N,) float32 or float64, zero at the start."""
+    """One compressed variable on this rank.
 
-    def __init__(self, name: str, variable: tf.Variable, rate: float, config: ScaleComConfig) -> None:
+    Attributes:
+        name: the variable's.
+        shape: the variable's.
+        geometry: its lanes, or positions.
+        dtype: the residue's, float32 or float64.
+        wire_dtype: that in which its values travel.
+        residue: (N,), zero at the start.
+    """
+
+    def __init__(
+        self, name: str, variable: tf.Variable, rate: float, config: ScaleComConfig
+    ) -> None:
         self.name = name
         self.shape = shape_of(variable)
         self.geometry: Lanes = geometry(math.prod(self.shape), rate, config.selection)
         self.dtype = tf.as_dtype(config.residue_dtype_for(dtype_of(variable).name))
         self.wire_dtype = tf.as_dtype(config.wire_dtype) if config.wire_dtype else self.dtype
-        self.residue = make_variable((self.geometry.numel,), self.dtype, f"scalecom/{name}", variable.device)
+        self.residue = make_variable(
+            (self.geometry.numel,), self.dtype, f"scalecom/{name}", variable.device
+        )
 
 
 class Progress(tf.Module):
-    """How far one exchange has come: `step` steps that happened, `skipped` that did not because a gradient was not finite; in look-ahead
-    `offsets` {name: bytes} of the next step's choices, once there are some (`ahead`); whether the last step was sent `whole`; the last
-    three `norms` of residues and of gradients, and whether the user has been `warned` of them."""
+    """How far one exchange has come.
+
+    Attributes:
+        step: how many steps happened.
+        skipped: how many did not, because a gradient was not finite.
+        ranks: how many ranks there were.
+        ahead: whether look-ahead has offsets for the next step.
+        whole: whether the last step was sent whole.
+        norms: (2, 3), the last three norms of residues, and of gradients.
+        warned: whether the user has been warned of them.
+        offsets: in look-ahead {name: bytes} of the next step's choices.
+    """
 
     def __init__(self, label: str) -> None:
         super().__init__(name="progress")
+        self.label = label
         self.step = make_variable((), tf.int64, f"scalecom/{label}/step")
         self.skipped = make_variable((), tf.int64, f"scalecom/{label}/skipped")
         self.ranks = make_variable((), tf.int64, f"scalecom/{label}/ranks")
@@ -118,20 +162,35 @@ class Progress(tf.Module):
         """Make room for a tensor's next offsets."""
         if tensor.name not in self.offsets:
             bytes_ = tensor.geometry.k * tensor.geometry.offset_dtype.itemsize
-            self.offsets[tensor.name] = make_variable((bytes_,), tf.uint8, f"scalecom/{tensor.name}/offsets", tensor.residue.device)
+            self.offsets[tensor.name] = make_variable(
+                (bytes_,), tf.uint8, f"scalecom/{tensor.name}/offsets", tensor.residue.device
+            )
             self._lanes[tensor.name] = tensor.geometry
 
     def as_dict(self) -> dict[str, Any]:
         """What `take_up` reads: plain numbers and arrays."""
-        offsets = {name: value_of(variable) for name, variable in self.offsets.items()} if value_of(self.ahead) else {}
-        return {"step": int(value_of(self.step)), "ranks": int(value_of(self.ranks)), "offsets": offsets}
+        offsets = self.offsets if value_of(self.ahead) else {}
+        return {
+            "step": int(value_of(self.step)),
+            "ranks": int(value_of(self.ranks)),
+            "offsets": {name: value_of(variable) for name, variable in offsets.items()},
+        }
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError for offsets that `take_up` cannot use."""
-        check_offsets({name: np.asarray(chosen) for name, chosen in saved.get("offsets", {}).items() if name in self.offsets}, self._lanes)
+        offsets = {
+            name: np.asarray(chosen)
+            for name, chosen in saved.get("offsets", {}).items()
+            if name in self.offsets
+        }
+        check_offsets(offsets, self._lanes)
 
     def take_up(self, saved: Mapping[str, Any]) -> None:
-        """Go on from there. Offsets count only if there are some for every tensor."""
+        """Go on from what `as_dict` gave. Offsets count only if there are some for every tensor.
+
+        Raises:
+            ValueError: the offsets are damaged, or of another model.
+        """
         self.check(saved)
         offsets = saved.get("offsets", {})
         set_value(self.step, saved["step"])

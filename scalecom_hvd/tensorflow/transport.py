@@ -1,20 +1,21 @@
-"""The collectives of one exchange: all that is said to Horovod while training is said here.
+"""What is said to Horovod while training: the collectives of one exchange.
 
-Names decide which tensors meet, so all ranks must use the same. Imports agreement alone.
+Names decide which tensors meet, so all ranks must use the same. Imports agreement only.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 
-from scalecom_hvd.agreement import NamedExchange
+from scalecom_hvd.agreement import Names
 
 
 def is_elastic() -> bool:
@@ -28,48 +29,72 @@ def runs_eagerly() -> bool:
         return tf.executing_eagerly()
 
 
-def now(make: Any) -> Any:
-    """The values (NumPy) of the tensors that `make` gives, computed at once, also while a function is being traced or a graph built."""
+def values_now(make: Callable[[], list[tf.Tensor]]) -> list[np.ndarray]:
+    """The values of the tensors that `make` gives, computed at once.
+
+    So also while a function is being traced or a graph built.
+    """
     if runs_eagerly():
         with tf.init_scope():
-            # As a function, since operations that run one by one have no names; a concrete one, since TensorFlow warns of many functions.
+            # As a function, since operations that run one by one have no names; a concrete one,
+            # since TensorFlow warns of many functions.
             function = tf.function(make, autograph=False).get_concrete_function()
-            return tf.nest.map_structure(lambda tensor: tensor.numpy(), function())
+            return [tensor.numpy() for tensor in function()]
     with tf.Graph().as_default():
         tensors = make()
         with tf.compat.v1.Session() as session:
             return session.run(tensors)
 
 
-def _named_in_errors(operation: str) -> Any:
-    """A name scope, which collectives' names ignore, and messages of errors do not: hvd.elastic.run tells by this word that an error is
-    Horovod's and a worker is lost. Without it, it takes training for done."""
+def _named_in_errors(operation: str) -> AbstractContextManager[str]:
+    """A name scope, which collectives' names ignore, and messages of errors do not.
+
+    hvd.elastic.run tells by this word that an error is Horovod's and a worker is lost. Without it,
+    it takes training for done.
+    """
     return tf.name_scope(operation)
 
 
-class Transport(NamedExchange):
-    """Horovod's collectives on a process set; `position` (0 .. size-1) is this rank's place in it.
+class Transport:
+    """Horovod's collectives on a process set.
 
-    op, predivide, device: as in Horovod's DistributedOptimizer (device_dense).
+    Args:
+        process_set: who takes part.
+        op, predivide, device: Horovod's op, gradient_predivide_factor and device_dense.
+        names: of the collectives.
     """
 
-    def __init__(self, process_set: Any, op: Any, predivide: float, device: str) -> None:
+    def __init__(
+        self, process_set: horovod.ProcessSet, op: int, predivide: float, device: str, names: Names
+    ) -> None:
         self._process_set = process_set
         self._device = device
+        self._names = names
         self._averages = op == horovod.Average
-        self._summation = {"op": horovod.Sum, "process_set": process_set, "device_dense": device, "ignore_name_scope": True}
-        scaling = {"prescale_factor": 1 / predivide, "postscale_factor": predivide} if self._averages else {}
+        self._summation = {
+            "op": horovod.Sum,
+            "process_set": process_set,
+            "device_dense": device,
+            "ignore_name_scope": True,
+        }
+        scaling = (
+            {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
+            if self._averages
+            else {}
+        )
         self._reduction = self._summation | {"op": op} | scaling
 
     @property
     def size(self) -> int:
+        """How many ranks take part."""
         return self._process_set.size()
 
     @property
     def position(self) -> int:
+        """This rank's place in the process set, 0 .. size-1."""
         return self._process_set.rank()
 
-    def size_and_position(self) -> tuple[Any, Any]:
+    def size_and_position(self) -> tuple[int | tf.Tensor, int | tf.Tensor]:
         """Both as they are when the graph runs; numbers where they cannot change."""
         if is_elastic() and self._process_set.process_set_id == 0:
             return horovod.size_op(), horovod.rank_op()
@@ -78,43 +103,59 @@ class Transport(NamedExchange):
     def from_leader(self, offsets: tf.Tensor, name: str) -> tf.Tensor:
         """The leader's bytes, where every other rank gives none.
 
-        A gather, not a broadcast: a broadcast's root is fixed when the graph is made (mpi_ops.cc:988), and the leader changes every step.
+        A gather, not a broadcast: a broadcast's root is fixed when the graph is made
+        (mpi_ops.cc:988), and the leader changes every step.
         """
         with tf.device(self._device), _named_in_errors("HorovodAllgather"):
-            return horovod.allgather(offsets, name=f"{self._prefix}.{name}", ignore_name_scope=True, process_set=self._process_set)
+            return self._gather(offsets, name)
 
     def sum(self, buffer: tf.Tensor, name: str) -> tf.Tensor:
+        """The sum over ranks, in the buffer's dtype."""
         with _named_in_errors("HorovodAllreduce"):
-            return horovod.allreduce(buffer, name=f"{self._prefix}.{name}", **self._summation)
+            return horovod.allreduce(buffer, name=self._names(name), **self._summation)
 
-    def average(self, buffer: tf.Tensor, name: str, size: Any, dtype: tf.DType) -> tf.Tensor:
-        """The average over `size` ranks, or with op=Sum the sum, in `dtype`, which for any buffer but float16 is its own.
+    def average(
+        self, buffer: tf.Tensor, name: str, size: int | tf.Tensor, dtype: tf.DType
+    ) -> tf.Tensor:
+        """The average over ranks, or with op=Sum the sum.
 
-        float16 is summed, and divided in `dtype`: Horovod would divide in float16, whose steps are 6e-8 below 6e-5, and nobody would know
-        what that loses.
+        float16 is summed, and divided in `dtype`: Horovod would divide in float16, whose steps are
+        6e-8 below 6e-5, and nobody would know what that loses.
+
+        Args:
+            buffer: what this rank adds.
+            name: the collective's.
+            size: how many ranks there are when the graph runs.
+            dtype: the result's; for any buffer but float16 its own.
         """
         if buffer.dtype == tf.float16:
             total = tf.cast(self.sum(buffer, name), dtype)
             return total / tf.cast(size, dtype) if self._averages else total
         with _named_in_errors("HorovodAllreduce"):
-            return horovod.allreduce(buffer, name=f"{self._prefix}.{name}", **self._reduction)
+            return horovod.allreduce(buffer, name=self._names(name), **self._reduction)
 
     def average_each(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Every tensor's average over ranks, or with op=Sum its sum, as one group."""
         with _named_in_errors("HorovodAllreduce"):
-            return horovod.grouped_allreduce(list(tensors), name=f"{self._prefix}.{name}", **self._reduction)
+            return horovod.grouped_allreduce(
+                list(tensors), name=self._names(name), **self._reduction
+            )
 
-    def exchange_objects(self, value: Any, name: str) -> list[Any]:
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
         """Every rank's JSON value, in order of position. Blocks: all ranks must be here."""
         payload = np.frombuffer(json.dumps(value).encode(), np.uint8)
 
         def gathered() -> list[tf.Tensor]:
             with _named_in_errors("HorovodAllgather"):
                 return [
-                    horovod.allgather(
-                        tf.constant(array), name=f"scalecom.{name}{ending}", ignore_name_scope=True, process_set=self._process_set
-                    )
-                    for array, ending in ((np.array([payload.size]), ".sizes"), (payload, ""))
+                    self._gather(tf.constant(np.array([payload.size])), f"{name}.sizes"),
+                    self._gather(tf.constant(payload), name),
                 ]
 
-        sizes, joined = now(gathered)
+        sizes, joined = values_now(gathered)
         return [json.loads(part.tobytes()) for part in np.split(joined, np.cumsum(sizes)[:-1])]
+
+    def _gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        return horovod.allgather(
+            tensor, name=self._names(name), ignore_name_scope=True, process_set=self._process_set
+        )

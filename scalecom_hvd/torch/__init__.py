@@ -1,4 +1,8 @@
-"""`import scalecom_hvd.torch as hvd`: everything in horovod.torch, with ScaleCom and a DistributedOptimizer that knows it."""
+"""`import scalecom_hvd.torch as hvd`: all of horovod.torch, and ScaleCom with its optimizer.
+
+What has the same name as in Horovod takes its place: DistributedOptimizer, which knows ScaleCom,
+broadcast_parameters, elastic, join, and the collectives, whose calls get names.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,43 @@ from typing import Any
 import horovod.torch as _horovod
 from horovod.torch import *  # noqa: F403
 
-import scalecom_hvd.torch.elastic  # noqa: F401  in place of Horovod's `elastic`; tells Horovod's elastic states of residues
+import scalecom_hvd.torch.elastic  # noqa: F401  Over Horovod's: its states keep residues.
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
-from scalecom_hvd.torch.compressor import ScaleCom
-from scalecom_hvd.torch.flops import rates_from_flops
-from scalecom_hvd.torch.local_steps import broadcast_parameters as broadcast_parameters  # over Horovod's
-from scalecom_hvd.torch.methods import *  # noqa: F403
-from scalecom_hvd.torch.methods import __all__ as _METHODS
-from scalecom_hvd.torch.named import named_collectives as _named_collectives
-from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOptimizer  # exported, over Horovod's
-from scalecom_hvd.torch.quantisers import QSGD, Float16, Quantiser, Sign
-from scalecom_hvd.torch.transport import exchanges_alive as _exchanges_alive
+from scalecom_hvd.exchange.flops import rates_from_flops
+from scalecom_hvd.exchange.methods import (
+    ECQSGD,
+    BucketCollectives,
+    GlobalTopK,
+    GTopK,
+    LocalTopK,
+    Method,
+    RandomK,
+    State,
+)
+from scalecom_hvd.exchange.quantisers import QSGD, Float16, Quantiser, Sign
+from scalecom_hvd.torch.broadcast import broadcast_parameters as broadcast_parameters
+from scalecom_hvd.torch.collective_names import named_collectives as _named_collectives
+from scalecom_hvd.torch.horovod_collectives import exchanges_alive as _exchanges_alive
+from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOptimizer
+from scalecom_hvd.torch.per_tensor import ScaleCom
 
 globals().update(_named_collectives())
 
 
 def join(device: int = -1) -> int:
-    """Horovod's join. Raises RuntimeError where an optimizer of this process uses ScaleCom, whose broadcasts it would break."""
+    """Horovod's join, where no optimizer of this process uses ScaleCom.
+
+    Args:
+        device: as in Horovod.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        RuntimeError: an optimizer uses ScaleCom, whose broadcasts this would break.
+    """
     if _exchanges_alive():
         raise RuntimeError(_JOIN_REFUSED)
     return _horovod.join(device)
@@ -36,13 +58,20 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [name for name in dir(_horovod) if not name.startswith("_")] + [
+    "ECQSGD",
     "QSGD",
+    "BucketCollectives",
     "Diagnostics",
     "Float16",
+    "GTopK",
+    "GlobalTopK",
+    "LocalTopK",
+    "Method",
     "Quantiser",
+    "RandomK",
     "ScaleCom",
     "ScaleComConfig",
     "Sign",
+    "State",
     "rates_from_flops",
-    *_METHODS,
 ]

@@ -1,11 +1,13 @@
-"""horovod.torch.elastic, whose states keep residues: every rank commits and restores its own, and newcomers start with none.
+"""horovod.torch.elastic, whose states keep residues.
 
-Horovod's TorchState asks a registry of handlers how to keep an object. Here handlers for ScaleCom and the other methods, for optimizers
-that use them, and for models, are put into that registry, so TorchState knows them from the import of scalecom_hvd.torch on.
-Rank 0's model and optimizer come to all ranks, its residues to none. With local steps every rank keeps its own parameters and optimizer,
-and who comes anew gets the common parameters.
+Every rank commits and restores its own residues, and newcomers start with none. Horovod's
+TorchState asks a registry of handlers how to keep an object. Here handlers are put into it: for
+ScaleCom and the other methods, for optimizers that use them, and for models. So TorchState knows
+them from the import of scalecom_hvd.torch on. Rank 0's model and optimizer come to all ranks, its
+residues to none. With local steps every rank keeps its own parameters and optimizer, and newcomers
+get the common parameters.
 
-Used by users alone; imports local_steps and compressor.
+Imports broadcast, exchange/local_steps and exchange/methods.
 """
 
 from __future__ import annotations
@@ -20,68 +22,83 @@ from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 from horovod.torch.functions import broadcast_object
 
-from scalecom_hvd.torch.compressor import ErrorFeedback
-from scalecom_hvd.torch.local_steps import broadcast_parameters, rounds_of
+from scalecom_hvd.exchange.local_steps import rounds_of
+from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.torch.broadcast import broadcast_parameters
 
 
 class ResiduesHandler(_state.StateHandler):
     """Keeps a method's residues and step: this rank's own, of the last commit."""
 
-    def __init__(self, compressor: ErrorFeedback) -> None:
-        super().__init__(compressor)
+    def __init__(self, method: Method) -> None:
+        super().__init__(method)
         self.save()
 
     def save(self) -> None:
+        """Remember this rank's state."""
         try:
             state = self.value.state_dict()
         except HorovodInternalError:
-            # A worker was lost after the step, with look-ahead's offsets in flight. The commit is whole without them: they would be dropped
-            # when Horovod starts again. Half a commit, the model of this step with residues of another, would not be.
+            # A worker was lost after the step, with look-ahead's offsets under way. The commit is
+            # whole without them: they would be dropped when Horovod starts again. Half a commit,
+            # the model of this step with the residues of another, would not be.
             self.value.abort()
             state = self.value.state_dict()
         self._saved = copy.deepcopy(state)
 
     def restore(self) -> None:
-        # A worker may be lost anywhere, so a step may be half done, and what is in flight will never arrive.
+        """Take up what was remembered."""
+        # A worker may be lost anywhere, so a step may be half done, and what is under way will
+        # never arrive.
         self.value.abort()
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
+        """Ranks come together."""
         self.value.meet()
 
 
 class OptimizerHandler(_state.OptimizerStateHandler):
-    """Keeps an optimizer as Horovod does, and the residues of its ScaleCom."""
+    """Keeps an optimizer as Horovod does, and the residues of its method."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        self._residues = ResiduesHandler(optimizer._compression)
+        self._residues = ResiduesHandler(self.value._compression)
 
     def save(self) -> None:
+        """Remember the optimizer's state, and its method's."""
         super().save()
         self._residues.set_value(self.value._compression)
 
     def restore(self) -> None:
+        """Take up what was remembered."""
         self._residues.restore()
-        # An optimizer goes on with the tensors it is given: Horovod would give it the commit's own, which a second failure needs.
+        # An optimizer goes on with the tensors it is given. Horovod would give it the commit's
+        # own, which a second failure needs.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
 
     def sync(self) -> None:
+        """Give rank 0's state to all ranks.
+
+        With local steps, where every rank has its own, only to newcomers.
+        """
         local = self.value._compression.local
         if local is None:
             super().sync()
         else:
-            # With local steps the optimizer's state is each rank's own; a newcomer begins with rank 0's.
-            state = broadcast_object(self.value.state_dict(), root_rank=0, name="scalecom.optimizer_state")
+            state = broadcast_object(
+                self.value.state_dict(), root_rank=0, name="scalecom.optimizer_state"
+            )
             if local.newcomer:
                 self.value.load_state_dict(state)
         self._residues.sync()
 
 
 class ModelHandler(_state.ModelStateHandler):
-    """Keeps a model as Horovod does; with local steps, every rank its own in the middle of a round."""
+    """Keeps a model as Horovod does; in the middle of a round of local steps, each rank its own."""
 
     def sync(self) -> None:
+        """Give rank 0's parameters to all ranks; with local steps the common ones to newcomers."""
         values = self.value.state_dict()
         for local in rounds_of(values):
             local.keep()
@@ -89,13 +106,13 @@ class ModelHandler(_state.ModelStateHandler):
 
 
 def _handler(optimizer: torch.optim.Optimizer) -> _state.StateHandler:
-    has_residues = isinstance(getattr(optimizer, "_compression", None), ErrorFeedback)
+    has_residues = isinstance(getattr(optimizer, "_compression", None), Method)
     return (OptimizerHandler if has_residues else _state.OptimizerStateHandler)(optimizer)
 
 
 _state.set_handler_registry(
     [
-        (ErrorFeedback, ResiduesHandler),
+        (Method, ResiduesHandler),
         (torch.optim.Optimizer, _handler),
         (torch.nn.Module, ModelHandler),
         *_state.get_handler_registry(),

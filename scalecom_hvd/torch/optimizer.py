@@ -1,9 +1,12 @@
-"""The drop-in DistributedOptimizer: Horovod's own, with its two reduce methods replaced by the bucketed exchange, or with local steps.
+"""The drop-in DistributedOptimizer: Horovod's own, with the exchange in place of its all-reduces.
 
-Horovod makes its optimizer's class from a copy of `_DistributedOptimizer.__dict__`, and that copy's methods call
-`super(self.__class__, self)`, so it cannot be subclassed (0.28.1, optimizer.py:598). Here the same is done with two entries
-changed; hooks, synchronize, accumulation, clipping, closures and state stay Horovod's. With local steps there are no hooks, and `step`
-is replaced as well. Imports compressor, reducer, local_steps and undo.
+Horovod makes its optimizer's class from a copy of `_DistributedOptimizer.__dict__`, and that
+copy's methods call `super(self.__class__, self)`, so it cannot be subclassed (0.28.1,
+optimizer.py:598). Here the same is done with its two reduce methods replaced. Hooks, accumulation,
+clipping, closures and state stay Horovod's. So do synchronize and load_state_dict, but they look
+at the exchange first. With local steps there are no hooks, and `step` is replaced as well.
+
+Imports horovod_collectives, per_tensor, and exchange, local_steps, methods and undo of exchange/.
 """
 
 from __future__ import annotations
@@ -13,57 +16,84 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import horovod.torch as horovod
 import torch
-from horovod.common.util import split_list
+from horovod.common.process_sets import ProcessSet
 from horovod.torch import optimizer as horovod_optimizer
-from horovod.torch.compression import Compression
+from horovod.torch.compression import Compression, Compressor
 
 from scalecom_hvd.agreement import check_operation, warn_of_half_sums
+from scalecom_hvd.bucket_layout import group_names
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.local_steps import LocalSteps, NotFinite, check_gradients
+from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.exchange.undo import Remembered
 from scalecom_hvd.schedule import Schedule
-from scalecom_hvd.torch.compressor import ErrorFeedback, ScaleCom, without_ties
-from scalecom_hvd.torch.local_steps import LocalSteps, NotFinite, check_gradients
-from scalecom_hvd.torch.news import News
-from scalecom_hvd.torch.reducer import Reducer
-from scalecom_hvd.torch.transport import Transport
-from scalecom_hvd.torch.undo import Remembered
+from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
+from scalecom_hvd.torch.per_tensor import ScaleCom, without_ties
+
+_Compression: TypeAlias = Compressor | type[Compressor] | Method | type[Method]
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = Compression.none,
+    compression: _Compression = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Any = horovod.Average,
+    op: int = horovod.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: Any = horovod.global_process_set,
+    process_set: ProcessSet = horovod.global_process_set,
     local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
 ) -> torch.optim.Optimizer:
-    """horovod.torch.DistributedOptimizer, which besides Horovod's compressors takes `ScaleCom` and the methods beside it (RandomK,
-    LocalTopK, GTopK, GlobalTopK, ECQSGD), the class or an instance.
+    """horovod.torch.DistributedOptimizer, which also takes ScaleCom and other methods.
 
-    With any other compression this is Horovod's own function, untouched. All arguments mean what they mean there; `groups` says
-    which tensors share a bucket. The returned optimizer has one attribute more, `compression`: the ScaleCom with this rank's
-    residues, whose `state_dict()` belongs into checkpoints and whose `stats()` tell what was sent.
+    The methods are ScaleCom, RandomK, LocalTopK, GTopK, GlobalTopK and ECQSGD. With any other
+    compression, and no local steps, this is Horovod's own function, untouched.
 
-    local_steps: H, {first step: H} or [H of each rank]: every rank takes H steps on its own parameters, with its own gradients and its own
-    state of the optimizer; then the change since the last time goes through the compressor, is averaged, and every rank goes on from the
-    same parameters (Basu et al., 2019, arXiv 1906.02367). Also with Compression.none. `synchronize()` and `skip_synchronize()` then do
-    nothing, so that scripts that clip between them clip local gradients; `synchronize_parameters()`, on all ranks at once, ends a round
-    early, before the model is evaluated or saved. None: every step averages gradients, as in Horovod.
+    Args:
+        optimizer, named_parameters, backward_passes_per_step, gradient_predivide_factor,
+            num_groups, sparse_as_dense, process_set: as in Horovod.
+        compression: a method, its class or an instance; or one of Horovod's compressors.
+        op: with a method hvd.Average or hvd.Sum.
+        groups: as in Horovod; it says which tensors share a bucket.
+        local_steps: H, {first step: H} or [H of each rank]. Every rank takes H steps on its own
+            parameters, with its own gradients and its own state of the optimizer. Then the change
+            since the last time goes through the method and is averaged, and every rank goes on
+            from the same parameters (Basu et al., 2019, arXiv 1906.02367). It works with
+            Compression.none too. None: every step averages gradients, as in Horovod.
 
-    Raises ValueError for what ScaleCom cannot do (Adasum, operations other than Average and Sum) and for settings that fit no
-    parameter, TypeError for complex parameters.
+    Returns:
+        An optimizer as Horovod's, with two things more. `compression` is the method with this
+        rank's residues: its `state_dict()` belongs into checkpoints, its `stats()` tell what was
+        sent. `synchronize_parameters()`, called on all ranks at once, ends a round of local steps
+        early, before the model is evaluated or saved.
+
+        With local steps `synchronize()` and `skip_synchronize()` do nothing, so scripts that clip
+        between them clip local gradients.
+
+    Raises:
+        ValueError: what a method cannot do (Adasum, operations other than Average and Sum), and
+            settings that fit no parameter.
+        TypeError: complex parameters.
+
+    Example:
+        >>> import scalecom_hvd.torch as hvd
+        >>> optimizer = hvd.DistributedOptimizer(
+        ...     optimizer,
+        ...     named_parameters=model.named_parameters(),
+        ...     compression=hvd.ScaleCom(rate=100, beta=0.1),
+        ... )
+        >>> torch.save(optimizer.compression.state_dict(), f"residues.{hvd.rank()}.pt")
     """
     if local_steps is not None:
         compression = _with_local_steps(compression)
-    if not (isinstance(compression, ErrorFeedback) or (isinstance(compression, type) and issubclass(compression, ErrorFeedback))):
+    if not _is_method(compression):
         return horovod_optimizer.DistributedOptimizer(
             optimizer,
             named_parameters,
@@ -84,112 +114,133 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
 
-    compressor = compression() if isinstance(compression, type) else compression
+    method = compression() if isinstance(compression, type) else compression
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     parameters = _trained_parameters(optimizer, named_parameters)
-    transport = Transport(process_set, op, gradient_predivide_factor)
-    group_names = _group_names(groups, parameters)
+    collectives = HorovodCollectives(process_set, op, gradient_predivide_factor)
+    in_groups = _group_names(groups, parameters)
     if local_steps is not None:
-        local = LocalSteps(parameters, compressor, transport, Schedule(local_steps), group_names, start_anew=lambda: _zero_state(this()))
-        members = _members(local.reducer) | _local_members(local, type(optimizer), parameters)
-    else:
-        reducer = Reducer(
+        local = LocalSteps(
             parameters,
-            compressor.residues,
-            transport,
-            groups=group_names,
-            sparse_as_dense=sparse_as_dense,
-            loss_scale=compressor.loss_scale,
-            send_sparse=lambda p: this()._sparse_allreduce_grad_async(p, this()._parameter_names[p])[0],
-            method=compressor.exchange,
-            settings=compressor.settings,
-            news=News(transport, parameters),
+            method,
+            collectives,
+            Schedule(local_steps),
+            in_groups,
+            start_anew=lambda: _zero_state(this()),
         )
-        compressor.attach(parameters, reducer)
-        members = _members(reducer)
-    # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing takes off again.
-    warn_of_half_sums(compressor.sums_halves, horovod)
+        members = _members(local.exchange) | _local_members(local, type(optimizer), parameters)
+    else:
+        exchange = Exchange(
+            parameters,
+            method,
+            collectives,
+            groups=in_groups,
+            sparse_as_dense=sparse_as_dense,
+            send_sparse=lambda p: _send_sparse(this(), p),
+            asks_for_news=True,
+        )
+        method.attach(parameters, exchange)
+        members = _members(exchange)
+    # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing
+    # takes off again.
+    warn_of_half_sums(method.sums_halves, horovod)
     try:
         base = type(optimizer)
         wrapped = type(base.__name__, (base,), members)(
             optimizer.param_groups,
             named_parameters,
-            compressor,
+            method,
             backward_passes_per_step,
             op,
             gradient_predivide_factor,
-            # Groups are this exchange's buckets; Horovod's own grouping would ask for real handles where the exchange gives results.
+            # Groups are the exchange's buckets. Horovod's own grouping would ask for real handles
+            # where the exchange gives results.
             None,
             sparse_as_dense,
             process_set,
         )
     except BaseException:
-        compressor.detach()
+        method.detach()
         raise
-    # The compressor, which a script may keep, must not keep an optimizer that was deleted: its hooks would go on.
-    this = weakref.ref(wrapped)
+    # The method, which a script may keep, must not keep an optimizer that was deleted: its hooks
+    # would go on.
+    this: Callable[[], Any] = weakref.ref(wrapped)
     return wrapped
 
 
-def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
-    """Replaces Horovod's: report the gradient; a callable handle is what its synchronize() calls for the result (optimizer.py:284)."""
-    self._reducer.ready(p)
-    return functools.partial(self._reducer.result, p), None
+def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
+    """Report a gradient; gives what Horovod's synchronize() calls for the result.
+
+    It calls a handle that is callable (optimizer.py:284).
+    """
+    self._exchange.ready(p)
+    return functools.partial(self._exchange.result, p), None
 
 
-def _grouped_allreduce_grad_async(self, ps: Any) -> None:
-    raise RuntimeError("Horovod grouped gradients although scalecom_hvd does so itself: is this Horovod 0.28.1?")
+def _send_sparse(self: Any, p: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return self._sparse_allreduce_grad_async(p, self._parameter_names[p])[0]
 
 
-def _synchronize(self) -> None:
-    """Horovod's; but where no rank has gradients that were not exchanged yet, there is nothing to do."""
-    # Without hooks there is one rank, or this one is in another process set.
-    if not self._requires_update or self._reducer.must_exchange(fresh=bool(self._handles)):
+def _grouped_allreduce_grad_async(self: Any, ps: Sequence[torch.Tensor]) -> None:
+    raise RuntimeError(
+        "Horovod grouped gradients although scalecom_hvd does so itself: is this Horovod 0.28.1?"
+    )
+
+
+def _synchronize(self: Any) -> None:
+    """Do what Horovod's does, unless no rank has gradients that were not exchanged yet."""
+    # Without hooks there is one rank, or this one is not in the process set.
+    if not self._requires_update or self._exchange.must_exchange(fresh=bool(self._handles)):
         horovod_optimizer._DistributedOptimizer.__dict__["synchronize"](self)
     self._synchronized = True
 
 
-def _load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-    """Horovod's drops what is in flight when a state is loaded (elastic restores do that); so does the exchange."""
-    if self._reducer.in_step():
-        self._reducer.abort()
+def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Do what Horovod's does, which drops what is under way (elastic restores load states)."""
+    if self._exchange.in_step():
+        self._exchange.abort()
     horovod_optimizer._DistributedOptimizer.__dict__["load_state_dict"](self, *args, **kwargs)
 
 
-def _members(reducer: Reducer) -> dict[str, Any]:
-    """Of Horovod's class, with the reduce methods replaced."""
+def _members(exchange: Exchange) -> dict[str, Any]:
+    """What Horovod's class has, with the reduce methods replaced."""
     # __module__ stays Horovod's: broadcast_optimizer_state looks at it (functions.py:105).
     return dict(horovod_optimizer._DistributedOptimizer.__dict__) | {
-        "_reducer": reducer,
+        "_exchange": exchange,
         "_allreduce_grad_async": _allreduce_grad_async,
         "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
         "synchronize": _synchronize,
         "load_state_dict": _load_state_dict,
         "synchronize_parameters": lambda self: None,  # they are the same after every step
         "compression": property(
-            lambda self: self._compression, doc="The ScaleCom, or other method, of this optimizer: stats(), state_dict()."
+            lambda self: self._compression,
+            doc="This optimizer's ScaleCom, or other method, with stats() and state_dict().",
         ),
     }
 
 
-def _local_members(local: LocalSteps, base: type, parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What local steps replace besides: gradients are not averaged, so there are no hooks, and nothing to wait for before a step."""
+def _local_members(
+    local: LocalSteps, base: type[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """What local steps replace besides: no hooks, as gradients are not averaged, and `step`."""
     known = {id(p) for p in parameters.values()}
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on this rank's own parameters, and a synchronisation with the other ranks if one is due.
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step on this rank's own parameters, and synchronise if that is due.
 
-        Every rank has to take every step. A gradient that is not finite, in any evaluation of the closure, makes the step one that changes
-        nothing on this rank.
+        Every rank has to take every step. A gradient that is not finite, in any evaluation of the
+        closure, makes the step one that changes nothing on this rank.
         """
         trained = [p for group in self.param_groups for p in group["params"]]
         if any(p.requires_grad and id(p) not in known for p in trained):
             raise RuntimeError(
-                "a parameter was added, or made trainable, after DistributedOptimizer was made, and ranks would never synchronise it: make "
-                "the DistributedOptimizer anew, with all parameters that shall be trained"
+                "a parameter was added, or made trainable, after DistributedOptimizer was made, "
+                "and ranks would never synchronise it: make the DistributedOptimizer anew, with "
+                "all parameters that shall be trained"
             )
-        # A GradScaler leaves skipping and unscaling to an optimizer that says it can. Did it skip a step, this rank would miss its turn.
+        # A GradScaler leaves skipping and unscaling to an optimizer that says it can. If it
+        # skipped a step itself, this rank would miss its turn.
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             scale = float(scale)
@@ -198,18 +249,20 @@ def _local_members(local: LocalSteps, base: type, parameters: dict[str, torch.Te
         if found is not None:
             self.grad_scale = self.found_inf = None  # for the base class, which may know them too
 
-        def checked() -> Any:
-            result = closure()
-            check_gradients(trained, result)
-            return result
-
         def take() -> Any:
             if found is not None and float(found):
                 raise NotFinite
             if closure is None:
                 check_gradients(trained)
                 return base.step(self)
-            # The gradient that is bad may be that of a later evaluation, when parameters and state were changed already.
+
+            def checked() -> Any:
+                result = closure()
+                check_gradients(trained, result)
+                return result
+
+            # The bad gradient may be that of a later evaluation, when parameters and state were
+            # changed already.
             before = Remembered(self.param_groups, self.state)
             try:
                 return base.step(self, checked)
@@ -219,9 +272,7 @@ def _local_members(local: LocalSteps, base: type, parameters: dict[str, torch.Te
 
         return local.step(take)
 
-    # Else torch would call a step's hooks twice, and first with gradients that are still scaled: base.step calls them.
-    step.hooked = True
-    return {
+    members: dict[str, Any] = {
         "_local": local,
         "_step_supports_amp_scaling": True,
         "_register_hooks": lambda self: None,
@@ -230,76 +281,98 @@ def _local_members(local: LocalSteps, base: type, parameters: dict[str, torch.Te
         "skip_synchronize": _skip_nothing,
         "synchronize_parameters": _synchronize_parameters,
     }
+    # base.step calls a step's hooks. Without this mark torch would call them here too, with
+    # gradients that are still scaled.
+    members["step"].hooked = True
+    return members
 
 
 def _zero_state(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer forget momentum and moments."""
-    if any(isinstance(value, list) for state in optimizer.state.values() for value in state.values()):
-        optimizer.state.clear()  # a history, as LBFGS has: of zeros it would make no step ever again
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                value.zero_()
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    if any(isinstance(value, list) for value in values):
+        # A history, as LBFGS has: with zeros in it there would never be a step again.
+        optimizer.state.clear()
+        return
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            value.zero_()
 
 
-def _nothing_to_synchronize(self) -> None:
-    """Gradients are this rank's own: nothing is averaged before a step. See synchronize_parameters."""
+def _nothing_to_synchronize(self: Any) -> None:
+    """Do nothing: gradients are this rank's own. See synchronize_parameters."""
 
 
 @contextlib.contextmanager
-def _skip_nothing(self) -> Iterator[None]:
-    """Nothing is skipped: step() averages parameters when its turn has come."""
+def _skip_nothing(self: Any) -> Iterator[None]:
+    """Skip nothing: step() averages parameters' changes when it is time."""
     yield
 
 
-def _synchronize_parameters(self) -> None:
-    """Average the parameters' changes now, whatever the schedule says; all ranks must call it after the same step.
+def _synchronize_parameters(self: Any) -> None:
+    """Average the parameters' changes now, whatever the schedule says.
 
-    Afterwards all ranks have the same parameters: to be evaluated, or saved. A residue still holds what the compressor held back.
+    All ranks must call it after the same step. Afterwards all have the same parameters, to be
+    evaluated or saved. A residue still holds what the method held back.
     """
     self._local.synchronise()
 
 
-def _with_local_steps(compression: Any) -> Any:
-    """The compressor that local steps send changes through: for Compression.none, one that sends all of them whole."""
+def _is_method(compression: _Compression) -> bool:
+    kind = compression if isinstance(compression, type) else type(compression)
+    return issubclass(kind, Method)
+
+
+def _with_local_steps(compression: _Compression) -> Method | type[Method]:
+    """The method that local steps send changes through."""
     if compression is Compression.none:
-        return ScaleCom(config=ScaleComConfig(dense=["*"], warmup_steps=0))  # whatever the environment says of ScaleCom
-    if isinstance(compression, ErrorFeedback) or (isinstance(compression, type) and issubclass(compression, ErrorFeedback)):
+        # It sends all of them whole, whatever the environment says of ScaleCom.
+        return ScaleCom(config=ScaleComConfig(dense=("*",), warmup_steps=0))
+    if _is_method(compression):
         return compression
     raise ValueError(
-        "local_steps send changes of parameters through ScaleCom, another method with error feedback, or Compression.none, not through "
-        f"{getattr(compression, '__name__', type(compression).__name__)}: for half precision give hvd.ScaleCom(quantiser=hvd.Float16())"
+        "local_steps send changes of parameters through ScaleCom, another method with error "
+        "feedback, or Compression.none, not through "
+        f"{getattr(compression, '__name__', type(compression).__name__)}: for half precision give "
+        "hvd.ScaleCom(quantiser=hvd.Float16())"
     )
 
 
-def _trained_parameters(optimizer: torch.optim.Optimizer, named_parameters: list | None) -> dict[str, torch.Tensor]:
-    """{name: parameter} of what the optimizer trains, in the order of named_parameters, which is that of the model's layers."""
+def _trained_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: list[tuple[str, torch.Tensor]] | None
+) -> dict[str, torch.Tensor]:
+    """{name: parameter} of what the optimizer trains.
+
+    In the order of named_parameters, which is that of the model's layers.
+    """
     trained = {
-        id(p): (f"allreduce.noname.{i}.{j}", p)  # Horovod's name for a nameless parameter (optimizer.py:49)
+        # Horovod's name for a nameless parameter (optimizer.py:49).
+        id(p): (f"allreduce.noname.{i}.{j}", p)
         for i, group in enumerate(optimizer.param_groups)
         for j, p in enumerate(group["params"])
         if p.requires_grad
     }
     if named_parameters is None:
         return dict(trained.values())
-    # Horovod refuses what is no (name, parameter), and names that come twice; its words are clear.
-    return dict(without_ties([item for item in named_parameters if isinstance(item, tuple) and id(item[1]) in trained]))
+    # What is no (name, parameter), and names that come twice, Horovod refuses; its words are clear.
+    pairs = [item for item in named_parameters if isinstance(item, tuple)]
+    return dict(without_ties([pair for pair in pairs if id(pair[1]) in trained]))
 
 
-def _group_names(groups: int | list | None, parameters: dict[str, torch.Tensor]) -> list[list[str]] | None:
-    """Horovod's `groups` (a number of groups, or lists of tensors; a tensor in no list is a group of its own) as lists of names."""
-    if groups is None:
-        return None
-    if not isinstance(groups, list):
-        if not groups > 0:
-            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        return [list(names) for names in split_list(list(parameters), groups)]
+def _group_names(
+    groups: int | list[list[torch.Tensor]] | None, parameters: Mapping[str, torch.Tensor]
+) -> list[list[str]] | None:
+    """Horovod's `groups` as lists of names."""
     names = {id(p): name for name, p in parameters.items()}
+    if not isinstance(groups, list):
+        if groups is not None and not groups > 0:
+            raise ValueError(
+                "groups should be a non-negative integer or a list of list of torch.Tensor."
+            )
+        return group_names(groups, names)
     listed = [p for group in groups for p in group]
     if not all(isinstance(p, torch.Tensor) for p in listed):
         raise ValueError("groups must consist of torch.Tensor.")
     if len({id(p) for p in listed}) < len(listed):
         raise ValueError("A parameter can only appear once in groups.")
-    grouped = [[names[id(p)] for p in group if id(p) in names] for group in groups]
-    alone = [[name] for name, p in parameters.items() if id(p) not in {id(q) for q in listed}]
-    return [group for group in grouped if group] + alone
+    return group_names([[id(p) for p in group] for group in groups], names)

@@ -1,15 +1,22 @@
-"""The fused lane kernel for CUDA, in Triton: what one step does to the residues of many tensors, one launch per move.
+"""The fused lane kernel for CUDA, in Triton: what one step does to the residues of many tensors.
 
-Called by torch/triton_kernel.py with addresses, so it imports no other framework. The arithmetic is that of native/lanes.c, rounding by
-rounding, so results are bit-identical to every other kernel's; launch with enable_fp_fusion=False. With TRITON_INTERPRET=1 in the
-environment when this is imported, the kernels run on tensors of the CPU, slowly.
+There is one launch per move. PyTorch's Triton kernel calls it with addresses, so it imports no
+other framework. The arithmetic is that of native/lanes.c, rounding by rounding, so results are
+bit-identical to every other kernel's; launch with enable_fp_fusion=False. With TRITON_INTERPRET=1
+in the environment when this is imported, the kernels run on tensors of the CPU, slowly.
 
-One program does one tile: at most 64 lanes side by side (lanes.py), over all their rows. Tables on the device say where things lie:
-    tiles    int32 (tiles, 2)                  the tensor that a tile is of, and how many of the tensor's tiles come before it
-    tensors  int64 (tensors, N_FIELDS)         what is fixed about a tensor: the fields RESIDUE to VALUES_AT
-    step     int64 (tensors, N_STEP_FIELDS)    what is this step's: the fields ADDRESS to ALIGNED
-Floats arrive as float64 and are rounded to the residue's dtype once. GRAD is the dtype that gradients are stored in, where int16 stands
-for bfloat16, whose bits are converted here (the interpreter does not round them). REAL is the residue's dtype. BLOCK: rows at a time.
+One program does one tile: at most 64 lanes side by side (lanes.py), over all their rows. Tables on
+the device say where things lie:
+
+    tiles    int32 (tiles, 2)                the tensor that a tile is of, and how many of the
+                                             tensor's tiles come before it
+    tensors  int64 (tensors, N_FIELDS)       what is fixed about a tensor: the fields RESIDUE to
+                                             VALUES_AT
+    step     int64 (tensors, N_STEP_FIELDS)  what is this step's: the fields ADDRESS to ALIGNED
+
+Floats arrive as float64 and are rounded to the residue's dtype once. GRAD is the dtype that
+gradients are stored in, where int16 stands for bfloat16, whose bits are converted here (the
+interpreter does not round them). REAL is the residue's dtype. BLOCK: rows at a time.
 """
 
 from typing import NamedTuple
@@ -22,19 +29,25 @@ from scalecom_hvd import lanes, native
 from scalecom_hvd.config import largest_gradient
 
 # What a kernel reads must be a constexpr.
-CHOOSE_NOTHING, CHOOSE_RESIDUE = tl.constexpr(native.CHOOSE_NOTHING), tl.constexpr(native.CHOOSE_RESIDUE)
+CHOOSE_NOTHING = tl.constexpr(native.CHOOSE_NOTHING)
+CHOOSE_RESIDUE = tl.constexpr(native.CHOOSE_RESIDUE)
 LANES = tl.constexpr(lanes.LANES)
 LAST_ROW = tl.constexpr(2**31 - 1)
 LARGEST_32 = tl.constexpr(int(np.float32(largest_gradient("float32")).view(np.int32)))
 LARGEST_64 = tl.constexpr(int(np.float64(largest_gradient("float64")).view(np.int64)))
-# Rows that the threads of a program hold side by side when each has 16 bytes: of so many, one keeps the best.
+# Rows that the threads of a program hold side by side when each has 16 bytes: of so many, one keeps
+# the best.
 SLOTS = tl.constexpr(8)
 
-# RESIDUE: its address. NUMEL, K, FULL_LANES: as in lanes.py. ROWS, LAST_ROWS: of a full group, and of the last one. OFFSET_WIDTH: in bytes.
-# OFFSETS_AT, VALUES_AT: where its offsets and values begin in their buffers, in bytes and in elements.
+# RESIDUE: its address. NUMEL, K, FULL_LANES: as in lanes.py. ROWS, LAST_ROWS: of a full group, and
+# of the last one. OFFSET_WIDTH: in bytes. OFFSETS_AT, VALUES_AT: where its offsets and values begin
+# in their buffers, in bytes and in elements.
 N_FIELDS = tl.constexpr(9)
-RESIDUE, NUMEL, K, FULL_LANES, ROWS, LAST_ROWS, OFFSET_WIDTH, OFFSETS_AT, VALUES_AT = (tl.constexpr(i) for i in range(9))
-# ADDRESS: of the gradient, or of what is written in its stead. ALIGNED: this address and the residue's are multiples of 16.
+RESIDUE, NUMEL, K, FULL_LANES, ROWS, LAST_ROWS, OFFSET_WIDTH, OFFSETS_AT, VALUES_AT = (
+    tl.constexpr(i) for i in range(9)
+)
+# ADDRESS: of the gradient, or of what is written in its stead. FROZEN: whether the residue stays as
+# it is. ALIGNED: this address and the residue's are multiples of 16.
 N_STEP_FIELDS = tl.constexpr(3)
 ADDRESS, FROZEN, ALIGNED = (tl.constexpr(i) for i in range(3))
 
@@ -43,7 +56,10 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 class Tile(NamedTuple):
-    """At most 64 lanes of a tensor: lane l's element in row r is at start + l + r * stride, for l < lanes, r < rows, below end."""
+    """At most 64 lanes of a tensor.
+
+    Lane l's element in row r is at start + l + r * stride, for l < lanes, r < rows, below end.
+    """
 
     residue: tl.tensor
     grad: tl.tensor
@@ -53,7 +69,8 @@ class Tile(NamedTuple):
     rows: tl.tensor
     lane: tl.tensor  # the first one's number
     lanes: tl.tensor
-    wide: tl.tensor  # 64 lanes and a stride of 64 in aligned memory: one stretch, moved 16 bytes at a time
+    # 64 lanes and a stride of 64 in aligned memory: one stretch, moved 16 bytes at a time.
+    wide: tl.tensor
     frozen: tl.tensor
     offsets_at: tl.tensor
     offset_width: tl.tensor
@@ -74,9 +91,10 @@ def filter_tiles(
     REAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g| or |m_new|.
+    """m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest element.
 
-    Adds to `count` how many elements of g are bad: NaN, or larger than config.largest_gradient. Those count as zero.
+    That is the largest |m_old + g| or |m_new|. Adds to `count` how many elements of g are bad: NaN,
+    or larger than config.largest_gradient. Those count as zero.
     """
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     unused = tl.zeros((LANES,), REAL)
@@ -103,9 +121,10 @@ def gather_tiles(
     GRAD: tl.constexpr,
     REAL: tl.constexpr,
 ):
-    """values, sent <- m[I] + share * g[I], clamped and rounded to the wire dtype; m[I] <- m[I] - beta * sent. WITH_GRAD: share is not 0.
+    """values, sent <- m[I] + share * g[I], clamped, in the wire dtype; m[I] <- m[I] - beta * sent.
 
-    Adds to `count` how many values are not finite: those are sent as zero.
+    WITH_GRAD: share is not 0. Adds to `count` how many values are not finite: those are sent as
+    zero.
     """
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
@@ -132,7 +151,7 @@ def gather_and_filter_tiles(
     REAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`gather_tiles` with share 1, then `filter_tiles`, in one pass over memory. Adds both counts."""
+    """`gather_tiles` with share 1, then `filter_tiles`, in one pass; adds both counts."""
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
     rest, not_sent = _send(tile, row, values, sent, beta, scale, 1.0, limit, True)
@@ -215,7 +234,16 @@ def _tile(tiles, tensors, step, GRAD: tl.constexpr, REAL: tl.constexpr):
 
 
 @triton.jit
-def _pass(tile, beta, scale, changed, instead, CHANGED: tl.constexpr, CHOOSE: tl.constexpr, BLOCK: tl.constexpr):
+def _pass(
+    tile,
+    beta,
+    scale,
+    changed,
+    instead,
+    CHANGED: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """m <- m + beta * g; CHANGED: in every lane, `instead` stands for m in row `changed`.
 
     Gives every lane's winner, and the number of bad elements of g.
@@ -229,9 +257,20 @@ def _pass(tile, beta, scale, changed, instead, CHANGED: tl.constexpr, CHOOSE: tl
 
 
 @triton.jit
-def _pass_rows(tile, beta, scale, changed, instead, WIDE: tl.constexpr, CHANGED: tl.constexpr, CHOOSE: tl.constexpr, BLOCK: tl.constexpr):
+def _pass_rows(
+    tile,
+    beta,
+    scale,
+    changed,
+    instead,
+    WIDE: tl.constexpr,
+    CHANGED: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """`_pass` for one kind of tile."""
-    # Rows that lie SLOTS apart are compared within a thread, and share what is kept; threads ask one another only at the end.
+    # Rows that lie SLOTS apart are compared within a thread, and share what is kept; threads ask
+    # one another only at the end.
     best = tl.full((SLOTS, LANES), -1, _magnitude(beta).dtype)
     winner = tl.zeros((SLOTS, LANES), tl.int32)
     bad = tl.zeros((SLOTS, LANES), tl.int32)
@@ -239,7 +278,8 @@ def _pass_rows(tile, beta, scale, changed, instead, WIDE: tl.constexpr, CHANGED:
         row, begin, within, exists = _block(tile, first, WIDE, BLOCK)
         residue = _elements(tile.residue, begin, within, WIDE)
         m = tl.load(residue, mask=exists, other=0)
-        g, good = _usable(tl.load(_elements(tile.grad, begin, within, WIDE), mask=exists, other=0), scale)
+        g = tl.load(_elements(tile.grad, begin, within, WIDE), mask=exists, other=0)
+        g, good = _usable(g, scale)
         bad += tl.sum(tl.reshape(tl.where(good, 0, 1), (BLOCK // SLOTS, SLOTS, LANES)), axis=0)
         if CHANGED:
             m = tl.where(row[:, None] == changed[None, :], instead[None, :], m)
@@ -256,7 +296,8 @@ def _pass_rows(tile, beta, scale, changed, instead, WIDE: tl.constexpr, CHANGED:
     lane_winner = tl.zeros((LANES,), tl.int32)
     if CHOOSE != CHOOSE_NOTHING:
         largest = tl.max(best, axis=0)
-        lane_winner = tl.min(tl.where(best == largest[None, :], winner, LAST_ROW), axis=0)  # the first of equals
+        # The first of equals.
+        lane_winner = tl.min(tl.where(best == largest[None, :], winner, LAST_ROW), axis=0)
     return lane_winner, tl.sum(bad)
 
 
@@ -290,7 +331,11 @@ def _write(tile, chosen, value, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _block(tile, first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile's rows from `first` on: their numbers, the index where they begin, where in there the elements are, and which exist."""
+    """A tile's rows from `first` on.
+
+    Gives their numbers, the index where they begin, where in there the elements are, and which
+    exist.
+    """
     slot, column = tl.arange(0, BLOCK), tl.arange(0, LANES)
     row = first + slot
     begin = tile.start + first * tile.stride
@@ -308,8 +353,9 @@ def _elements(tensor, begin, within, WIDE: tl.constexpr):
     """Pointers to a block's elements."""
     block = tensor + begin
     if WIDE:
-        # No more than four elements at a time, also of two bytes: so the same thread holds a gradient and its residue. The hint is for
-        # this very sum, since the compiler forgets those on a function's arguments.
+        # No more than four elements at a time, also of two bytes: so the same thread holds a
+        # gradient and its residue. The hint is for this very sum, since the compiler forgets those
+        # on a function's arguments.
         block = tl.multiple_of(block, 16 if tensor.dtype.element_ty.primitive_bitwidth >= 32 else 8)
     return block + within
 
@@ -332,7 +378,8 @@ def _load_offsets(buffer, tile):
     if tile.offset_width == 1:
         row = tl.load(here + at, mask=_is_lane(tile), other=0).to(tl.int32)
     elif tile.offset_width == 2:
-        row = tl.load(here.to(tl.pointer_type(tl.int16)) + at, mask=_is_lane(tile), other=0).to(tl.int32)
+        row = tl.load(here.to(tl.pointer_type(tl.int16)) + at, mask=_is_lane(tile), other=0)
+        row = row.to(tl.int32)
     else:
         row = tl.load(here.to(tl.pointer_type(tl.int32)) + at, mask=_is_lane(tile), other=0)
     return row
@@ -351,7 +398,8 @@ def _store_offsets(buffer, tile, row):
 
 @triton.jit
 def _load_values(buffer, tile):
-    return tl.load(buffer + tile.values_at + tile.lane + tl.arange(0, LANES), mask=_is_lane(tile), other=0)
+    at = buffer + tile.values_at + tile.lane + tl.arange(0, LANES)
+    return tl.load(at, mask=_is_lane(tile), other=0)
 
 
 @triton.jit
@@ -367,7 +415,10 @@ def _unless_frozen(tile, beta):
 
 @triton.jit
 def _usable(g, scale):
-    """scale * g in scale's dtype, with zero for bad elements; and where it is good. By its bits, as lanes.c does."""
+    """scale * g in scale's dtype, with zero for bad elements; and where it is good.
+
+    What is good is told by its bits, as lanes.c does.
+    """
     if g.dtype == tl.int16:
         g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     g = scale * g.to(scale.dtype)
@@ -387,7 +438,8 @@ def _is_finite(x):
 def _magnitude(x):
     """The bits without the sign, which are ordered as |x|."""
     double: tl.constexpr = x.dtype == tl.float64
-    return x.to(tl.int64 if double else tl.int32, bitcast=True) & (0x7FFFFFFFFFFFFFFF if double else 0x7FFFFFFF)
+    bits: tl.constexpr = tl.int64 if double else tl.int32
+    return x.to(bits, bitcast=True) & (0x7FFFFFFFFFFFFFFF if double else 0x7FFFFFFF)
 
 
 @triton.jit
@@ -413,5 +465,5 @@ def _to_gradient(value, dtype: tl.constexpr):
 
 @triton.jit
 def _add(count, n):
-    """Integers alone are added so: their sum is the same in any order."""
+    """Only integers are added so: their sum is the same in any order."""
     tl.atomic_add(count, n.to(tl.int64), mask=n > 0, sem="relaxed")

@@ -1,4 +1,7 @@
-"""Tests that start launchers, scripts and installations, as a user does. Every command has a time limit and shows its output on failure."""
+"""Tests that start launchers, scripts and installations, as a user does.
+
+Every command has a time limit and shows its output on failure.
+"""
 
 import contextlib
 import os
@@ -14,7 +17,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import launch  # noqa: E402
 
-# The longest tests, and files of long tests: they start first, so that workers that share the tests end together.
+# The longest tests, and files of long tests: they start first, so that workers that share the tests
+# end together.
 LONGEST = (
     "test_three_minutes",
     "test_the_short_study",
@@ -40,20 +44,31 @@ def pytest_collection_modifyitems(items):
     """The longest first."""
 
     def place(item):
-        return next((number for number, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST))
+        return next(
+            (number for number, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)
+        )
 
     items.sort(key=place)
 
 
 @pytest.fixture
 def run(tmp_path):
-    """run(command, limit=..., fails=False, **environment) -> output of the command, which must succeed (or fail, with `fails`)."""
+    """run(command, limit=..., fails=False, **environment) -> output of the command, which must
+    succeed (or fail, with `fails`).
+    """
 
     def runner(command, limit=120, fails=False, cwd=tmp_path, **environment):
         process = subprocess.Popen(
-            [str(part) for part in command], cwd=cwd, env=launch.environment(**environment), stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
+            [str(part) for part in command],
+            cwd=cwd,
+            env=launch.environment(**environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         try:
             output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -72,7 +87,9 @@ def run(tmp_path):
 
 @pytest.fixture
 def launched(run):
-    """launched(launcher, ranks, program, ...) -> output of a Python program run on that many ranks of this machine."""
+    """launched(launcher, ranks, program, ...) -> output of a Python program run on that many ranks
+    of this machine.
+    """
 
     def runner(launcher, ranks, program, **options):
         return run(launch.command(launcher, ranks, [str(part) for part in program]), **options)

@@ -1,4 +1,8 @@
-"""What test_frameworks_agree.py feeds to the reference and to both frameworks: shapes, gradients and settings. Framework-free."""
+"""What test_frameworks_agree.py feeds to the reference and to both frameworks: shapes, gradients
+and settings.
+
+Framework-free.
+"""
 
 import hashlib
 import sys
@@ -25,8 +29,21 @@ ONE = [list(SHAPES)]
 SEVERAL = [["first", "scale"], ["odd", "conv", "embedding"], ["bias", "last"]]
 MODES = {  # (settings, buckets)
     "cyclic": ({"rate": 20, "beta": 0.3, "min_numel": 100}, ONE),
-    "staggered": ({"rate": 20, "min_numel": 100, "leader": "staggered", "dense": ["conv"]}, SEVERAL),
-    "lookahead": ({"rate": 300, "beta": 0.5, "min_numel": 100, "leader": "staggered", "lookahead": True, "warmup_steps": 3}, SEVERAL),
+    "staggered": (
+        {"rate": 20, "min_numel": 100, "leader": "staggered", "dense": ["conv"]},
+        SEVERAL,
+    ),
+    "lookahead": (
+        {
+            "rate": 300,
+            "beta": 0.5,
+            "min_numel": 100,
+            "leader": "staggered",
+            "lookahead": True,
+            "warmup_steps": 3,
+        },
+        SEVERAL,
+    ),
 }
 
 

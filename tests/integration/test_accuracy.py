@@ -1,4 +1,8 @@
-"""Does it learn? A short training with bounds that a broken residue or a wrong leader fails: the broken runs show that they do."""
+"""Does it learn?
+
+A short training with bounds that a broken residue or a wrong leader fails: the broken runs show
+that they do.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""`make bench` in its smallest form, over real hosts: bytes as the formula says, the order of the methods, a table, JSON and pictures."""
+"""`make bench` in its smallest form, over real hosts: bytes as the formula says, the order of the
+methods, a table, JSON and pictures.
+"""
 
 import json
 import os
@@ -8,7 +10,8 @@ import hosts
 import pytest
 from conftest import ROOT
 
-K, SMALL = 248_190, 35_000  # one in a hundred of each large tensor; elements of tensors that are sent whole
+# one in a hundred of each large tensor; elements of tensors that are sent whole
+K, SMALL = 248_190, 35_000
 
 
 @pytest.mark.timeout(300)
@@ -16,13 +19,18 @@ K, SMALL = 248_190, 35_000  # one in a hundred of each large tensor; elements of
 @pytest.mark.skipif(os.geteuid() != 0, reason="hosts are namespaces, which need root")
 def test_the_smallest_benchmark(run, tmp_path):
     hosts.install()
-    output = run([sys.executable, ROOT / "scripts" / "bench.py", "--quick", "--output", tmp_path], limit=250)
+    output = run(
+        [sys.executable, ROOT / "scripts" / "bench.py", "--quick", "--output", tmp_path], limit=250
+    )
     assert "ScaleCom look-ahead" in output
     assert (tmp_path / "steps.png").stat().st_size > 10_000
-    results = {r["method"]: r for r in json.loads((tmp_path / "results.json").read_text())["results"]}
+    results = {
+        r["method"]: r for r in json.loads((tmp_path / "results.json").read_text())["results"]
+    }
     # Two hosts: half of the offsets, and every value once. TCP's headers are 5 %.
     expected = K / 2 + 4 * (K + SMALL)
-    # What Horovod says while nothing is sent comes on top, and grows with the time that a busy machine takes.
+    # What Horovod says while nothing is sent comes on top, and grows with the time that a busy
+    # machine takes.
     assert 0.95 * expected < results["ScaleCom look-ahead"]["bytes"] < 1.5 * expected
     assert results["dense"]["bytes"] == pytest.approx(4 * 24_800_000, rel=0.15)
     # Far from what it reaches, so that no busy machine fails it.
@@ -30,10 +38,20 @@ def test_the_smallest_benchmark(run, tmp_path):
     assert {"wait for values", "scatter"} <= set(results["ScaleCom look-ahead"]["parts"])
 
     scaling = ["--results", tmp_path / "results.json", "--output", tmp_path / "scaling.png"]
-    assert "where the gain ends" in run([sys.executable, ROOT / "scripts" / "scaling_model.py", *scaling])
+    assert "where the gain ends" in run(
+        [sys.executable, ROOT / "scripts" / "scaling_model.py", *scaling]
+    )
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
 def test_without_results_the_model_says_what_to_do(run, tmp_path):
-    output = run([sys.executable, ROOT / "scripts" / "scaling_model.py", "--results", tmp_path / "none.json"], fails=True)
+    output = run(
+        [
+            sys.executable,
+            ROOT / "scripts" / "scaling_model.py",
+            "--results",
+            tmp_path / "none.json",
+        ],
+        fails=True,
+    )
     assert "run make bench first" in output

@@ -1,4 +1,6 @@
-"""What stats() says was sent is what Horovod's own timeline counts, and k is what the rate promises."""
+"""What stats() says was sent is what Horovod's own timeline counts, and k is what the rate
+promises.
+"""
 
 import json
 import math
@@ -13,8 +15,11 @@ STEPS = 6
 
 
 def bytes_in_timeline(path) -> dict[str, list[int]]:
-    """{collective's name: bytes of each of its runs} from a HOROVOD_TIMELINE, whose last line may be cut off. Before names of PyTorch's
-    collectives Horovod writes what they do."""
+    """{collective's name: bytes of each of its runs} from a HOROVOD_TIMELINE, whose last line may
+    be cut off.
+
+    Before names of PyTorch's collectives Horovod writes what they do.
+    """
     names, found = {}, {}
     for line in re.findall(r"\{(?:[^{}]|\{[^{}]*\})*\}", path.read_text()):
         event = json.loads(line)
@@ -33,18 +38,35 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
     [
         ("torch", "mpirun", {"rate": 100}),
         ("torch", "horovodrun --gloo", {"rate": 100}),
-        ("torch", "horovodrun", {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000}),
+        (
+            "torch",
+            "horovodrun",
+            {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000},
+        ),
         ("torch", "mpirun", {"rate": 50, "wire_dtype": "float16", "dense": ["auto:output"]}),
         ("torch", "mpirun", {"rate": 100, "warmup_steps": STEPS}),
-        ("tensorflow", "mpirun", {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000}),
-        ("tensorflow", "horovodrun --gloo", {"rate": 50, "wire_dtype": "float16", "dense": ["auto:output"]}),
+        (
+            "tensorflow",
+            "mpirun",
+            {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000},
+        ),
+        (
+            "tensorflow",
+            "horovodrun --gloo",
+            {"rate": 50, "wire_dtype": "float16", "dense": ["auto:output"]},
+        ),
         ("tensorflow", "mpirun", {"rate": 100, "warmup_steps": STEPS}),
     ],
     ids=str,
 )
 def test_stats_count_what_the_timeline_counts(launched, tmp_path, framework, launcher, settings):
     timeline = tmp_path / "timeline.json"
-    output = launched(launcher, 2, [WORKER, framework, json.dumps(settings), STEPS], HOROVOD_TIMELINE=str(timeline))
+    output = launched(
+        launcher,
+        2,
+        [WORKER, framework, json.dumps(settings), STEPS],
+        HOROVOD_TIMELINE=str(timeline),
+    )
     stats = json.loads(re.search(r"STATS (\{.*\})", output).group(1))
     counted = bytes_in_timeline(timeline)
     names = r"scalecom\.((offsets|values)\.\d+|whole\.\d+(\..+|_\d+of\d+)|agreement.*)"
@@ -52,7 +74,9 @@ def test_stats_count_what_the_timeline_counts(launched, tmp_path, framework, lau
 
     def runs(kind):
         found = [sizes for name, sizes in counted.items() if name.startswith(f"scalecom.{kind}.")]
-        assert all(len(set(sizes)) == 1 for sizes in found), "a changed shape would be negotiated anew at every step"
+        assert all(len(set(sizes)) == 1 for sizes in found), (
+            "a changed shape would be negotiated anew at every step"
+        )
         return [sizes[0] for sizes in found]
 
     warm_up = "warmup_steps" in settings

@@ -1,4 +1,6 @@
-"""Ranks that come late, and ranks that take a step more than the others: what happens is defined, and nothing is lost."""
+"""Ranks that come late, and ranks that take a step more than the others: what happens is defined,
+and nothing is lost.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,9 @@ def test_a_rank_comes_half_a_minute_late(launched):
 
 
 def test_horovod_says_what_it_waits_for(launched):
-    output = launched("mpirun", 2, [WORKER, "late", 7], limit=60, HOROVOD_STALL_CHECK_TIME_SECONDS="3")
+    output = launched(
+        "mpirun", 2, [WORKER, "late", 7], limit=60, HOROVOD_STALL_CHECK_TIME_SECONDS="3"
+    )
     assert "everything is as if it had not" in output
     assert "1: [broadcast.scalecom.1.offsets.0]" in output
 

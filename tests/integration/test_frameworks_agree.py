@@ -1,4 +1,6 @@
-"""PyTorch, TensorFlow and the reference do the same with the same gradients: selections and residues to the bit, averages to rounding."""
+"""PyTorch, TensorFlow and the reference do the same with the same gradients: selections and
+residues to the bit, averages to rounding.
+"""
 
 import json
 from pathlib import Path
@@ -15,10 +17,15 @@ WORKER = Path(__file__).with_name("worker_frameworks.py")
 
 def hold_to_reference(directory, framework, mode, ranks) -> None:
     settings, groups = MODES[mode]
-    reference = ScaleComReference(ranks, SHAPES, ScaleComConfig(**{"dense": (), "warmup_steps": 0} | settings), groups)
+    reference = ScaleComReference(
+        ranks, SHAPES, ScaleComConfig(**{"dense": (), "warmup_steps": 0} | settings), groups
+    )
     with np.load(directory / f"{framework}-{mode}.npz") as saved:
         averages = dict(saved)
-    digests = [json.loads((directory / f"{framework}-{mode}-{rank}.json").read_text()) for rank in range(ranks)]
+    digests = [
+        json.loads((directory / f"{framework}-{mode}-{rank}.json").read_text())
+        for rank in range(ranks)
+    ]
     for step in range(STEPS):
         expected = reference.step([gradients(SHAPES, rank, step) for rank in range(ranks)])
         for name, average in expected.items():
@@ -26,7 +33,11 @@ def hold_to_reference(directory, framework, mode, ranks) -> None:
             got = averages[name][step]
             np.testing.assert_allclose(got, average, rtol=1e-6, atol=1e-6, err_msg=told)
             if name in reference.selections:
-                assert set(np.flatnonzero(got)) == set(np.flatnonzero(average)) <= set(reference.selections[name]), told
+                assert (
+                    set(np.flatnonzero(got))
+                    == set(np.flatnonzero(average))
+                    <= set(reference.selections[name])
+                ), told
         for rank in range(ranks):
             residues = {name: digest(residue) for name, residue in reference.residues[rank].items()}
             for name, value in digests[rank][step].items():
@@ -43,9 +54,20 @@ def test_frameworks_agree(launched, tmp_path, launcher, ranks):
     for mode in MODES:
         for framework in ("torch", "tensorflow"):
             hold_to_reference(tmp_path, framework, mode, ranks)
-        with np.load(tmp_path / f"torch-{mode}.npz") as torch, np.load(tmp_path / f"tensorflow-{mode}.npz") as tensorflow:
+        with (
+            np.load(tmp_path / f"torch-{mode}.npz") as torch,
+            np.load(tmp_path / f"tensorflow-{mode}.npz") as tensorflow,
+        ):
             for name in SHAPES:
                 if ranks == 2:  # the sum of two does not depend on the order
-                    np.testing.assert_array_equal(torch[name], tensorflow[name], err_msg=f"{mode}: {name}")
+                    np.testing.assert_array_equal(
+                        torch[name], tensorflow[name], err_msg=f"{mode}: {name}"
+                    )
                 else:
-                    np.testing.assert_allclose(torch[name], tensorflow[name], rtol=1e-6, atol=1e-6, err_msg=f"{mode}: {name}")
+                    np.testing.assert_allclose(
+                        torch[name],
+                        tensorflow[name],
+                        rtol=1e-6,
+                        atol=1e-6,
+                        err_msg=f"{mode}: {name}",
+                    )

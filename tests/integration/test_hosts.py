@@ -1,4 +1,6 @@
-"""Hosts on one machine: Horovod jobs run across them at the rate asked for, and nothing of them is left, however they end."""
+"""Hosts on one machine: Horovod jobs run across them at the rate asked for, and nothing of them is
+left, however they end.
+"""
 
 import contextlib
 import json
@@ -24,7 +26,9 @@ pytestmark = [pytest.mark.timeout(180, func_only=True), pytest.mark.xdist_group(
 
 @pytest.fixture(scope="module")
 def machine():
-    """A machine that hosts can be made on: root, and the programs, which are installed here if they can be."""
+    """A machine that hosts can be made on: root, and the programs, which are installed here if they
+    can be.
+    """
     if os.geteuid() != 0:
         pytest.skip("hosts need root")
     if hosts.missing() and shutil.which("apt-get"):
@@ -40,7 +44,11 @@ def outside() -> dict[str, object]:
         "namespaces": subprocess.check_output(["ip", "netns", "list"], text=True),
         "interfaces": sorted(os.listdir("/sys/class/net")),
         "mounts": Path("/proc/self/mounts").read_text(),
-        "places": [name for name in ("/run/netns", "/run/sshd", "/root/.ssh", "/root/.horovod") if os.path.exists(name)],
+        "places": [
+            name
+            for name in ("/run/netns", "/run/sshd", "/root/.ssh", "/root/.horovod")
+            if os.path.exists(name)
+        ],
     }
 
 
@@ -55,7 +63,9 @@ def inside(space: str) -> set[str]:
 
 
 def space_of(cluster: Hosts) -> str:
-    return subprocess.check_output(cluster.enter("h1", ["readlink", "/proc/self/ns/pid"]), text=True).strip()
+    return subprocess.check_output(
+        cluster.enter("h1", ["readlink", "/proc/self/ns/pid"]), text=True
+    ).strip()
 
 
 @pytest.fixture
@@ -82,12 +92,20 @@ def test_all_reduce_across_hosts(tidy, tmp_path, monkeypatch, launcher, n):
         tidy(space_of(cluster))
         before = cluster.bytes_sent()
         program = [WORKER, "all-reduce", str(numel), str(times)]
-        job = cluster.run(launcher, program, timeout=50, environment={"SCALECOM_TEST": odd}, stdout=subprocess.PIPE)
+        job = cluster.run(
+            launcher,
+            program,
+            timeout=50,
+            environment={"SCALECOM_TEST": odd},
+            stdout=subprocess.PIPE,
+        )
         assert job.returncode == 0, job.stdout
         grown = {name: sent - before[name] for name, sent in cluster.bytes_sent().items()}
     ranks = sorted(results(job.stdout, "RESULT"), key=lambda rank: rank["rank"])
     assert [rank["rank"] for rank in ranks] == list(range(n)), job.stdout
-    assert sorted(rank["host"] for rank in ranks) == [f"h{i + 1}" for i in range(n)] == cluster.names
+    assert (
+        sorted(rank["host"] for rank in ranks) == [f"h{i + 1}" for i in range(n)] == cluster.names
+    )
     share = 2 * (n - 1) / n * 4 * numel
     for rank in ranks:
         assert rank["size"] == n
@@ -96,7 +114,8 @@ def test_all_reduce_across_hosts(tidy, tmp_path, monkeypatch, launcher, n):
         assert rank["directory"] == str(tmp_path)
         assert rank["sent"] == pytest.approx(share, rel=0.15)
         assert rank["seconds"] >= share * 8 / (mbit * 1e6)
-        # One all-reduce more than those that were counted; and the launchers have something to say too.
+        # One all-reduce more than those that were counted; and the launchers have something to say
+        # too.
         assert grown[rank["host"]] == pytest.approx(share * (times + 1), rel=0.15)
 
 
@@ -108,7 +127,12 @@ def test_the_rate_can_be_changed(tidy):
             """How long 1 MB takes from h1 to h2, over ssh."""
             cluster.shape(mbit)
             begun = time.perf_counter()
-            subprocess.run(cluster.enter("h1", ["sh", "-c", "head -c 1000000 /dev/zero | ssh h2 cat '>' /dev/null"]), check=True)
+            subprocess.run(
+                cluster.enter(
+                    "h1", ["sh", "-c", "head -c 1000000 /dev/zero | ssh h2 cat '>' /dev/null"]
+                ),
+                check=True,
+            )
             return time.perf_counter() - begun
 
         slow = seconds(2)
@@ -135,18 +159,38 @@ def test_a_job_that_fails_or_hangs_is_ended_on_all_hosts(tidy, tmp_path, launche
 
 def test_the_command_line_gives_the_exit_code(tidy, run):
     command = [sys.executable, SCRIPT, "--hosts", 2, "--launcher", "mpirun", "--", WORKER]
-    assert {rank["host"] for rank in results(run([*command, "succeed"], limit=50), "RESULT")} == {"h1", "h2"}
+    assert {rank["host"] for rank in results(run([*command, "succeed"], limit=50), "RESULT")} == {
+        "h1",
+        "h2",
+    }
     (waited,) = results(run([*command, "fail"], limit=50, fails=True), "WAITING")
     tidy(waited["space"])
 
 
 @pytest.mark.parametrize(
     ("number", "launcher"),
-    [(signal.SIGINT, "horovodrun --gloo"), (signal.SIGINT, "mpirun"), (signal.SIGTERM, "mpirun"), (signal.SIGKILL, "mpirun")],
+    [
+        (signal.SIGINT, "horovodrun --gloo"),
+        (signal.SIGINT, "mpirun"),
+        (signal.SIGTERM, "mpirun"),
+        (signal.SIGKILL, "mpirun"),
+    ],
 )
 def test_nothing_is_left_when_the_script_is_ended(tidy, number, launcher):
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, "--hosts", "3", "--mbit", "1000", "--launcher", launcher, "--", WORKER, "hang"],
+        [
+            sys.executable,
+            SCRIPT,
+            "--hosts",
+            "3",
+            "--mbit",
+            "1000",
+            "--launcher",
+            launcher,
+            "--",
+            WORKER,
+            "hang",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -201,14 +245,18 @@ def test_other_wrong_arguments_are_refused(tidy, run):
         for mbit in (0, -1):
             with pytest.raises(ValueError, match=f"positive number of Mbit/s.*not {mbit}"):
                 cluster.shape(mbit)
-    assert "2 to 8 hosts" in run([sys.executable, SCRIPT, "--hosts", 9, "--", WORKER], limit=50, fails=True)
+    assert "2 to 8 hosts" in run(
+        [sys.executable, SCRIPT, "--hosts", 9, "--", WORKER], limit=50, fails=True
+    )
     assert "either --shell or a program" in run([sys.executable, SCRIPT], limit=50, fails=True)
 
 
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(hosts, "PROGRAMS", {"no-such-program": "no-such-package"})
-    with pytest.raises(FileNotFoundError, match="no-such-program: apt-get install no-such-package, or .*--install"):
+    with pytest.raises(
+        FileNotFoundError, match="no-such-program: apt-get install no-such-package, or .*--install"
+    ):
         Hosts(2)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(PermissionError, match="root"):

@@ -1,4 +1,6 @@
-"""scripts/train_keras.py as a user runs it: both loops, both launchers, resuming, wrong input; and whether it learns."""
+"""scripts/train_keras.py as a user runs it: both loops, both launchers, resuming, wrong input; and
+whether it learns.
+"""
 
 import json
 import re
@@ -11,15 +13,32 @@ from conftest import ROOT
 
 SCRIPT = ROOT / "scripts" / "train_keras.py"
 WORKER = Path(__file__).with_name("worker_keras.py")
-# Points of acc9 that may be lost against dense, at 8 sends per coordinate (400 steps at rate 50) and a small learning rate.
+# Points of acc9 that may be lost against dense, at 8 sends per coordinate (400 steps at rate 50)
+# and a small learning rate.
 BOUND = 9
 
 
 def test_stopped_and_resumed_is_as_never_stopped_under_either_launcher(launched, tmp_path):
-    options = ["--batch-size", "8", "--rate", "20", "--lookahead", "--leader", "staggered", "--steps", "20", "--checkpoint-every", "8"]
+    options = [
+        "--batch-size",
+        "8",
+        "--rate",
+        "20",
+        "--lookahead",
+        "--leader",
+        "staggered",
+        "--steps",
+        "20",
+        "--checkpoint-every",
+        "8",
+    ]
     program = [SCRIPT, "--no-progress", "--evaluate-every", "20", *options]
     launched("mpirun", 2, [*program, "--checkpoint-dir", tmp_path / "straight"])
-    launched("horovodrun --gloo", 2, [*program, "--checkpoint-dir", tmp_path / "stopped", "--stop-at", "9"])
+    launched(
+        "horovodrun --gloo",
+        2,
+        [*program, "--checkpoint-dir", tmp_path / "stopped", "--stop-at", "9"],
+    )
     assert json.loads((tmp_path / "stopped" / "latest.json").read_text()) == {"step": 9, "ranks": 2}
     launched("mpirun", 2, [*program, "--checkpoint-dir", tmp_path / "stopped", "--resume"])
     assert_same_checkpoints(tmp_path, 20)
@@ -27,7 +46,9 @@ def test_stopped_and_resumed_is_as_never_stopped_under_either_launcher(launched,
 
 def assert_same_checkpoints(folder: Path, step: int) -> None:
     for name in ("", ".residues-0", ".residues-1"):
-        once, twice = (tensors(folder / run / f"step-{step:06d}{name}") for run in ("straight", "stopped"))
+        once, twice = (
+            tensors(folder / run / f"step-{step:06d}{name}") for run in ("straight", "stopped")
+        )
         assert once.keys() == twice.keys()
         assert all(np.array_equal(once[key], twice[key]) for key in once), name
     assert any("residues" in key and np.any(value) for key, value in once.items())
@@ -36,12 +57,18 @@ def assert_same_checkpoints(folder: Path, step: int) -> None:
 def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     reader = tf.train.load_checkpoint(str(checkpoint))
     # The graph of objects is no number, and may list them in any order.
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name != "_CHECKPOINTABLE_OBJECT_GRAPH"}
+    return {
+        name: reader.get_tensor(name)
+        for name in reader.get_variable_to_shape_map()
+        if name != "_CHECKPOINTABLE_OBJECT_GRAPH"
+    }
 
 
 def test_both_loops_learn_resume_and_refuse_and_the_bound_catches_lost_residues(launched, tmp_path):
     output = launched("mpirun", 2, [WORKER, tmp_path], limit=280)
-    reached, refused = (json.loads(re.search(f"{title} (.*)", output).group(1)) for title in ("REACHED", "REFUSED"))
+    reached, refused = (
+        json.loads(re.search(f"{title} (.*)", output).group(1)) for title in ("REACHED", "REFUSED")
+    )
 
     dense, _ = reached.pop("dense")
     assert dense > 88, reached
@@ -72,6 +99,18 @@ def test_wrong_input_ends_all_ranks_with_a_message(launched):
 
 
 def test_one_process_without_a_launcher(run):
-    output = run([sys.executable, SCRIPT, "--no-progress", "--steps", "3", "--norm", "group", "--loop", "custom"])
+    output = run(
+        [
+            sys.executable,
+            SCRIPT,
+            "--no-progress",
+            "--steps",
+            "3",
+            "--norm",
+            "group",
+            "--loop",
+            "custom",
+        ]
+    )
     assert '"step": 3' in output
     assert '"bytes_per_step": 0' in output

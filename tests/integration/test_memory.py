@@ -1,4 +1,6 @@
-"""Beyond what stock Horovod needs there is the residue, and buffers of k elements; nothing else as large as the model."""
+"""Beyond what stock Horovod needs there is the residue, and buffers of k elements; nothing else as
+large as the model.
+"""
 
 import json
 import re
@@ -13,12 +15,21 @@ MODEL_BYTES = 32_000_000 * 4
 @pytest.mark.timeout(300)
 def test_peak_memory_is_that_of_stock_horovod_and_the_residue(launched):
     def peak(settings):
-        # Without fusion, whose buffer is as large as what is fused; and with freed blocks given back, or peaks are a matter of luck.
-        output = launched("mpirun", 2, [WORKER, settings], HOROVOD_FUSION_THRESHOLD="0", MALLOC_MMAP_THRESHOLD_="1000000")
+        # Without fusion, whose buffer is as large as what is fused; and with freed blocks given
+        # back, or peaks are a matter of luck.
+        output = launched(
+            "mpirun",
+            2,
+            [WORKER, settings],
+            HOROVOD_FUSION_THRESHOLD="0",
+            MALLOC_MMAP_THRESHOLD_="1000000",
+        )
         return int(re.search(r"PEAK (\d+)", output).group(1))
 
     dense = peak("dense")
     assert dense > 1.9 * MODEL_BYTES, "parameters and gradients"
     for settings in ({}, {"lookahead": True, "leader": "staggered"}, {"warmup_steps": 2}):
         beyond = peak(json.dumps(settings)) - dense
-        assert 0.9 * MODEL_BYTES < beyond < 1.1 * MODEL_BYTES, f"{settings}: {beyond / MODEL_BYTES:.2f} times the model"
+        assert 0.9 * MODEL_BYTES < beyond < 1.1 * MODEL_BYTES, (
+            f"{settings}: {beyond / MODEL_BYTES:.2f} times the model"
+        )

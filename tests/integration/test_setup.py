@@ -19,7 +19,10 @@ def bare(tmp_path):
 
 def set_up(tmp_path, change):
     """The command that runs the set-up in an interpreter changed so."""
-    code = f"import os, runpy, sys; sys.argv = ['setup', '--venv', {str(tmp_path / 'venv')!r}]; {change}; "
+    code = (
+        f"import os, runpy, sys; sys.argv = ['setup', '--venv', {str(tmp_path / 'venv')!r}]; "
+        f"{change}; "
+    )
     return [sys.executable, "-c", code + f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"]
 
 
@@ -40,7 +43,9 @@ def test_another_python(run, tmp_path):
 
 
 def test_a_python_that_is_not_there(run):
-    assert "python3.99 is not on the PATH" in run(["make", "setup", "PYTHON=python3.99"], fails=True, cwd=ROOT)
+    assert "python3.99 is not on the PATH" in run(
+        ["make", "setup", "PYTHON=python3.99"], fails=True, cwd=ROOT
+    )
 
 
 def test_a_second_set_up_does_nothing(run):

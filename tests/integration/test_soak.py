@@ -1,4 +1,6 @@
-"""Three minutes of `make soak`: workers are killed, stopped, added and sent home at random; and what it says to wrong arguments."""
+"""Three minutes of `make soak`: workers are killed, stopped, added and sent home at random; and
+what it says to wrong arguments.
+"""
 
 import random
 import re
@@ -16,16 +18,21 @@ SOAK = [sys.executable, ROOT / "scripts" / "soak.py"]
 
 @pytest.mark.timeout(1000)
 def test_three_minutes(run):
-    # A job lasts until the last fault in it is over, which may take a minute where a worker was killed.
+    # A job lasts until the last fault in it is over, which may take a minute where a worker was
+    # killed.
     output = run([*SOAK, "--minutes", "3", "--ranks", "4"], limit=900)
-    steps, tried, survived = map(int, re.search(r"(\d+) steps, (\d+) faults, (\d+) survived", output).groups())
+    steps, tried, survived = map(
+        int, re.search(r"(\d+) steps, (\d+) faults, (\d+) survived", output).groups()
+    )
     assert steps > 50, output
     assert tried == survived > 10, output  # from outside, one in each job at least
     assert "0 complaints" in output
 
 
 class JobThatStartsAgainLate:
-    """Its workers go on as before for a while when a host was taken away: Horovod has yet to tell them."""
+    """Its workers go on as before for a while when a host was taken away: Horovod has yet to tell
+    them.
+    """
 
     running, removed, looks = True, None, 0
 
@@ -39,7 +46,13 @@ class JobThatStartsAgainLate:
         self.looks += self.removed is not None
         generations = ["old", "new"] if self.looks > 3 else ["old"]
         begun = [{"event": "begin", "generation": generation} for generation in generations]
-        return {pid: [*begun, {"event": "commit", "time": time.time() + 1, "generation": generations[-1]}] for pid in self.workers()}
+        return {
+            pid: [
+                *begun,
+                {"event": "commit", "time": time.time() + 1, "generation": generations[-1]},
+            ]
+            for pid in self.workers()
+        }
 
 
 def test_the_next_fault_waits_until_horovod_has_started_again(monkeypatch):
@@ -53,7 +66,10 @@ def test_the_next_fault_waits_until_horovod_has_started_again(monkeypatch):
 
 
 def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
-    """Its log says where every worker was. Here the leader dies between its choice and the averages, also in Horovod's own optimizer."""
+    """Its log says where every worker was.
+
+    Here the leader dies between its choice and the averages, also in Horovod's own optimizer.
+    """
     monkeypatch.setattr(soak.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(soak.Trouble, "make", leader_dies)
     plan = soak.Plan(optimizer="stock", settings=soak.COMPRESSED, random_faults=False)
@@ -63,7 +79,9 @@ def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
     folder = Path(where.rpartition(" ")[2])
     assert folder.parent == tmp_path
     assert len(list(folder.glob("*.jsonl"))) == 2
-    assert "Current thread" in (folder / "log").read_text(), "workers should have said where they are"
+    assert "Current thread" in (folder / "log").read_text(), (
+        "workers should have said where they are"
+    )
 
 
 def leader_dies(trouble, limit):

@@ -1,4 +1,6 @@
-"""The study as its reader runs it: the short form answers every question, and a model of one's own goes through the same runs."""
+"""The study as its reader runs it: the short form answers every question, and a model of one's own
+goes through the same runs.
+"""
 
 import json
 import sys
@@ -49,7 +51,10 @@ def test_the_short_study_answers_every_question(run, tmp_path):
     import study_answers
     import study_local
 
-    asked = study_answers.QUESTIONS + [one for one in study_local.QUESTIONS if one[1] is not study_local.levels_and_rate]  # not in short
+    # not in short
+    asked = study_answers.QUESTIONS + [
+        one for one in study_local.QUESTIONS if one[1] is not study_local.levels_and_rate
+    ]
     for question, _, picture in asked:
         assert f"**{question}**" in page
         assert (tmp_path / f"{picture}.png").stat().st_size > 10_000
@@ -57,13 +62,16 @@ def test_the_short_study_answers_every_question(run, tmp_path):
     score = {
         (result["run"]["method"], result["run"]["control"]): result["score"]
         for result in results
-        if result["run"]["task"] == "resnet" and result["run"]["steps"] == 150 and not result["looks"]
+        if result["run"]["task"] == "resnet"
+        and result["run"]["steps"] == 150
+        and not result["looks"]
     }
     # Few steps, but enough to tell training from none.
     assert score["ScaleCom", "compressed tensors frozen"] < score["ScaleCom", None] - 5
     assert score["dense", None] > 90
 
-    # A run that was cut short, here one file less, goes on where it was; what is there is not made again.
+    # A run that was cut short, here one file less, goes on where it was; what is there is not made
+    # again.
     files = sorted((tmp_path / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     lost = next(path for path in files if path.name.startswith("resnet-dense"))
     kept = next(path for path in files if path != lost)
@@ -79,13 +87,20 @@ def test_the_short_study_answers_every_question(run, tmp_path):
 def test_a_model_of_ones_own(run, tmp_path):
     task = tmp_path / "lines.py"
     task.write_text(OWN)
-    page = run([sys.executable, STUDY, "--task", task, "--quick", "--output", tmp_path / "study"], limit=900)
+    page = run(
+        [sys.executable, STUDY, "--task", task, "--quick", "--output", tmp_path / "study"],
+        limit=900,
+    )
     assert "lines" in page
     assert "random-k 100x" in page
     assert (tmp_path / "study" / "accuracy.png").exists()
 
 
 def test_wrong_input_is_refused(run, tmp_path):
-    assert "neither one of resnet" in run([sys.executable, STUDY, "--task", "nonsense", "--output", tmp_path], fails=True)
+    assert "neither one of resnet" in run(
+        [sys.executable, STUDY, "--task", "nonsense", "--output", tmp_path], fails=True
+    )
     (tmp_path / "empty.py").write_text("")
-    assert "must define TASK" in run([sys.executable, STUDY, "--task", tmp_path / "empty.py", "--output", tmp_path], fails=True)
+    assert "must define TASK" in run(
+        [sys.executable, STUDY, "--task", tmp_path / "empty.py", "--output", tmp_path], fails=True
+    )

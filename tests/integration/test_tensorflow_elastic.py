@@ -1,4 +1,6 @@
-"""Elastic training with TensorFlow: a worker is killed, another one comes, training goes on, and every rank keeps its own residues."""
+"""Elastic training with TensorFlow: a worker is killed, another one comes, training goes on, and
+every rank keeps its own residues.
+"""
 
 import json
 import os
@@ -10,14 +12,17 @@ import launch
 import pytest
 
 WORKER = Path(__file__).with_name("worker_tensorflow_elastic.py")
-COMMITTED, GROWN_AT, LAST = 10, 20, 40  # the last commit before the kill, and what the worker calls so
+# the last commit before the kill, and what the worker calls so
+COMMITTED, GROWN_AT, LAST = 10, 20, 40
 
 pytestmark = pytest.mark.timeout(150, func_only=True)
 
 
 @pytest.fixture
 def diaries(run, tmp_path):
-    """diaries(kind, settings) -> what each worker wrote down, [[event, ...], ...], of a job that lost a worker and got another one."""
+    """diaries(kind, settings) -> what each worker wrote down, [[event, ...], ...], of a job that
+    lost a worker and got another one.
+    """
 
     def runner(kind, settings):
         # A failed worker's host is given up, so that the one that will fail has a host of its own.
@@ -25,11 +30,29 @@ def diaries(run, tmp_path):
         (tmp_path / "discover.sh").write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
         (tmp_path / "discover.sh").chmod(0o755)
         command = [
-            launch.find("horovodrun"), "--gloo", "-np", 3, "--min-np", 2, "--max-np", 3, "--gloo-timeout-seconds", 10,
-            "--host-discovery-script", tmp_path / "discover.sh", sys.executable, WORKER, kind, json.dumps(settings), tmp_path,
-        ]  # fmt: skip
+            launch.find("horovodrun"),
+            "--gloo",
+            "-np",
+            3,
+            "--min-np",
+            2,
+            "--max-np",
+            3,
+            "--gloo-timeout-seconds",
+            10,
+            "--host-discovery-script",
+            tmp_path / "discover.sh",
+            sys.executable,
+            WORKER,
+            kind,
+            json.dumps(settings),
+            tmp_path,
+        ]
         output = run(command, limit=120)
-        found = [[json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("*.jsonl")]
+        found = [
+            [json.loads(line) for line in path.read_text().splitlines()]
+            for path in tmp_path.glob("*.jsonl")
+        ]
         assert len(found) == 4, output
         return found
 
@@ -53,20 +76,34 @@ def mean_loss(diary, first, last):
     ("kind", "settings"),
     [
         ("tape", {"rate": 20}),
-        ("tape", {"rate": 20, "lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}),
+        (
+            "tape",
+            {
+                "rate": 20,
+                "lookahead": True,
+                "leader": "staggered",
+                "bucket_bytes": 10_000,
+                "beta": 0.5,
+            },
+        ),
         ("fit", {"rate": 20}),
-        # As in Horovod's example, with a step that survivors make when Horovod has been started again.
+        # As in Horovod's example, with a step that survivors make when Horovod has been started
+        # again.
         ("example", {"rate": 20, "lookahead": True, "wire_dtype": "float16"}),
     ],
     ids=str,
 )
 def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
     told = diaries(kind, settings)
-    survivors = [diary for diary in told if [entry["size"] for entry in of(diary, "begin")] == [3, 2, 3]]
+    survivors = [
+        diary for diary in told if [entry["size"] for entry in of(diary, "begin")] == [3, 2, 3]
+    ]
     (victim,) = [diary for diary in told if not of(diary, "end")]
     (newcomer,) = [diary for diary in told if diary not in survivors and diary is not victim]
     assert len(survivors) == 2
-    assert of(victim, "step")[-1]["batch"] > COMMITTED, "the victim should have died between two commits"
+    assert of(victim, "step")[-1]["batch"] > COMMITTED, (
+        "the victim should have died between two commits"
+    )
 
     # Where the survivors went on: at the last commit, each with its own residues.
     extra = 1 if kind == "example" else 0
@@ -77,15 +114,25 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
         if not extra:
             for begin in (after_loss, after_gain):
                 # Commits of the ranks that there were before: 3 before the loss, 2 before the gain.
-                commits = [c for c in of(diary, "commit") if c["batch"] == begin["batch"] and c["size"] == 5 - begin["size"]]
+                commits = [
+                    c
+                    for c in of(diary, "commit")
+                    if c["batch"] == begin["batch"] and c["size"] == 5 - begin["size"]
+                ]
                 assert {commit["residues"] for commit in commits} == {begin["residues"]}
         for broken in of(diary, "broken"):
-            assert broken["residues"] == broken["before"], "a step that died in the middle changed residues"
+            assert broken["residues"] == broken["before"], (
+                "a step that died in the middle changed residues"
+            )
     if kind == "tape":
         assert all(of(diary, "broken") for diary in survivors)
-        assert {entry["count"] for diary in survivors for entry in of(diary, "traces")} == {1}, "a function was traced again"
+        assert {entry["count"] for diary in survivors for entry in of(diary, "traces")} == {1}, (
+            "a function was traced again"
+        )
     for begins in zip(*(of(diary, "begin")[1:] for diary in survivors), strict=True):
-        assert len({begin["residues"] for begin in begins}) == 2, "residues of one rank came to another"
+        assert len({begin["residues"] for begin in begins}) == 2, (
+            "residues of one rank came to another"
+        )
 
     # Where the newcomer started.
     (begin,) = of(newcomer, "begin")
@@ -93,14 +140,21 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
     assert of(newcomer, "step")[0]["step"] == GROWN_AT + 1 + 3 * extra
     for first in of(newcomer, "first"):
         assert first["off"] == 0, "the newcomer's residues did not start at zero"
-        assert (first["kept"] == 0) == settings.get("lookahead", False), "look-ahead has no choices in common, and sends a step whole"
+        assert (first["kept"] == 0) == settings.get("lookahead", False), (
+            "look-ahead has no choices in common, and sends a step whole"
+        )
 
     # All of them, to the end.
     trained = [*survivors, newcomer]
     assert len({of(diary, "end")[0]["weights"] for diary in trained}) == 1
     assert len({of(diary, "end")[0]["residues"] for diary in trained}) == 3
     for batch in (15, 25, 30, 35, LAST):
-        weights = {entry["weights"] for diary in trained for entry in of(diary, "commit") if entry["batch"] == batch}
+        weights = {
+            entry["weights"]
+            for diary in trained
+            for entry in of(diary, "commit")
+            if entry["batch"] == batch
+        }
         assert len(weights) == 1, f"weights differ at batch {batch}"
     for diary in survivors:
         assert mean_loss(diary, 0, 5) > mean_loss(diary, 15, 20) > mean_loss(diary, 35, LAST)

@@ -1,9 +1,14 @@
-"""Elastic training with PyTorch: workers are killed in the worst places, another one comes, and every rank keeps its own residues.
+"""Elastic training with PyTorch: workers are killed in the worst places, another one comes, and
+every rank keeps its own residues.
 
-The workers are those of scripts/soak_worker.py, which check after every step that nothing was lost; here their course is known beforehand.
-Other ways of using ScaleCom come in test_soak.py.
+The workers are those of scripts/soak_worker.py, which check after every step that nothing was lost;
+here their course is known beforehand. Other ways of using ScaleCom come in test_soak.py.
 """
 
+import os
+from pathlib import Path
+
+import momentum
 import pytest
 import soak
 
@@ -14,16 +19,19 @@ pytestmark = pytest.mark.timeout(300, func_only=True)
 
 @pytest.fixture
 def diaries(tmp_path):
-    """diaries(ranks, plan) -> what each worker of a job wrote down, without complaints, when the job has ended by itself."""
+    """diaries(ranks, plan) -> what each worker of a job wrote down, without complaints, when the
+    job has ended by itself.
+    """
     jobs = []
 
     def runner(ranks, **plan):
-        job = soak.Job(tmp_path, soak.Plan(commit_every=COMMIT_EVERY, last=LAST, **plan), ranks)
+        plan = soak.Plan(**({"commit_every": COMMIT_EVERY, "last": LAST} | plan))
+        job = soak.Job(tmp_path, plan, ranks)
         jobs.append(job)
         assert job.wait(250) == 0, job.output()
         findings = soak.judge(job.diaries(), tmp_path)
         assert not findings.complaints, findings.complaints
-        assert findings.compared >= LAST // COMMIT_EVERY - 1
+        assert findings.compared >= plan.last // COMMIT_EVERY - 1
         return list(job.diaries().values())
 
     yield runner
@@ -36,7 +44,11 @@ def test_workers_are_killed_and_another_one_comes(diaries):
     deaths = {"127.0.00.1": (KILLED_AT, "backward"), "127.0.000.1": (LEADER_KILLED_AT, "exchange")}
     told = diaries(4, settings={"rate": 20}, random_faults=False, deaths=deaths, grow_at=GROWN_AT)
 
-    survivors = [diary for diary in told if [entry["size"] for entry in soak.of(diary, "begin")] == [4, 3, 2, 3]]
+    survivors = [
+        diary
+        for diary in told
+        if [entry["size"] for entry in soak.of(diary, "begin")] == [4, 3, 2, 3]
+    ]
     (newcomer,) = [diary for diary in told if soak.of(diary, "begin")[0]["batch"] == GROWN_AT]
     assert len(told) == 5
     assert len(survivors) == 2
@@ -44,18 +56,55 @@ def test_workers_are_killed_and_another_one_comes(diaries):
     for diary in survivors:
         batches = [entry["batch"] for entry in soak.of(diary, "begin")]
         assert batches[1] in range(KILLED_AT - KILLED_AT % COMMIT_EVERY, KILLED_AT)
-        # When the victim leads is its own affair, but not whether it was killed between two commits.
-        assert LEADER_KILLED_AT - LEADER_KILLED_AT % COMMIT_EVERY <= batches[2] <= LEADER_KILLED_AT + 5
+        # When the victim leads is its own affair, but not whether it was killed between two
+        # commits.
+        assert (
+            LEADER_KILLED_AT - LEADER_KILLED_AT % COMMIT_EVERY <= batches[2] <= LEADER_KILLED_AT + 5
+        )
         assert batches[3] == GROWN_AT
     for begins in zip(*(soak.of(diary, "begin")[1:] for diary in survivors), strict=True):
-        assert len({begin["residues"] for begin in begins}) == 2, "residues of one rank came to another"
+        assert len({begin["residues"] for begin in begins}) == 2, (
+            "residues of one rank came to another"
+        )
     assert soak.of(newcomer, "begin")[0]["norm"] == 0
 
 
+def test_a_methods_state_is_that_of_the_last_commit(diaries, monkeypatch):
+    """A worker dies in the middle of a step; the others compare residues and momenta with those
+    that they committed.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(Path(momentum.__file__).parent), prepend=os.pathsep)
+    deaths = {"127.0.00.1": (KILLED_AT, "exchange")}
+    told = diaries(
+        3,
+        method="momentum:Momentum",
+        settings={"rate": 20},
+        random_faults=False,
+        deaths=deaths,
+        last=25,
+    )
+    survivors = [diary for diary in told if soak.of(diary, "end")]
+    assert [[entry["size"] for entry in soak.of(diary, "begin")] for diary in survivors] == [
+        [3, 2]
+    ] * 2
+    for diary in survivors:
+        assert soak.of(diary, "begin")[1]["batch"] == KILLED_AT - KILLED_AT % COMMIT_EVERY
+
+
 def test_local_steps_while_a_worker_is_killed_and_another_comes(diaries):
-    """Rounds of three steps, commits in the middle of them: survivors go on with their own parameters, a newcomer with the common ones."""
+    """Rounds of three steps, commits in the middle of them: survivors go on with their own
+    parameters, a newcomer with the common ones.
+    """
     deaths = {"127.0.00.1": (KILLED_AT, "backward"), "127.0.000.1": (LEADER_KILLED_AT, "exchange")}
-    told = diaries(4, optimizer="local steps", settings={"rate": 20}, local_steps=3, random_faults=False, deaths=deaths, grow_at=GROWN_AT)
+    told = diaries(
+        4,
+        optimizer="local steps",
+        settings={"rate": 20},
+        local_steps=3,
+        random_faults=False,
+        deaths=deaths,
+        grow_at=GROWN_AT,
+    )
     assert len(told) == 5
     assert sum(bool(soak.of(diary, "end")) for diary in told) == 3
     last = {diary[-2]["step"] if diary[-1]["event"] == "end" else None for diary in told} - {None}

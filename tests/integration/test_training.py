@@ -27,15 +27,38 @@ SHORT = ["--batch-size", "8", "--no-progress", "--evaluate-every", "20"]
     ],
 )
 def test_stopped_and_resumed_is_as_never_stopped(launched, tmp_path, launcher, script, options):
-    options = [SCRIPTS / script, *SHORT, "--rate", "20", *options, "--steps", "20", "--checkpoint-every", "8"]
+    options = [
+        SCRIPTS / script,
+        *SHORT,
+        "--rate",
+        "20",
+        *options,
+        "--steps",
+        "20",
+        "--checkpoint-every",
+        "8",
+    ]
     launched(launcher, 2, [*options, "--checkpoint-dir", tmp_path / "straight"], limit=200)
-    launched(launcher, 2, [*options, "--checkpoint-dir", tmp_path / "stopped", "--stop-at", "9"], limit=200)
-    launched(launcher, 2, [*options, "--checkpoint-dir", tmp_path / "stopped", "--resume"], limit=200)
-    files = sorted(path.relative_to(tmp_path / "straight") for path in (tmp_path / "straight").rglob("*.pt"))
+    launched(
+        launcher,
+        2,
+        [*options, "--checkpoint-dir", tmp_path / "stopped", "--stop-at", "9"],
+        limit=200,
+    )
+    launched(
+        launcher, 2, [*options, "--checkpoint-dir", tmp_path / "stopped", "--resume"], limit=200
+    )
+    files = sorted(
+        path.relative_to(tmp_path / "straight") for path in (tmp_path / "straight").rglob("*.pt")
+    )
     assert len(files) >= 3  # the model's, and each rank's residues
     compared = 0
     for name in files:
-        pair = [torch.load(tmp_path / run / name, weights_only=True) for run in ("straight", "stopped") if (tmp_path / run / name).exists()]
+        pair = [
+            torch.load(tmp_path / run / name, weights_only=True)
+            for run in ("straight", "stopped")
+            if (tmp_path / run / name).exists()
+        ]
         if len(pair) == 2:
             assert same(*pair), name
             compared += 1
@@ -45,20 +68,37 @@ def test_stopped_and_resumed_is_as_never_stopped(launched, tmp_path, launcher, s
 def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_path):
     """A checkpoint after every step, so that kills fall in the midst of writing one."""
     folder, ranks, steps = tmp_path / "killed", 2, 60
-    program = [SCRIPTS / "train_image.py", *SHORT, "--rate", "20", "--lookahead", "--steps", str(steps)]
+    program = [
+        SCRIPTS / "train_image.py",
+        *SHORT,
+        "--rate",
+        "20",
+        "--lookahead",
+        "--steps",
+        str(steps),
+    ]
     program += ["--checkpoint-dir", folder, "--checkpoint-every", "1", "--resume"]
     moments = random.Random(time.time_ns())
     reached = 0
     for _ in range(3):
         killed_after = moments.uniform(0, 0.1)
-        kill_after_step(reached + 4, killed_after, folder, launch.command("mpirun", ranks, [str(part) for part in program]))
+        kill_after_step(
+            reached + 4,
+            killed_after,
+            folder,
+            launch.command("mpirun", ranks, [str(part) for part in program]),
+        )
         reached, whole = newest(folder)
-        assert whole.keys() == {"", *(f".residues-{rank}" for rank in range(ranks))}, f"killed {killed_after} s after a step"
+        assert whole.keys() == {"", *(f".residues-{rank}" for rank in range(ranks))}, (
+            f"killed {killed_after} s after a step"
+        )
         assert [whole[f".residues-{rank}"]["step"] for rank in range(ranks)] == [reached] * ranks
     assert f'"step": {steps},' in launched("mpirun", ranks, program)
     reached, whole = newest(folder)
     assert reached == steps
-    assert len(list(folder.iterdir())) == len(whole) + 1, "something is left of what was not completed"
+    assert len(list(folder.iterdir())) == len(whole) + 1, (
+        "something is left of what was not completed"
+    )
 
 
 def test_a_file_counts_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
@@ -66,7 +106,9 @@ def test_a_file_counts_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
     done = []
     for name in ("fsync", "replace"):
         called = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, name=name, called=called: done.append(name) or called(*args))
+        monkeypatch.setattr(
+            os, name, lambda *args, name=name, called=called: done.append(name) or called(*args)
+        )
     file = tmp_path / "step.pt"
     training_torch._write(file, {"step": 1})
     assert done == ["fsync", "replace", "fsync"]  # the file, its name, the folder
@@ -81,16 +123,29 @@ def test_a_file_counts_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
 
 
 def kill_after_step(step, seconds, folder, command):
-    """Start a training, and kill all its processes at once some time after the checkpoint of `step`."""
+    """Start a training, and kill all its processes at once some time after the checkpoint of
+    `step`.
+    """
     with (folder.parent / "output.txt").open("w+") as output:
         process = subprocess.Popen(
-            command, env=launch.environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=launch.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             deadline = time.monotonic() + 150
-            while not (folder / "latest.json").exists() or json.loads((folder / "latest.json").read_text())["step"] < step:
+            while (
+                not (folder / "latest.json").exists()
+                or json.loads((folder / "latest.json").read_text())["step"] < step
+            ):
                 if time.monotonic() > deadline or process.poll() is not None:
-                    pytest.fail(f"no checkpoint of step {step}: {(folder.parent / 'output.txt').read_text()}")
+                    pytest.fail(
+                        f"no checkpoint of step {step}: "
+                        f"{(folder.parent / 'output.txt').read_text()}"
+                    )
                 time.sleep(0.002)
             time.sleep(seconds)
             assert process.poll() is None, "it ended before it was killed"
@@ -106,7 +161,10 @@ def newest(folder) -> tuple[int, dict]:
     """The step of the newest checkpoint, and its files by what their names end in."""
     step = json.loads((folder / "latest.json").read_text())["step"]
     prefix = f"step-{step:06d}"
-    return step, {path.stem.removeprefix(prefix): torch.load(path, weights_only=True) for path in folder.glob(f"{prefix}*.pt")}
+    return step, {
+        path.stem.removeprefix(prefix): torch.load(path, weights_only=True)
+        for path in folder.glob(f"{prefix}*.pt")
+    }
 
 
 def same(a, b) -> bool:
@@ -120,24 +178,56 @@ def same(a, b) -> bool:
 
 
 def test_one_process_without_a_launcher(run):
-    output = run([sys.executable, SCRIPTS / "train_image.py", *SHORT, "--steps", "3", "--model", "mobilenetv2", "--norm", "group"])
+    output = run(
+        [
+            sys.executable,
+            SCRIPTS / "train_image.py",
+            *SHORT,
+            "--steps",
+            "3",
+            "--model",
+            "mobilenetv2",
+            "--norm",
+            "group",
+        ]
+    )
     assert '"step": 3' in output
-    output = run([sys.executable, SCRIPTS / "train_char_lm.py", *SHORT, "--steps", "3", "--model", "transformer"], limit=200)
+    output = run(
+        [
+            sys.executable,
+            SCRIPTS / "train_char_lm.py",
+            *SHORT,
+            "--steps",
+            "3",
+            "--model",
+            "transformer",
+        ],
+        limit=200,
+    )
     assert '"bits_per_character"' in output
 
 
 def test_other_compressions(launched):
     for compression in ("none", "fp16"):
-        output = launched("mpirun", 2, [SCRIPTS / "train_image.py", *SHORT, "--steps", "3", "--compression", compression])
+        output = launched(
+            "mpirun",
+            2,
+            [SCRIPTS / "train_image.py", *SHORT, "--steps", "3", "--compression", compression],
+        )
         assert '"step": 3' in output
 
 
 def test_wrong_input(launched, tmp_path):
     for options, message in (
-        (["--dataset", "cifar10"], "needs --data-dir: the folder 'cifar-10-batches-py' with the files data_batch_1"),
+        (
+            ["--dataset", "cifar10"],
+            "needs --data-dir: the folder 'cifar-10-batches-py' with the files data_batch_1",
+        ),
         (["--dataset", "cifar10", "--data-dir", tmp_path], "missing data_batch_1"),
         (["--rate", "0.5"], "rate is N/k"),
     ):
-        output = launched("mpirun", 2, [SCRIPTS / "train_image.py", *SHORT, "--steps", "3", *options], fails=True)
+        output = launched(
+            "mpirun", 2, [SCRIPTS / "train_image.py", *SHORT, "--steps", "3", *options], fails=True
+        )
         assert message in output
         assert "Traceback" not in output

@@ -1,6 +1,8 @@
-"""Run on every rank by test_accuracy.py: a short training on digits, sound or with one part broken; prints what was reached.
+"""Run on every rank by test_accuracy.py: a short training on digits, sound or with one part broken;
+prints what was reached.
 
-A part is broken the way a bug would break it, so that the bounds of test_accuracy.py are known to catch such a bug.
+A part is broken the way a bug would break it, so that the bounds of test_accuracy.py are known to
+catch such a bug.
 """
 
 import json
@@ -11,7 +13,8 @@ import torch
 from torch import nn
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.moves import Moves
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import Step
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
 from train_image import augment, load_digits, shift  # noqa: E402
@@ -24,43 +27,57 @@ def train(name: str, settings: dict | None) -> float:
     torch.manual_seed(0)
     # No batch norm, which hides errors.
     model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(),
-        nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
     compression = hvd.Compression.none if settings is None else hvd.ScaleCom(**settings)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters(), compression=compression
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        model.named_parameters(),
+        compression=compression,
     )
     data = load_digits()
     generator = torch.Generator().manual_seed(100 + hvd.rank())
     if name == "every rank its own indices":
-        Moves.gather = gather_at_own_indices
+        Bucket.take = take_at_own_indices
     for _ in range(STEPS):
         chosen = torch.randint(0, len(data.train_images), (BATCH,), generator=generator)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(augment(data.train_images[chosen], data, generator)), data.train_labels[chosen]).backward()
+        nn.functional.cross_entropy(
+            model(augment(data.train_images[chosen], data, generator)), data.train_labels[chosen]
+        ).backward()
         optimizer.step()
         if name == "residues thrown away":
             for tensor in optimizer.compression.residues.tensors.values():
                 tensor.residue.zero_()
-    Moves.gather = sound_gather
+    Bucket.take = sound_take
     with torch.no_grad():
-        right = [(model(shift(data.test_images, x, y)).argmax(1) == data.test_labels) for x in (-1, 0, 1) for y in (-1, 0, 1)]
+        right = [
+            (model(shift(data.test_images, x, y)).argmax(1) == data.test_labels)
+            for x in (-1, 0, 1)
+            for y in (-1, 0, 1)
+        ]
     return 100 * float(torch.stack(right).float().mean())
 
 
-sound_gather = Moves.gather
+sound_take = Bucket.take
 
 
-def gather_at_own_indices(moves: Moves, offsets: torch.Tensor, values: torch.Tensor, n_workers: int):
+def take_at_own_indices(bucket: Bucket, offsets: torch.Tensor) -> Step:
     """What a rank would send that took itself for the leader."""
     own = offsets.clone()
     generator = torch.Generator().manual_seed(hvd.rank())
-    for tensor in moves.tensors:
+    for tensor, part in zip(bucket.tensors, bucket.split_offsets(own).values(), strict=True):
         k = tensor.geometry.k
         rows = torch.randint(0, max(tensor.residue.numel() // k - 1, 1), (k,), generator=generator)
-        moves.offsets_of(tensor, own).copy_(rows)
-    return sound_gather(moves, own, values, n_workers)
+        part.copy_(rows)
+    return sound_take(bucket, own)
 
 
 def main() -> None:
@@ -70,7 +87,8 @@ def main() -> None:
     runs = {
         "dense": None,
         "ScaleCom": recipe,
-        "look-ahead, staggered": recipe | {"lookahead": True, "leader": "staggered", "bucket_bytes": 50_000},
+        "look-ahead, staggered": recipe
+        | {"lookahead": True, "leader": "staggered", "bucket_bytes": 50_000},
         "residues thrown away": recipe,
         "every rank its own indices": recipe,
     }

@@ -1,6 +1,7 @@
 """Run on every rank by test_bytes.py: trains for some steps and prints what stats() says was sent.
 
-Arguments: "torch" or "tensorflow", settings of ScaleCom as JSON (null: no compression), and a number of steps.
+Arguments: "torch" or "tensorflow", settings of ScaleCom as JSON (null: no compression), and a
+number of steps.
 """
 
 import json
@@ -35,7 +36,9 @@ def in_torch(settings: dict[str, Any] | None) -> tuple[Callable, Callable, int]:
 
     def report() -> dict[str, Any]:
         tensors = optimizer.compression.residues.tensors
-        return optimizer.compression.stats() | {"k": {name: [t.geometry.k, t.residue.numel()] for name, t in tensors.items()}}
+        return optimizer.compression.stats() | {
+            "k": {name: [t.geometry.k, t.residue.numel()] for name, t in tensors.items()}
+        }
 
     return step, report, hvd.rank()
 
@@ -49,9 +52,12 @@ def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, 
     hvd.init()
     tf.keras.utils.set_random_seed(hvd.rank())
     hidden = [tf.keras.layers.Dense(width, activation="relu") for width in WIDTHS[1:-1]]
-    model = tf.keras.Sequential([tf.keras.Input([WIDTHS[0]]), *hidden, tf.keras.layers.Dense(WIDTHS[-1])])
+    model = tf.keras.Sequential(
+        [tf.keras.Input([WIDTHS[0]]), *hidden, tf.keras.layers.Dense(WIDTHS[-1])]
+    )
     optimizer = hvd.DistributedOptimizer(
-        tf.keras.optimizers.SGD(0.01), compression=hvd.Compression.none if settings is None else hvd.ScaleCom(**settings)
+        tf.keras.optimizers.SGD(0.01),
+        compression=hvd.Compression.none if settings is None else hvd.ScaleCom(**settings),
     )
     model.compile(optimizer, "mse")
 
@@ -59,8 +65,8 @@ def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, 
         model.train_on_batch(tf.random.normal([4, WIDTHS[0]]), tf.zeros([4, WIDTHS[-1]]))
 
     def report() -> dict[str, Any]:
-        (reducer,) = optimizer.compression.reducers()
-        k = {name: [t.geometry.k, t.geometry.numel] for name, t in reducer.tensors.items()}
+        (exchange,) = optimizer.compression.exchanges()
+        k = {name: [t.geometry.k, t.geometry.numel] for name, t in exchange.tensors.items()}
         return optimizer.compression.stats() | {"k": k}
 
     return step, report, hvd.rank()

@@ -1,4 +1,4 @@
-"""Run on every rank by test_faults.py: "late SECONDS" or "longer"; rank 0 prints what came of it."""
+"""Run on every rank by test_faults.py: "late SECONDS" or "longer"; rank 0 prints the result."""
 
 import sys
 import time
@@ -13,9 +13,13 @@ hvd.init()
 
 def make():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Tanh(), torch.nn.Linear(100, 100))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(100, 100), torch.nn.Tanh(), torch.nn.Linear(100, 100)
+    )
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model.named_parameters(), compression=hvd.ScaleCom(rate=20, lookahead=True)
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+        model.named_parameters(),
+        compression=hvd.ScaleCom(rate=20, lookahead=True),
     )
     return model, optimizer
 
@@ -51,7 +55,9 @@ else:
         step(model, optimizer, number)
     if hvd.rank() == 0:
         compressor = optimizer.compression
-        before = {name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()}
+        before = {
+            name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()
+        }
         weights = {name: weight.clone() for name, weight in model.state_dict().items()}
         try:
             step(model, optimizer, 5)
@@ -59,6 +65,11 @@ else:
             print(f"a step more: {type(error).__name__}: {error}")
         now = compressor.state_dict()["residues"]
         assert compressor.stats()["step"] == 5
-        assert all(torch.allclose(now[name], residue, rtol=1e-5, atol=1e-8) for name, residue in before.items())
-        assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+        assert all(
+            torch.allclose(now[name], residue, rtol=1e-5, atol=1e-8)
+            for name, residue in before.items()
+        )
+        assert all(
+            torch.equal(weight, weights[name]) for name, weight in model.state_dict().items()
+        )
         print("nothing was lost")

@@ -1,6 +1,8 @@
-"""Run on every rank by test_frameworks_agree.py: feeds the made-up gradients to one framework and saves what comes of them.
+"""Run on every rank by test_frameworks_agree.py: feeds the made-up gradients to one framework and
+saves what comes of them.
 
-Arguments: "torch" or "tensorflow", and a directory, where every mode's averages (of rank 0) and residues (digests at every step) go.
+Arguments: "torch" or "tensorflow", and a directory, where every mode's averages (of rank 0) and
+residues (digests at every step) go.
 """
 
 import json
@@ -28,13 +30,17 @@ def in_torch(settings, groups):
 
     def step(grads):
         optimizer.zero_grad()
-        sum((parameter * torch.from_numpy(grads[name])).sum() for name, parameter in model.items()).backward()
+        sum(
+            (parameter * torch.from_numpy(grads[name])).sum() for name, parameter in model.items()
+        ).backward()
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()
         return {name: parameter.grad.numpy().copy() for name, parameter in model.items()}
 
-    return step, lambda: {name: m.numpy() for name, m in optimizer.compression.state_dict()["residues"].items()}
+    return step, lambda: {
+        name: m.numpy() for name, m in optimizer.compression.state_dict()["residues"].items()
+    }
 
 
 def in_tensorflow(settings, groups):
@@ -54,7 +60,12 @@ def in_tensorflow(settings, groups):
         return dict(zip(model, tape.gradient(loss, list(model.values())), strict=True))
 
     def step(grads):
-        return {name: average.numpy() for name, average in run({name: tf.constant(grad) for name, grad in grads.items()}).items()}
+        return {
+            name: average.numpy()
+            for name, average in run(
+                {name: tf.constant(grad) for name, grad in grads.items()}
+            ).items()
+        }
 
     return step, lambda: compressor.state_dict()["residues"]
 
@@ -76,7 +87,10 @@ def main() -> None:
                 averages[name].append(average)
             digests.append({name: digest(residue) for name, residue in residues().items()})
         if rank == 0:
-            np.savez(directory / f"{framework}-{mode}.npz", **{name: np.stack(every) for name, every in averages.items()})
+            np.savez(
+                directory / f"{framework}-{mode}.npz",
+                **{name: np.stack(every) for name, every in averages.items()},
+            )
         (directory / f"{framework}-{mode}-{rank}.json").write_text(json.dumps(digests))
 
 

@@ -1,4 +1,6 @@
-"""One rank on one host of test_hosts.py; the first argument says what it does: all-reduce, succeed, fail or hang."""
+"""One rank on one host of test_hosts.py; the first argument says what it does: all-reduce, succeed,
+fail or hang.
+"""
 
 import json
 import os
@@ -34,8 +36,20 @@ def all_reduce(numel: int, times: int) -> None:
     hvd.barrier()
     bytes_sent = (sent() - before) / times
     exact = bool((result == (hvd.size() - 1) / 2).all())
-    of = {"rank": hvd.rank(), "size": hvd.size(), "exact": exact, "seconds": seconds, "sent": bytes_sent}
-    say("RESULT", host=socket.gethostname(), variable=os.environ.get("SCALECOM_TEST"), directory=os.getcwd(), **of)
+    of = {
+        "rank": hvd.rank(),
+        "size": hvd.size(),
+        "exact": exact,
+        "seconds": seconds,
+        "sent": bytes_sent,
+    }
+    say(
+        "RESULT",
+        host=socket.gethostname(),
+        variable=os.environ.get("SCALECOM_TEST"),
+        directory=os.getcwd(),
+        **of,
+    )
 
 
 def wait() -> None:

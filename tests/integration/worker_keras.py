@@ -1,5 +1,7 @@
-"""Run on every rank by test_keras_training.py: what can be seen of train_keras.py from inside, and short trainings on digits, sound or
-with one part broken, in the way of worker_accuracy.py. Prints one line of JSON for each part.
+"""Run on every rank by test_keras_training.py: what can be seen of train_keras.py from inside, and
+short trainings on digits, sound or with one part broken, in the way of worker_accuracy.py.
+
+Prints one line of JSON for each part.
 """
 
 import contextlib
@@ -18,7 +20,20 @@ import train_keras  # noqa: E402
 import training  # noqa: E402
 
 RESUMED = ["--loop", "custom", "--steps", "12", "--rate", "20", "--beta", "0.3"]
-BOUND = ["--steps", "400", "--rate", "50", "--lr", "0.004", "--lr-schedule", "constant", "--weight-decay", "0", "--dense-warmup", "0"]
+BOUND = [
+    "--steps",
+    "400",
+    "--rate",
+    "50",
+    "--lr",
+    "0.004",
+    "--lr-schedule",
+    "constant",
+    "--weight-decay",
+    "0",
+    "--dense-warmup",
+    "0",
+]
 DENSE = ["--compression", "none"]
 
 
@@ -38,7 +53,11 @@ def plain_network(norm: str) -> keras.Model:
 
 
 def train(*options: str) -> dict:
-    return train_keras.train(train_keras.argument_parser().parse_args([*options, "--no-progress", "--evaluate-every", "1000"]))
+    return train_keras.train(
+        train_keras.argument_parser().parse_args(
+            [*options, "--no-progress", "--evaluate-every", "1000"]
+        )
+    )
 
 
 def acc9(*options: str) -> tuple[float, bool]:
@@ -46,7 +65,9 @@ def acc9(*options: str) -> tuple[float, bool]:
     models, build = [], train_keras.build_model
     with replaced(train_keras, "build_model", lambda norm: models.append(build(norm)) or models[0]):
         result = train(*options)
-    digest = hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in models[0].variables)).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(variable.numpy().tobytes() for variable in models[0].variables)
+    ).hexdigest()
     return 100 * result["acc9"], len(set(hvd.allgather_object(digest))) == 1
 
 
@@ -79,11 +100,13 @@ def main() -> None:
         "custom": acc9(*BOUND, "--loop", "custom", "--lookahead", "--leader", "staggered"),
     }
     # Residues that are never assigned stay zero.
-    with replaced(Bucket, "assign", lambda bucket, result: []):
+    with replaced(Bucket, "commit", lambda bucket, result: []):
         reached["residues thrown away"] = acc9(*BOUND)
     show("REACHED", reached)
 
-    straight, stopped = (["--checkpoint-dir", f"{sys.argv[1]}/{name}"] for name in ("straight", "stopped"))
+    straight, stopped = (
+        ["--checkpoint-dir", f"{sys.argv[1]}/{name}"] for name in ("straight", "stopped")
+    )
     train(*RESUMED, *straight)
     train(*RESUMED, *stopped, "--stop-at", "5")
     train(*RESUMED, *stopped, "--resume")

@@ -1,4 +1,5 @@
-"""Trains 32 M parameters for some steps; rank 0 prints the process's peak memory in bytes, beyond what it was before there was a model.
+"""Trains 32 M parameters for some steps; rank 0 prints the process's peak memory in bytes, beyond
+what it was before there was a model.
 
 Arguments: "dense", or ScaleCom's settings as JSON.
 """
@@ -14,7 +15,9 @@ import scalecom_hvd.torch as hvd
 
 
 def peak() -> int:
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1)) * 1024
+    return (
+        int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1)) * 1024
+    )
 
 
 hvd.init()

@@ -1,4 +1,6 @@
-"""Run on every rank by test_tensorflow_elastic.py: a step dies when one bucket's exchange is done and another's has not begun."""
+"""Run on every rank by test_tensorflow_elastic.py: a step dies when one bucket's exchange is done
+and another's has not begun.
+"""
 
 import time
 
@@ -23,19 +25,23 @@ def main() -> None:
 
     @tf.custom_gradient
     def second_of(variable):
-        return tf.identity(variable), lambda grad: tf.ensure_shape(tf.numpy_function(late, [grad, dies], tf.float32), [4000])
+        return tf.identity(variable), lambda grad: tf.ensure_shape(
+            tf.numpy_function(late, [grad, dies], tf.float32), [4000]
+        )
 
     @tf.function
     def step(grads):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model[0] * grads[0]) + tf.reduce_sum(second_of(model[1]) * grads[1])
+            loss = tf.reduce_sum(model[0] * grads[0]) + tf.reduce_sum(
+                second_of(model[1]) * grads[1]
+            )
         tape = hvd.DistributedGradientTape(tape, compression=compressor, groups=2)
         return tape.gradient(loss, model)
 
     random = np.random.default_rng(hvd.rank())
     everything = [tf.constant(random.standard_normal([2, 4000]), tf.float32) for _ in range(3)]
     step(everything[0])
-    assert len(compressor.reducers()[0].buckets) == 2
+    assert len(compressor.exchanges()[0].buckets) == 2
     before = compressor.state_dict()
     assert all(residue.any() for residue in before["residues"].values())
     dies.assign(True)

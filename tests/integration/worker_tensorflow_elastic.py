@@ -1,8 +1,10 @@
-"""Run on every rank by test_tensorflow_elastic.py: trains elastically, writes down what happens, and dies or makes room when told to.
+"""Run on every rank by test_tensorflow_elastic.py: trains elastically, writes down what happens,
+and dies or makes room when told to.
 
-Arguments: "tape", "fit" or "example" (fit, in the order of Horovod's example), settings of ScaleCom as JSON, and a directory. There
-`hosts` is what host discovery shows. One step is one batch. The worker on the host 127.0.0.1 kills itself before step KILLED_AT; at step
-GROWN_AT rank 0 adds a slot to `hosts`, and all wait for the newcomer; at step LAST they end.
+Arguments: "tape", "fit" or "example" (fit, in the order of Horovod's example), settings of ScaleCom
+as JSON, and a directory. There `hosts` is what host discovery shows. One step is one batch. The
+worker on the host 127.0.0.1 kills itself before step KILLED_AT; at step GROWN_AT rank 0 adds a slot
+to `hosts`, and all wait for the newcomer; at step LAST they end.
 """
 
 import hashlib
@@ -28,11 +30,15 @@ diary = directory / f"{os.getpid()}.jsonl"
 
 def note(event: str, **facts) -> None:
     with diary.open("a") as file:
-        print(json.dumps({"event": event, "rank": hvd.rank(), "size": hvd.size(), **facts}), file=file)
+        print(
+            json.dumps({"event": event, "rank": hvd.rank(), "size": hvd.size(), **facts}), file=file
+        )
 
 
 def digest(arrays) -> str:
-    return hashlib.sha256(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)).hexdigest()[
+        :16
+    ]
 
 
 def build() -> tf.keras.Model:
@@ -61,9 +67,12 @@ class Story:
 
     def begin(self, state) -> None:
         note(
-            "begin", batch=state.batch, residues=self.residues(), weights=digest(self.model.get_weights()),
+            "begin",
+            batch=state.batch,
+            residues=self.residues(),
+            weights=digest(self.model.get_weights()),
             step=self.compressor.state_dict()["step"],
-        )  # fmt: skip
+        )
 
     def before(self, state) -> None:
         if state.batch == KILLED_AT and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
@@ -85,12 +94,21 @@ class Story:
 
     def commit(self, state) -> None:
         """Commits; at the end, if hosts have changed, that raises HostsUpdatedInterrupt."""
-        note("commit", batch=state.batch, residues=self.residues(), weights=digest(self.model.get_weights()))
+        note(
+            "commit",
+            batch=state.batch,
+            residues=self.residues(),
+            weights=digest(self.model.get_weights()),
+        )
         state.commit()
 
 
 def train_with_tape() -> Story:
-    model, optimizer, compressor = build(), tf.keras.optimizers.SGD(0.05, momentum=0.9), hvd.ScaleCom(**settings)
+    model, optimizer, compressor = (
+        build(),
+        tf.keras.optimizers.SGD(0.05, momentum=0.9),
+        hvd.ScaleCom(**settings),
+    )
     optimizer.build(model.trainable_variables)
     story = Story(model, compressor)
     traces = []
@@ -124,9 +142,20 @@ def train_with_tape() -> Story:
             if fresh:
                 # What a worker without a past keeps is its gradient, but for what it sent.
                 residues = compressor.state_dict()["residues"]
-                grads = {v.name.partition(":")[0]: g.numpy() for v, g in zip(model.trainable_variables, own, strict=True)}
-                off = max(float(np.minimum(np.abs(m), np.abs(m - grads[name])).max()) for name, m in residues.items())
-                note("first", batch=state.batch, off=off, kept=max(float(np.abs(m).max()) for m in residues.values()))
+                grads = {
+                    v.name.partition(":")[0]: g.numpy()
+                    for v, g in zip(model.trainable_variables, own, strict=True)
+                }
+                off = max(
+                    float(np.minimum(np.abs(m), np.abs(m - grads[name])).max())
+                    for name, m in residues.items()
+                )
+                note(
+                    "first",
+                    batch=state.batch,
+                    off=off,
+                    kept=max(float(np.abs(m).max()) for m in residues.values()),
+                )
             story.after(state, loss)
 
     train(hvd.elastic.KerasState(model, optimizer, batch=0))
@@ -136,7 +165,9 @@ def train_with_tape() -> Story:
 
 def train_with_fit() -> Story:
     model, compressor = build(), hvd.ScaleCom(**settings)
-    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.05, momentum=0.9), compression=compressor)
+    optimizer = hvd.DistributedOptimizer(
+        tf.keras.optimizers.SGD(0.05, momentum=0.9), compression=compressor
+    )
     model.compile(optimizer, "mse")
     story = Story(model, compressor)
 
@@ -146,16 +177,21 @@ def train_with_fit() -> Story:
                 yield batch_of(step)
 
         shapes = ([32, FEATURES], [32, OUTPUTS])
-        return tf.data.Dataset.from_generator(batches, output_signature=tuple(tf.TensorSpec(shape, tf.float32) for shape in shapes))
+        return tf.data.Dataset.from_generator(
+            batches, output_signature=tuple(tf.TensorSpec(shape, tf.float32) for shape in shapes)
+        )
 
     if kind == "example":
-        # As in Horovod's tensorflow2_keras_mnist_elastic.py: a step makes the optimizer's variables, and survivors take part in it.
+        # As in Horovod's tensorflow2_keras_mnist_elastic.py: a step makes the optimizer's
+        # variables, and survivors take part in it.
         model.fit(data(0), steps_per_epoch=1, epochs=1, verbose=0)
     else:
         optimizer.build(model.trainable_variables)
     state = hvd.elastic.KerasState(model, batch=0)
     if kind == "example":
-        state.register_reset_callbacks([lambda: model.fit(data(0), steps_per_epoch=1, epochs=1, verbose=0)])
+        state.register_reset_callbacks(
+            [lambda: model.fit(data(0), steps_per_epoch=1, epochs=1, verbose=0)]
+        )
 
     class Tell(tf.keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -165,7 +201,12 @@ def train_with_fit() -> Story:
             note("step", batch=state.batch, loss=logs["loss"], step=compressor.stats()["step"])
             state.batch += 1
             if state.batch % COMMIT_EVERY == 0:
-                note("commit", batch=state.batch, residues=story.residues(), weights=digest(model.get_weights()))
+                note(
+                    "commit",
+                    batch=state.batch,
+                    residues=story.residues(),
+                    weights=digest(model.get_weights()),
+                )
 
     @hvd.elastic.run
     def train(state) -> None:
@@ -179,11 +220,17 @@ def train_with_fit() -> Story:
 
 def main() -> None:
     hvd.init()
-    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "60"  # from the next start on; the first one finds failures soon
+    # from the next start on; the first one finds failures soon
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "60"
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.keras.utils.set_random_seed(hvd.rank())
     story = train_with_tape() if kind == "tape" else train_with_fit()
-    note("end", weights=digest(story.model.get_weights()), residues=story.residues(), step=story.compressor.stats()["step"])
+    note(
+        "end",
+        weights=digest(story.model.get_weights()),
+        residues=story.residues(),
+        step=story.compressor.stats()["step"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Every file here runs whole on every rank: mpirun -np 4 pytest -x tests/parallel, or horovodrun --gloo -np 2 pytest -x tests/parallel.
+"""Every file here runs whole on every rank: mpirun -np 4 pytest -x tests/parallel, or horovodrun
+--gloo -np 2 pytest -x tests/parallel.
 
-Files named test_tensorflow* are TensorFlow's, all others PyTorch's; each framework's Horovod starts when the first file that needs it is
-collected. Both run side by side in one process, but then their threads take the cores from each other: apart they are quicker.
+Files named test_tensorflow* are TensorFlow's, all others PyTorch's; each framework's Horovod starts
+when the first file that needs it is collected. Both run side by side in one process, but then their
+threads take the cores from each other: apart they are quicker.
 """
 
 import os
@@ -39,7 +41,10 @@ def pytest_collectstart(collector):
         hvd.init()
         tf.config.threading.set_intra_op_parallelism_threads(1)
         tf.config.threading.set_inter_op_parallelism_threads(2)
-        started[framework] = (tf.keras.utils.set_random_seed, lambda: hvd.allreduce(tf.zeros(1), name="barrier"))
+        started[framework] = (
+            tf.keras.utils.set_random_seed,
+            lambda: hvd.allreduce(tf.zeros(1), name="barrier"),
+        )
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -51,7 +56,9 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(autouse=True)
 def together():
-    """All ranks start each test with the same seed, and none starts the next before all have ended this one."""
+    """All ranks start each test with the same seed, and none starts the next before all have ended
+    this one.
+    """
     for seed, _ in started.values():
         seed(1234)
     yield
@@ -60,7 +67,9 @@ def together():
 
 
 def pytest_unconfigure():
-    """After a failure ranks no longer wait for each other: leave at once, and the launcher stops the rest."""
+    """After a failure ranks no longer wait for each other: leave at once, and the launcher stops
+    the rest.
+    """
     if failed:
         sys.stdout.flush()
         sys.stderr.flush()

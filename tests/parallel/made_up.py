@@ -2,7 +2,8 @@
 
 import numpy as np
 
-# Around the lane group's width (64) and a group's size at rate 100 (6400), and what is not a plain matrix.
+# Around the lane group's width (64) and a group's size at rate 100 (6400), and what is not a plain
+# matrix.
 ODD_SHAPES = {
     "scalar": (),
     "empty": (0,),
@@ -22,16 +23,26 @@ ODD_SHAPES = {
 def gradients(shapes: dict, rank: int, step: int, dtype=np.float32) -> dict[str, np.ndarray]:
     """What worker `rank` computed at a step: the same numbers wherever this is called."""
     random = np.random.default_rng([rank, step])
-    return {name: np.asarray(random.standard_normal(shape) * 2.0 ** random.integers(-3, 4), dtype) for name, shape in shapes.items()}
+    return {
+        name: np.asarray(random.standard_normal(shape) * 2.0 ** random.integers(-3, 4), dtype)
+        for name, shape in shapes.items()
+    }
 
 
-# Where half precision is coarse: below 6e-5 its unit is 6e-8. "lone": on rank 0 only.  "huge": beyond what can be summed.
+# Where half precision is coarse: below 6e-5 its unit is 6e-8. "lone": on rank 0 only.  "huge":
+# beyond what can be summed.
 FINE = {"1e-7": 1e-7, "1e-8": 1e-8, "lone": 5e-9, "huge": 1e6, "wide": None}
-FINE_SHAPES = {f"{which} {kind}": shape for which in FINE for kind, shape in {"weight": (20, 15), "bias": (3,)}.items()}
+FINE_SHAPES = {
+    f"{which} {kind}": shape
+    for which in FINE
+    for kind, shape in {"weight": (20, 15), "bias": (3,)}.items()
+}
 
 
 def fine(rank: int, step: int) -> dict[str, np.ndarray]:
-    """A rank's gradients of a step, by FINE_SHAPES: constants, or random magnitudes from 1e-9 to 1e4."""
+    """A rank's gradients of a step, by FINE_SHAPES: constants, or random magnitudes from 1e-9 to
+    1e4.
+    """
     random = np.random.default_rng([rank, step])
 
     def numbers(which: str, shape: tuple) -> np.ndarray:
@@ -39,16 +50,22 @@ def fine(rank: int, step: int) -> dict[str, np.ndarray]:
             return 10 ** random.uniform(-9, 4, shape) * random.choice([-1, 1], shape)
         return np.full(shape, 0 if which == "lone" and rank else FINE[which] * (1 + rank / 3))
 
-    return {name: numbers(name.split()[0], shape).astype(np.float32) for name, shape in FINE_SHAPES.items()}
+    return {
+        name: numbers(name.split()[0], shape).astype(np.float32)
+        for name, shape in FINE_SHAPES.items()
+    }
 
 
 class Fine:
-    """Adds up what came in of `fine` and what the user was given, and holds both together with what is left: but for the rounding of
-    float16 sums, which is relative, nothing is lost."""
+    """Adds up what came in of `fine` and what the user was given, and holds both together with what
+    is left: but for the rounding of float16 sums, which is relative, nothing is lost.
+    """
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._came, self._given, self._rounding = ({name: np.zeros(shape) for name, shape in FINE_SHAPES.items()} for _ in range(3))
+        self._came, self._given, self._rounding = (
+            {name: np.zeros(shape) for name, shape in FINE_SHAPES.items()} for _ in range(3)
+        )
 
     def add(self, step: int, averages: dict[str, np.ndarray]) -> None:
         everyone = [fine(rank, step) for rank in range(self._n)]

@@ -4,15 +4,26 @@ import numpy as np
 import torch
 from made_up import ODD_SHAPES, gradients
 
-__all__ = ["ODD_SHAPES", "assert_nothing_is_lost", "feed", "gradients", "parameters", "same_on_all_ranks"]
+__all__ = [
+    "ODD_SHAPES",
+    "assert_nothing_is_lost",
+    "feed",
+    "gradients",
+    "parameters",
+    "same_on_all_ranks",
+]
 
 
 def parameters(shapes: dict, dtype=torch.float32) -> dict[str, torch.nn.Parameter]:
-    return {name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
+    return {
+        name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()
+    }
 
 
 def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], skip=()) -> None:
-    """Run backward so that every parameter's gradient is the given one; those in `skip` get none on this rank."""
+    """Run backward so that every parameter's gradient is the given one; those in `skip` get none on
+    this rank.
+    """
     loss = torch.zeros(())
     for name, parameter in model.items():
         if name not in skip:
@@ -23,22 +34,38 @@ def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], ski
 
 
 def assert_nothing_is_lost(model, compressor, came_in, divisor=1, process_set=None) -> None:
-    """With beta = 1 and plain SGD of learning rate 1 from zeros on: what was sent, and the ranks' residues, are what came in.
+    """With beta = 1 and plain SGD of learning rate 1 from zeros on: what was sent, and the ranks'
+    residues, are what came in.
 
-    came_in: {name: the sum of all ranks' gradients of all steps}.  divisor: by what their sum is divided, the number of ranks for averages.
+    came_in: {name: the sum of all ranks' gradients of all steps}.  divisor: by what their sum is
+    divided, the number of ranks for averages.
     """
     import horovod.torch as hvd
 
     process_set = process_set or hvd.global_process_set
-    residues = {name: tensor.residue.view(tensor.shape) for name, tensor in compressor.residues.tensors.items()}
+    residues = {
+        name: tensor.residue.view(tensor.shape)
+        for name, tensor in compressor.residues.tensors.items()
+    }
     left = {name: torch.zeros_like(parameter) for name, parameter in model.items()} | residues
     flat = torch.cat([left[name].detach().double().reshape(-1) for name in model])
-    flat = hvd.allreduce(flat, op=hvd.Sum, name="assert_nothing_is_lost", process_set=process_set) / divisor
+    flat = (
+        hvd.allreduce(flat, op=hvd.Sum, name="assert_nothing_is_lost", process_set=process_set)
+        / divisor
+    )
     assert flat.any() == bool(residues)
-    for (name, parameter), rest in zip(model.items(), flat.split([p.numel() for p in model.values()]), strict=True):
+    for (name, parameter), rest in zip(
+        model.items(), flat.split([p.numel() for p in model.values()]), strict=True
+    ):
         sent = -parameter.detach().double().numpy()
         rest = rest.view(parameter.shape).numpy()
-        np.testing.assert_allclose(sent + rest, np.asarray(came_in[name], np.float64) / divisor, rtol=1e-3, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            sent + rest,
+            np.asarray(came_in[name], np.float64) / divisor,
+            rtol=1e-3,
+            atol=1e-4,
+            err_msg=name,
+        )
         assert sent.any() == np.any(came_in[name]), name
 
 

@@ -11,26 +11,36 @@ from scalecom_hvd.reference import ScaleComReference
 TORCH_DTYPES = {np.float16: torch.float16, np.float32: torch.float32, np.float64: torch.float64}
 
 
-def run_against_reference(dtype=np.float32, steps=50, shapes=ODD_SHAPES, tolerance=1e-5, stock=False, **settings):
-    """Feed the same made-up gradients to real ranks and to the oracle; every average, selection and residue must agree.
+def run_against_reference(
+    dtype=np.float32, steps=50, shapes=ODD_SHAPES, tolerance=1e-5, stock=False, **settings
+):
+    """Feed the same made-up gradients to real ranks and to the oracle; every average, selection and
+    residue must agree.
 
-    stock: in horovod.torch's own DistributedOptimizer, which is look-ahead whatever the settings say.
+    stock: in horovod.torch's own DistributedOptimizer, which is look-ahead whatever the settings
+    say.
     """
     settings.setdefault("min_numel", 2)
     n, rank = hvd.size(), hvd.rank()
     model = parameters(shapes, TORCH_DTYPES[dtype])
     compressor = hvd.ScaleCom(named_parameters=model.items() if stock else None, **settings)
     optimizer = (horovod if stock else hvd).DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1), named_parameters=model.items(), compression=compressor
+        torch.optim.SGD(model.values(), lr=0.1),
+        named_parameters=model.items(),
+        compression=compressor,
     )
-    reference = ScaleComReference(n, shapes, compressor.config.replace(lookahead=True) if stock else compressor.config)
+    reference = ScaleComReference(
+        n, shapes, compressor.config.replace(lookahead=True) if stock else compressor.config
+    )
     for step in range(steps):
         everyone = [gradients(shapes, r, step, dtype) for r in range(n)]
         optimizer.zero_grad()
         feed(model, everyone[rank])
         optimizer.synchronize()
         if step == 0 and not stock:
-            reference.bucket_of = {name: b for b, names in enumerate(compressor.residues.buckets) for name in names}
+            reference.bucket_of = {
+                name: b for b, names in enumerate(compressor.residues.buckets) for name in names
+            }
         averages = reference.step(everyone)
         for name, parameter in model.items():
             got = parameter.grad.numpy()
@@ -38,8 +48,16 @@ def run_against_reference(dtype=np.float32, steps=50, shapes=ODD_SHAPES, toleran
             assert got.shape == shapes[name]
             chosen = reference.selections.get(name)
             if chosen is not None:
-                assert not np.delete(got.reshape(-1), chosen).any(), f"{name} at step {step}: something outside the selection was sent"
-            np.testing.assert_allclose(got, averages[name], rtol=tolerance, atol=tolerance, err_msg=f"{name} at step {step}")
+                assert not np.delete(got.reshape(-1), chosen).any(), (
+                    f"{name} at step {step}: something outside the selection was sent"
+                )
+            np.testing.assert_allclose(
+                got,
+                averages[name],
+                rtol=tolerance,
+                atol=tolerance,
+                err_msg=f"{name} at step {step}",
+            )
         for name, tensor in compressor.residues.tensors.items():
             # To the bit: what a worker keeps depends on its own arithmetic alone.
             np.testing.assert_array_equal(

@@ -1,20 +1,25 @@
-"""What the oracle does for a compressor of PyTorch, with the random numbers that it draws: for every test that holds one to the other."""
+"""What the oracle does for a compressor of PyTorch, with the random numbers that it draws: for
+every test that holds one to the other.
+"""
 
 import horovod.torch as horovod
 import torch
+from oracles import methods as oracle
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.config import float16_limit
-from scalecom_hvd.torch.accumulators import generator
-from scalecom_hvd.torch.methods.randomk import draw
+from scalecom_hvd.exchange.methods.random_k import draw
+from scalecom_hvd.exchange.quantisers import generator
 
 
 def uniform(compressor):
     """Random numbers in [0, 1) of a compressor's quantiser, as the oracle asks for them."""
 
     def give(bucket, worker, shape):
-        return torch.rand(shape, generator=generator(compressor.quantiser.seed, bucket.step, bucket.number, worker)).numpy()
+        return torch.rand(
+            shape,
+            generator=generator(compressor.quantiser.seed, bucket.step, bucket.number, worker),
+        ).numpy()
 
     return give
 
@@ -22,18 +27,35 @@ def uniform(compressor):
 def rounding(quantiser):
     """The oracle's function for a quantiser; None for values as they are."""
     if isinstance(quantiser, hvd.QSGD):
-        return oracle.qsgd(quantiser.levels, quantiser.chunk, quantiser.norm, 1 + quantiser.variance if quantiser.scaled else 1.0)
+        return oracle.qsgd(
+            quantiser.levels,
+            quantiser.chunk,
+            quantiser.norm,
+            1 + quantiser.variance if quantiser.scaled else 1.0,
+        )
     if isinstance(quantiser, hvd.Sign):
         return oracle.sign(quantiser.chunk)
-    return oracle.float16(float16_limit(horovod.size())) if isinstance(quantiser, hvd.Float16) else None
+    return (
+        oracle.float16(float16_limit(horovod.size()))
+        if isinstance(quantiser, hvd.Float16)
+        else None
+    )
 
 
 def sending(compressor):
-    """The oracle's function for those whose values a quantiser may round: ScaleCom, LocalTopK, RandomK."""
+    """The oracle's function for those whose values a quantiser may round: ScaleCom, LocalTopK,
+    RandomK.
+    """
 
     def places(bucket, worker):
-        random = generator(compressor.seed, bucket.step, bucket.number, *(() if compressor.shared else (worker, 0)))
+        random = generator(
+            compressor.seed, bucket.step, bucket.number, *(() if compressor.shared else (worker, 0))
+        )
         return [draw(lanes, random).numpy() for lanes, _ in bucket.tensors]
 
-    chosen = {hvd.ScaleCom: oracle.leaders, hvd.LocalTopK: oracle.own, hvd.RandomK: oracle.drawn(places)}[type(compressor)]
+    chosen = {
+        hvd.ScaleCom: oracle.leaders,
+        hvd.LocalTopK: oracle.own,
+        hvd.RandomK: oracle.drawn(places),
+    }[type(compressor)]
     return oracle.sending(chosen, rounding(compressor.quantiser), uniform(compressor))

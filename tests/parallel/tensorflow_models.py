@@ -34,9 +34,13 @@ def examples(rank, count=48, seed=0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def linear(names=("first", "second")) -> tf.keras.Model:
-    """A model whose gradient does not depend on its weights, zero at the start: with `output` as loss, it is the mean of the inputs."""
+    """A model whose gradient does not depend on its weights, zero at the start: with `output` as
+    loss, it is the mean of the inputs.
+    """
     inputs = tf.keras.Input((WIDTH,))
-    parts = [tf.keras.layers.Dense(1, name=name, kernel_initializer="zeros")(inputs) for name in names]
+    parts = [
+        tf.keras.layers.Dense(1, name=name, kernel_initializer="zeros")(inputs) for name in names
+    ]
     return tf.keras.Model(inputs, tf.keras.layers.Add()(parts) if len(parts) > 1 else parts[0])
 
 
@@ -45,11 +49,17 @@ def output(y_true, y_pred):
 
 
 def inputs(rank, count=24) -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.default_rng([2, rank]).standard_normal((count, WIDTH)) * np.random.default_rng(3).uniform(0.1, 3, WIDTH)
+    x = np.random.default_rng([2, rank]).standard_normal((count, WIDTH)) * np.random.default_rng(
+        3
+    ).uniform(0.1, 3, WIDTH)
     return x.astype(np.float32), np.zeros((count, 1), np.float32)
 
 
 def total_residue(compression, name) -> np.ndarray:
     """The sum of all ranks' residues of a variable; zeros for one that is sent whole."""
     residue = compression.state_dict()["residues"].get(name)
-    return 0.0 if residue is None else hvd.allreduce(tf.constant(residue), op=hvd.Sum, name=f"left.{name}").numpy()
+    return (
+        0.0
+        if residue is None
+        else hvd.allreduce(tf.constant(residue), op=hvd.Sum, name=f"left.{name}").numpy()
+    )

@@ -13,9 +13,14 @@ def variables(shapes=ODD_SHAPES, dtype=np.float32) -> dict[str, tf.Variable]:
 
 
 class Step:
-    """A training step whose gradients are given: `step(grads)` gives the averaged ones. Traced, or eager."""
+    """A training step whose gradients are given: `step(grads)` gives the averaged ones.
 
-    def __init__(self, model: dict[str, tf.Variable], compression, traced=True, **arguments) -> None:
+    Traced, or eager.
+    """
+
+    def __init__(
+        self, model: dict[str, tf.Variable], compression, traced=True, **arguments
+    ) -> None:
         self.model = model
         self.compression = compression
         self.arguments = arguments
@@ -23,18 +28,30 @@ class Step:
 
     def _gradient(self, grads):
         with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(tf.cast(self.model[name] * grad, tf.float64)) for name, grad in grads.items()])
+            loss = tf.add_n(
+                [
+                    tf.reduce_sum(tf.cast(self.model[name] * grad, tf.float64))
+                    for name, grad in grads.items()
+                ]
+            )
         tape = hvd.DistributedGradientTape(tape, compression=self.compression, **self.arguments)
         return tape.gradient(loss, list(self.model.values()))
 
     def __call__(self, grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         grads = {name: tf.constant(grad) for name, grad in grads.items()}
         averages = self._run(grads)
-        return {name: average if average is None else average.numpy() for name, average in zip(self.model, averages, strict=True)}
+        return {
+            name: average if average is None else average.numpy()
+            for name, average in zip(self.model, averages, strict=True)
+        }
 
 
-def run_against_reference(dtype=np.float32, steps=12, shapes=ODD_SHAPES, tolerance=1e-5, traced=True, **settings):
-    """Feed the same made-up gradients to real ranks and to the oracle; every average, selection and residue must agree."""
+def run_against_reference(
+    dtype=np.float32, steps=12, shapes=ODD_SHAPES, tolerance=1e-5, traced=True, **settings
+):
+    """Feed the same made-up gradients to real ranks and to the oracle; every average, selection and
+    residue must agree.
+    """
     settings.setdefault("min_numel", 2)
     n, rank = hvd.size(), hvd.rank()
     compressor = hvd.ScaleCom(**settings)
@@ -44,8 +61,10 @@ def run_against_reference(dtype=np.float32, steps=12, shapes=ODD_SHAPES, toleran
         everyone = [gradients(shapes, r, number, dtype) for r in range(n)]
         got = step(everyone[rank])
         if number == 0:
-            buckets = compressor.reducers()[0].buckets
-            reference.bucket_of = {name: bucket.number for bucket in buckets for name in bucket.names}
+            buckets = compressor.exchanges()[0].buckets
+            reference.bucket_of = {
+                name: bucket.number for bucket in buckets for name in bucket.names
+            }
         averages = reference.step(everyone)
         for name, average in averages.items():
             assert got[name].dtype == dtype
@@ -53,12 +72,22 @@ def run_against_reference(dtype=np.float32, steps=12, shapes=ODD_SHAPES, toleran
             chosen = reference.selections.get(name)
             if chosen is not None:
                 outside = np.delete(got[name].reshape(-1), chosen)
-                assert not outside.any(), f"{name} at step {number}: something outside the selection was sent"
-            np.testing.assert_allclose(got[name], average, rtol=tolerance, atol=tolerance, err_msg=f"{name} at step {number}")
+                assert not outside.any(), (
+                    f"{name} at step {number}: something outside the selection was sent"
+                )
+            np.testing.assert_allclose(
+                got[name],
+                average,
+                rtol=tolerance,
+                atol=tolerance,
+                err_msg=f"{name} at step {number}",
+            )
         for name, residue in compressor.state_dict()["residues"].items():
             # To the bit: what a worker keeps depends on its own arithmetic alone.
             np.testing.assert_array_equal(
-                residue, reference.residues[rank].get(name, np.zeros(shapes[name])), err_msg=f"{name} at step {number}"
+                residue,
+                reference.residues[rank].get(name, np.zeros(shapes[name])),
+                err_msg=f"{name} at step {number}",
             )
     assert compressor.stats()["step"] == steps
     return compressor

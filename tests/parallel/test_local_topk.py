@@ -1,4 +1,6 @@
-"""The benchmark's baseline: what every rank sends and keeps is what came in, and all ranks get the same sum."""
+"""The benchmark's baseline: what every rank sends and keeps is what came in, and all ranks get the
+same sum.
+"""
 
 import sys
 from pathlib import Path
@@ -35,6 +37,12 @@ def test_sent_and_kept_is_what_came_in():
     for name, parameter in model.items():
         kept = local._residues.get(parameter, torch.zeros(parameter.numel()))
         kept = hvd.allreduce(kept.double(), op=hvd.Sum, name=f"kept.{name}").view(SHAPES[name])
-        came = sum(gradients(SHAPES, rank, step)[name].astype(np.float64) for rank in range(n) for step in range(steps))
-        torch.testing.assert_close(received[name] * n + kept, torch.from_numpy(came), rtol=1e-4, atol=1e-4)
+        came = sum(
+            gradients(SHAPES, rank, step)[name].astype(np.float64)
+            for rank in range(n)
+            for step in range(steps)
+        )
+        torch.testing.assert_close(
+            received[name] * n + kept, torch.from_numpy(came), rtol=1e-4, atol=1e-4
+        )
     local.close()

@@ -1,4 +1,6 @@
-"""LossScaleOptimizer, as README says to use it: overflowing steps are skipped on every rank, and residues survive a moving scale."""
+"""LossScaleOptimizer, as README says to use it: overflowing steps are skipped on every rank, and
+residues survive a moving scale.
+"""
 
 import numpy as np
 import pytest
@@ -12,11 +14,23 @@ import scalecom_hvd.tensorflow.keras as keras
 
 LossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
 BATCH, STEPS = 8, 14
-MODES = [{}, {"lookahead": True}, {"lookahead": True, "beta": 0.3, "warmup_steps": 2, "leader": "staggered", "bucket_bytes": 10_000}]
+MODES = [
+    {},
+    {"lookahead": True},
+    {
+        "lookahead": True,
+        "beta": 0.3,
+        "warmup_steps": 2,
+        "leader": "staggered",
+        "bucket_bytes": 10_000,
+    },
+]
 
 
 def overflowing_ranks() -> dict[int, set[int]]:
-    """At which steps it happens to whom: the first step, the last rank alone, the leader alone, all."""
+    """At which steps it happens to whom: the first step, the last rank alone, the leader alone,
+    all.
+    """
     last, leader = hvd.size() - 1, 3 % hvd.size()
     return {0: {0}, 3: {last}, 5: {leader}, 6: set(range(hvd.size()))}
 
@@ -40,9 +54,13 @@ def assert_same_run(scaled, plain, compression, other, scale):
     assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (STEPS - 4, 4)
     assert (other.stats()["step"], other.stats()["skipped_steps"]) == (STEPS - 4, 0)
     for mine, theirs in zip(scaled.variables, plain.variables, strict=True):
-        np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-5, err_msg=mine.name)
+        np.testing.assert_allclose(
+            mine.numpy(), theirs.numpy(), rtol=1e-4, atol=1e-5, err_msg=mine.name
+        )
     for name, residue in other.state_dict()["residues"].items():
-        np.testing.assert_allclose(compression.state_dict()["residues"][name], residue, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            compression.state_dict()["residues"][name], residue, rtol=1e-4, atol=1e-5, err_msg=name
+        )
     assert same_on_all_ranks(scaled.variables)
     # Halved four times, and doubled after three good steps in a row, which came at the end.
     assert float(scale) == 2.0**20 / 2**4 * 2**2
@@ -50,12 +68,18 @@ def assert_same_run(scaled, plain, compression, other, scale):
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_fit_with_overflows_ends_where_one_without_them_ends(mode):
-    kind = tf.keras.optimizers.legacy if "lookahead" in mode and "beta" not in mode else tf.keras.optimizers
+    kind = (
+        tf.keras.optimizers.legacy
+        if "lookahead" in mode and "beta" not in mode
+        else tf.keras.optimizers
+    )
     with_overflows, without = batches()
     scaled, plain = net(), net()
     compression = scalecom(loss_scale=lambda: scaled.optimizer.loss_scale, **mode)
     optimizer = keras.DistributedOptimizer(kind.SGD(0.05, 0.9), compression=compression)
-    scaled.compile(LossScaleOptimizer(optimizer, initial_scale=2.0**20, dynamic_growth_steps=3), "mse")
+    scaled.compile(
+        LossScaleOptimizer(optimizer, initial_scale=2.0**20, dynamic_growth_steps=3), "mse"
+    )
     scaled.fit(*with_overflows, BATCH, shuffle=False, verbose=0)
     other = scalecom(**mode)
     plain.compile(keras.DistributedOptimizer(kind.SGD(0.05, 0.9), compression=other), "mse")
@@ -74,7 +98,9 @@ def test_a_custom_loop_with_overflows_ends_where_one_without_them_ends():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(model(x) - y))
                 loss = optimizer.get_scaled_loss(loss) if scaling else loss
-            grads = hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, model.trainable_variables)
+            grads = hvd.DistributedGradientTape(tape, compression=compression).gradient(
+                loss, model.trainable_variables
+            )
             grads = optimizer.get_unscaled_gradients(grads) if scaling else grads
             optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
 
@@ -83,7 +109,9 @@ def test_a_custom_loop_with_overflows_ends_where_one_without_them_ends():
         return model
 
     with_overflows, without = batches()
-    scaling = LossScaleOptimizer(tf.keras.optimizers.SGD(0.05), initial_scale=2.0**20, dynamic_growth_steps=3)
+    scaling = LossScaleOptimizer(
+        tf.keras.optimizers.SGD(0.05), initial_scale=2.0**20, dynamic_growth_steps=3
+    )
     compression, other = scalecom(loss_scale=scaling), scalecom()
     scaled = run(compression, scaling, with_overflows)
     plain = run(other, tf.keras.optimizers.SGD(0.05), without)
@@ -110,7 +138,9 @@ def test_the_policy_under_which_keras_wraps_optimizers_itself():
     try:
         model = net()
         compression = scalecom(rate=4, loss_scale=lambda: model.optimizer.loss_scale)
-        model.compile(keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=compression), "mse")
+        model.compile(
+            keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=compression), "mse"
+        )
         assert isinstance(model.optimizer, LossScaleOptimizer)
         x, y = examples(hvd.rank())
         if hvd.rank() == 0:

@@ -1,11 +1,13 @@
 """Random programs, run with stock Horovod and with ScaleCom on the same numbers.
 
-With rate 1 variables must end as stock's do, and what a program's own collectives give must be the same. At rate 10 nothing may be lost:
-what the averages were, summed, and the residues are what came in. Programs in which a gradient comes on one rank alone hang in stock
+With rate 1 variables must end as stock's do, and what a program's own collectives give must be the
+same. At rate 10 nothing may be lost: what the averages were, summed, and the residues are what came
+in. Programs in which a gradient comes on one rank alone hang in stock
 Horovod: there ScaleCom is held to the sums alone.
 
-Every rank makes the same programs from the same seed. By default they are the same few in every run; FUZZ_SECONDS says for how long to
-make ever new ones, FUZZ_SEED with which seed to begin. A program that fails is printed with its seed.
+Every rank makes the same programs from the same seed. By default they are the same few in every
+run; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin. A
+program that fails is printed with its seed.
 """
 
 import os
@@ -27,14 +29,22 @@ FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
 PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 6
 SHAPES = {"a": (300,), "b": (20, 15), "c": (7,), "d": (150,)}
 TABLE = (30, 10)
-MODES = ({}, {"lookahead": True}, {"leader": "staggered", "bucket_bytes": 700}, {"lookahead": True, "warmup_steps": 2}, {"warmup_steps": 1})
+MODES = (
+    {},
+    {"lookahead": True},
+    {"leader": "staggered", "bucket_bytes": 700},
+    {"lookahead": True, "warmup_steps": 2},
+    {"warmup_steps": 1},
+)
 RATE_OF_LEARNING = 0.1
 LossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
 
 
 def on_some_rank(fact):
     """All ranks ask together, so that none stops alone."""
-    return float(stock.allreduce(tf.constant(float(fact)), op=stock.Sum, name="fuzz.on_some_rank")) > 0
+    return (
+        float(stock.allreduce(tf.constant(float(fact)), op=stock.Sum, name="fuzz.on_some_rank")) > 0
+    )
 
 
 def total(array):
@@ -48,7 +58,9 @@ class Arm:
         self.rate, self.mode = rate, mode
         self.library, self.keras = (stock, stock_keras) if rate is None else (hvd, keras)
         self.compressions = []
-        self.variables = {name: tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()}
+        self.variables = {
+            name: tf.Variable(tf.zeros(shape), name=name) for name, shape in SHAPES.items()
+        }
         self.variables["table"] = tf.Variable(tf.zeros(TABLE), name="table")
         self.seen = []
         self.sent = {name: np.zeros(v.shape) for name, v in self.variables.items()}
@@ -57,27 +69,46 @@ class Arm:
     def compression(self, **settings):
         if self.rate is None:
             return stock.Compression.none
-        self.compressions.append(hvd.ScaleCom(rate=self.rate, min_numel=100, **settings, **({} if self.rate == 1 else self.mode)))
+        self.compressions.append(
+            hvd.ScaleCom(
+                rate=self.rate, min_numel=100, **settings, **({} if self.rate == 1 else self.mode)
+            )
+        )
         return self.compressions[-1]
 
     def residue(self, name):
         """This rank's, of all series of gradients."""
-        found = [r for c in self.compressions for key, r in c.state_dict()["residues"].items() if key.partition("#")[0] == name]
+        found = [
+            r
+            for c in self.compressions
+            for key, r in c.state_dict()["residues"].items()
+            if key.partition("#")[0] == name
+        ]
         return sum(found) if found else np.zeros(self.variables[name].shape)
 
     def check_sums(self, names, divisor=None):
         for name in names:
             sent = self.sent[name] * (hvd.size() if divisor is None else divisor)
             np.testing.assert_allclose(
-                sent + total(self.residue(name)), total(self.came[name]), rtol=1e-3, atol=1e-3, err_msg=f"{name} at rate {self.rate}"
+                sent + total(self.residue(name)),
+                total(self.came[name]),
+                rtol=1e-3,
+                atol=1e-3,
+                err_msg=f"{name} at rate {self.rate}",
             )
 
 
 def numbers(seed, step):
-    """This rank's part of the gradients at a step, and rows of the table with what is asked of them."""
+    """This rank's part of the gradients at a step, and rows of the table with what is asked of
+    them.
+    """
     made = np.random.default_rng([seed, step, hvd.rank()])
     grads = {name: made.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
-    return grads, made.integers(0, TABLE[0], 4), made.standard_normal((4, TABLE[1])).astype(np.float32)
+    return (
+        grads,
+        made.integers(0, TABLE[0], 4),
+        made.standard_normal((4, TABLE[1])).astype(np.float32),
+    )
 
 
 def own_collective(library, kind, x):
@@ -98,7 +129,11 @@ class Tapes:
     def draw(self, choose):
         traced = choose((True, False))
         uneven = not traced and choose((True, False))
-        style = "one" if uneven else choose(("one", "one", "persistent", "disjoint", "two tapes", "nested", "tensor"))
+        style = (
+            "one"
+            if uneven
+            else choose(("one", "one", "persistent", "disjoint", "two tapes", "nested", "tensor"))
+        )
         op = choose(("Average", "Average", "Sum"))
         program = {
             "traced": traced,
@@ -106,19 +141,30 @@ class Tapes:
             "style": style,
             "op": op,
             "predivide": choose((1.0, 2.0)) if op == "Average" else 1.0,
-            "groups": choose((None, None, 2, "lists")) if style in ("one", "persistent", "nested") else None,
+            "groups": choose((None, None, 2, "lists"))
+            if style in ("one", "persistent", "nested")
+            else None,
             "local": choose((None, None, "register", "partial")),
             "sparse": None if uneven else choose((None, "slices", "dense")),
             "mode": choose(MODES),
         }
-        since = {(rank, name): choose((0, 1, 2, 3, 9)) for rank in range(hvd.size()) for name in SHAPES}
+        since = {
+            (rank, name): choose((0, 1, 2, 3, 9)) for rank in range(hvd.size()) for name in SHAPES
+        }
         masks = [tuple(name for name in SHAPES if choose((True, True, False))) for _ in range(2)]
         program["steps"] = [
             {
                 # Stock Horovod cannot do groups in which nothing is.
-                "mask": tuple(SHAPES) if choose((True, False)) or program["groups"] or uneven else choose(masks),
+                "mask": tuple(SHAPES)
+                if choose((True, False)) or program["groups"] or uneven
+                else choose(masks),
                 "all sources": choose((True, True, False)) or bool(program["groups"]) or uneven,
-                "without": sorted({pair for pair, first in since.items() if number < first} | {choose(list(since))}) if uneven else [],
+                "without": sorted(
+                    {pair for pair, first in since.items() if number < first}
+                    | {choose(list(since))}
+                )
+                if uneven
+                else [],
                 "own": choose((None, *OWN)),
                 "forward": choose((True, False, False)),
                 "raises": None if traced else choose((None, None, None, 0, 1)),
@@ -140,7 +186,11 @@ class Tapes:
         compression = arm.compression()
         layer = tf.keras.layers.Layer()
         layer.c = variables["c"]
-        groups = [[variables["a"], variables["c"]], [variables["b"]]] if p["groups"] == "lists" else p["groups"]
+        groups = (
+            [[variables["a"], variables["c"]], [variables["b"]]]
+            if p["groups"] == "lists"
+            else p["groups"]
+        )
         times = {"persistent": 3, "two tapes": 2}.get(p["style"], 1)
 
         def distributed(tape):
@@ -154,7 +204,9 @@ class Tapes:
                 "scale_local_gradients": False,
             }
             if p["local"] == "partial":
-                return arm.library.PartialDistributedGradientTape(tape, local_layers=layer, **options)
+                return arm.library.PartialDistributedGradientTape(
+                    tape, local_layers=layer, **options
+                )
             tape = arm.library.DistributedGradientTape(tape, **options)
             if p["local"] == "register":
                 tape.register_local_source(variables["c"])
@@ -175,14 +227,18 @@ class Tapes:
 
         def body(grads, rows, asked, x, names, step):
             seen = []
-            sources = [variables[name] for name in (SHAPES if step["all sources"] else step["mask"])]
+            sources = [
+                variables[name] for name in (SHAPES if step["all sources"] else step["mask"])
+            ]
             with tf.GradientTape(persistent=True) as tape, tf.GradientTape() as second:
                 if step["raises"] == hvd.rank():
                     raise ArithmeticError
                 tape.watch(x)
                 loss = loss_of(names, grads)
                 if step["forward"] and "a" in names:
-                    mine = stock.allreduce(tf.reduce_sum(variables["a"]), name="forward" if step["own"] else None)
+                    mine = stock.allreduce(
+                        tf.reduce_sum(variables["a"]), name="forward" if step["own"] else None
+                    )
                     loss += 0.01 * mine
                     seen.append(mine)
                 if p["sparse"]:
@@ -200,7 +256,13 @@ class Tapes:
             results = [(wrapped, loss, sources)]
             if style == "tensor":
                 results = [(wrapped, loss_x, [*sources, x])]
-            elif style == "disjoint" and not p["sparse"] and not step["forward"] and names and sources[0] is variables[names[0]]:
+            elif (
+                style == "disjoint"
+                and not p["sparse"]
+                and not step["forward"]
+                and names
+                and sources[0] is variables[names[0]]
+            ):
                 results = [(wrapped, first, sources[:1]), (wrapped, rest, sources[1:])]
             elif style == "persistent":
                 results.append((wrapped, twice, sources))
@@ -226,7 +288,9 @@ class Tapes:
         for number, step in enumerate(p["steps"]):
             grads, rows, asked = numbers(seed, number)
             x = tf.constant(grads["c"])
-            names = tuple(name for name in step["mask"] if (hvd.rank(), name) not in step["without"])
+            names = tuple(
+                name for name in step["mask"] if (hvd.rank(), name) not in step["without"]
+            )
             before = {name: v.numpy() for name, v in variables.items()}
             raised, averages, seen = False, None, []
             run = of_kind(names, step)
@@ -234,7 +298,12 @@ class Tapes:
                 key = names, step["all sources"], step["own"], step["forward"]
                 run = functions.setdefault(key, tf.function(run, autograph=False))
             try:
-                averages, seen = run({name: tf.constant(g) for name, g in grads.items()}, tf.constant(rows), tf.constant(asked), x)
+                averages, seen = run(
+                    {name: tf.constant(g) for name, g in grads.items()},
+                    tf.constant(rows),
+                    tf.constant(asked),
+                    x,
+                )
             except ArithmeticError:
                 raised = True
             if step["raises"] is not None:
@@ -246,7 +315,11 @@ class Tapes:
                 if average is not None:
                     arm.sent[name] += average.numpy()
             for name in names:
-                arm.came[name] += times * (grads[name] + 0.1 * before[name] + (0.01 if name == "a" and step["forward"] else 0))
+                arm.came[name] += times * (
+                    grads[name]
+                    + 0.1 * before[name]
+                    + (0.01 if name == "a" and step["forward"] else 0)
+                )
             if p["sparse"]:
                 np.add.at(arm.came["table"], rows, times * asked)
         shared = [name for name in variables if not (name == "c" and p["local"])]
@@ -255,7 +328,9 @@ class Tapes:
 
 
 class Optimizers:
-    """Optimizers of Keras in a loop of the user's own: several taking turns, clipping, aggregation, a moving loss scale with overflows."""
+    """Optimizers of Keras in a loop of the user's own: several taking turns, clipping, aggregation,
+    a moving loss scale with overflows.
+    """
 
     def draw(self, choose):
         scaled = choose((True, False, False))
@@ -282,13 +357,26 @@ class Optimizers:
         parts = [["a", "c"], ["b", "d"]]
 
         def make():
-            inner = kinds.Adam(0.1, **p["clip"]) if "Adam" in p["make"] else kinds.SGD(0.1, 0.9 * (p["make"] == "momentum"), **p["clip"])
-            options = {"backward_passes_per_step": p["passes"], "average_aggregated_gradients": p["average"]}
+            inner = (
+                kinds.Adam(0.1, **p["clip"])
+                if "Adam" in p["make"]
+                else kinds.SGD(0.1, 0.9 * (p["make"] == "momentum"), **p["clip"])
+            )
+            options = {
+                "backward_passes_per_step": p["passes"],
+                "average_aggregated_gradients": p["average"],
+            }
             made = []
-            settings = {"loss_scale": lambda: made[0].loss_scale} if p["scaled"] and arm.rate else {}
-            optimizer = arm.keras.DistributedOptimizer(inner, compression=arm.compression(**settings), **options)
+            settings = (
+                {"loss_scale": lambda: made[0].loss_scale} if p["scaled"] and arm.rate else {}
+            )
+            optimizer = arm.keras.DistributedOptimizer(
+                inner, compression=arm.compression(**settings), **options
+            )
             if p["scaled"]:
-                optimizer = LossScaleOptimizer(optimizer, initial_scale=2.0**10, dynamic_growth_steps=2)
+                optimizer = LossScaleOptimizer(
+                    optimizer, initial_scale=2.0**10, dynamic_growth_steps=2
+                )
             made.append(optimizer)
             return optimizer
 
@@ -298,9 +386,16 @@ class Optimizers:
         def body(turn, grads, x):
             optimizer, names = optimizers[turn], parts[turn]
             with tf.GradientTape() as tape:
-                loss = tf.add_n([tf.reduce_sum(arm.variables[n] * grads[n]) + 0.05 * tf.reduce_sum(arm.variables[n] ** 2) for n in names])
+                loss = tf.add_n(
+                    [
+                        tf.reduce_sum(arm.variables[n] * grads[n])
+                        + 0.05 * tf.reduce_sum(arm.variables[n] ** 2)
+                        for n in names
+                    ]
+                )
             seen = own_collective(stock, p["own"], x) if p["own"] else x
-            optimizer.minimize(loss, variables[turn], tape=tape)  # apply_gradients, called alone, averages nothing in Horovod
+            # apply_gradients, called alone, averages nothing in Horovod
+            optimizer.minimize(loss, variables[turn], tape=tape)
             return seen
 
         steps = [body, body]
@@ -318,7 +413,11 @@ class Optimizers:
                     arm.came[name] += grads[name] + 0.1 * arm.variables[name].numpy()
                 if bad == hvd.rank():
                     grads[parts[turn][0]][2] = np.inf
-                seen = steps[turn](turn, {name: tf.constant(g) for name, g in grads.items()}, tf.constant(grads["c"]))
+                seen = steps[turn](
+                    turn,
+                    {name: tf.constant(g) for name, g in grads.items()},
+                    tf.constant(grads["c"]),
+                )
                 if p["own"] and bad is None:
                     arm.seen.append(seen.numpy())
         arm.seen += [np.array(optimizer.loss_scale) for optimizer in optimizers if p["scaled"]]
@@ -351,7 +450,9 @@ class Fits:
         compression, model = arm.compression(), net()
         optimizer = inner
         if p["step"] != "tape":
-            optimizer = arm.keras.DistributedOptimizer(inner, compression=compression, backward_passes_per_step=p["passes"])
+            optimizer = arm.keras.DistributedOptimizer(
+                inner, compression=compression, backward_passes_per_step=p["passes"]
+            )
 
         class Own(tf.keras.Model):
             def train_step(self, data):
@@ -361,7 +462,9 @@ class Fits:
                 if p["step"] == "tape":
                     tape = arm.library.DistributedGradientTape(tape, compression=compression)
                     grads = tape.gradient(loss, self.trainable_variables)
-                    self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
+                    self.optimizer.apply_gradients(
+                        zip(grads, self.trainable_variables, strict=True)
+                    )
                 else:
                     self.optimizer.minimize(loss, self.trainable_variables, tape=tape)
                 return {"loss": loss}
@@ -374,7 +477,9 @@ class Fits:
         assert same_on_all_ranks(model.trainable_variables)
         arm.variables = {v.name: v for v in model.trainable_variables}
         if arm.compressions:
-            assert arm.compressions[0].stats()["step"] == 8 // (1 if p["step"] == "tape" else p["passes"])
+            assert arm.compressions[0].stats()["step"] == 8 // (
+                1 if p["step"] == "tape" else p["passes"]
+            )
 
 
 def check(seed):
@@ -383,17 +488,26 @@ def check(seed):
     program = kind.draw(choose)
     if hvd.rank() == 0:
         print(f"FUZZ_SEED={seed}: {type(kind).__name__} {program}")
-    arms = [Arm(rate, program["mode"]) for rate in ((None, 1, 10) if kind.needs_stock(program) else (1, 10))]
+    arms = [
+        Arm(rate, program["mode"])
+        for rate in ((None, 1, 10) if kind.needs_stock(program) else (1, 10))
+    ]
     try:
         for arm in arms:
             kind.run(program, arm, seed)
         if arms[0].rate is None:
-            for mine, other in zip(arms[1].variables.values(), arms[0].variables.values(), strict=True):
-                np.testing.assert_allclose(mine.numpy(), other.numpy(), rtol=1e-3, atol=1e-4, err_msg=mine.name)
+            for mine, other in zip(
+                arms[1].variables.values(), arms[0].variables.values(), strict=True
+            ):
+                np.testing.assert_allclose(
+                    mine.numpy(), other.numpy(), rtol=1e-3, atol=1e-4, err_msg=mine.name
+                )
             for mine, other in zip(arms[1].seen, arms[0].seen, strict=True):
                 np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-4)
     except Exception as error:
-        raise AssertionError(f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{type(kind).__name__} {program}") from error
+        raise AssertionError(
+            f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{type(kind).__name__} {program}"
+        ) from error
     return type(kind).__name__
 
 

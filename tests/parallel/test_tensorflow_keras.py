@@ -1,10 +1,21 @@
-"""The drop-in DistributedOptimizer of Keras: model.fit, Horovod's options, and what holds whatever the options are."""
+"""The drop-in DistributedOptimizer of Keras: model.fit, Horovod's options, and what holds whatever
+the options are.
+"""
 
 import horovod.tensorflow.keras as stock
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow_models import FEATURES, examples, inputs, linear, net, output, same_on_all_ranks, total_residue
+from tensorflow_models import (
+    FEATURES,
+    examples,
+    inputs,
+    linear,
+    net,
+    output,
+    same_on_all_ranks,
+    total_residue,
+)
 
 import scalecom_hvd.tensorflow
 import scalecom_hvd.tensorflow.keras as hvd
@@ -23,15 +34,21 @@ def scalecom(**settings):
     return hvd.ScaleCom(**({"rate": 20, "min_numel": 100} | settings))
 
 
-def fit(model, optimizer, data=None, epochs=1, batch_size=8, validation_data=None, **compile_options):
+def fit(
+    model, optimizer, data=None, epochs=1, batch_size=8, validation_data=None, **compile_options
+):
     model.compile(optimizer, "mse", **compile_options)
     x, y = examples(hvd.rank()) if data is None else data
-    return model.fit(x, y, batch_size, epochs, verbose=0, shuffle=False, validation_data=validation_data).history
+    return model.fit(
+        x, y, batch_size, epochs, verbose=0, shuffle=False, validation_data=validation_data
+    ).history
 
 
 def assert_same_weights(ours, theirs, tolerance=1e-5):
     for mine, other in zip(ours.trainable_variables, theirs.trainable_variables, strict=True):
-        np.testing.assert_allclose(mine.numpy(), other.numpy(), rtol=tolerance, atol=tolerance, err_msg=mine.name)
+        np.testing.assert_allclose(
+            mine.numpy(), other.numpy(), rtol=tolerance, atol=tolerance, err_msg=mine.name
+        )
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=NAMES)
@@ -48,26 +65,39 @@ def test_rate_one_equals_stock_horovod(make):
     [
         ({}, {"run_eagerly": True}),
         ({"gradient_predivide_factor": 2.0}, {"steps_per_execution": 3}),
-        ({"backward_passes_per_step": 2, "average_aggregated_gradients": True}, {"steps_per_execution": 2}),
+        (
+            {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
+            {"steps_per_execution": 2},
+        ),
     ],
     ids=str,
 )
 def test_rate_one_equals_stock_horovod_with_options(options, compile_options):
     ours, theirs = net(), net()
-    fit(ours, hvd.DistributedOptimizer(OPTIMIZERS[0](), compression=hvd.ScaleCom(rate=1), **options), **compile_options)
+    fit(
+        ours,
+        hvd.DistributedOptimizer(OPTIMIZERS[0](), compression=hvd.ScaleCom(rate=1), **options),
+        **compile_options,
+    )
     fit(theirs, stock.DistributedOptimizer(OPTIMIZERS[0](), **options), **compile_options)
     assert_same_weights(ours, theirs)
     assert same_on_all_ranks(ours.variables)
 
 
-@pytest.mark.parametrize(("make", "mode"), list(zip(OPTIMIZERS, [*MODES, {"beta": 0.5}], strict=True)), ids=NAMES)
+@pytest.mark.parametrize(
+    ("make", "mode"), list(zip(OPTIMIZERS, [*MODES, {"beta": 0.5}], strict=True)), ids=NAMES
+)
 def test_several_fits_with_validation(make, mode):
     model = net()
-    optimizer = hvd.DistributedOptimizer(make(), compression=scalecom(rate=5, warmup_steps=2, **mode))
+    optimizer = hvd.DistributedOptimizer(
+        make(), compression=scalecom(rate=5, warmup_steps=2, **mode)
+    )
     history = fit(model, optimizer, epochs=2, validation_data=examples(99))["val_loss"]
     x, y = examples(hvd.rank())
     for _ in range(2):
-        history += model.fit(x, y, 8, 3, verbose=0, validation_data=examples(99)).history["val_loss"]
+        history += model.fit(x, y, 8, 3, verbose=0, validation_data=examples(99)).history[
+            "val_loss"
+        ]
     assert history[-1] < 0.7 * history[0]
     assert same_on_all_ranks(model.variables)
     assert optimizer.compression.stats()["step"] == 48
@@ -83,41 +113,62 @@ def test_several_fits_with_validation(make, mode):
         ({"gradient_predivide_factor": 2.0, "groups": 2}, {}, {}),
         ({"backward_passes_per_step": 2}, {}, {"lookahead": True}),
         ({"backward_passes_per_step": 3}, {"run_eagerly": True}, {}),
-        ({"device_dense": "/cpu:0", "device_sparse": "/cpu:0"}, {}, {"leader": "staggered", "bucket_bytes": 10_000}),
+        (
+            {"device_dense": "/cpu:0", "device_sparse": "/cpu:0"},
+            {},
+            {"leader": "staggered", "bucket_bytes": 10_000},
+        ),
     ],
     ids=str,
 )
 def test_nothing_is_lost(options, compile_options, mode):
     """With beta = 1: the sum of everything sent plus the residues equals the sum of gradients."""
     model = linear()
-    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), compression=scalecom(**mode), **options)
+    optimizer = hvd.DistributedOptimizer(
+        tf.keras.optimizers.SGD(1.0), compression=scalecom(**mode), **options
+    )
     model.compile(optimizer, output, **compile_options)
     for _ in range(2):
         model.fit(*inputs(hvd.rank()), batch_size=4, verbose=0, shuffle=False)
     divisor = 1 if options.get("op") == scalecom_hvd.tensorflow.Sum else hvd.size()
     # Six batches, twice.
-    came_in = sum(12 * inputs(rank)[0].mean(0, dtype=np.float64) for rank in range(hvd.size()))[:, None]
+    came_in = sum(12 * inputs(rank)[0].mean(0, dtype=np.float64) for rank in range(hvd.size()))[
+        :, None
+    ]
     for variable in model.trainable_variables[::2]:
         left = total_residue(optimizer.compression, variable.name[:-2])
         assert np.abs(left).sum() > 0
-        np.testing.assert_allclose(-variable.numpy() * divisor + left, came_in, rtol=1e-4, atol=1e-3)
-    np.testing.assert_allclose(model.trainable_variables[1].numpy(), -12 * hvd.size() / divisor, rtol=1e-6)
+        np.testing.assert_allclose(
+            -variable.numpy() * divisor + left, came_in, rtol=1e-4, atol=1e-3
+        )
+    np.testing.assert_allclose(
+        model.trainable_variables[1].numpy(), -12 * hvd.size() / divisor, rtol=1e-6
+    )
     assert same_on_all_ranks(model.variables)
 
 
 def test_a_smaller_last_batch_on_one_rank_only():
     """It is traced again there, while the others go on."""
     model = linear()
-    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), compression=scalecom(lookahead=True))
+    optimizer = hvd.DistributedOptimizer(
+        tf.keras.optimizers.SGD(1.0), compression=scalecom(lookahead=True)
+    )
     model.compile(optimizer, output)
     counts = [22 if rank == hvd.size() - 1 else 24 for rank in range(hvd.size())]
-    model.fit(*inputs(hvd.rank(), counts[hvd.rank()]), batch_size=4, epochs=2, verbose=0, shuffle=False)
+    model.fit(
+        *inputs(hvd.rank(), counts[hvd.rank()]), batch_size=4, epochs=2, verbose=0, shuffle=False
+    )
     came_in = 0
     for rank, count in enumerate(counts):
         x = inputs(rank, count)[0]
         came_in = came_in + 2 * sum(x[i : i + 4].mean(0) for i in range(0, count, 4))
     left = total_residue(optimizer.compression, "first/kernel")
-    np.testing.assert_allclose(-model.trainable_variables[0].numpy() * hvd.size() + left, came_in[:, None], rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(
+        -model.trainable_variables[0].numpy() * hvd.size() + left,
+        came_in[:, None],
+        rtol=1e-4,
+        atol=1e-3,
+    )
     assert same_on_all_ranks(model.variables)
     assert optimizer.compression.stats()["step"] == 12
 
@@ -139,15 +190,21 @@ def test_a_clone_of_the_optimizer():
 def test_several_models_and_optimizers_in_one_process():
     models = [net(prefix="one_"), net(prefix="two_")]
     shared = scalecom()
-    optimizers = [hvd.DistributedOptimizer(make(), compression=shared) for make in (OPTIMIZERS[0], OPTIMIZERS[3])]
+    optimizers = [
+        hvd.DistributedOptimizer(make(), compression=shared)
+        for make in (OPTIMIZERS[0], OPTIMIZERS[3])
+    ]
     for model, optimizer in zip(models, optimizers, strict=True):
         fit(model, optimizer)
     models.append(net())
-    fit(models[2], hvd.DistributedOptimizer(OPTIMIZERS[1](), compression=scalecom(rate=50, lookahead=True)))
+    fit(
+        models[2],
+        hvd.DistributedOptimizer(OPTIMIZERS[1](), compression=scalecom(rate=50, lookahead=True)),
+    )
     for model in models:
         model.fit(*examples(hvd.rank()), 8, verbose=0)
     assert all(same_on_all_ranks(model.variables) for model in models)
-    assert len(shared.reducers()) == 2
+    assert len(shared.exchanges()) == 2
     assert {name.partition("_")[0] for name in shared.state_dict()["residues"]} == {"one", "two"}
 
 
@@ -155,13 +212,16 @@ def test_horovod_tensorflow_given_a_keras_optimizer():
     """Horovod itself forgets op and groups there."""
     model = linear()
     optimizer = scalecom_hvd.tensorflow.DistributedOptimizer(
-        tf.keras.optimizers.SGD(1.0), compression=scalecom(rate=1), op=scalecom_hvd.tensorflow.Sum, groups=2
+        tf.keras.optimizers.SGD(1.0),
+        compression=scalecom(rate=1),
+        op=scalecom_hvd.tensorflow.Sum,
+        groups=2,
     )
     model.compile(optimizer, output)
     model.fit(*inputs(hvd.rank()), batch_size=24, verbose=0)
     came_in = sum(inputs(rank)[0].mean(0) for rank in range(hvd.size()))[:, None]
     np.testing.assert_allclose(-model.trainable_variables[0].numpy(), came_in, rtol=1e-4, atol=1e-5)
-    assert len(optimizer.compression.reducers()[0].buckets) == 2
+    assert len(optimizer.compression.exchanges()[0].buckets) == 2
 
 
 def test_groups_of_variables():
@@ -169,7 +229,7 @@ def test_groups_of_variables():
     groups = [[model.layers[0].kernel, model.layers[2].bias], [model.layers[1].kernel]]
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS[0](), compression=scalecom(), groups=groups)
     fit(model, optimizer)
-    assert [bucket.names for bucket in optimizer.compression.reducers()[0].buckets] == [
+    assert [bucket.names for bucket in optimizer.compression.exchanges()[0].buckets] == [
         ["first/kernel", "head/bias"],
         ["second/kernel"],
         ["first/bias"],
@@ -184,7 +244,10 @@ def test_local_layers_keep_their_gradients(passes, scale):
     ours, theirs = net(), net()
     options = {"scale_local_gradients": scale, "backward_passes_per_step": passes}
     mine = hvd.PartialDistributedOptimizer(
-        tf.keras.optimizers.SGD(0.1), compression=hvd.ScaleCom(rate=1), local_layers=ours.layers[1], **options
+        tf.keras.optimizers.SGD(0.1),
+        compression=hvd.ScaleCom(rate=1),
+        local_layers=ours.layers[1],
+        **options,
     )
     other = stock.DistributedOptimizer(tf.keras.optimizers.SGD(0.1), **options)
     for variable in theirs.layers[1].trainable_weights:
@@ -198,7 +261,9 @@ def test_local_layers_keep_their_gradients(passes, scale):
 
 def test_local_layers_must_be_layers():
     with pytest.raises(ValueError, match=r"must be of tf.keras.layers.Layer type"):
-        hvd.PartialDistributedOptimizer(tf.keras.optimizers.SGD(0.1), compression=hvd.ScaleCom, local_layers=["head"])
+        hvd.PartialDistributedOptimizer(
+            tf.keras.optimizers.SGD(0.1), compression=hvd.ScaleCom, local_layers=["head"]
+        )
 
 
 def embedding():
@@ -219,7 +284,9 @@ def test_sparse_embeddings(sparse_as_dense):
 
     def train(library, **compression):
         model = embedding()
-        optimizer = library.DistributedOptimizer(tf.keras.optimizers.SGD(0.5), sparse_as_dense=sparse_as_dense, **compression)
+        optimizer = library.DistributedOptimizer(
+            tf.keras.optimizers.SGD(0.5), sparse_as_dense=sparse_as_dense, **compression
+        )
         fit(model, optimizer, data)
         assert same_on_all_ranks(model.variables)
         return model, optimizer
@@ -231,14 +298,21 @@ def test_sparse_embeddings(sparse_as_dense):
 
 def test_frozen_and_thawed_layers():
     model = net()
-    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(0.1), compression=scalecom())
+    optimizer = hvd.DistributedOptimizer(
+        tf.keras.optimizers.legacy.SGD(0.1), compression=scalecom()
+    )
     fit(model, optimizer)
-    before, residue = model.layers[1].kernel.numpy(), optimizer.compression.state_dict()["residues"]["second/kernel"]
+    before, residue = (
+        model.layers[1].kernel.numpy(),
+        optimizer.compression.state_dict()["residues"]["second/kernel"],
+    )
     assert residue.any()
     model.layers[1].trainable = False
     fit(model, optimizer)
     np.testing.assert_array_equal(model.layers[1].kernel.numpy(), before)
-    np.testing.assert_array_equal(optimizer.compression.state_dict()["residues"]["second/kernel"], residue)
+    np.testing.assert_array_equal(
+        optimizer.compression.state_dict()["residues"]["second/kernel"], residue
+    )
     assert optimizer.compression.stats()["step"] == 12
     model.layers[1].trainable = True
     fit(model, optimizer)
@@ -262,16 +336,24 @@ def test_stats_count_what_is_sent():
         "bytes_traffic": round((n - 1) / n * (k + 2 * (4 * k + 4 * (whole + 1)))),
         "rate": pytest.approx((FEATURES * 64 + 64 * 64 + whole) / (k + whole)),
         "collectives": 2,
-        "residue_ratio": pytest.approx(1, rel=0.5),  # of the first step: residues are its gradient, but for what was sent
+        # of the first step: residues are its gradient, but for what was sent
+        "residue_ratio": pytest.approx(1, rel=0.5),
         "residue_norm": pytest.approx(
-            np.sqrt(sum(np.square(residue).sum() for residue in optimizer.compression.state_dict()["residues"].values()))
+            np.sqrt(
+                sum(
+                    np.square(residue).sum()
+                    for residue in optimizer.compression.state_dict()["residues"].values()
+                )
+            )
         ),
     }
     assert stats["residue_norm"] > 0
 
 
 def test_models_that_were_saved(tmp_path):
-    """As far as Horovod loads its own, which are not those in Keras's own format: with the optimizer wrapped, and from .h5 its state."""
+    """As far as Horovod loads its own, which are not those in Keras's own format: with the
+    optimizer wrapped, and from .h5 its state.
+    """
     model = net()
     fit(model, hvd.DistributedOptimizer(tf.keras.optimizers.Adam(0.01), compression=scalecom()))
     for ending in (".h5", ""):  # the last: TensorFlow's SavedModel

@@ -1,4 +1,6 @@
-"""What cannot work is refused, on every rank, by an error that says what to do instead; all else of Horovod is there."""
+"""What cannot work is refused, on every rank, by an error that says what to do instead; all else of
+Horovod is there.
+"""
 
 import gc
 
@@ -13,6 +15,7 @@ from tensorflow_parity import Step, variables
 
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as keras
+from scalecom_hvd import agreement
 
 SHAPES = {"first": (60, 50), "second": (5000,)}
 
@@ -28,16 +31,24 @@ def test_adasum_and_other_operations():
     for make in (
         lambda op: hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom(), op=op),
         lambda op: hvd.DistributedOptimizer(v1, compression=hvd.ScaleCom, op=op),
-        lambda op: hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=hvd.ScaleCom, op=op),
-        lambda op: keras.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=hvd.ScaleCom, op=op),
+        lambda op: hvd.DistributedOptimizer(
+            tf.keras.optimizers.SGD(), compression=hvd.ScaleCom, op=op
+        ),
+        lambda op: keras.DistributedOptimizer(
+            tf.keras.optimizers.SGD(), compression=hvd.ScaleCom, op=op
+        ),
     ):
-        with pytest.raises(ValueError, match=r"use op=hvd.Average \(the default\), or Adasum without compression"):
+        with pytest.raises(
+            ValueError, match=r"use op=hvd.Average \(the default\), or Adasum without compression"
+        ):
             make(hvd.Adasum)
         for op in (hvd.Min, hvd.Max, hvd.Product):
             with pytest.raises(ValueError, match=r"works with op=hvd.Average and op=hvd.Sum"):
                 make(op)
     with pytest.raises(ValueError, match="gradient_predivide_factor not supported"):
-        hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom(), op=hvd.Sum, gradient_predivide_factor=2.0)
+        hvd.DistributedGradientTape(
+            tape, compression=hvd.ScaleCom(), op=hvd.Sum, gradient_predivide_factor=2.0
+        )
     with pytest.raises(ValueError, match="groups should be"):
         hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom(), groups=-1)
 
@@ -68,7 +79,9 @@ def test_a_loss_scale_inside():
     with pytest.raises(TypeError, match=r"takes 1 positional argument but 2 were given"):
         stock_keras.DistributedOptimizer(optimizer)
     for library in (hvd, keras):
-        with pytest.raises(TypeError, match=r"wrap its inner optimizer, and tell ScaleCom the scale"):
+        with pytest.raises(
+            TypeError, match=r"wrap its inner optimizer, and tell ScaleCom the scale"
+        ):
             library.DistributedOptimizer(optimizer, compression=hvd.ScaleCom)
 
 
@@ -97,11 +110,17 @@ def test_horovods_own_functions(compression):
         stock.DistributedGradientTape(tape, compression=compression).gradient(loss, [v])
 
     def optimizer():
-        made = stock.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=compression)
+        made = stock.DistributedOptimizer(
+            tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=compression
+        )
         made.minimize(lambda: tf.reduce_sum(v), var_list=[v])
 
     def fit():
-        model.compile(stock_keras.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=compression), "mse", run_eagerly=True)
+        model.compile(
+            stock_keras.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=compression),
+            "mse",
+            run_eagerly=True,
+        )
         model.fit(*examples(hvd.rank()), 8, verbose=0)
 
     calls = [tape, optimizer, fit, lambda: stock.allreduce(tf.zeros(3), compression=compression)]
@@ -112,16 +131,28 @@ def test_horovods_own_functions(compression):
 
 def test_other_settings_on_one_rank():
     for traced in (False, True):
-        with pytest.raises(RuntimeError, match=r"settings differ between ranks.*rate is 40.0 on rank 0 and 20.0 on rank 1"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"settings differ between ranks.*rate is 40.0 on rank 0 and 20.0 on rank 1",
+        ):
             step(hvd.ScaleCom(rate=20 if hvd.rank() else 40), traced=traced)
-    with pytest.raises(RuntimeError, match=r"settings differ between ranks.*sparse_as_dense is False on rank 0 and True on rank 1"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"settings differ between ranks.*sparse_as_dense is False on rank 0 and True on "
+            r"rank 1"
+        ),
+    ):
         step(hvd.ScaleCom(), sparse_as_dense=hvd.rank() > 0)
 
 
 def test_other_settings_on_one_rank_in_a_fit():
     model = net()
     model.compile(
-        keras.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=hvd.ScaleCom(beta=0.5 if hvd.rank() == 1 else 1)), "mse"
+        keras.DistributedOptimizer(
+            tf.keras.optimizers.SGD(), compression=hvd.ScaleCom(beta=0.5 if hvd.rank() == 1 else 1)
+        ),
+        "mse",
     )
     with pytest.raises(RuntimeError, match=r"beta is 1.0 on rank 0 and 0.5 on rank 1"):
         model.fit(*examples(hvd.rank()), 8, verbose=0)
@@ -129,18 +160,20 @@ def test_other_settings_on_one_rank_in_a_fit():
 
 def test_another_model_on_one_rank():
     shapes = {"first": (60, 50), "second": (5000 + (hvd.rank() == 1),)}
-    with pytest.raises(RuntimeError, match=r"tensors differ between ranks.*second is \[\[5000\].*\[\[5001\]"):
+    with pytest.raises(
+        RuntimeError, match=r"tensors differ between ranks.*second is \[\[5000\].*\[\[5001\]"
+    ):
         step(hvd.ScaleCom(), shapes)
     with pytest.raises(RuntimeError, match=r"groups differ between ranks"):
         step(hvd.ScaleCom(), groups=1 + (hvd.rank() == 1))
 
 
 def test_another_version_on_one_rank(monkeypatch):
-    import scalecom_hvd
-
     if hvd.rank() == 1:
-        monkeypatch.setattr(scalecom_hvd, "__version__", "9.9")
-    with pytest.raises(RuntimeError, match=r"version differ between ranks.* on rank 0 and 9.9 on rank 1"):
+        monkeypatch.setattr(agreement, "__version__", "9.9")
+    with pytest.raises(
+        RuntimeError, match=r"version differ between ranks.* on rank 0 and 9.9 on rank 1"
+    ):
         step(hvd.ScaleCom())
 
 
@@ -159,7 +192,9 @@ def test_a_scalecom_made_anew_in_every_step(caplog):
 
 
 def test_a_loss_scale_that_a_traced_function_would_keep_for_ever():
-    with pytest.raises(TypeError, match=r"loss_scale must give a tf.Tensor or tf.Variable.*a number \(1024.0\)"):
+    with pytest.raises(
+        TypeError, match=r"loss_scale must give a tf.Tensor or tf.Variable.*a number \(1024.0\)"
+    ):
         step(hvd.ScaleCom(loss_scale=lambda: 1024.0), traced=True)
     step(hvd.ScaleCom(loss_scale=lambda: 1024.0))
 
@@ -172,13 +207,17 @@ def test_ranks_at_different_steps(kernel, monkeypatch):
     run = Step(variables(SHAPES), compression)
     run(gradients(SHAPES, hvd.rank(), 0))
     state = compression.state_dict()
-    exchanges = {label: exchange | {"step": 1 + hvd.rank()} for label, exchange in state["exchanges"].items()}
+    exchanges = {
+        label: exchange | {"step": 1 + hvd.rank()} for label, exchange in state["exchanges"].items()
+    }
     compression.load_state_dict(state | {"exchanges": exchanges})
     with pytest.raises(tf.errors.InvalidArgumentError, match="not exactly one leader"):
         run(gradients(SHAPES, hvd.rank(), 1))
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(hvd, stock), (keras, stock_keras)], ids=["tensorflow", "keras"])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(hvd, stock), (keras, stock_keras)], ids=["tensorflow", "keras"]
+)
 def test_every_name_of_horovod_is_there(ours, theirs):
     names = [name for name in dir(theirs) if not name.startswith("_")]
     missing = [name for name in names if not hasattr(ours, name)]
@@ -202,11 +241,17 @@ def test_submodules():
 def test_other_compressions_are_horovods_own():
     v = tf.Variable(tf.zeros([3000]), name="v")
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
-        optimizer = keras.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), compression=compression)
+        optimizer = keras.DistributedOptimizer(
+            tf.keras.optimizers.SGD(1.0), compression=compression
+        )
         assert not hasattr(optimizer, "compression")
         assert "scalecom" not in optimizer._allreduce_grads.__module__
-        legacy = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0), compression=compression)
-        assert type(legacy) is type(stock.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0)))
+        legacy = hvd.DistributedOptimizer(
+            tf.compat.v1.train.GradientDescentOptimizer(1.0), compression=compression
+        )
+        assert type(legacy) is type(
+            stock.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0))
+        )
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(v) * (hvd.rank() + 1)
         tape = hvd.DistributedGradientTape(tape, compression=compression)

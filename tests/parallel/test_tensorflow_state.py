@@ -30,7 +30,11 @@ def scalecom(**settings):
 
 def run(compression, numbers, model=None):
     """Gives the averages of all steps. compression: a ScaleCom, or a Step."""
-    step = compression if isinstance(compression, Step) else Step(variables(SHAPES) if model is None else model, compression)
+    step = (
+        compression
+        if isinstance(compression, Step)
+        else Step(variables(SHAPES) if model is None else model, compression)
+    )
     return [step(gradients(SHAPES, hvd.rank(), number)) for number in numbers]
 
 
@@ -80,7 +84,9 @@ def test_resuming_from_a_checkpoint_is_bit_identical(mode, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: tf.keras.optimizers.Adam(0.01), lambda: tf.keras.optimizers.legacy.SGD(0.1, 0.9)], ids=["Adam", "legacy SGD"]
+    "make",
+    [lambda: tf.keras.optimizers.Adam(0.01), lambda: tf.keras.optimizers.legacy.SGD(0.1, 0.9)],
+    ids=["Adam", "legacy SGD"],
 )
 def test_a_fit_goes_on_where_it_stopped(make, tmp_path):
     """Model, optimizer and residues in one checkpoint of this rank."""
@@ -90,7 +96,9 @@ def test_a_fit_goes_on_where_it_stopped(make, tmp_path):
         model = net()
         compression = scalecom(lookahead=True)
         model.compile(keras.DistributedOptimizer(make(), compression=compression), "mse")
-        return model, tf.train.Checkpoint(model=model, optimizer=model.optimizer, scalecom=compression)
+        return model, tf.train.Checkpoint(
+            model=model, optimizer=model.optimizer, scalecom=compression
+        )
 
     model, checkpoint = build()
     model.fit(x, y, 8, shuffle=False, verbose=0)
@@ -110,7 +118,9 @@ def test_the_state_is_what_the_design_says():
     run(compression, range(3))
     state = compression.state_dict()
     assert (state["version"], state["step"], state["config"]["rate"]) == (1, 3, 20)
-    assert {name: residue.shape for name, residue in state["residues"].items()} == {n: s for n, s in SHAPES.items() if n != "bias"}
+    assert {name: residue.shape for name, residue in state["residues"].items()} == {
+        n: s for n, s in SHAPES.items() if n != "bias"
+    }
 
 
 def test_residues_are_no_part_of_model_or_optimizer(tmp_path):
@@ -121,7 +131,10 @@ def test_residues_are_no_part_of_model_or_optimizer(tmp_path):
     model.fit(*examples(hvd.rank()), 8, verbose=0)
     tf.train.Checkpoint(model=model, optimizer=optimizer).save(str(tmp_path / "all"))
     saved = [name for name, _ in tf.train.list_variables(str(tmp_path))]
-    assert not any("scalecom" in name or "stream" in name for name in [*saved, *(v.name for v in [*model.variables, *optimizer.variables])])
+    assert not any(
+        "scalecom" in name or "stream" in name
+        for name in [*saved, *(v.name for v in [*model.variables, *optimizer.variables])]
+    )
 
 
 def test_a_state_saved_before_the_first_step():
@@ -166,7 +179,12 @@ def test_states_that_do_not_fit_are_refused():
     for change, shapes, settings, message in (
         ({}, SHAPES, {"rate": 50}, r"rate=20.0 in the state and 50.0 now"),
         ({"version": 99}, SHAPES, {}, "version 99, and this release reads version 1"),
-        ({}, {**SHAPES, "third": (6000,)}, {}, r"third has shape \(5000,\) in the state and \(6000,\) in the model"),
+        (
+            {},
+            {**SHAPES, "third": (6000,)},
+            {},
+            r"third has shape \(5000,\) in the state and \(6000,\) in the model",
+        ),
         ({}, {**SHAPES, "fourth": (5000,)}, {}, "fourth is not in the state"),
     ):
         early = scalecom(**settings)
@@ -174,8 +192,14 @@ def test_states_that_do_not_fit_are_refused():
             early.load_state_dict(state | change)
             Step(variables(shapes), early)(gradients(shapes, hvd.rank(), 0))
     for shapes, message in (
-        ({**SHAPES, "third": (6000,)}, r"third has shape \(5000,\) in the state and \(6000,\) in the model"),
-        ({name: shape for name, shape in SHAPES.items() if name != "third"}, "third is not in this model"),
+        (
+            {**SHAPES, "third": (6000,)},
+            r"third has shape \(5000,\) in the state and \(6000,\) in the model",
+        ),
+        (
+            {name: shape for name, shape in SHAPES.items() if name != "third"},
+            "third is not in this model",
+        ),
         ({**SHAPES, "fourth": (5000,)}, "fourth is not in the state"),
     ):
         late = scalecom()
@@ -213,11 +237,15 @@ for path in sys.argv[1:]:
 def test_a_saved_model_loads_without_this_package_and_horovod(tmp_path):
     """Not in Keras's own format, in which Horovod's optimizers cannot be loaded either."""
     model = net()
-    model.compile(keras.DistributedOptimizer(tf.keras.optimizers.Adam(), compression=scalecom()), "mse")
+    model.compile(
+        keras.DistributedOptimizer(tf.keras.optimizers.Adam(), compression=scalecom()), "mse"
+    )
     model.fit(*examples(hvd.rank()), 8, verbose=0)
     if hvd.rank() == 0:
         paths = [str(tmp_path / f"model{ending}") for ending in (".h5", "")]
         for path in paths:
             model.save(path)
-        done = subprocess.run([sys.executable, "-c", PLAIN, *paths], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", PLAIN, *paths], capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Tapes in custom loops, eager and traced, and the optimizers of TensorFlow 1, in graphs and out of them."""
+"""Tapes in custom loops, eager and traced, and the optimizers of TensorFlow 1, in graphs and out of
+them.
+"""
 
 import horovod.tensorflow as stock
 import numpy as np
@@ -20,9 +22,16 @@ def scalecom(**settings):
 
 
 def check_nothing_is_lost(compression, sent, steps, divisor=None):
-    """sent: {name: the sum of what the steps gave}. With beta = 1 it and the residues are the sum of all gradients."""
+    """sent: {name: the sum of what the steps gave}.
+
+    With beta = 1 it and the residues are the sum of all gradients.
+    """
     for name, total in sent.items():
-        came_in = sum(gradients(SHAPES, rank, step)[name] for rank in range(hvd.size()) for step in range(steps))
+        came_in = sum(
+            gradients(SHAPES, rank, step)[name]
+            for rank in range(hvd.size())
+            for step in range(steps)
+        )
         np.testing.assert_allclose(
             total * (hvd.size() if divisor is None else divisor) + total_residue(compression, name),
             came_in,
@@ -56,7 +65,11 @@ def test_nothing_is_lost(options, mode):
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [(np.float16, {}), (np.float64, {"op": hvd.Sum}), (np.float32, {"gradient_predivide_factor": 2.0})],
+    [
+        (np.float16, {}),
+        (np.float64, {"op": hvd.Sum}),
+        (np.float32, {"gradient_predivide_factor": 2.0}),
+    ],
     ids=str,
 )
 def test_rate_one_equals_stock_horovod(dtype, options):
@@ -73,41 +86,61 @@ def test_rate_one_equals_stock_horovod(dtype, options):
         return averages
 
     # Ranks' sums are the same in any order, so they are the same to the bit.
-    grads = {name: np.round(grad * 8) for name, grad in gradients(SHAPES, hvd.rank(), 0, dtype).items()}
+    grads = {
+        name: np.round(grad * 8) for name, grad in gradients(SHAPES, hvd.rank(), 0, dtype).items()
+    }
     ours, theirs = both({name: tf.constant(grad) for name, grad in grads.items()})
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype == other.dtype == dtype
-        np.testing.assert_allclose(mine.numpy(), other.numpy(), rtol=2e-3 if dtype is np.float16 else 1e-6)
+        np.testing.assert_allclose(
+            mine.numpy(), other.numpy(), rtol=2e-3 if dtype is np.float16 else 1e-6
+        )
 
 
 def test_bfloat16():
     """Horovod sums none of it; ScaleCom sends float32."""
-    model = {name: tf.Variable(tf.zeros(shape, tf.bfloat16), name=name) for name, shape in SHAPES.items()}
+    model = {
+        name: tf.Variable(tf.zeros(shape, tf.bfloat16), name=name) for name, shape in SHAPES.items()
+    }
     compression = scalecom()
     step = Step(model, compression)
     sent = dict.fromkeys(SHAPES, 0.0)
     for number in range(4):
-        grads = {name: tf.cast(np.round(grad * 4), tf.bfloat16) for name, grad in gradients(SHAPES, hvd.rank(), number).items()}
+        grads = {
+            name: tf.cast(np.round(grad * 4), tf.bfloat16)
+            for name, grad in gradients(SHAPES, hvd.rank(), number).items()
+        }
         for name, average in step(grads).items():
             assert average.dtype == tf.bfloat16.as_numpy_dtype
             sent[name] = sent[name] + average.astype(np.float64)
     for name in SHAPES:
         came_in = sum(
-            tf.cast(tf.cast(np.round(gradients(SHAPES, rank, number)[name] * 4), tf.bfloat16), tf.float32).numpy()
+            tf.cast(
+                tf.cast(np.round(gradients(SHAPES, rank, number)[name] * 4), tf.bfloat16),
+                tf.float32,
+            ).numpy()
             for rank in range(hvd.size())
             for number in range(4)
         )
         left = total_residue(compression, name)
-        assert np.abs(sent[name] * hvd.size() + left - came_in).max() <= 0.02 * np.abs(came_in).max()
-    assert all(residue.dtype == np.float32 for residue in compression.state_dict()["residues"].values())
+        assert (
+            np.abs(sent[name] * hvd.size() + left - came_in).max() <= 0.02 * np.abs(came_in).max()
+        )
+    assert all(
+        residue.dtype == np.float32 for residue in compression.state_dict()["residues"].values()
+    )
 
 
 @pytest.mark.parametrize(
-    ("options", "settings"), [({"gradient_predivide_factor": 3.0}, {}), ({"op": hvd.Sum}, {"lookahead": True})], ids=str
+    ("options", "settings"),
+    [({"gradient_predivide_factor": 3.0}, {}), ({"op": hvd.Sum}, {"lookahead": True})],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_float16_values_keep_what_is_tiny(dtype, options, settings):
-    """Below 6e-5 float16 goes in steps of 6e-8: what they round stays in the residue, the division included."""
+    """Below 6e-5 float16 goes in steps of 6e-8: what they round stays in the residue, the division
+    included.
+    """
     tiny = np.zeros(3000, dtype)
     tiny[:1000], tiny[1000:2000], tiny[2500] = 1e-7, 1e-8, 5e-9
     compression = scalecom(rate=5, wire_dtype="float16", **settings)
@@ -120,7 +153,9 @@ def test_float16_values_keep_what_is_tiny(dtype, options, settings):
             sent[name] = sent[name] + average.astype(np.float64)
     divisor = 1 if options.get("op") == hvd.Sum else hvd.size()
     came_in = sum(1 + (rank + number) % 3 for rank in range(hvd.size()) for number in range(50))
-    np.testing.assert_allclose(sent["kernel"] * divisor + total_residue(compression, "kernel"), tiny * came_in, rtol=1e-4)
+    np.testing.assert_allclose(
+        sent["kernel"] * divisor + total_residue(compression, "kernel"), tiny * came_in, rtol=1e-4
+    )
     np.testing.assert_allclose(sent["bias"] * divisor, 50e-8 * hvd.size(), rtol=1e-4)
     assert np.count_nonzero(sent["kernel"]) > 1000
 
@@ -141,7 +176,13 @@ def test_a_custom_loop(traced):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(model(x) - y))
             tape = library.DistributedGradientTape(tape, compression=compression)
-            optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True))
+            optimizer.apply_gradients(
+                zip(
+                    tape.gradient(loss, model.trainable_variables),
+                    model.trainable_variables,
+                    strict=True,
+                )
+            )
             return loss
 
         if traced:
@@ -153,7 +194,9 @@ def test_a_custom_loop(traced):
     losses = run(hvd, compression)
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
     assert compression.stats()["step"] == len(losses)
-    np.testing.assert_allclose(run(hvd, hvd.ScaleCom(rate=1)), run(stock, stock.Compression.none), rtol=1e-4)
+    np.testing.assert_allclose(
+        run(hvd, hvd.ScaleCom(rate=1)), run(stock, stock.Compression.none), rtol=1e-4
+    )
 
 
 def test_the_bare_class_is_one_object_for_all_tapes(monkeypatch):
@@ -172,7 +215,10 @@ def test_the_bare_class_is_one_object_for_all_tapes(monkeypatch):
 
 @pytest.mark.parametrize(("partial", "scale"), [(True, True), (False, False)])
 def test_local_sources(partial, scale):
-    layers = [tf.keras.layers.Dense(1, name=name, kernel_initializer="zeros") for name in ("shared", "mine")]
+    layers = [
+        tf.keras.layers.Dense(1, name=name, kernel_initializer="zeros")
+        for name in ("shared", "mine")
+    ]
     x = tf.fill([2, 3000], float(hvd.rank() + 1))
     for layer in layers:
         layer(x)
@@ -195,7 +241,9 @@ def test_local_sources(partial, scale):
     np.testing.assert_allclose(local.numpy(), own)
     assert np.count_nonzero(shared.numpy()) == 3000 // 20
     assert list(compression.state_dict()["residues"]) == ["shared/kernel"]
-    for mine, other in zip(run(hvd, hvd.ScaleCom(rate=1)), run(stock, stock.Compression.none), strict=True):
+    for mine, other in zip(
+        run(hvd, hvd.ScaleCom(rate=1)), run(stock, stock.Compression.none), strict=True
+    ):
         np.testing.assert_allclose(mine.numpy(), other.numpy(), rtol=1e-6)
 
 
@@ -212,7 +260,11 @@ def test_gradients_missing_on_one_rank_or_on_all():
             del grads["first"]
         averages = step(grads)
         assert (averages["third"] is None) == (number < 3)
-        averages = {name: average.astype(np.float64) for name, average in averages.items() if average is not None}
+        averages = {
+            name: average.astype(np.float64)
+            for name, average in averages.items()
+            if average is not None
+        }
         assert same_on_all_ranks([tf.constant(average) for average in averages.values()])
         sent |= {name: sent[name] + average for name, average in averages.items()}
     for name, total in sent.items():
@@ -222,18 +274,28 @@ def test_gradients_missing_on_one_rank_or_on_all():
             for number in range(6)
             if (name != "first" or number % hvd.size() != rank) and (name != "third" or number >= 3)
         )
-        np.testing.assert_allclose(total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("mode", [MODES[2], {"lookahead": True, "warmup_steps": 3}], ids=str)
 def test_gradients_that_come_later_on_one_rank_alone(mode):
-    """Eager: who has a gradient that is new must not be the only one to notice. Others take part with zeros."""
+    """Eager: who has a gradient that is new must not be the only one to notice.
+
+    Others take part with zeros.
+    """
     last = hvd.size() - 1
-    since = {"bias": {0: 1, last: 3}, "third": {last: 2}, "second": {0: 4}}  # {name: {rank: its first step}}; others never have one
+    # {name: {rank: its first step}}; others never have one
+    since = {"bias": {0: 1, last: 3}, "third": {last: 2}, "second": {0: 4}}
 
     def came(rank, number):
         grads = gradients(SHAPES, rank, number)
-        return {name: grad for name, grad in grads.items() if number >= since.get(name, {rank: 0}).get(rank, 99)}
+        return {
+            name: grad
+            for name, grad in grads.items()
+            if number >= since.get(name, {rank: 0}).get(rank, 99)
+        }
 
     compression = scalecom(**mode)
     step = Step(variables(SHAPES), compression, traced=False)
@@ -242,12 +304,20 @@ def test_gradients_that_come_later_on_one_rank_alone(mode):
         averages = step(came(hvd.rank(), number))
         for name, average in averages.items():
             assert (average is None) == (number < min(since.get(name, {0: 0}).values())), name
-        averages = {name: average.astype(np.float64) for name, average in averages.items() if average is not None}
+        averages = {
+            name: average.astype(np.float64)
+            for name, average in averages.items()
+            if average is not None
+        }
         assert same_on_all_ranks([tf.constant(average) for average in averages.values()])
         sent |= {name: sent[name] + average for name, average in averages.items()}
     for name, total in sent.items():
-        came_in = sum(came(rank, number).get(name, 0.0) for rank in range(hvd.size()) for number in range(6))
-        np.testing.assert_allclose(total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3)
+        came_in = sum(
+            came(rank, number).get(name, 0.0) for rank in range(hvd.size()) for number in range(6)
+        )
+        np.testing.assert_allclose(
+            total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3
+        )
     assert compression.stats()["step"] == 6
 
 
@@ -258,12 +328,18 @@ def test_a_bucket_without_gradients_on_one_rank():
     here = [name for name in SHAPES if name not in ("bias", "third") or hvd.rank() == 0]
     sent = dict.fromkeys(SHAPES, 0.0)
     for number in range(4):
-        for name, average in step({name: gradients(SHAPES, hvd.rank(), number)[name] for name in here}).items():
+        for name, average in step(
+            {name: gradients(SHAPES, hvd.rank(), number)[name] for name in here}
+        ).items():
             sent[name] = sent[name] + average.astype(np.float64)
     for name, total in sent.items():
         ranks = range(1 if name in ("bias", "third") else hvd.size())
-        came_in = sum(gradients(SHAPES, rank, number)[name] for rank in ranks for number in range(4))
-        np.testing.assert_allclose(total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3)
+        came_in = sum(
+            gradients(SHAPES, rank, number)[name] for rank in ranks for number in range(4)
+        )
+        np.testing.assert_allclose(
+            total * hvd.size() + total_residue(compression, name), came_in, rtol=1e-3, atol=1e-3
+        )
 
 
 def test_two_steps_in_one_function():
@@ -280,7 +356,9 @@ def test_two_steps_in_one_function():
 
 
 def test_variables_join_and_leave():
-    """Other lists of sources, traced or not: the same training goes on, with the residues that are there."""
+    """Other lists of sources, traced or not: the same training goes on, with the residues that are
+    there.
+    """
     model = variables(SHAPES)
     compression = scalecom()
     sent = dict.fromkeys(SHAPES, 0.0)
@@ -288,16 +366,27 @@ def test_variables_join_and_leave():
     for number in range(8):
         names = list(SHAPES) if number in (0, 1, 4, 7) else ["third", "bias"]
         step = Step({name: model[name] for name in names}, compression, traced=number % 2)
-        for name, average in step({name: gradients(SHAPES, hvd.rank(), number)[name] for name in names}).items():
+        for name, average in step(
+            {name: gradients(SHAPES, hvd.rank(), number)[name] for name in names}
+        ).items():
             sent[name] = sent[name] + average.astype(np.float64)
-            came_in[name] = came_in[name] + sum(gradients(SHAPES, rank, number)[name] for rank in range(hvd.size()))
+            came_in[name] = came_in[name] + sum(
+                gradients(SHAPES, rank, number)[name] for rank in range(hvd.size())
+            )
     for name in SHAPES:
-        np.testing.assert_allclose(sent[name] * hvd.size() + total_residue(compression, name), came_in[name], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            sent[name] * hvd.size() + total_residue(compression, name),
+            came_in[name],
+            rtol=1e-3,
+            atol=1e-3,
+        )
 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_two_gradients_of_the_same_variables_in_a_step(traced):
-    """They are two series, and each keeps what was not sent of it: what one step of one exchange gives is what two exchanges would give."""
+    """They are two series, and each keeps what was not sent of it: what one step of one exchange
+    gives is what two exchanges would give.
+    """
     shapes = {"w": (60, 50)}
     together, apart = scalecom(), [scalecom(), scalecom()]
     model = variables(shapes)
@@ -329,9 +418,16 @@ def test_a_persistent_tape_for_two_models():
     @tf.function(autograph=False)
     def step(grads):
         with tf.GradientTape(persistent=True) as tape:
-            losses = [tf.add_n([tf.reduce_sum(model[name] * grads[name]) for name in names]) for names in parts]
+            losses = [
+                tf.add_n([tf.reduce_sum(model[name] * grads[name]) for name in names])
+                for names in parts
+            ]
         tape = hvd.DistributedGradientTape(tape, compression=compression)
-        return [g for loss, names in zip(losses, parts, strict=True) for g in tape.gradient(loss, [model[n] for n in names])]
+        return [
+            g
+            for loss, names in zip(losses, parts, strict=True)
+            for g in tape.gradient(loss, [model[n] for n in names])
+        ]
 
     sent = dict.fromkeys(SHAPES, 0.0)
     for number in range(5):
@@ -343,7 +439,9 @@ def test_a_persistent_tape_for_two_models():
     assert set(compression.state_dict()["residues"]) == {"first", "second", "third"}
 
 
-@pytest.mark.parametrize(("mode", "value"), list(zip(MODES, [np.inf, np.nan, np.inf], strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("mode", "value"), list(zip(MODES, [np.inf, np.nan, np.inf], strict=True)), ids=str
+)
 def test_a_step_that_overflows_on_one_rank_never_happened(mode, value):
     settings = {"beta": 0.5, "warmup_steps": 2, **mode}
     compression, untouched = scalecom(**settings), scalecom(**settings)
@@ -360,7 +458,9 @@ def test_a_step_that_overflows_on_one_rank_never_happened(mode, value):
             np.testing.assert_array_equal(average, other, err_msg=name)
     assert (compression.stats()["step"], compression.stats()["skipped_steps"]) == (4, 4)
     for name, residue in untouched.state_dict()["residues"].items():
-        np.testing.assert_array_equal(compression.state_dict()["residues"][name], residue, err_msg=name)
+        np.testing.assert_array_equal(
+            compression.state_dict()["residues"][name], residue, err_msg=name
+        )
 
 
 def test_sparse_gradients_are_horovods_own():
@@ -372,7 +472,9 @@ def test_sparse_gradients_are_horovods_own():
         with tf.GradientTape() as tape:
             rows = tf.gather(table, [1, 3 + hvd.rank()])
             loss = tf.reduce_sum(rows) * factor + tf.reduce_sum(head)
-        return library.DistributedGradientTape(tape, compression=compression).gradient(loss, [table, head])
+        return library.DistributedGradientTape(tape, compression=compression).gradient(
+            loss, [table, head]
+        )
 
     ours, theirs = run(hvd, compression), run(stock, stock.Compression.none)
     assert isinstance(ours[0], tf.IndexedSlices)
@@ -416,10 +518,14 @@ def test_process_sets_have_leaders_of_their_own():
 def test_optimizers_of_tensorflow_1_without_a_graph(traced):
     def run(library, compression):
         model = net()
-        optimizer = library.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=compression)
+        optimizer = library.DistributedOptimizer(
+            tf.compat.v1.train.GradientDescentOptimizer(0.1), compression=compression
+        )
 
         def step(x, y):
-            optimizer.minimize(lambda: tf.reduce_mean(tf.square(model(x) - y)), var_list=model.trainable_variables)
+            optimizer.minimize(
+                lambda: tf.reduce_mean(tf.square(model(x) - y)), var_list=model.trainable_variables
+            )
             return tf.reduce_mean(tf.square(model(x) - y))
 
         return train(model, tf.function(step, autograph=False) if traced else step, 4), optimizer
@@ -427,32 +533,47 @@ def test_optimizers_of_tensorflow_1_without_a_graph(traced):
     losses, optimizer = run(hvd, scalecom(rate=4))
     assert losses[3] < losses[0]  # the same batch
     assert optimizer.compression.stats()["step"] == 4
-    np.testing.assert_allclose(run(hvd, hvd.ScaleCom(rate=1))[0], run(stock, stock.Compression.none)[0], rtol=1e-4)
+    np.testing.assert_allclose(
+        run(hvd, hvd.ScaleCom(rate=1))[0], run(stock, stock.Compression.none)[0], rtol=1e-4
+    )
 
 
 def in_a_graph(library, compression, passes=1, monitored=False, steps=range(6), state=None):
-    """Some steps with the same gradients as ever; gives the variables, and what the ScaleCom says of them. state: to go on from."""
+    """Some steps with the same gradients as ever; gives the variables, and what the ScaleCom says
+    of them. state: to go on from.
+    """
     with tf.Graph().as_default():
         initial = float(hvd.rank()) if monitored else 0.0
         model = {
-            name: tf.compat.v1.get_variable(name, shape, initializer=tf.compat.v1.constant_initializer(initial))
+            name: tf.compat.v1.get_variable(
+                name, shape, initializer=tf.compat.v1.constant_initializer(initial)
+            )
             for name, shape in SHAPES.items()
         }
-        feeds = {name: tf.compat.v1.placeholder(tf.float32, shape) for name, shape in SHAPES.items()}
+        feeds = {
+            name: tf.compat.v1.placeholder(tf.float32, shape) for name, shape in SHAPES.items()
+        }
         loss = tf.add_n([tf.reduce_sum(model[name] * feeds[name]) for name in SHAPES])
         optimizer = library.DistributedOptimizer(
-            tf.compat.v1.train.MomentumOptimizer(1.0, 0.0), compression=compression, backward_passes_per_step=passes
+            tf.compat.v1.train.MomentumOptimizer(1.0, 0.0),
+            compression=compression,
+            backward_passes_per_step=passes,
         )
         global_step = tf.compat.v1.train.get_or_create_global_step()
         minimize = optimizer.minimize(loss, global_step=global_step)
         if monitored:
-            session = tf.compat.v1.train.MonitoredTrainingSession(hooks=[library.BroadcastGlobalVariablesHook(0)])
+            session = tf.compat.v1.train.MonitoredTrainingSession(
+                hooks=[library.BroadcastGlobalVariablesHook(0)]
+            )
         else:
             session = tf.compat.v1.Session()
             session.run(tf.compat.v1.global_variables_initializer())
             if passes > 1:
                 session.run(
-                    [optimizer._agg_helper.counter.initializer, *(v.initializer for v in optimizer._agg_helper.locally_aggregated_grads)]
+                    [
+                        optimizer._agg_helper.counter.initializer,
+                        *(v.initializer for v in optimizer._agg_helper.locally_aggregated_grads),
+                    ]
                 )
         with session:
             if state is not None:
@@ -476,7 +597,11 @@ def test_graphs_and_sessions(options):
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("options", "mode"), list(zip([{}, {"passes": 2}, {"monitored": True}], MODES, strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    list(zip([{}, {"passes": 2}, {"monitored": True}], MODES, strict=True)),
+    ids=str,
+)
 def test_nothing_is_lost_in_graphs_and_sessions(options, mode):
     compression = scalecom(**mode)
     values, state, stats = in_a_graph(hvd, compression, **options)
@@ -485,7 +610,11 @@ def test_nothing_is_lost_in_graphs_and_sessions(options, mode):
     for name, value in values.items():
         residue = state["residues"].get(name, np.zeros(SHAPES[name], np.float32))
         left = hvd.allreduce(tf.constant(residue), op=hvd.Sum, name=f"left.{name}").numpy()
-        came_in = sum(gradients(SHAPES, rank, number)[name] for rank in range(hvd.size()) for number in range(6))
+        came_in = sum(
+            gradients(SHAPES, rank, number)[name]
+            for rank in range(hvd.size())
+            for number in range(6)
+        )
         np.testing.assert_allclose(-value * hvd.size() + left, came_in, rtol=1e-3, atol=1e-3)
 
 
@@ -503,7 +632,9 @@ def test_resuming_in_a_graph_is_bit_identical():
 
 @pytest.fixture
 def behaviour_of_tensorflow_1():
-    """What tf.compat.v1.disable_v2_behavior() changes beside eager execution: Dimensions, reference variables, old control flow."""
+    """What tf.compat.v1.disable_v2_behavior() changes beside eager execution: Dimensions, reference
+    variables, old control flow.
+    """
     changes = ("v2_tensorshape", "resource_variables", "control_flow_v2")
     for change in changes:
         getattr(tf.compat.v1, f"disable_{change}")()
@@ -512,7 +643,9 @@ def behaviour_of_tensorflow_1():
         getattr(tf.compat.v1, f"enable_{change}")()
 
 
-@pytest.mark.parametrize(("options", "mode"), [({"passes": 2}, MODES[0]), ({"monitored": True}, MODES[1])], ids=str)
+@pytest.mark.parametrize(
+    ("options", "mode"), [({"passes": 2}, MODES[0]), ({"monitored": True}, MODES[1])], ids=str
+)
 @pytest.mark.usefixtures("behaviour_of_tensorflow_1")
 def test_nothing_is_lost_with_the_behaviour_of_tensorflow_1(options, mode):
     test_nothing_is_lost_in_graphs_and_sessions(options, mode)
@@ -520,7 +653,9 @@ def test_nothing_is_lost_with_the_behaviour_of_tensorflow_1(options, mode):
 
 @pytest.mark.parametrize("traced", [True, False])
 def test_residues_that_keep_growing_are_reported_once(traced, capfd, caplog):
-    """A gradient that never changes, at a rate of 400: after 200 steps most coordinates have never been sent."""
+    """A gradient that never changes, at a rate of 400: after 200 steps most coordinates have never
+    been sent.
+    """
     compression = hvd.ScaleCom(rate=400, planned_steps=310)
     step = Step(variables({"weight": (100, 100)}), compression, traced=traced)
     for _ in range(310 if traced else 210):

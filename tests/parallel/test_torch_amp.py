@@ -1,4 +1,6 @@
-"""GradScaler and autocast, as README says to use them: steps that overflow are skipped on every rank, residues survive a moving scale."""
+"""GradScaler and autocast, as README says to use them: steps that overflow are skipped on every
+rank, residues survive a moving scale.
+"""
 
 import horovod.torch as stock
 import pytest
@@ -12,7 +14,9 @@ LIBRARIES = {"drop-in": hvd, "stock": stock}
 
 def small_net(dtype=torch.float32):
     torch.manual_seed(5)
-    return torch.nn.Sequential(torch.nn.Linear(40, 80), torch.nn.Tanh(), torch.nn.Linear(80, 40)).to(dtype)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 80), torch.nn.Tanh(), torch.nn.Linear(80, 40)
+    ).to(dtype)
 
 
 def scalecom(library, net, **settings):
@@ -21,14 +25,20 @@ def scalecom(library, net, **settings):
 
 
 def train(library, scaler, steps, overflow_at=(), **settings):
-    """Train a small net; at the steps of `overflow_at` losses are too large for their scale on the ranks it says. Gives net and compressor.
+    """Train a small net; at the steps of `overflow_at` losses are too large for their scale on the
+    ranks it says.
 
-    overflow_at: {step: "the last rank", "all ranks" or "the leader"}, which in look-ahead is the one that chooses in this step.
+    Gives net and compressor.
+
+    overflow_at: {step: "the last rank", "all ranks" or "the leader"}, which in look-ahead is the
+    one that chooses in this step.
     """
     net = small_net()
     compressor = scalecom(library, net, loss_scale=scaler, **settings)
     optimizer = library.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), net.named_parameters(), compression=compressor
+        torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        net.named_parameters(),
+        compression=compressor,
     )
     ahead = library is stock or compressor.config.lookahead
     taken, scales = 0, []
@@ -38,7 +48,12 @@ def train(library, scaler, steps, overflow_at=(), **settings):
         optimizer.zero_grad()
         loss = net(inputs).square().mean()
         leader = (taken + ahead) % hvd.size()
-        overflowing = {"the last rank": [hvd.size() - 1], "all ranks": range(hvd.size()), "the leader": [leader], None: []}
+        overflowing = {
+            "the last rank": [hvd.size() - 1],
+            "all ranks": range(hvd.size()),
+            "the leader": [leader],
+            None: [],
+        }
         if hvd.rank() in overflowing[overflow_at.get(step)]:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
@@ -67,25 +82,43 @@ EVERY_MODE = [
 def test_a_run_with_overflows_ends_where_one_without_them_ends(library, mode):
     moving = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
     still = torch.amp.GradScaler("cpu", enabled=False)
-    overflow_at = {0: "the last rank", 4: "all ranks", 5: "the leader", 9: "the leader", 11: "all ranks", 12: "the last rank"}
+    overflow_at = {
+        0: "the last rank",
+        4: "all ranks",
+        5: "the leader",
+        9: "the leader",
+        11: "all ranks",
+        12: "the last rank",
+    }
     scaled, compressor, scales = train(LIBRARIES[library], moving, 18, overflow_at, **mode)
     plain, other, _ = train(LIBRARIES[library], still, 12, {}, **mode)
-    assert {later / earlier for earlier, later in zip(scales, scales[1:], strict=False)} == {0.5, 1, 2}  # the scale went both ways
+    # the scale went both ways
+    assert {later / earlier for earlier, later in zip(scales, scales[1:], strict=False)} == {
+        0.5,
+        1,
+        2,
+    }
     assert compressor.stats()["skipped_steps"] == 6
     assert compressor.stats()["step"] == other.stats()["step"] == 12
     for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     for name, tensor in compressor.residues.tensors.items():
-        torch.testing.assert_close(tensor.residue, other.residues.tensors[name].residue, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            tensor.residue, other.residues.tensors[name].residue, rtol=1e-3, atol=1e-5
+        )
     assert same_on_all_ranks(scaled.parameters())
 
 
 def train_half(library, make_compression, net_dtype, autocast, steps=5):
-    """Five steps in half precision, by autocast or by a model of that dtype; gives net and compressor."""
+    """Five steps in half precision, by autocast or by a model of that dtype; gives net and
+    compressor.
+    """
     net = small_net(net_dtype)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=autocast is torch.float16)
     compression = make_compression(net, scaler)
-    optimizer = library.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net.named_parameters(), compression=compression)
+    optimizer = library.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.05), net.named_parameters(), compression=compression
+    )
     for step in range(steps):
         optimizer.zero_grad()
         torch.manual_seed(step * 10 + hvd.rank())
@@ -111,7 +144,11 @@ def test_half_precision(library, dtype, form):
     kind = (torch.float32, dtype) if form == "autocast" else (dtype, None)
 
     def in_horovod(rate):
-        return train_half(LIBRARIES[library], lambda net, scaler: scalecom(LIBRARIES[library], net, loss_scale=scaler, rate=rate), *kind)
+        return train_half(
+            LIBRARIES[library],
+            lambda net, scaler: scalecom(LIBRARIES[library], net, loss_scale=scaler, rate=rate),
+            *kind,
+        )
 
     net, compressor = in_horovod(10)
     residues = {name: tensor.residue for name, tensor in compressor.residues.tensors.items()}
@@ -122,4 +159,6 @@ def test_half_precision(library, dtype, form):
         whole, _ = in_horovod(1)
         dense, _ = train_half(stock, lambda net, scaler: stock.Compression.none, *kind)
         for a, b in zip(whole.parameters(), dense.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-2 if form == "model" else 1e-4, atol=1e-3 if form == "model" else 1e-5)
+            torch.testing.assert_close(
+                a, b, rtol=1e-2 if form == "model" else 1e-4, atol=1e-3 if form == "model" else 1e-5
+            )

@@ -1,4 +1,6 @@
-"""Diagnostics of real ranks: the numbers of as many simulated ones, written by one rank, at steps all ranks agreed on."""
+"""Diagnostics of real ranks: the numbers of as many simulated ones, written by one rank, at steps
+all ranks agreed on.
+"""
 
 import csv
 
@@ -8,7 +10,7 @@ import torch
 from models import feed, gradients, parameters
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.simulator import Simulation
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (6401,)}
 SETTINGS = {"rate": 20, "beta": 0.3, "min_numel": 100}
@@ -17,7 +19,9 @@ SETTINGS = {"rate": 20, "beta": 0.3, "min_numel": 100}
 def make(compression=hvd.ScaleCom, **settings):
     model = parameters(SHAPES)
     compressor = compression(**(SETTINGS | settings))
-    return model, hvd.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor)
+    return model, hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor
+    )
 
 
 def known(numbers):
@@ -38,7 +42,9 @@ def test_real_ranks_see_what_simulated_ones_see(compression, settings):
     n, rank = hvd.size(), hvd.rank()
     settings = settings | {"diagnostics": hvd.Diagnostics(2, sample=4000)}
     model, optimizer = make(compression, **settings)
-    simulation = Simulation(n, lambda _: parameters(SHAPES), compression=compression, **(SETTINGS | settings))
+    simulation = Simulation(
+        n, lambda _: parameters(SHAPES), compression=compression, **(SETTINGS | settings)
+    )
     looks = 0
     for step in range(6):
         everyone = [gradients(SHAPES, r, step) for r in range(n)]
@@ -48,8 +54,13 @@ def test_real_ranks_see_what_simulated_ones_see(compression, settings):
         optimizer.zero_grad()
         feed(model, everyone[rank], missing)
         optimizer.step()
-        simulation.step([{name: torch.from_numpy(grad) for name, grad in worker.items()} for worker in everyone])
-        mine, theirs = (compressor.stats()["diagnostics"] for compressor in (optimizer.compression, simulation.compressors[rank]))
+        simulation.step(
+            [{name: torch.from_numpy(grad) for name, grad in worker.items()} for worker in everyone]
+        )
+        mine, theirs = (
+            compressor.stats()["diagnostics"]
+            for compressor in (optimizer.compression, simulation.compressors[rank])
+        )
         assert (mine is None) == (theirs is None)
         if mine is not None:
             assert known(mine) == pytest.approx(known(theirs), rel=1e-4, abs=1e-6)
@@ -81,7 +92,11 @@ def test_the_first_rank_writes(tmp_path):
     [
         (5, 7, "diagnostics.every is 5 on rank 0 and 7 on rank 1"),
         (5, None, "diagnostics.every is 5 on rank 0 and missing on rank 1"),
-        (5, hvd.Diagnostics(5, sample=100), "diagnostics.sample is 65536 on rank 0 and 100 on rank 1"),
+        (
+            5,
+            hvd.Diagnostics(5, sample=100),
+            "diagnostics.sample is 65536 on rank 0 and 100 on rank 1",
+        ),
     ],
     ids=str,
 )
@@ -95,7 +110,9 @@ def test_ranks_that_would_look_at_different_steps(mine, theirs, words):
 def test_horovods_own_optimizer_has_none():
     model = parameters(SHAPES)
     compressor = hvd.ScaleCom(model.items(), diagnostics=50)
-    optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor)
+    optimizer = stock.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor
+    )
     if hvd.size() > 1:
         with pytest.raises(ValueError, match=r"use scalecom_hvd.torch's DistributedOptimizer"):
             feed(model, gradients(SHAPES, hvd.rank(), 0))

@@ -1,17 +1,21 @@
 """Random programs of calls, as scripts make them, held against stock Horovod.
 
-Every program runs several times on the same made-up gradients: in stock Horovod; with everything chosen (k = N, through lanes and
-residues), where after every call parameters must be those of stock Horovod; and at rate 10, where nothing may be lost. Each of the
-last two in this package's optimizer and in Horovod's own. After every synchronize():
+Every program runs several times on the same made-up gradients: in stock Horovod; with everything
+chosen (k = N, through lanes and residues), where after every call parameters must be those of stock
+Horovod; and at rate 10, where nothing may be lost. Each of the last two in this package's optimizer
+and in Horovod's own. After every synchronize():
 
-    mean of gradients as they were + mean of residues before = gradients as they are + mean of residues after
-    where no rank had a gradient that was not exchanged yet, residues and step are what they were
+    mean of gradients as they were + mean of residues before = gradients as they are + mean of
+    residues after where no rank had a gradient that was not exchanged yet, residues and step are
+    what they were
 
-A program draws only calls that stock Horovod survives: it waits for ever where ranks differ in what they call without a name, and reads
-p.grad while it is being averaged where a script touches it between backward() and synchronize().
+A program draws only calls that stock Horovod survives: it waits for ever where ranks differ in what
+they call without a name, and reads p.grad while it is being averaged where a script touches it
+between backward() and synchronize().
 
-By default the same programs in every run, as many as fit into some seconds but no more than PROGRAMS; FUZZ_SECONDS says for how long to
-make ever new ones, FUZZ_SEED with which seed to begin. A program that fails, or waits for ever, is printed with its seed.
+By default the same programs in every run, as many as fit into some seconds but no more than
+PROGRAMS; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin.
+A program that fails, or waits for ever, is printed with its seed.
 """
 
 import contextlib
@@ -34,7 +38,16 @@ PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 25
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
 SHAPES = {"weight": (37, 11), "bias": (11,), "scale": (), "wide": (3, 230), "rows": (40, 6)}
 EVERYTHING = 1.0001  # a rate at which k = N, of tensors as small as these
-COLLECTIVES = ("allreduce", "grouped_allreduce", "allgather", "grouped_allgather", "broadcast", "alltoall", "reducescatter", "none")
+COLLECTIVES = (
+    "allreduce",
+    "grouped_allreduce",
+    "allgather",
+    "grouped_allgather",
+    "broadcast",
+    "alltoall",
+    "reducescatter",
+    "none",
+)
 
 
 class Failed(Exception):
@@ -63,21 +76,35 @@ class Program:
         self.ranks = stock.size()
         self.passes = dice.choice((1, 1, 1, 2, 3))
         self.models = dice.choice((1, 1, 2))
-        # Horovod's own optimizer can tell one sparse embedding, made dense, from other tensors, and no more.
+        # Horovod's own optimizer can tell one sparse embedding, made dense, from other tensors, and
+        # no more.
         self.sparse = dice.choice(("no", "no", "yes", "as dense"))
         self.options = dice.choice(({}, {}, {"op": stock.Sum}, {"gradient_predivide_factor": 2.0}))
         self.groups = dice.choice((None, None, 2, [["wide", "bias"], ["weight"]]))
-        self.fields = dice.choice(({}, {}, {"lookahead": True}, {"leader": "staggered", "bucket_bytes": 1000}, {"bucket_bytes": 1}))
-        self.fields = self.fields | {"warmup_steps": dice.choice((0, 0, 2)), "dense": dice.choice(((), ("bias",)))}
+        self.fields = dice.choice(
+            (
+                {},
+                {},
+                {"lookahead": True},
+                {"leader": "staggered", "bucket_bytes": 1000},
+                {"bucket_bytes": 1},
+            )
+        )
+        self.fields = self.fields | {
+            "warmup_steps": dice.choice((0, 0, 2)),
+            "dense": dice.choice(((), ("bias",))),
+        }
         # torch's SGD cannot add a dense gradient to momentum that was sparse.
         self.momentum = dice.choice((0.0, 0.9)) if self.sparse == "no" else 0.0
-        # Gradients so small that float16 knows a few steps of them alone. (Gloo of Horovod 0.28.1 drops some float16 sums.)
+        # Gradients so small that float16 knows a few steps of them alone. (Gloo of Horovod 0.28.1
+        # drops some float16 sums.)
         self.half = dice.random() < 0.15 and hvd.mpi_enabled()
         self.size = dice.choice((1.0, 1e-7)) if self.half else 1.0
         if self.half:
             self.fields |= {"wire_dtype": "float16"}
         self.frozen = [set() for _ in range(self.models)]
-        self.pending = [[0, True] for _ in range(self.models)]  # backward passes, and whether ranks' hooks fired alike
+        # backward passes, and whether ranks' hooks fired alike
+        self.pending = [[0, True] for _ in range(self.models)]
         self.calls = []
         kinds = [getattr(self, name) for name in dir(self) if name.startswith("draw_")]
         for _ in range(dice.randrange(6, 22)):
@@ -87,7 +114,11 @@ class Program:
         self.call("step", 0, False)
 
     def __str__(self):
-        settings = {name: value for name, value in vars(self).items() if name not in ("dice", "calls", "pending", "frozen")}
+        settings = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("dice", "calls", "pending", "frozen")
+        }
         return "\n".join(map(str, [settings, *self.calls]))
 
     def call(self, name, model, *arguments):
@@ -98,29 +129,52 @@ class Program:
         self.pending[model] = [0, True]
 
     def settle(self, model):
-        """Let nothing be under way: stock Horovod has p.grad in the works, and refuses zero_grad()."""
+        """Let nothing be under way: stock Horovod would refuse zero_grad()."""
         if self.pending[model][0]:
             self.synchronize(model)
 
     def draw_gradients(self, model):
-        """Backward on all ranks, on some for some parameters alone, or with an exception on one rank."""
+        """Backward on all ranks, on some for some parameters alone, or with an exception on one
+        rank.
+        """
         if self.pending[model][0] >= self.passes:
             self.synchronize(model)
         dice = self.dice
         if self.sparse != "no" and not self.pending[model][0]:
-            self.call("zero", model, "grads")  # torch adds no sparse gradient to what stock Horovod left
+            # torch adds no sparse gradient to what stock Horovod left
+            self.call("zero", model, "grads")
         how = dice.choice(("all", "all", "all", "missing", "fails"))
         missing = [[] for _ in range(self.ranks)]
-        names = [name for name in SHAPES if name not in self.frozen[model] and (name != "rows" or self.sparse != "yes")]
+        names = [
+            name
+            for name in SHAPES
+            if name not in self.frozen[model] and (name != "rows" or self.sparse != "yes")
+        ]
         if how == "missing":
             missing = [[name for name in names if dice.random() < 0.4] for _ in range(self.ranks)]
             if dice.random() < 0.3:
                 missing[dice.randrange(self.ranks)] = names
         # An embedding's sparse gradient must come on all ranks: stock Horovod waits for ever else.
-        fails = (dice.randrange(self.ranks), dice.randrange(len(SHAPES))) if how == "fails" and self.sparse != "yes" else None
+        fails = (
+            (dice.randrange(self.ranks), dice.randrange(len(SHAPES)))
+            if how == "fails" and self.sparse != "yes"
+            else None
+        )
         alike = not any(missing) and fails is None
-        collective = dice.choice(COLLECTIVES) if alike and all(same for _, same in self.pending) and dice.random() < 0.4 else "none"
-        self.call("backward", model, dice.randrange(10**6), missing, fails, collective, dice.random() < 0.3)
+        collective = (
+            dice.choice(COLLECTIVES)
+            if alike and all(same for _, same in self.pending) and dice.random() < 0.4
+            else "none"
+        )
+        self.call(
+            "backward",
+            model,
+            dice.randrange(10**6),
+            missing,
+            fails,
+            collective,
+            dice.random() < 0.3,
+        )
         self.pending[model] = [self.pending[model][0] + 1, self.pending[model][1] and alike]
 
     draw_gradients_too = draw_gradients_again = draw_gradients
@@ -148,7 +202,12 @@ class Program:
 
     def draw_closure(self, model):
         """As Horovod's closures must: they synchronise what they compute; or compute nothing."""
-        self.call("closure", model, self.dice.choice(("nothing", "gradients", "gradients", "clipped")), self.dice.randrange(10**6))
+        self.call(
+            "closure",
+            model,
+            self.dice.choice(("nothing", "gradients", "gradients", "clipped")),
+            self.dice.randrange(10**6),
+        )
         self.pending[model] = [0, True]
 
     def draw_zero(self, model):
@@ -162,7 +221,12 @@ class Program:
 
     def draw_change(self, model):
         self.settle(model)
-        self.call("change", model, self.dice.choice(("in place", "anew", "clip", "clip", "noise")), self.dice.randrange(10**6))
+        self.call(
+            "change",
+            model,
+            self.dice.choice(("in place", "anew", "clip", "clip", "noise")),
+            self.dice.randrange(10**6),
+        )
 
     def draw_scale(self, model):
         self.settle(model)
@@ -172,7 +236,13 @@ class Program:
         """With it the script does what a GradScaler does: no step, and gradients are dropped."""
         self.settle(model)
         self.call("zero", model, "grads")
-        self.call("overflow", model, self.dice.randrange(self.ranks), self.dice.choice(("inf", "nan")), self.dice.randrange(10**6))
+        self.call(
+            "overflow",
+            model,
+            self.dice.randrange(self.ranks),
+            self.dice.choice(("inf", "nan")),
+            self.dice.randrange(10**6),
+        )
 
     def draw_freeze(self, model):
         self.settle(model)
@@ -189,32 +259,54 @@ class Program:
         self.call("load", model, self.dice.choice(("optimizer", "compressor")))
 
     def draw_load_in_step(self, model):
-        """A step is given up. Not with sparse gradients, of which stock Horovod does not say whether they are still under way."""
+        """A step is given up.
+
+        Not with sparse gradients, of which stock Horovod does not say whether they are still under
+        way.
+        """
         if self.sparse != "yes":
             self.settle(model)
             self.call("zero", model, "grads")
             for _ in range(self.passes):
-                self.call("backward", model, self.dice.randrange(10**6), [[]] * self.ranks, None, "none", self.dice.random() < 0.5)
+                self.call(
+                    "backward",
+                    model,
+                    self.dice.randrange(10**6),
+                    [[]] * self.ranks,
+                    None,
+                    "none",
+                    self.dice.random() < 0.5,
+                )
             self.call("load_in_step", model)
 
     def draw_own_collective(self, model):
-        """Between any two calls; nameless ones only where all ranks have submitted the same: stock Horovod counts its own with them."""
+        """Between any two calls; nameless ones only where all ranks have submitted the same: stock
+        Horovod counts its own with them.
+        """
         alike = all(same for _, same in self.pending)
-        self.call("own_collective", model, self.dice.choice(COLLECTIVES[:-1]), alike and self.dice.random() < 0.7)
+        self.call(
+            "own_collective",
+            model,
+            self.dice.choice(COLLECTIVES[:-1]),
+            alike and self.dice.random() < 0.7,
+        )
 
 
 # Runs.
 
 
 class Run:
-    """A program on this rank. where: the library of the optimizer.  rate: of ScaleCom, None for stock Horovod's."""
+    """A program on this rank. where: the library of the optimizer.  rate: of ScaleCom, None for
+    stock Horovod's.
+    """
 
     def __init__(self, program, where, rate):
         self.program, self.library, self.rate = program, where, rate
         # Horovod's own optimizer is used by scripts that know horovod.torch alone.
         self.collectives = where
         self.scale_now = [1.0] * program.models
-        # Whether some rank has a gradient that was not exchanged yet. None: where scripts put gradients, that depends on what these are.
+        # Whether some rank has a gradient that was not exchanged yet. None: where scripts put
+        # gradients, that depends on what these are.
         self.new = [False] * program.models
         self.models, self.compressors, self.optimizers, self.mine = [], [], [], []
         self.kept = [{} for _ in range(program.models)]
@@ -224,10 +316,15 @@ class Run:
     def make(self, model):
         program = self.program
         generator = torch.Generator().manual_seed(program.seed)
-        parameters = {f"{name}.{model}": torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+        parameters = {
+            f"{name}.{model}": torch.nn.Parameter(torch.randn(shape, generator=generator))
+            for name, shape in SHAPES.items()
+        }
         compression, more = stock.Compression.none, {}
         if self.rate is not None:
-            fields = dict(program.fields) | {"dense": [f"{name}.{model}" for name in program.fields["dense"]]}
+            fields = dict(program.fields) | {
+                "dense": [f"{name}.{model}" for name in program.fields["dense"]]
+            }
             compression = hvd.ScaleCom(
                 parameters.items() if self.library is stock else None,
                 loss_scale=lambda: self.scale_now[model],
@@ -237,7 +334,11 @@ class Run:
             )
         if program.groups is not None and self.library is hvd:
             groups = program.groups
-            more["groups"] = groups if isinstance(groups, int) else [[parameters[f"{name}.{model}"] for name in part] for part in groups]
+            more["groups"] = (
+                groups
+                if isinstance(groups, int)
+                else [[parameters[f"{name}.{model}"] for name in part] for part in groups]
+            )
         optimizer = torch.optim.SGD(parameters.values(), lr=0.01, momentum=program.momentum)
         self.optimizers.append(
             self.library.DistributedOptimizer(
@@ -250,7 +351,9 @@ class Run:
                 **more,
             )
         )
-        self.models.append({name.partition(".")[0]: parameter for name, parameter in parameters.items()})
+        self.models.append(
+            {name.partition(".")[0]: parameter for name, parameter in parameters.items()}
+        )
         self.compressors.append(compression)
         self.mine.append({})
 
@@ -261,12 +364,17 @@ class Run:
                 getattr(self, name)(model, *arguments)
             except Exception as error:
                 raise AssertionError(f"call {number}, {name}{(model, *arguments)}") from error
-            yield name, [p.detach().clone() for parameters in self.models for p in parameters.values()]
+            yield (
+                name,
+                [p.detach().clone() for parameters in self.models for p in parameters.values()],
+            )
 
     def gradients(self, model, seed, rank):
         generator = torch.Generator().manual_seed(seed * 64 + rank)
         grads = {
-            name: torch.randn(shape, generator=generator) * (self.program.size * self.scale_now[model]) for name, shape in SHAPES.items()
+            name: torch.randn(shape, generator=generator)
+            * (self.program.size * self.scale_now[model])
+            for name, shape in SHAPES.items()
         }
         grads["rows"][torch.rand(40, generator=generator) < 0.8] = 0.0
         return grads
@@ -279,14 +387,23 @@ class Run:
     def backward(self, model, seed, missing, fails, collective, one_by_one):
         rank, parameters = hvd.rank(), self.models[model]
         grads = self.gradients(model, seed, rank)
-        names = [name for name in SHAPES if parameters[name].requires_grad and name not in missing[rank]]
+        names = [
+            name for name in SHAPES if parameters[name].requires_grad and name not in missing[rank]
+        ]
         terms, raises = [], fails is not None and fails[0] == rank
         for i, name in enumerate(names):
             if raises and i == fails[1]:
-                terms.append((None, FailingBackward.apply(torch.zeros(1, requires_grad=True)).sum()))
+                terms.append(
+                    (None, FailingBackward.apply(torch.zeros(1, requires_grad=True)).sum())
+                )
             parameter, grad = parameters[name], grads[name]
             if name == "rows" and self.program.sparse != "no":
-                term = torch.nn.functional.embedding(grad.any(1).nonzero().view(-1), parameter, sparse=True) * grad[grad.any(1)]
+                term = (
+                    torch.nn.functional.embedding(
+                        grad.any(1).nonzero().view(-1), parameter, sparse=True
+                    )
+                    * grad[grad.any(1)]
+                )
             else:
                 term = parameter * grad
             if name == "weight":
@@ -310,8 +427,14 @@ class Run:
             self.add(model, name, grad)
 
     def differentiable(self, x, kind):
-        """A collective in the middle of a model, by which the gradient stays what it is; but for a broadcast, which leaves it on rank 0."""
-        library, n, name = self.collectives, hvd.size(), None if self.program.seed % 2 else "features"
+        """A collective in the middle of a model, by which the gradient stays what it is; but for a
+        broadcast, which leaves it on rank 0.
+        """
+        library, n, name = (
+            self.collectives,
+            hvd.size(),
+            None if self.program.seed % 2 else "features",
+        )
         if kind == "allreduce":
             return library.allreduce(x, name=name)
         if kind == "grouped_allreduce":
@@ -323,20 +446,29 @@ class Run:
         if kind == "broadcast":
             return library.broadcast(x, 0, name=name)
         if kind == "alltoall":
-            return library.alltoall(x, torch.tensor([len(x) - n + 1] + [1] * (n - 1), dtype=torch.int32), name=name)[0]
+            return library.alltoall(
+                x, torch.tensor([len(x) - n + 1] + [1] * (n - 1), dtype=torch.int32), name=name
+            )[0]
         if kind == "reducescatter":
             return library.reducescatter(x, name=name)
         return x
 
     def before(self, model):
-        """This rank's gradients (zeros where there are none), and its residues before backward, which may have moved them already."""
+        """This rank's gradients (zeros where there are none), and its residues before backward,
+        which may have moved them already.
+        """
         mine = {name: self.mine[model].get(name) for name in SHAPES}
-        grads = {name: torch.zeros(SHAPES[name]) if grad is None else grad for name, grad in mine.items()}
+        grads = {
+            name: torch.zeros(SHAPES[name]) if grad is None else grad for name, grad in mine.items()
+        }
         return grads, self.kept[model]
 
     def residues(self, model):
         tensors = {} if self.rate is None else self.compressors[model].residues.tensors
-        return {name.partition(".")[0]: tensor.residue.view(tensor.shape).clone() for name, tensor in tensors.items()}
+        return {
+            name.partition(".")[0]: tensor.residue.view(tensor.shape).clone()
+            for name, tensor in tensors.items()
+        }
 
     def steps(self, model):
         return None if self.rate is None else self.compressors[model].residues.step
@@ -350,17 +482,26 @@ class Run:
         """What is true after every synchronize()."""
         grads, residues = before
         now = {name: dense(parameter.grad) for name, parameter in self.models[model].items()}
-        self.mine[model], self.new[model] = {name: grad.clone() for name, grad in now.items()}, False
+        self.mine[model], self.new[model] = (
+            {name: grad.clone() for name, grad in now.items()},
+            False,
+        )
         after = self.kept[model] = self.residues(model)
         if self.rate is not None and (void or new is False):
             assert self.steps(model) == steps, "a step was counted"
-            for name, residue in (residues or {name: torch.zeros_like(residue) for name, residue in after.items()}).items():
-                # What was moved and is taken back is what it was to rounding: a void step, and in Horovod's own optimizer after loading.
+            for name, residue in (
+                residues or {name: torch.zeros_like(residue) for name, residue in after.items()}
+            ).items():
+                # What was moved and is taken back is what it was to rounding: a void step, and in
+                # Horovod's own optimizer after loading.
                 moved = void or self.library is stock
                 size = float(residue.abs().max() + grads[name].nan_to_num(0, 0, 0).abs().max())
-                assert (after[name] - residue).abs().max() <= 1e-5 * size * moved, f"the residue of {name} changed"
+                assert (after[name] - residue).abs().max() <= 1e-5 * size * moved, (
+                    f"the residue of {name} changed"
+                )
         if void:
-            # This package's optimizer tells by every gradient, Horovod's own by that which was not finite.
+            # This package's optimizer tells by every gradient, Horovod's own by that which was not
+            # finite.
             told = now if self.library is hvd and self.rate is not None else {"wide": now["wide"]}
             assert not any(grad.isfinite().all() for grad in told.values())
             return
@@ -368,14 +509,20 @@ class Run:
         factor = n if "op" in self.program.options else 1
         names = list(now)
         zero = {name: torch.zeros_like(grad) for name, grad in now.items()}
-        parts = [torch.cat([part.get(name, zero[name]).double().view(-1) for name in names]) for part in (grads, residues, after)]
+        parts = [
+            torch.cat([part.get(name, zero[name]).double().view(-1) for name in names])
+            for part in (grads, residues, after)
+        ]
         came = parts[0] + scale * (parts[1] - parts[2])
         moved = parts[0].abs() + scale * (parts[1].abs() + parts[2].abs())
-        came, sums, moved = hvd.allreduce(torch.stack([came, came.abs(), moved]), name="differential.came")
+        came, sums, moved = hvd.allreduce(
+            torch.stack([came, came.abs(), moved]), name="differential.came"
+        )
         lengths = [now[name].numel() for name in names]
         of_all = (whole.split(lengths) for whole in (came * factor, sums * n, moved * factor))
         for name, sent, sums_of, moved_of in zip(names, *of_all, strict=True):
-            # The rounding of float16 sums is nobody's. Below 2**-13 they are exact; Horovod's own optimizer sums n times as much.
+            # The rounding of float16 sums is nobody's. Below 2**-13 they are exact; Horovod's own
+            # optimizer sums n times as much.
             rounds = self.program.half and float(sums_of.max()) * n >= 2**-13
             size, precision = float(moved_of.max()), 2e-3 * n if rounds else 1e-5
             off = float((sent - now[name].view(-1)).abs().max())
@@ -414,10 +561,15 @@ class Run:
 
     @staticmethod
     def clip(parameters):
-        torch.nn.utils.clip_grad_norm_([p for p in parameters.values() if p.grad is not None and not p.grad.is_sparse], 0.5)
+        torch.nn.utils.clip_grad_norm_(
+            [p for p in parameters.values() if p.grad is not None and not p.grad.is_sparse], 0.5
+        )
 
     def remember(self, model):
-        self.mine[model] = {name: None if p.grad is None else dense(p.grad).clone() for name, p in self.models[model].items()}
+        self.mine[model] = {
+            name: None if p.grad is None else dense(p.grad).clone()
+            for name, p in self.models[model].items()
+        }
 
     def zero(self, model, how):
         if how == "grads":
@@ -440,7 +592,11 @@ class Run:
 
     def change(self, model, how, seed):
         generator = torch.Generator().manual_seed(seed * 64 + hvd.rank())
-        parameters = {name: p for name, p in self.models[model].items() if p.grad is not None and not p.grad.is_sparse}
+        parameters = {
+            name: p
+            for name, p in self.models[model].items()
+            if p.grad is not None and not p.grad.is_sparse
+        }
         if how == "clip":
             self.clip(parameters)
         for parameter in parameters.values():
@@ -450,7 +606,9 @@ class Run:
                 parameter.grad = parameter.grad * 0.5
                 self.new[model] = self.new[model] or None
             elif how == "noise":
-                parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1 * self.program.size)
+                parameter.grad.add_(
+                    torch.randn(parameter.shape, generator=generator), alpha=0.1 * self.program.size
+                )
         self.remember(model)
 
     def scale(self, model, scale):
@@ -460,7 +618,9 @@ class Run:
         grads = self.gradients(model, seed, hvd.rank())
         if hvd.rank() == rank:
             grads["wide"][1, 7] = float(value)
-        wanted = {name: p for name, p in self.models[model].items() if p.requires_grad and name != "rows"}
+        wanted = {
+            name: p for name, p in self.models[model].items() if p.requires_grad and name != "rows"
+        }
         if self.program.sparse == "yes":
             self.models[model]["rows"].grad = None
             return
@@ -491,23 +651,28 @@ class Run:
             optimizer = self.optimizers[model]
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         elif self.rate is not None and not (self.library is stock and "op" in self.program.options):
-            # In Horovod's own optimizer a compressor does not know of Sum, and averages where another sum would multiply: in a
-            # synchronize() with nothing new, right after loading.
+            # In Horovod's own optimizer a compressor does not know of Sum, and averages where
+            # another sum would multiply: in a synchronize() with nothing new, right after loading.
             compressor = self.compressors[model]
             compressor.load_state_dict(copy.deepcopy(compressor.state_dict()))
 
     def load_in_step(self, model):
         optimizer = self.optimizers[model]
-        while not all(callable(handle) or stock.poll(handle) for handle, _ in optimizer._handles.values()):
+        while not all(
+            callable(handle) or stock.poll(handle) for handle, _ in optimizer._handles.values()
+        ):
             time.sleep(0.001)  # else stock Horovod meets its own names
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         self.zero(model, "grads")
-        # Horovod's own optimizer tells a compressor nothing, so it takes the step back when it is asked for the next one.
+        # Horovod's own optimizer tells a compressor nothing, so it takes the step back when it is
+        # asked for the next one.
         self.new[model] = None if self.library is stock else False
         if self.library is hvd and self.rate is not None:
             for name, residue in self.residues(model).items():
                 before = self.kept[model].get(name, torch.zeros_like(residue))
-                assert (residue - before).abs().max() <= 1e-4 * (self.program.size + before.abs().max()), f"the residue of {name}"
+                assert (residue - before).abs().max() <= 1e-4 * (
+                    self.program.size + before.abs().max()
+                ), f"the residue of {name}"
                 before.copy_(residue)
 
     def own_collective(self, model, kind, nameless):
@@ -516,13 +681,23 @@ class Run:
         if kind == "allreduce":
             assert float(library.allreduce(x, name=name)[0, 0]) == (n - 1) / 2
         elif kind == "grouped_allreduce":
-            assert float(library.grouped_allreduce([x, x], op=stock.Sum, name=name)[1][0, 0]) == n * (n - 1) / 2
+            assert (
+                float(library.grouped_allreduce([x, x], op=stock.Sum, name=name)[1][0, 0])
+                == n * (n - 1) / 2
+            )
         elif kind == "allgather":
-            assert library.allgather(x, name=name)[:, 0].tolist() == [r for r in range(n) for _ in range(n)]
+            assert library.allgather(x, name=name)[:, 0].tolist() == [
+                r for r in range(n) for _ in range(n)
+            ]
         elif kind == "grouped_allgather":
-            assert library.synchronize(library.grouped_allgather_async([x], name=name))[0].shape == (n * n, 2)
+            assert library.synchronize(library.grouped_allgather_async([x], name=name))[
+                0
+            ].shape == (n * n, 2)
         elif kind == "broadcast":
-            assert float(library.synchronize(library.broadcast_async(x, n - 1, name=name))[0, 0]) == n - 1
+            assert (
+                float(library.synchronize(library.broadcast_async(x, n - 1, name=name))[0, 0])
+                == n - 1
+            )
         elif kind == "alltoall":
             assert library.alltoall(x, name=name)[:, 0].tolist() == list(range(n))
         else:
@@ -531,14 +706,21 @@ class Run:
 
 def dense(grad):
     grad = grad.detach()
-    # Horovod joins the ranks' rows at every synchronize(), so thousands of entries may stand for one element.
+    # Horovod joins the ranks' rows at every synchronize(), so thousands of entries may stand for
+    # one element.
     return grad.double().to_dense().to(grad.dtype) if grad.is_sparse else grad
 
 
 def check(program):
     """Run the program in every way; gives nothing, and raises where one goes wrong."""
     expected, alike = None, True
-    for where, rate in ((stock, None), (hvd, EVERYTHING), (stock, EVERYTHING), (hvd, 10), (stock, 10)):
+    for where, rate in (
+        (stock, None),
+        (hvd, EVERYTHING),
+        (stock, EVERYTHING),
+        (hvd, 10),
+        (stock, 10),
+    ):
         # On all ranks or none, so that nobody is left waiting for who has stopped.
         kind = f"{where.__name__}, rate {rate}"
         seen, error = [], None
@@ -554,9 +736,16 @@ def check(program):
         elif rate == EVERYTHING and not program.half:
             for (name, theirs), (_, ours) in zip(expected, seen, strict=True):
                 for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-                    torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, msg=lambda text: f"{kind}, after {name}, {i}: {text}")  # noqa: B023
-        # Where a script changed gradients on every rank in another way, and skipped synchronize(), they are not in stock Horovod either.
-        # Nor, to the bit, where a gradient is sparse on one rank and dense on another, as torch adds these otherwise.
+                    torch.testing.assert_close(
+                        b,
+                        a,
+                        rtol=1e-4,
+                        atol=1e-5,
+                        msg=lambda text: f"{kind}, after {name}, {i}: {text}",  # noqa: B023
+                    )
+        # Where a script changed gradients on every rank in another way, and skipped synchronize(),
+        # they are not in stock Horovod either. Nor, to the bit, where a gradient is sparse on one
+        # rank and dense on another, as torch adds these otherwise.
         same = program.sparse == "as dense" or same_on_all_ranks(seen[-1][1])
         alike = same if rate is None else alike
         assert same or not alike, kind
@@ -564,11 +753,14 @@ def check(program):
 
 @pytest.mark.timeout(SECONDS + 100)
 def test_random_programs():
-    torch.optim.SGD([torch.zeros(1)]).zero_grad()  # torch imports much of itself when it makes its first optimizer
+    # torch imports much of itself when it makes its first optimizer
+    torch.optim.SGD([torch.zeros(1)]).zero_grad()
     begun, seed = time.monotonic(), FIRST_SEED
     warnings.filterwarnings("ignore", message="optimizer.step")
     while seed - FIRST_SEED != PROGRAMS:
-        late = hvd.allreduce(torch.tensor(float(time.monotonic() - begun > SECONDS)), name="differential.late")
+        late = hvd.allreduce(
+            torch.tensor(float(time.monotonic() - begun > SECONDS)), name="differential.late"
+        )
         if late:
             break
         program = Program(seed)
@@ -576,6 +768,8 @@ def test_random_programs():
         try:
             check(program)
         except Exception as error:
-            raise AssertionError(f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{program}") from error
+            raise AssertionError(
+                f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{program}"
+            ) from error
         seed += 1
     print(f"programs {FIRST_SEED} to {seed - 1}")

@@ -1,8 +1,10 @@
-"""Random programs of training steps on real ranks, held against what must be true of every step (fuzz_model.py).
+"""Random programs of training steps on real ranks, held against what must be true of every step
+(fuzz_model.py).
 
-Every rank makes the same programs from the same seed. By default they are the same ones in every run, as many as fit into some seconds but
-no more than PROGRAMS; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin. A program that fails is
-printed with its seed.
+Every rank makes the same programs from the same seed. By default they are the same ones in every
+run, as many as fit into some seconds but no more than PROGRAMS; FUZZ_SECONDS says for how long to
+make ever new ones, FUZZ_SEED with which seed to begin. A program that fails is printed with its
+seed.
 """
 
 import copy
@@ -22,7 +24,18 @@ import scalecom_hvd.torch as hvd
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 12))
 PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 30
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
-RULES = ("step", "step", "step", "missing", "overflow", "scale", "freeze", "save", "resume", "go back")
+RULES = (
+    "step",
+    "step",
+    "step",
+    "missing",
+    "overflow",
+    "scale",
+    "freeze",
+    "save",
+    "resume",
+    "go back",
+)
 
 
 def on_some_rank(fact: bool) -> bool:
@@ -42,15 +55,29 @@ class Training:
 
     def start(self):
         model = self.setting.parameters()
-        groups = self.setting.groups and [[model[name] for name in group] for group in self.setting.groups]
+        groups = self.setting.groups and [
+            [model[name] for name in group] for group in self.setting.groups
+        ]
         compressor = hvd.ScaleCom(config=self.setting.config, loss_scale=lambda: self.scale)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.01), model.items(), compression=compressor, groups=groups)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.values(), lr=0.01),
+            model.items(),
+            compression=compressor,
+            groups=groups,
+        )
         return model, optimizer
 
     def take(self, rule):
         self.log.append(rule)
         if rule in ("step", "missing", "overflow"):
-            self.step(draw_step(self.choose, self.setting, missing=rule == "missing", overflow=rule == "overflow"))
+            self.step(
+                draw_step(
+                    self.choose,
+                    self.setting,
+                    missing=rule == "missing",
+                    overflow=rule == "overflow",
+                )
+            )
         elif rule == "scale":
             self.scale = 2.0 ** self.choose((0, -3, 4, 10, 16))
             self.log.append(self.scale)
@@ -82,7 +109,10 @@ class Training:
 
     def step(self, step):
         self.log.append(step)
-        came = [step.gradients(self.setting, rank, self.scale, self.frozen) for rank in range(hvd.size())]
+        came = [
+            step.gradients(self.setting, rank, self.scale, self.frozen)
+            for rank in range(hvd.size())
+        ]
         if all(grad is None for grads in came for grad in grads.values()):
             before = self.optimizer.compression.stats()["step"]
             averages = self.exchange(step, came[hvd.rank()])
@@ -117,14 +147,16 @@ class Training:
 
 @pytest.mark.timeout(SECONDS + 100)
 def test_random_programs():
-    torch.optim.SGD([torch.zeros(1)]).zero_grad()  # torch imports much of itself when it makes its first optimizer
+    # torch imports much of itself when it makes its first optimizer
+    torch.optim.SGD([torch.zeros(1)]).zero_grad()
     begun, seed = time.monotonic(), FIRST_SEED
     while not on_some_rank(time.monotonic() - begun > SECONDS or seed - FIRST_SEED == PROGRAMS):
         log, generator = [], random.Random(seed)
         try:
             setting = draw_setting(generator.choice, (hvd.size(),))
             if not hvd.mpi_enabled():
-                # Gloo of Horovod 0.28.1 drops a float16 sum equal to its first operand's bits, as in 2**-24 (0x0001) + 1.0.
+                # Gloo of Horovod 0.28.1 drops a float16 sum equal to its first operand's bits, as
+                # in 2**-24 (0x0001) + 1.0.
                 setting = dataclasses.replace(setting, fields=setting.fields | {"wire_dtype": None})
             with setting.applied():
                 training = Training(setting, generator.choice, log)
@@ -132,6 +164,8 @@ def test_random_programs():
                     training.take(generator.choice(RULES))
         except Exception as error:
             program = "\n".join(map(str, log))
-            raise AssertionError(f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{program}") from error
+            raise AssertionError(
+                f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{program}"
+            ) from error
         seed += 1
     print(f"programs {FIRST_SEED} to {seed - 1}")

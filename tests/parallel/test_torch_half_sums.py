@@ -1,4 +1,6 @@
-"""Values that travel in half precision: sent + residue is what came in, also where that is very small, in both optimizers."""
+"""Values that travel in half precision: sent + residue is what came in, also where that is very
+small, in both optimizers.
+"""
 
 import horovod.torch as stock
 import pytest
@@ -19,7 +21,12 @@ WAYS = {
     "sums": (hvd, hvd.ScaleCom, HALF, {"op": stock.Sum}),
     "RandomK": (hvd, hvd.RandomK, {"quantiser": hvd.Float16()}, {}),
     "Horovod's": (stock, hvd.ScaleCom, HALF, {}),
-    "Horovod's predivided": (stock, hvd.ScaleCom, HALF, {"gradient_predivide_factor": stock.size()}),
+    "Horovod's predivided": (
+        stock,
+        hvd.ScaleCom,
+        HALF,
+        {"gradient_predivide_factor": stock.size()},
+    ),
     "Horovod's sums": (stock, hvd.ScaleCom, HALF, {"op": stock.Sum}),
 }
 
@@ -28,7 +35,9 @@ def make(library, model, method, fields, **options):
     names = {"named_parameters": model.items()} if library is stock else {}
     compressor = method(**names, **SETTINGS, **fields)
     sgd = torch.optim.SGD(model.values(), lr=1.0)
-    return library.DistributedOptimizer(sgd, model.items(), compression=compressor, **options), compressor
+    return library.DistributedOptimizer(
+        sgd, model.items(), compression=compressor, **options
+    ), compressor
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -46,9 +55,15 @@ def test_nothing_is_lost(way):
         with optimizer.skip_synchronize():
             optimizer.step()
     assert compressor.stats()["skipped_steps"] == 0
-    residues = {name: tensor.residue.view(tensor.shape).double() for name, tensor in compressor.residues.tensors.items()}
-    left = {name: hvd.allreduce(own, name=f"residue.{name}").numpy() for name, own in residues.items()}
-    # Gloo of Horovod 0.28.1 drops a few sums of values that differ so much (agreement.warn_of_half_sums).
+    residues = {
+        name: tensor.residue.view(tensor.shape).double()
+        for name, tensor in compressor.residues.tensors.items()
+    }
+    left = {
+        name: hvd.allreduce(own, name=f"residue.{name}").numpy() for name, own in residues.items()
+    }
+    # Gloo of Horovod 0.28.1 drops a few sums of values that differ so much
+    # (agreement.warn_of_half_sums).
     books.check(left, but="" if hvd.mpi_enabled() else "wide weight")
     assert list(residues) == [name for name in FINE_SHAPES if name.endswith("weight")]
     assert same_on_all_ranks(model.values())
@@ -56,8 +71,16 @@ def test_nothing_is_lost(way):
 
 def test_horovods_own_optimizer_must_not_divide_halves_before_it_sums_them():
     model = parameters(FINE_SHAPES)
-    optimizer, _ = make(stock, model, hvd.ScaleCom, HALF, gradient_predivide_factor=hvd.size() + 0.5)
-    with pytest.raises(ValueError, match=rf"gradient_predivide_factor={hvd.size()}.5 and wire_dtype='float16' exclude each other"):
+    optimizer, _ = make(
+        stock, model, hvd.ScaleCom, HALF, gradient_predivide_factor=hvd.size() + 0.5
+    )
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"gradient_predivide_factor={hvd.size()}.5 and wire_dtype='float16' exclude each "
+            r"other"
+        ),
+    ):
         feed(model, fine(hvd.rank(), 0))
     other = parameters(FINE_SHAPES)
     optimizer, _ = make(stock, other, hvd.ScaleCom, {}, gradient_predivide_factor=hvd.size() + 0.5)

@@ -1,12 +1,16 @@
-"""Random programs of local steps on real ranks, held to plain PyTorch: what a script does here, every rank also does for all n workers.
+"""Random programs of local steps on real ranks, held to plain PyTorch: what a script does here,
+every rank also does for all n workers.
 
-A worker is a model, an ordinary optimizer and perhaps a GradScaler; at the schedule's steps the workers' parameters are averaged. With
-everything chosen, parameters must be equal after every line of the program. At rate 10 they must be between synchronisations, and at these
-nothing may be lost: what left the ranks' residues and changes, averaged, is what the common parameters moved by.
+A worker is a model, an ordinary optimizer and perhaps a GradScaler; at the schedule's steps the
+workers' parameters are averaged. With everything chosen, parameters must be equal after every line
+of the program. At rate 10 they must be between synchronisations, and at these
+nothing may be lost: what left the ranks' residues and changes, averaged, is what the common
+    parameters moved by.
 
-Every rank makes the same programs from the same seed. By default they are the same ones in every run, as many as fit into some seconds but
-no more than PROGRAMS; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin. A program that fails is
-printed with its seed.
+Every rank makes the same programs from the same seed. By default they are the same ones in every
+run, as many as fit into some seconds but no more than PROGRAMS; FUZZ_SECONDS says for how long to
+make ever new ones, FUZZ_SEED with which seed to begin. A program that fails is printed with its
+seed.
 """
 
 import contextlib
@@ -28,7 +32,18 @@ FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
 LINES = 16
 RULES = (
     *("step",) * 10,
-    *("end the round", "freeze", "collective", "save", "resume", "resume", "go back", "commit", "restore", "meet"),
+    *(
+        "end the round",
+        "freeze",
+        "collective",
+        "save",
+        "resume",
+        "resume",
+        "go back",
+        "commit",
+        "restore",
+        "meet",
+    ),
 )
 ORDERS = (
     "model make state broadcast",
@@ -40,7 +55,10 @@ ORDERS = (
     "own make state",
     "make state own",
 )
-TOLERANCES = {torch.float64: {"rtol": 1e-7, "atol": 1e-7}, torch.float32: {"rtol": 1e-3, "atol": 1e-4}}
+TOLERANCES = {
+    torch.float64: {"rtol": 1e-7, "atol": 1e-7},
+    torch.float32: {"rtol": 1e-3, "atol": 1e-4},
+}
 
 
 class Net(torch.nn.Module):
@@ -48,7 +66,9 @@ class Net(torch.nn.Module):
 
     def __init__(self, dtype):
         super().__init__()
-        self.first, self.detour, self.last = (torch.nn.Linear(*sizes, dtype=dtype) for sizes in ((6, 8), (8, 8), (8, 5)))
+        self.first, self.detour, self.last = (
+            torch.nn.Linear(*sizes, dtype=dtype) for sizes in ((6, 8), (8, 8), (8, 5))
+        )
         generator = torch.Generator().manual_seed(7)
         for parameter in self.parameters():
             torch.nn.init.normal_(parameter, std=0.4, generator=generator)
@@ -83,7 +103,9 @@ OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.5, weight_decay=0.01),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.03, eps=1e-3),
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.3, max_iter=3, history_size=2),
-    "LBFGS, searching": lambda params: torch.optim.LBFGS(params, lr=0.3, max_iter=3, history_size=2, line_search_fn="strong_wolfe"),
+    "LBFGS, searching": lambda params: torch.optim.LBFGS(
+        params, lr=0.3, max_iter=3, history_size=2, line_search_fn="strong_wolfe"
+    ),
     "twice": Twice,
 }
 
@@ -93,12 +115,18 @@ class BadGradient(Exception):  # noqa: N818
 
 
 class Plain:
-    """What local steps are of an ordinary optimizer, but for the averages: a step with a bad gradient is as if nobody had asked for it."""
+    """What local steps are of an ordinary optimizer, but for the averages: a step with a bad
+    gradient is as if nobody had asked for it.
+    """
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.zero_grad, self.state_dict, self.load_state_dict = optimizer.zero_grad, optimizer.state_dict, optimizer.load_state_dict
+        self.zero_grad, self.state_dict, self.load_state_dict = (
+            optimizer.zero_grad,
+            optimizer.state_dict,
+            optimizer.load_state_dict,
+        )
         self.synchronize, self.skip_synchronize = lambda: None, contextlib.nullcontext
 
     def check(self):
@@ -129,10 +157,18 @@ class Worker:
     """One rank's model, optimizer and scaler; real or not."""
 
     def __init__(self, rank, net, optimizer, scaler, plain):
-        self.rank, self.net, self.optimizer, self.scaler, self.plain = rank, net, optimizer, scaler, plain
+        self.rank, self.net, self.optimizer, self.scaler, self.plain = (
+            rank,
+            net,
+            optimizer,
+            scaler,
+            plain,
+        )
 
     def loss(self, hidden, plan, number):
-        target = torch.randn(4, 5, dtype=hidden.dtype, generator=self.random(plan, number + 100)).clamp(-1, 1)
+        target = torch.randn(
+            4, 5, dtype=hidden.dtype, generator=self.random(plan, number + 100)
+        ).clamp(-1, 1)
         loss = torch.nn.functional.mse_loss(torch.tanh(self.net.last(hidden)), target)
         return self.scaler.scale(loss) if self.scaler is not None and not plan["closure"] else loss
 
@@ -142,7 +178,9 @@ class Worker:
     def hidden(self, plan, number):
         if plan["raises"] == self.rank and number == 0:
             raise ZeroDivisionError("in forward")
-        inputs = torch.randn(4, 6, dtype=self.net.last.weight.dtype, generator=self.random(plan, number))
+        inputs = torch.randn(
+            4, 6, dtype=self.net.last.weight.dtype, generator=self.random(plan, number)
+        )
         return self.net.hidden(inputs, plan["detours"][self.rank])
 
     def take(self, plan):
@@ -184,7 +222,11 @@ class Worker:
                 self.optimizer.synchronize()
             if plan["clip"]:
                 torch.nn.utils.clip_grad_norm_(self.net.parameters(), plan["clip"])
-            if plan["bad"][0] == self.rank and plan["bad"][2] == evaluations and self.net.last.bias.grad is not None:
+            if (
+                plan["bad"][0] == self.rank
+                and plan["bad"][2] == evaluations
+                and self.net.last.bias.grad is not None
+            ):
                 self.net.last.bias.grad[2] = plan["bad"][1]
             return loss.detach()
 
@@ -196,7 +238,9 @@ class Worker:
 
 
 def train(workers, plan, share):
-    """The lines of a training script for these workers; gives whether they took a step. share: gives each what all have in the middle."""
+    """The lines of a training script for these workers; gives whether they took a step. share:
+    gives each what all have in the middle.
+    """
     if plan["closure"]:
         if plan["raises"] is not None and plan["nobody steps"]:
             return False
@@ -215,7 +259,10 @@ def train(workers, plan, share):
                 worker.optimizer.zero_grad()
         if plan["shared"] and plan["raises"] is None:
             middle = share([one.mean(0) for one in hidden.values()], plan, number)
-            hidden = {worker: one + common for (worker, one), common in zip(hidden.items(), middle, strict=True)}
+            hidden = {
+                worker: one + common
+                for (worker, one), common in zip(hidden.items(), middle, strict=True)
+            }
         loss = sum(worker.loss(one, plan, number) for worker, one in hidden.items())
         if hidden and loss.requires_grad:
             loss.backward()
@@ -227,7 +274,11 @@ def train(workers, plan, share):
 
 
 def shared_by_horovod(hidden, plan, number):
-    return [hvd.allreduce(hidden[0], name=None if plan["shared"] == "nameless" else f"fuzz.middle.{number}")]
+    return [
+        hvd.allreduce(
+            hidden[0], name=None if plan["shared"] == "nameless" else f"fuzz.middle.{number}"
+        )
+    ]
 
 
 def shared_by_all(hidden, plan, number):
@@ -242,14 +293,25 @@ class Simulated:
         self.workers = []
         for rank in range(n):
             net = Net(setting["dtype"])
-            self.workers.append(Worker(rank, net, Plain(OPTIMIZERS[setting["optimizer"]](net.parameters())), make_scaler(setting), True))
+            self.workers.append(
+                Worker(
+                    rank,
+                    net,
+                    Plain(OPTIMIZERS[setting["optimizer"]](net.parameters())),
+                    make_scaler(setting),
+                    True,
+                )
+            )
         self.names = [name for name, _ in net.named_parameters()]
         self.x = self.values()[0]
         self.start = [self.x] * n
         self.taken = self.last = 0
 
     def values(self):
-        return [{name: p.detach().clone() for name, p in worker.net.named_parameters()} for worker in self.workers]
+        return [
+            {name: p.detach().clone() for name, p in worker.net.named_parameters()}
+            for worker in self.workers
+        ]
 
     def set(self, rank, values):
         with torch.no_grad():
@@ -270,7 +332,9 @@ class Simulated:
     def average(self, due):
         values = self.values()
         self.x = {
-            name: x - sum(self.start[rank][name] - values[rank][name] for rank in due) / len(self.workers) for name, x in self.x.items()
+            name: x
+            - sum(self.start[rank][name] - values[rank][name] for rank in due) / len(self.workers)
+            for name, x in self.x.items()
         }
         self.arrive(due)
 
@@ -280,7 +344,10 @@ class Simulated:
             self.start[rank] = self.x
 
     def save(self):
-        kept = [(worker.optimizer.state_dict(), worker.scaler and worker.scaler.state_dict()) for worker in self.workers]
+        kept = [
+            (worker.optimizer.state_dict(), worker.scaler and worker.scaler.state_dict())
+            for worker in self.workers
+        ]
         return copy.deepcopy([kept, self.values(), self.x, self.start, self.taken, self.last])
 
     def load(self, saved):
@@ -293,7 +360,11 @@ class Simulated:
 
 
 def make_scaler(setting):
-    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) if setting["scaler"] else None
+    return (
+        torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        if setting["scaler"]
+        else None
+    )
 
 
 class Training:
@@ -310,7 +381,11 @@ class Training:
 
     def compressor(self):
         kind, fields = self.setting["compression"]
-        return hvd.Compression.none if kind is None else getattr(hvd, kind)(**({"min_numel": 2, "dense": [], "warmup_steps": 0} | fields))
+        return (
+            hvd.Compression.none
+            if kind is None
+            else getattr(hvd, kind)(**({"min_numel": 2, "dense": [], "warmup_steps": 0} | fields))
+        )
 
     def make(self, net, compressor):
         optimizer = hvd.DistributedOptimizer(
@@ -330,7 +405,9 @@ class Training:
 
         def seen(due):
             changes = {
-                name: (local._start[name].to(p.dtype) - p.detach()).double() if hvd.rank() in due else torch.zeros_like(p).double()
+                name: (local._start[name].to(p.dtype) - p.detach()).double()
+                if hvd.rank() in due
+                else torch.zeros_like(p).double()
                 for name, p in self.worker.net.named_parameters()
             }
             x = {name: one.detach().double().clone() for name, one in local.common.items()}
@@ -346,7 +423,10 @@ class Training:
 
     def residues(self):
         tensors = self.worker.optimizer.compression.residues.tensors
-        return {name: tensor.residue.view(tensor.shape).double().clone() for name, tensor in tensors.items()}
+        return {
+            name: tensor.residue.view(tensor.shape).double().clone()
+            for name, tensor in tensors.items()
+        }
 
     def line(self, rule):
         self.log.append(rule)
@@ -367,8 +447,11 @@ class Training:
     def step(self):
         plan = draw_plan(self.choose, self.setting)
         if "first" in self.frozen:
-            plan["shared"] = None  # only ranks with a detour would come by in backward, which hangs anywhere
-        self.log.append({key: value for key, value in plan.items() if value not in (None, False, 0)})
+            # only ranks with a detour would come by in backward, which hangs anywhere
+            plan["shared"] = None
+        self.log.append(
+            {key: value for key, value in plan.items() if value not in (None, False, 0)}
+        )
         stepped = train([self.worker], plan, shared_by_horovod)
         assert train(self.simulated.workers, plan, shared_by_all) == stepped
         if stepped:
@@ -386,23 +469,38 @@ class Training:
         ((seen, happened, moved, sent),) = self.seen
         self.seen.clear()
         assert (seen, happened) == (due, True)
-        sent = hvd.allreduce(torch.cat([one.reshape(-1) for one in sent.values()]), name="fuzz.sent")
-        torch.testing.assert_close(torch.cat([one.reshape(-1) for one in moved.values()]), sent, **TOLERANCES[self.setting["dtype"]])
+        sent = hvd.allreduce(
+            torch.cat([one.reshape(-1) for one in sent.values()]), name="fuzz.sent"
+        )
+        torch.testing.assert_close(
+            torch.cat([one.reshape(-1) for one in moved.values()]),
+            sent,
+            **TOLERANCES[self.setting["dtype"]],
+        )
         if self.setting["whole"]:
             self.simulated.average(due)
         else:
-            self.simulated.x = {name: x.detach().clone() for name, x in self.worker.optimizer._local.common.items()}
+            self.simulated.x = {
+                name: x.detach().clone() for name, x in self.worker.optimizer._local.common.items()
+            }
             self.simulated.arrive(due)
 
     def compare(self):
-        """All ranks' parameters are those of the simulated workers, which go on from them: errors of rounding do not add up."""
+        """All ranks' parameters are those of the simulated workers, which go on from them: errors
+        of rounding do not add up.
+        """
         assert not self.seen, "synchronised where nobody should"
         mine = torch.cat([p.detach().reshape(-1) for p in self.worker.net.parameters()])
         everyone = hvd.allgather(mine[None], name="fuzz.parameters")
         for rank, (actual, worker) in enumerate(zip(everyone, self.simulated.workers, strict=True)):
             expected = torch.cat([p.detach().reshape(-1) for p in worker.net.parameters()])
             assert expected.isfinite().all()
-            torch.testing.assert_close(actual, expected, **TOLERANCES[self.setting["dtype"]], msg=lambda m, rank=rank: f"rank {rank}: {m}")
+            torch.testing.assert_close(
+                actual,
+                expected,
+                **TOLERANCES[self.setting["dtype"]],
+                msg=lambda m, rank=rank: f"rank {rank}: {m}",
+            )
             torch.nn.utils.vector_to_parameters(actual.clone(), worker.net.parameters())
         assert self.worker.optimizer.compression.stats()["steps_taken"] == self.simulated.taken
 
@@ -421,14 +519,20 @@ class Training:
         self.log.append(name)
         total = hvd.allreduce(torch.tensor([1.0 + hvd.rank()]), op=hvd.Sum, name=name)
         assert total == hvd.size() * (hvd.size() + 1) / 2
-        assert len(hvd.allgather(torch.zeros(1 + hvd.rank()), name=name and name + ".gather")) == total
+        assert (
+            len(hvd.allgather(torch.zeros(1 + hvd.rank()), name=name and name + ".gather")) == total
+        )
 
     # Checkpoints and elastic states.
 
     def checkpoint(self):
         file = io.BytesIO()
         optimizer = self.worker.optimizer
-        state = [optimizer.compression.state_dict(), optimizer.state_dict(), self.worker.net.state_dict()]
+        state = [
+            optimizer.compression.state_dict(),
+            optimizer.state_dict(),
+            self.worker.net.state_dict(),
+        ]
         torch.save([*state, self.scaler and self.scaler.state_dict()], file)
         file.seek(0)
         return torch.load(file, weights_only=True)
@@ -500,17 +604,28 @@ def draw_setting(choose):
     optimizer = choose(("SGD", "SGD", "Adam", *OPTIMIZERS))
     several = optimizer in ("LBFGS", "LBFGS, searching", "twice")
     fields = {"rate": 1 if whole else 10, "bucket_bytes": choose((25 * 2**20, 300)), "beta": 1.0}
-    kind = choose((None, "ScaleCom", "LocalTopK") if whole else ("ScaleCom", "ScaleCom", "LocalTopK", "RandomK"))
+    kind = choose(
+        (None, "ScaleCom", "LocalTopK")
+        if whole
+        else ("ScaleCom", "ScaleCom", "LocalTopK", "RandomK")
+    )
     if kind == "ScaleCom":
-        fields |= {"selection": choose(("lanes", "exact")), "leader": choose(("cyclic", "staggered"))}
+        fields |= {
+            "selection": choose(("lanes", "exact")),
+            "leader": choose(("cyclic", "staggered")),
+        }
         fields |= {"lookahead": choose((False, True)) and not own}
     return {
         "whole": whole,
         "compression": (kind, fields),
-        "local_steps": [choose((1, 2, 3, 4)) for _ in range(n)] if own else choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3})),
+        "local_steps": [choose((1, 2, 3, 4)) for _ in range(n)]
+        if own
+        else choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3})),
         "optimizer": optimizer,
         "several": several,
-        "dtype": choose((torch.float64, torch.float64, torch.float64 if several else torch.float32)),
+        "dtype": choose(
+            (torch.float64, torch.float64, torch.float64 if several else torch.float32)
+        ),
         "scaler": not several and choose((False, False, True)),
         "passes": choose((1, 1, 2)),
     }
@@ -525,7 +640,10 @@ def draw_plan(choose, setting):
         "passes": choose((1, 1, 2, 3)),
         "zero": choose(("none", "none", "zeros", "left")),
         "detours": [choose((True, True, False)) for _ in ranks],
-        "bad": choose(((None, 0, 0),) * 3 + ((choose(ranks), choose((float("inf"), float("nan"))), choose((1, 1, 2, 2, 3, 4))),)),
+        "bad": choose(
+            ((None, 0, 0),) * 3
+            + ((choose(ranks), choose((float("inf"), float("nan"))), choose((1, 1, 2, 2, 3, 4))),)
+        ),
         "hand": choose((None, None, None, choose(ranks))),
         "halved": choose((False, False, True)),
         "synchronize": choose((0, 0, 1, 2)),
@@ -558,7 +676,8 @@ def on_some_rank(fact):
 @pytest.mark.timeout(SECONDS + 100)
 def test_random_programs():
     for make in OPTIMIZERS.values():
-        make([torch.zeros(1)]).zero_grad()  # torch imports much of itself when it makes its first optimizer
+        # torch imports much of itself when it makes its first optimizer
+        make([torch.zeros(1)]).zero_grad()
     gc.collect()
     gc.freeze()  # else every broadcast that looks for deleted optimizers goes through all of it
     begun, seed = time.monotonic(), FIRST_SEED
@@ -569,6 +688,8 @@ def test_random_programs():
             run_program(seed, log)
         except Exception as error:
             program = "\n".join(map(str, log))
-            raise AssertionError(f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{program}") from error
+            raise AssertionError(
+                f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{program}"
+            ) from error
         seed += 1
     print(f"programs {FIRST_SEED} to {seed - 1} in {time.monotonic() - begun:.0f} s")

@@ -1,7 +1,10 @@
-"""Local steps: held to the oracle of Qsparse-local-SGD, and to what users expect of an optimizer: checkpoints, scaling, bad gradients."""
+"""Local steps: held to the oracle of Qsparse-local-SGD, and to what users expect of an optimizer:
+checkpoints, scaling, bad gradients.
+"""
 
 import copy
 import io
+import itertools
 
 import horovod.torch as horovod
 import numpy as np
@@ -9,12 +12,12 @@ import pytest
 import rules
 import torch
 from models import feed, gradients, parameters, same_on_all_ranks
+from oracles import methods as oracle
+from oracles.local_steps import LocalStepsReference
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import reference_methods as oracle
-from scalecom_hvd.reference_local import LocalStepsReference
+from scalecom_hvd.exchange.kernels import positions_of
 from scalecom_hvd.schedule import Schedule
-from scalecom_hvd.torch.kernels import positions_of
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,), "double": (700,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0, "bucket_bytes": 30_000}
@@ -23,13 +26,17 @@ LR, MOMENTUM = 0.5, 0.5
 
 COMPRESSIONS = {
     "ScaleCom": lambda **more: hvd.ScaleCom(**(SETTINGS | more)),
-    "ScaleCom, exact, beta": lambda **more: hvd.ScaleCom(**(SETTINGS | {"selection": "exact", "beta": 0.5} | more)),
+    "ScaleCom, exact, beta": lambda **more: hvd.ScaleCom(
+        **(SETTINGS | {"selection": "exact", "beta": 0.5} | more)
+    ),
     "ScaleCom, sign": lambda **more: hvd.ScaleCom(quantiser=hvd.Sign(), **(SETTINGS | more)),
     "ScaleCom, 4 bits": lambda **more: hvd.ScaleCom(quantiser=hvd.QSGD(7), **(SETTINGS | more)),
     "LocalTopK": lambda **more: hvd.LocalTopK(**(SETTINGS | more)),
     "LocalTopK, sign": lambda **more: hvd.LocalTopK(quantiser=hvd.Sign(), **(SETTINGS | more)),
     "LocalTopK, 8 bits": lambda **more: hvd.LocalTopK(quantiser=hvd.QSGD(127), **(SETTINGS | more)),
-    "RandomK, own, 4 bits": lambda **more: hvd.RandomK(shared=False, quantiser=hvd.QSGD(7), **(SETTINGS | more)),
+    "RandomK, own, 4 bits": lambda **more: hvd.RandomK(
+        shared=False, quantiser=hvd.QSGD(7), **(SETTINGS | more)
+    ),
     "RandomK": lambda **more: hvd.RandomK(**(SETTINGS | more)),
 }
 SOME = ["ScaleCom", "ScaleCom, sign", "LocalTopK, 8 bits"]
@@ -40,13 +47,18 @@ def begin(shapes=SHAPES, dtypes=None):
     """A model that begins at the same random numbers on all ranks."""
     values = gradients(shapes, 99, 0)
     dtypes = {"double": torch.float64} if dtypes is None else dtypes
-    return {name: torch.nn.Parameter(torch.from_numpy(value).to(dtypes.get(name, torch.float32))) for name, value in values.items()}
+    return {
+        name: torch.nn.Parameter(torch.from_numpy(value).to(dtypes.get(name, torch.float32)))
+        for name, value in values.items()
+    }
 
 
 def make(model, compression, local_steps, lr=LR, momentum=0.0, made=None, **more):
     compressor = COMPRESSIONS[compression]() if isinstance(compression, str) else compression
     sgd = made or torch.optim.SGD(model.values(), lr=lr, momentum=momentum)
-    optimizer = hvd.DistributedOptimizer(sgd, model.items(), compression=compressor, local_steps=local_steps, **more)
+    optimizer = hvd.DistributedOptimizer(
+        sgd, model.items(), compression=compressor, local_steps=local_steps, **more
+    )
     return optimizer, optimizer.compression
 
 
@@ -65,7 +77,10 @@ def momentum_sgd():
         for name, grad in grads.items():
             key = (worker, name)
             buffers[key] = grad if key not in buffers else MOMENTUM * buffers[key] + grad
-        return {name: value - value.dtype.type(LR) * buffers[worker, name].astype(value.dtype) for name, value in values.items()}
+        return {
+            name: value - value.dtype.type(LR) * buffers[worker, name].astype(value.dtype)
+            for name, value in values.items()
+        }
 
     return update
 
@@ -73,13 +88,18 @@ def momentum_sgd():
 def hold_to_the_oracle(compression, local_steps, steps, **more):
     n, rank = hvd.size(), hvd.rank()
     model = begin()
-    optimizer, compressor = make(model, COMPRESSIONS[compression](**more), local_steps, momentum=MOMENTUM)
+    optimizer, compressor = make(
+        model, COMPRESSIONS[compression](**more), local_steps, momentum=MOMENTUM
+    )
     exchange = oracle.MethodReference(n, SHAPES, compressor.config, rules.sending(compressor))
     start = {name: parameter.detach().numpy().copy() for name, parameter in model.items()}
     reference = LocalStepsReference(exchange, start, Schedule(local_steps), momentum_sgd())
     kinds = {name: value.dtype for name, value in start.items()}
     for step in range(steps):
-        everyone = [{name: g.astype(kinds[name]) for name, g in gradients(SHAPES, r, step).items()} for r in range(n)]
+        everyone = [
+            {name: g.astype(kinds[name]) for name, g in gradients(SHAPES, r, step).items()}
+            for r in range(n)
+        ]
         optimizer.zero_grad()
         feed(model, everyone[rank])
         optimizer.step()
@@ -88,16 +108,25 @@ def hold_to_the_oracle(compression, local_steps, steps, **more):
         reference.step(everyone)
         for name, parameter in model.items():
             want = reference.workers[rank][name]
-            np.testing.assert_allclose(parameter.detach().numpy(), want, 1e-5, 1e-5, err_msg=f"{name} after step {step + 1}")
+            np.testing.assert_allclose(
+                parameter.detach().numpy(),
+                want,
+                1e-5,
+                1e-5,
+                err_msg=f"{name} after step {step + 1}",
+            )
         for name, tensor in compressor.residues.tensors.items():
             want = exchange.residues[rank].get(name, np.zeros(SHAPES[name])).reshape(-1)
-            np.testing.assert_allclose(tensor.residue.numpy(), want, 1e-4, 1e-4, err_msg=f"{name} after step {step + 1}")
+            np.testing.assert_allclose(
+                tensor.residue.numpy(), want, 1e-4, 1e-4, err_msg=f"{name} after step {step + 1}"
+            )
     assert compressor.stats()["step"] == exchange.step_number
     optimizer.synchronize_parameters()
     assert same_on_all_ranks(model.values())
 
 
-# The oracle's buckets are known when the first exchange is over, which so has one bucket of each kind.
+# The oracle's buckets are known when the first exchange is over, which so has one bucket of each
+# kind.
 ONE_BUCKET = {"bucket_bytes": 10**8, "dense": ["double"]}
 
 
@@ -110,54 +139,92 @@ def test_parity(compression, local_steps):
 @some_compressions
 @pytest.mark.parametrize("own", [False, True], ids=["a schedule", "one for each rank"])
 def test_parity_where_synchronisation_points_change(compression, own):
-    hold_to_the_oracle(compression, [2 + rank % 3 for rank in range(hvd.size())] if own else {0: 1, 5: 3, 15: 7}, 40, **ONE_BUCKET)
+    hold_to_the_oracle(
+        compression,
+        [2 + rank % 3 for rank in range(hvd.size())] if own else {0: 1, 5: 3, 15: 7},
+        40,
+        **ONE_BUCKET,
+    )
 
 
-def record(optimizer, compressor):
-    """{name: the sum of all that this rank handed to be sent}, seen where it leaves: as accumulators are told, or in the buffer."""
-    reducer, sent = optimizer._local.reducer, {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
-    average = reducer._transport.average
+def record(optimizer):
+    """{name: the sum of all that this rank handed to be sent}, seen where its buckets are told of
+    it.
+    """
+    exchange, sent = (
+        optimizer._local.exchange,
+        {name: torch.zeros(shape).double() for name, shape in SHAPES.items()},
+    )
 
-    def seen(buffer, name):
-        kind, bucket = name.split(".")[0], reducer.buckets[int(name.split(".")[1])]
-        if kind in ("values", "dense") and bucket._reduced is not None and buffer is bucket._reduced.buffer:
-            for tensor, values in bucket._reduced.whole.items():
-                sent[tensor] += values.double().view(SHAPES[tensor])
-            if compressor.exchange is None:
-                for tensor, values in bucket.moves.values_of(bucket._reduced.compressed).items():
-                    at = positions_of(bucket.compressed[tensor].geometry, bucket.offsets_of(bucket.compressed[tensor], bucket.offsets))
-                    sent[tensor].view(-1)[at] += values.double()
-        return average(buffer, name)
+    def watch(bucket):
+        take, take_and_accumulate, send, fill = (
+            bucket.take,
+            bucket.take_and_accumulate,
+            bucket.send,
+            bucket.fill,
+        )
 
-    def make_sender(moves, send):
+        def taken(offsets, values):
+            slots, numbers = bucket.split_offsets(offsets), values.double().split(bucket.counts)
+            for (name, tensor), own in zip(bucket.compressed.items(), numbers, strict=True):
+                sent[name].view(-1)[positions_of(tensor.geometry, slots[name])] += own
+
+        def takes(offsets):
+            values = yield from take(offsets)
+            taken(offsets, values)
+            return values
+
+        def takes_and_accumulates(offsets, choose=False):
+            values, chosen = yield from take_and_accumulate(offsets, choose)
+            taken(offsets, values)
+            return values, chosen
+
         def sends(places, values):
-            before = moves.flat.clone().double()
+            before = bucket.accumulators.clone().double()
             send(places, values)
-            for tensor, part in zip(moves.tensors, (before - moves.flat.double()).split(moves.sizes), strict=True):
-                sent[tensor.name] += part.view(SHAPES[tensor.name])
+            for name, part in zip(
+                bucket.compressed,
+                (before - bucket.accumulators.double()).split(bucket.sizes),
+                strict=True,
+            ):
+                sent[name] += part.view(SHAPES[name])
 
-        return sends
+        def fills():
+            filled = fill()
+            for name, values in {} if bucket.whole else bucket._values.whole.items():
+                sent[name] += values.double().view(SHAPES[name])
+            return filled
 
-    make_buckets = reducer._make_buckets
+        bucket.take, bucket.take_and_accumulate, bucket.send, bucket.fill = (
+            takes,
+            takes_and_accumulates,
+            sends,
+            fills,
+        )
+
+    make_buckets = exchange._make_buckets
 
     def making(plan):
         make_buckets(plan)
-        for bucket in reducer.buckets:
-            if compressor.exchange is not None and bucket.compressed:
-                bucket.moves.send = make_sender(bucket.moves, bucket.moves.send)
+        for bucket in exchange.buckets:
+            watch(bucket)
 
-    reducer._transport.average, reducer._make_buckets = seen, making
+    exchange._make_buckets = making
     return sent
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_nothing_is_lost_in_200_steps(compression):
-    """Where all began - where all are = the average of what was sent; and what each rank changed is what it sent, and its residue."""
+    """Where all began - where all are = the average of what was sent; and what each rank changed is
+    what it sent, and its residue.
+    """
     model = begin()
     start = {name: parameter.detach().clone() for name, parameter in model.items()}
     optimizer, compressor = make(model, COMPRESSIONS[compression](beta=1.0), 4)
-    sent = record(optimizer, compressor)
-    changed = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.items()}
+    sent = record(optimizer)
+    changed = {
+        name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.items()
+    }
     for step in range(200):
         if step % 4 == 0:
             mine = {name: parameter.detach().clone() for name, parameter in model.items()}
@@ -175,12 +242,18 @@ def test_nothing_is_lost_in_200_steps(compression):
     assert same_on_all_ranks(model.values())
     for name, parameter in model.items():
         tensor = compressor.residues.tensors.get(name)
-        left = tensor.residue.view(tensor.shape).double() if tensor is not None else torch.zeros_like(changed[name])
+        left = (
+            tensor.residue.view(tensor.shape).double()
+            if tensor is not None
+            else torch.zeros_like(changed[name])
+        )
         assert sent[name].any()
         assert name == "bias" or left.any()
         torch.testing.assert_close(sent[name] + left, changed[name], rtol=1e-3, atol=1e-3)
         everyones = hvd.allreduce(sent[name], name=f"test.{name}")
-        torch.testing.assert_close((start[name] - parameter.detach()).double(), everyones, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            (start[name] - parameter.detach()).double(), everyones, rtol=1e-3, atol=1e-3
+        )
 
 
 def exact(shapes, rank, step):
@@ -188,29 +261,46 @@ def exact(shapes, rank, step):
     return {name: np.round(grad * 8) / 64 for name, grad in gradients(shapes, rank, step).items()}
 
 
-@pytest.mark.parametrize("compression", ["ScaleCom", "LocalTopK", "RandomK", "ScaleCom, exact, beta"])
+@pytest.mark.parametrize(
+    "compression", ["ScaleCom", "LocalTopK", "RandomK", "ScaleCom, exact, beta"]
+)
 @pytest.mark.parametrize("op", ["Average", "Sum"])
 def test_one_local_step_with_sgd_is_the_ordinary_path(compression, op):
     """To the bit, where arithmetic is exact."""
     shapes = {name: shape for name, shape in SHAPES.items() if name != "double"}
     ordinary, local = parameters(shapes), parameters(shapes)
     more = {"beta": 1.0}
-    run(make(ordinary, COMPRESSIONS[compression](**more), None, op=getattr(hvd, op))[0], ordinary, range(20), grads=exact, shapes=shapes)
-    run(make(local, COMPRESSIONS[compression](**more), 1, op=getattr(hvd, op))[0], local, range(20), grads=exact, shapes=shapes)
+    run(
+        make(ordinary, COMPRESSIONS[compression](**more), None, op=getattr(hvd, op))[0],
+        ordinary,
+        range(20),
+        grads=exact,
+        shapes=shapes,
+    )
+    run(
+        make(local, COMPRESSIONS[compression](**more), 1, op=getattr(hvd, op))[0],
+        local,
+        range(20),
+        grads=exact,
+        shapes=shapes,
+    )
     for name in shapes:
         assert torch.equal(ordinary[name], local[name]), name
     assert local["first"].any()
 
 
 def test_plain_local_sgd():
-    """Compression.none: changes travel whole, so common parameters are the mean of the ranks' own."""
+    """Compression.none: changes travel whole, and common parameters are the ranks' mean."""
     model = begin()
     own = {name: parameter.detach().clone() for name, parameter in model.items()}
     optimizer, compressor = make(model, hvd.Compression.none, 3)
     for step in range(3):
         run(optimizer, model, [step])
         for name, value in own.items():
-            value.sub_(torch.from_numpy(gradients(SHAPES, hvd.rank(), step)[name]).to(value.dtype), alpha=LR)
+            value.sub_(
+                torch.from_numpy(gradients(SHAPES, hvd.rank(), step)[name]).to(value.dtype),
+                alpha=LR,
+            )
         if step < 2:
             assert all(torch.equal(own[name], model[name]) for name in model)
     for name, value in own.items():
@@ -224,9 +314,16 @@ def test_the_optimizers_state_stays_local():
     optimizer, compressor = make(model, "ScaleCom", 4, momentum=0.9)
     run(optimizer, model, range(8))
     assert same_on_all_ranks(model.values())
-    assert not same_on_all_ranks([optimizer.state[parameter]["momentum_buffer"] for parameter in model.values()])
+    assert not same_on_all_ranks(
+        [optimizer.state[parameter]["momentum_buffer"] for parameter in model.values()]
+    )
     numbers = compressor.stats()
-    assert (numbers["step"], numbers["steps_taken"], numbers["steps_skipped"], numbers["local_steps"]) == (2, 8, 0, [[0, 4]])
+    assert (
+        numbers["step"],
+        numbers["steps_taken"],
+        numbers["steps_skipped"],
+        numbers["local_steps"],
+    ) == (2, 8, 0, [[0, 4]])
 
 
 def test_warm_up_counts_the_optimizers_steps():
@@ -257,7 +354,9 @@ def test_clipping_between_synchronize_and_step_clips_local_gradients(compression
         if step % 2 == 0:
             for name, parameter in model.items():
                 own = torch.from_numpy(grads[name]).to(parameter.dtype) * (0.5 / norm)
-                torch.testing.assert_close(before[name] - parameter.detach(), own, rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(
+                    before[name] - parameter.detach(), own, rtol=1e-3, atol=1e-4
+                )
     assert compressor.stats()["step"] == 2
     assert same_on_all_ranks(model.values())
 
@@ -281,10 +380,16 @@ def test_a_bad_gradient_makes_this_ranks_step_one_that_changes_nothing(compressi
         if bad.get(step) == hvd.rank() and step % 3 != 2:
             assert all(torch.equal(before[name], parameter) for name, parameter in model.items())
     assert all(parameter.isfinite().all() for parameter in model.values())
-    assert all(optimizer.state[parameter]["momentum_buffer"].isfinite().all() for parameter in model.values())
+    assert all(
+        optimizer.state[parameter]["momentum_buffer"].isfinite().all()
+        for parameter in model.values()
+    )
     numbers = compressor.stats()
     assert (numbers["step"], numbers["skipped_steps"]) == (3, 0)
-    assert (numbers["steps_taken"], numbers["steps_skipped"]) == (9, list(bad.values()).count(hvd.rank()))
+    assert (numbers["steps_taken"], numbers["steps_skipped"]) == (
+        9,
+        list(bad.values()).count(hvd.rank()),
+    )
     assert same_on_all_ranks(model.values())
 
 
@@ -295,7 +400,9 @@ def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compressi
     optimizer, compressor = make(model, COMPRESSIONS[compression](beta=1.0), 2, lr=1.0)
     run(optimizer, model, range(2))
     common = {name: parameter.detach().clone() for name, parameter in model.items()}
-    residues = {name: tensor.residue.clone() for name, tensor in compressor.residues.tensors.items()}
+    residues = {
+        name: tensor.residue.clone() for name, tensor in compressor.residues.tensors.items()
+    }
     own = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for step in (2, 3):
         optimizer.zero_grad()
@@ -308,7 +415,9 @@ def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compressi
         optimizer.step()
     assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (1, 1)
     for name, parameter in model.items():
-        torch.testing.assert_close((common[name] - parameter.detach()).double(), own[name], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            (common[name] - parameter.detach()).double(), own[name], rtol=1e-4, atol=1e-4
+        )
     for name, tensor in compressor.residues.tensors.items():
         torch.testing.assert_close(tensor.residue, residues[name], rtol=1e-5, atol=1e-5)
     assert ("this rank's parameters are not finite" in caplog.text) == (hvd.rank() == 1)
@@ -321,10 +430,25 @@ def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compressi
             own[name] += torch.from_numpy(gradients(SHAPES, hvd.rank(), step)[name]).double()
         tensor = compressor.residues.tensors.get(name)
         before, left = (
-            (residues[name].view(SHAPES[name]), tensor.residue.view(SHAPES[name])) if tensor is not None else (torch.zeros(()),) * 2
+            (residues[name].view(SHAPES[name]), tensor.residue.view(SHAPES[name]))
+            if tensor is not None
+            else (torch.zeros(()),) * 2
         )
         kept = hvd.allreduce(own[name] + before.double() - left.double(), name=f"test.{name}")
-        torch.testing.assert_close((common[name] - parameter.detach()).double(), kept, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            (common[name] - parameter.detach()).double(), kept, rtol=1e-3, atol=1e-3
+        )
+
+
+@some_compressions
+def test_changes_carry_no_loss_scale(compression):
+    """Gradients are unscaled before a local step, so what the scale is then means nothing."""
+    scaled, plain = begin(), begin()
+    scales = itertools.cycle([2.0**10, 2.0**-3, 1.0])
+    compressor = COMPRESSIONS[compression](loss_scale=lambda: next(scales))
+    run(make(scaled, compressor, 2)[0], scaled, range(12))
+    run(make(plain, compression, 2)[0], plain, range(12))
+    assert all(torch.equal(scaled[name], plain[name]) for name in SHAPES)
 
 
 @some_compressions
@@ -366,12 +490,24 @@ def test_half_precision_loses_nothing_of_the_average():
     model = {"weight": torch.nn.Parameter(torch.ones(4000, dtype=torch.float16))}
     optimizer, compressor = make(model, hvd.ScaleCom(dense=["*"], warmup_steps=0), 1, lr=1.0)
     for step in range(8):
-        # One rank's change is a sixteenth of what half precision resolves at 1, as its share of the average.
+        # One rank's change is a sixteenth of what half precision resolves at 1, as its share of the
+        # average.
         grad = 2.0**-10 if hvd.rank() == 0 and step % 2 == 0 else 0.0
-        run(optimizer, model, [0], grads=lambda shapes, rank, step, grad=grad: {"weight": np.full(4000, grad)}, shapes={"weight": (4000,)})
+        run(
+            optimizer,
+            model,
+            [0],
+            grads=lambda shapes, rank, step, grad=grad: {"weight": np.full(4000, grad)},
+            shapes={"weight": (4000,)},
+        )
     expected = 1 - 4 * 2.0**-10 / hvd.size()
     assert model["weight"].dtype == torch.float16
-    torch.testing.assert_close(model["weight"].detach(), torch.full((4000,), expected, dtype=torch.float16), rtol=0, atol=2.0**-11)
+    torch.testing.assert_close(
+        model["weight"].detach(),
+        torch.full((4000,), expected, dtype=torch.float16),
+        rtol=0,
+        atol=2.0**-11,
+    )
     assert abs(model["weight"][0].item() - 1) > 2.0**-11
     assert compressor.stats()["step"] == 8
 
@@ -383,7 +519,10 @@ def test_missing_gradients_and_frozen_parameters(compression):
     run(optimizer, model, range(4), skip=lambda step: [list(SHAPES)[(hvd.rank() + step) % 5]])
     assert same_on_all_ranks(model.values())
     model["second"].requires_grad_(False)
-    kept, value = compressor.residues.tensors["second"].residue.clone(), model["second"].detach().clone()
+    kept, value = (
+        compressor.residues.tensors["second"].residue.clone(),
+        model["second"].detach().clone(),
+    )
     run(optimizer, model, range(4, 8), skip=lambda step: ["second"])
     assert torch.equal(compressor.residues.tensors["second"].residue, kept)
     assert torch.equal(model["second"], value)
@@ -400,7 +539,10 @@ def test_what_changed_before_a_parameter_was_frozen_is_sent():
     run(optimizer, model, [0])
     model["second"].requires_grad_(False)
     run(optimizer, model, [1], skip=lambda step: ["second"])
-    mean = sum(torch.from_numpy(gradients(SHAPES, rank, 0)["second"]) for rank in range(hvd.size())) / hvd.size()
+    mean = (
+        sum(torch.from_numpy(gradients(SHAPES, rank, 0)["second"]) for rank in range(hvd.size()))
+        / hvd.size()
+    )
     torch.testing.assert_close(before - model["second"].detach(), LR * mean, rtol=1e-4, atol=1e-5)
 
 
@@ -408,7 +550,10 @@ def test_sparse_gradients_stay_local():
     embedding = torch.nn.Embedding(200, 30, sparse=True)
     hvd.broadcast_parameters(embedding.state_dict(), 0)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(embedding.parameters(), lr=0.1), embedding.named_parameters(), compression=COMPRESSIONS["ScaleCom"](), local_steps=2
+        torch.optim.SGD(embedding.parameters(), lr=0.1),
+        embedding.named_parameters(),
+        compression=COMPRESSIONS["ScaleCom"](),
+        local_steps=2,
     )
     for step in range(4):
         optimizer.zero_grad()
@@ -453,12 +598,17 @@ def test_a_closure_whose_gradients_are_bad():
         assert optimizer.step(closure) == 17 + step
         if bad and step == 0:
             assert all(torch.equal(before[name], parameter) for name, parameter in model.items())
-    assert (compressor.stats()["step"], compressor.stats()["steps_skipped"]) == (2, 2 * (hvd.rank() == 1))
+    assert (compressor.stats()["step"], compressor.stats()["steps_skipped"]) == (
+        2,
+        2 * (hvd.rank() == 1),
+    )
     assert same_on_all_ranks(model.values())
 
 
 class Twice(torch.optim.Optimizer):
-    """Evaluates the closure where the gradient leads to, too; momenta are in its state under two names, and in a list."""
+    """Evaluates the closure where the gradient leads to, too; momenta are in its state under two
+    names, and in a list.
+    """
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.125, "steps": 0})
@@ -488,14 +638,21 @@ class Twice(torch.optim.Optimizer):
 EVALUATES = {
     "twice": Twice,
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3),
-    "LBFGS, searching": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3, line_search_fn="strong_wolfe"),
+    "LBFGS, searching": lambda params: torch.optim.LBFGS(
+        params, lr=0.5, max_iter=4, history_size=3, line_search_fn="strong_wolfe"
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", EVALUATES)
 def test_a_bad_gradient_in_any_evaluation_undoes_the_step(kind):
-    """As if that step had not been asked for: parameters and state, which are the same objects still."""
-    goal = {name: torch.from_numpy(value).clamp(-1, 1) for name, value in gradients(SHAPES, 7, hvd.rank()).items()}
+    """As if that step had not been asked for: parameters and state, which are the same objects
+    still.
+    """
+    goal = {
+        name: torch.from_numpy(value).clamp(-1, 1)
+        for name, value in gradients(SHAPES, 7, hvd.rank()).items()
+    }
     goal["double"] = goal["double"].double()
     model, alone = begin(), begin()
     optimizer, compressor = make(model, "ScaleCom", 30, made=EVALUATES[kind](model.values()))
@@ -505,7 +662,10 @@ def test_a_bad_gradient_in_any_evaluation_undoes_the_step(kind):
     def closure(sgd, values, losses, bad=None):
         def evaluate():
             sgd.zero_grad()
-            loss = sum(((values[name] - goal[name]).square() * (1 + goal[name].abs())).sum().float() for name in SHAPES)
+            loss = sum(
+                ((values[name] - goal[name]).square() * (1 + goal[name].abs())).sum().float()
+                for name in SHAPES
+            )
             loss.backward()
             losses.append(loss.detach())
             if len(losses) == bad:
@@ -551,7 +711,13 @@ def test_parameters_that_come_later_are_refused():
     model = begin()
     optimizer, _ = make(model, "ScaleCom", 2)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
-    with pytest.raises(RuntimeError, match="made trainable, after DistributedOptimizer was made.*make the DistributedOptimizer anew"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            "made trainable, after DistributedOptimizer was made.*make the "
+            "DistributedOptimizer anew"
+        ),
+    ):
         run(optimizer, model, [0])
 
 
@@ -573,7 +739,9 @@ def test_a_rank_that_goes_back_forgets_its_momentum():
 def test_a_rank_that_goes_back_forgets_what_lbfgs_gathered():
     model = begin()
     optimizer, _ = make(model, hvd.Compression.none, 2, made=EVALUATES["LBFGS"](model.values()))
-    goal = {name: torch.from_numpy(value) for name, value in gradients(SHAPES, 7, hvd.rank()).items()}
+    goal = {
+        name: torch.from_numpy(value) for name, value in gradients(SHAPES, 7, hvd.rank()).items()
+    }
 
     def closure():
         optimizer.zero_grad()
@@ -605,13 +773,22 @@ def test_accumulated_gradients():
             feed(model, exact(SHAPES, hvd.rank(), 2 * step + half))
         several.step()
         one, two = (exact(SHAPES, hvd.rank(), 2 * step + half) for half in (0, 1))
-        run(once, other, [0], grads=lambda shapes, rank, step, one=one, two=two: {name: one[name] + two[name] for name in shapes})
+        run(
+            once,
+            other,
+            [0],
+            grads=lambda shapes, rank, step, one=one, two=two: {
+                name: one[name] + two[name] for name in shapes
+            },
+        )
     assert all(torch.equal(model[name], other[name]) for name in SHAPES)
 
 
 def test_groups_and_two_optimizers():
     one, other = begin(), begin()
-    a, first = make(one, "ScaleCom", 2, groups=[[one["first"], one["second"]], [one["third"], one["bias"]]])
+    a, first = make(
+        one, "ScaleCom", 2, groups=[[one["first"], one["second"]], [one["third"], one["bias"]]]
+    )
     b, second = make(other, "LocalTopK", 3)
     for step in range(6):
         run(a, one, [step])
@@ -684,7 +861,10 @@ def resume(compression, local_steps, saved, order, values=None):
         for name, parameter in model.items():
             parameter.copy_((values or own)[name])
     optimizer, compressor = make(model, compression, local_steps, momentum=MOMENTUM)
-    loads = {"residues": lambda: compressor.load_state_dict(state), "optimizer": lambda: optimizer.load_state_dict(momentum)}
+    loads = {
+        "residues": lambda: compressor.load_state_dict(state),
+        "optimizer": lambda: optimizer.load_state_dict(momentum),
+    }
     for what in order:
         loads[what]()
     return model, optimizer
@@ -708,13 +888,17 @@ def test_resuming_is_bit_identical(compression, at, own):
 
 
 def learn(optimizer, model, steps, bad=(), forwards=None):
-    """Steps whose gradients depend on the parameters; on odd ranks those of `bad` are not finite. forwards: gets the parameters at each."""
+    """Steps whose gradients depend on the parameters; on odd ranks those of `bad` are not finite.
+    forwards: gets the parameters at each.
+    """
     for step in steps:
         optimizer.zero_grad()
         loss = torch.zeros(())
         for name, grad in gradients(SHAPES, hvd.rank(), step).items():
             loss = (
-                loss + (model[name] * torch.from_numpy(grad).to(model[name].dtype)).sum().float() / 4 + model[name].square().sum().float()
+                loss
+                + (model[name] * torch.from_numpy(grad).to(model[name].dtype)).sum().float() / 4
+                + model[name].square().sum().float()
             )
         if forwards is not None:
             forwards.append({name: parameter.detach().clone() for name, parameter in model.items()})
@@ -743,10 +927,18 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "order"), [(kind, order) for kind in KINDS for order in list(ORDERS)[: 2 if kind != "a schedule" else None]]
+    ("kind", "order"),
+    [
+        (kind, order)
+        for kind in KINDS
+        for order in list(ORDERS)[: 2 if kind != "a schedule" else None]
+    ],
 )
 def test_own_parameters_are_in_place_before_the_first_forward(kind, order):
-    """In the middle of a round; as usual rank 0's model is loaded and broadcast. The first step is skipped on odd ranks."""
+    """In the middle of a round; as usual rank 0's model is loaded and broadcast.
+
+    The first step is skipped on odd ranks.
+    """
     local_steps, dtypes = KINDS[kind]
     local_steps = local_steps[: hvd.size()] if isinstance(local_steps, list) else local_steps
     straight, seen = begin(dtypes=dtypes), []
@@ -777,7 +969,8 @@ def test_own_parameters_are_in_place_before_the_first_forward(kind, order):
         assert all(torch.equal(one[name], other[name]) for name in SHAPES), f"step {step}"
     assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
     if hvd.rank() % 2:
-        assert all(torch.equal(resumed[0][name], resumed[1][name]) for name in SHAPES)  # the skipped step changed nothing
+        # the skipped step changed nothing
+        assert all(torch.equal(resumed[0][name], resumed[1][name]) for name in SHAPES)
     assert not torch.equal(rank_0s["third"], own["third"]) or hvd.rank() == 0
 
 
@@ -795,7 +988,13 @@ def test_parameters_overwritten_after_the_state_was_loaded_are_refused_on_all_ra
         copy_into(model, begin())
     kept = {name: parameter.detach().clone() for name, parameter in model.items()}
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"parameters of rank 1.*load the compressor's state last, or call broadcast_parameters of"):
+        with pytest.raises(
+            RuntimeError,
+            match=(
+                r"parameters of rank 1.*load the compressor's state last, or call "
+                r"broadcast_parameters of"
+            ),
+        ):
             learn(again, model, [6])
     assert all(torch.equal(model[name], kept[name]) for name in SHAPES)
     hvd.broadcast_parameters(model, root_rank=0)
@@ -804,7 +1003,9 @@ def test_parameters_overwritten_after_the_state_was_loaded_are_refused_on_all_ra
 
 
 def test_a_broadcast_in_training_is_as_in_horovod():
-    """What is held is held until the first step only; and another model's broadcast concerns nobody."""
+    """What is held is held until the first step only; and another model's broadcast concerns
+    nobody.
+    """
     model, other = begin(), begin()
     optimizer, _ = make(model, "ScaleCom", 4)
     learn(optimizer, model, range(2))
@@ -826,7 +1027,9 @@ def test_who_has_no_state_gets_the_common_parameters_from_the_broadcast():
     learn(optimizer, straight, range(6))
     saved = checkpoint(straight, optimizer)
     common = saved[0]["local_steps"]["common"]
-    model, again = resume("ScaleCom", 4, saved, () if hvd.rank() == 1 else ("residues", "optimizer"), values=begin())
+    model, again = resume(
+        "ScaleCom", 4, saved, () if hvd.rank() == 1 else ("residues", "optimizer"), values=begin()
+    )
     hvd.broadcast_parameters(model, root_rank=0)
     began = common if hvd.rank() == 1 else saved[2]
     assert all(torch.equal(model[name], began[name]) for name in SHAPES)
@@ -844,7 +1047,13 @@ def test_a_newcomer_begins_from_the_common_parameters(caplog):
     saved = checkpoint(straight, optimizer)
     common = saved[0]["local_steps"]["common"]
     values = hvd.broadcast_object(saved[2], root_rank=0)
-    model, again = resume("ScaleCom", 4, saved, ("optimizer",) if hvd.rank() == 1 else ("residues", "optimizer"), values)
+    model, again = resume(
+        "ScaleCom",
+        4,
+        saved,
+        ("optimizer",) if hvd.rank() == 1 else ("residues", "optimizer"),
+        values,
+    )
     grads = gradients(SHAPES, hvd.rank(), 6)
     again.zero_grad()
     for state in again.state.values():
@@ -853,7 +1062,9 @@ def test_a_newcomer_begins_from_the_common_parameters(caplog):
     again.step()
     began = common if hvd.rank() == 1 else saved[2]
     for name, parameter in model.items():
-        torch.testing.assert_close(parameter.detach(), began[name] - LR * torch.from_numpy(grads[name]).to(parameter.dtype))
+        torch.testing.assert_close(
+            parameter.detach(), began[name] - LR * torch.from_numpy(grads[name]).to(parameter.dtype)
+        )
     assert ("begins from the common parameters of rank 0" in caplog.text) == (hvd.rank() == 1)
     run(again, model, range(7, 12))
     assert again.compression.stats()["steps_taken"] == 12
@@ -868,7 +1079,9 @@ class Holder(torch.nn.Module):
 
 
 def test_an_elastic_state_keeps_a_round():
-    """Commit in the middle of a round, go on, lose it, come back: as if nothing had been done since."""
+    """Commit in the middle of a round, go on, lose it, come back: as if nothing had been done
+    since.
+    """
     from scalecom_hvd.torch import elastic
 
     def expected(steps):
@@ -910,7 +1123,9 @@ def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(w
 
     def state_of(model, optimizer):
         kept = {"net": Holder(model), "sgd": optimizer, "residues": optimizer.compression}
-        return horovod.elastic.TorchState(**dict(kept.items() if order == "model first" else reversed(kept.items())))
+        return horovod.elastic.TorchState(
+            **dict(kept.items() if order == "model first" else reversed(kept.items()))
+        )
 
     state = state_of(model, optimizer)
     state.sync()  # as elastic runs begin
@@ -922,7 +1137,7 @@ def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(w
             model = begin()
             optimizer, _ = make(model, "ScaleCom", 4, momentum=MOMENTUM)
             state = state_of(model, optimizer)
-        optimizer._local.reducer.agree_anew()  # as when Horovod is started again
+        optimizer._local.exchange.agree_anew()  # as when Horovod is started again
     else:
         if hvd.rank() != 1:
             state.save()
@@ -930,15 +1145,22 @@ def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(w
         state.restore()
     own = {name: parameter.detach().clone() for name, parameter in model.items()}
     state.sync()
-    common = hvd.broadcast_object({name: x.detach() for name, x in optimizer._local.common.items()}, root_rank=0)
+    common = hvd.broadcast_object(
+        {name: x.detach() for name, x in optimizer._local.common.items()}, root_rank=0
+    )
     began = common if hvd.rank() == 1 else own
     assert all(torch.equal(model[name], began[name]) for name in SHAPES)
     assert hvd.rank() == 1 or not torch.equal(own["third"], common["third"])
-    momenta = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model.values()]
+    momenta = [
+        optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model.values()
+    ]
     learn(optimizer, model, [6], bad=[6])
     if hvd.rank() % 2:
         assert all(torch.equal(model[name], began[name]) for name in SHAPES)
-        assert all(torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in zip(model.values(), momenta, strict=True))
+        assert all(
+            torch.equal(optimizer.state[p]["momentum_buffer"], m)
+            for p, m in zip(model.values(), momenta, strict=True)
+        )
     optimizer.synchronize_parameters()
     assert optimizer.compression.stats()["steps_taken"] == 7
     assert same_on_all_ranks(model.values())
@@ -953,9 +1175,12 @@ def test_an_elastic_states_optimizer_stays_each_ranks_own():
     state.sync()
     run(optimizer, model, range(4), skip=lambda step: ["third"] if hvd.rank() == 0 else [])
     buffers = {
-        name: optimizer.state[parameter]["momentum_buffer"].clone() for name, parameter in model.items() if optimizer.state[parameter]
+        name: optimizer.state[parameter]["momentum_buffer"].clone()
+        for name, parameter in model.items()
+        if optimizer.state[parameter]
     }
-    assert ("third" in buffers) == (hvd.rank() != 0)  # which would make ranks broadcast different things
+    # which would make ranks broadcast different things
+    assert ("third" in buffers) == (hvd.rank() != 0)
     state.sync()
     for name, buffer in buffers.items():
         assert torch.equal(optimizer.state[model[name]]["momentum_buffer"], buffer)
@@ -963,7 +1188,9 @@ def test_an_elastic_states_optimizer_stays_each_ranks_own():
 
 @pytest.mark.parametrize("local_steps", [None, 4])
 def test_a_commit_is_restored_twice(local_steps):
-    """What is trained after the first time does not change it: an optimizer goes on with the tensors it is given."""
+    """What is trained after the first time does not change it: an optimizer goes on with the
+    tensors it is given.
+    """
     model = begin()
     optimizer, _ = make(model, "ScaleCom", local_steps, momentum=MOMENTUM)
     state = horovod.elastic.TorchState(model=Holder(model), optimizer=optimizer)
@@ -973,7 +1200,10 @@ def test_a_commit_is_restored_twice(local_steps):
     for _ in range(2):
         learn(optimizer, model, range(2, 5))
         state.restore()
-        assert all(torch.equal(optimizer.state[p]["momentum_buffer"], one) for p, one in zip(model.values(), momenta, strict=True))
+        assert all(
+            torch.equal(optimizer.state[p]["momentum_buffer"], one)
+            for p, one in zip(model.values(), momenta, strict=True)
+        )
 
 
 # Refusals.
@@ -985,9 +1215,15 @@ def test_states_of_the_other_kind_are_refused():
     run(local, model, range(2))
     run(ordinary, other, range(2))
     states = [copy.deepcopy(one.compression.state_dict()) for one in (local, ordinary)]
-    with pytest.raises(ValueError, match=r"hold gradients, and this optimizer sends changes of parameters \(local_steps\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"hold gradients, and this optimizer sends changes of parameters \(local_steps\)",
+    ):
         local.compression.load_state_dict(states[1])
-    with pytest.raises(ValueError, match=r"hold changes of parameters \(local_steps\), and this optimizer sends gradients"):
+    with pytest.raises(
+        ValueError,
+        match=r"hold changes of parameters \(local_steps\), and this optimizer sends gradients",
+    ):
         ordinary.compression.load_state_dict(states[0])
     early = COMPRESSIONS["ScaleCom"]()
     early.load_state_dict(states[0])
@@ -1006,34 +1242,57 @@ def test_what_cannot_work_is_refused():
         with pytest.raises(kind, match=message):
             make(begin(), compression or COMPRESSIONS["ScaleCom"](), local_steps, **more)
 
-    refused(r"not through FP16Compressor: for half precision give hvd.ScaleCom\(quantiser=hvd.Float16\(\)\)", hvd.Compression.fp16)
+    refused(
+        (
+            r"not through FP16Compressor: for half precision give "
+            r"hvd.ScaleCom\(quantiser=hvd.Float16\(\)\)"
+        ),
+        hvd.Compression.fp16,
+    )
     refused("ScaleCom averages values, which Adasum does not", op=hvd.Adasum)
     refused("0 is less than one step", local_steps=0)
     refused("local_steps must be a number of steps", local_steps="4", kind=TypeError)
-    refused("lookahead needs to know who synchronises next", COMPRESSIONS["ScaleCom"](lookahead=True), [2] * hvd.size())
+    refused(
+        "lookahead needs to know who synchronises next",
+        COMPRESSIONS["ScaleCom"](lookahead=True),
+        [2] * hvd.size(),
+    )
 
     model = begin()
     optimizer, _ = make(model, "ScaleCom", [2] * (hvd.size() + 1))
-    with pytest.raises(ValueError, match=rf"local_steps names {hvd.size() + 1} ranks, and there are {hvd.size()}"):
+    with pytest.raises(
+        ValueError, match=rf"local_steps names {hvd.size() + 1} ranks, and there are {hvd.size()}"
+    ):
         run(optimizer, model, [0])
 
 
 def test_ranks_that_differ_are_refused():
     model = begin()
     optimizer, _ = make(model, "ScaleCom", 4 + (hvd.rank() == 1))
-    with pytest.raises(RuntimeError, match=r"settings differ.*local_steps is \[\[0, 4\]\] on rank 0 and \[\[0, 5\]\] on rank 1"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"settings differ.*local_steps is \[\[0, 4\]\] on rank 0 and \[\[0, 5\]\] on rank 1",
+    ):
         run(optimizer, model, [0])
     model = begin()
     optimizer, _ = make(model, "ScaleCom", 4)
     with torch.no_grad():
         model["first"] += hvd.rank()
-    with pytest.raises(RuntimeError, match=r"different parameters.*hvd.broadcast_parameters\(model.state_dict\(\), root_rank=0\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"different parameters.*hvd.broadcast_parameters\(model.state_dict\(\), "
+            r"root_rank=0\)"
+        ),
+    ):
         run(optimizer, model, [0])
 
 
 def test_look_ahead_chooses_for_the_next_round():
     model = begin()
-    optimizer, compressor = make(model, COMPRESSIONS["ScaleCom"](lookahead=True, leader="staggered"), 2)
+    optimizer, compressor = make(
+        model, COMPRESSIONS["ScaleCom"](lookahead=True, leader="staggered"), 2
+    )
     run(optimizer, model, range(12))
     assert compressor.stats()["step"] == 6
     assert same_on_all_ranks(model.values())

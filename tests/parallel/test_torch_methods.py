@@ -1,6 +1,8 @@
-"""The methods beside ScaleCom, and one that a user wrote: each held to its oracle, and to what holds for ScaleCom in the files beside this.
+"""The methods beside ScaleCom, and one that a user wrote: each held to its oracle, and to what
+holds for ScaleCom in the files beside this.
 
-What all methods share is tested with every one of them: a method that says what it sends wrongly loses gradients, or spoils a step.
+What all methods share is tested with every one of them: a method that says what it sends wrongly
+loses gradients, or spoils a step.
 """
 
 import copy
@@ -12,10 +14,10 @@ import pytest
 import rules
 import torch
 from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+from oracles import methods as oracle
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import reference_methods as oracle
-from scalecom_hvd.torch.methods.local_topk import pack, unpack
+from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
@@ -37,25 +39,36 @@ ODD = {"rate": 100, "min_numel": 0, "dense": ["whole"], "bucket_bytes": 40_000}
 
 
 class ScaledSign(hvd.Method):
-    """As a user writes it: the signs of the largest, times the mean of their magnitudes in the bucket."""
+    """As a user writes it: the signs of the largest, times the mean of their magnitudes in the
+    bucket.
+    """
 
-    def exchange(self, bucket, channel):
+    def step(self, bucket, collectives, state):
         offsets = bucket.choose()
         places = bucket.places_at(offsets)
-        size = bucket.flat[places].abs().mean()
-        values = bucket.flat[places].sign() * size
+        size = bucket.accumulators[places].abs().mean()
+        values = bucket.accumulators[places].sign() * size
         bucket.send(places, values)
-        for payload in (yield from channel.gather(pack(values, offsets), "signs")):
+        for payload in (yield from collectives.gather(pack(values, offsets), "signs")):
             theirs, at = unpack(payload, values)
-            bucket.receive(bucket.places_at(at[: len(offsets)]), theirs * channel.share)
+            bucket.receive(bucket.places_at(at[: len(offsets)]), theirs * collectives.share)
 
 
 def scaled_sign(accumulators, bucket):
     sent = oracle.local_topk(accumulators, bucket)
-    return np.stack([np.sign(mine) * np.abs(mine).sum() / mine.dtype.type(bucket.k) for mine in sent])
+    return np.stack(
+        [np.sign(mine) * np.abs(mine).sum() / mine.dtype.type(bucket.k) for mine in sent]
+    )
 
 
-METHODS = [(hvd.RandomK, {}), (hvd.LocalTopK, {}), (hvd.GTopK, {}), (hvd.GlobalTopK, {}), (hvd.ECQSGD, {}), (ScaledSign, {})]
+METHODS = [
+    (hvd.RandomK, {}),
+    (hvd.LocalTopK, {}),
+    (hvd.GTopK, {}),
+    (hvd.GlobalTopK, {}),
+    (hvd.ECQSGD, {}),
+    (ScaledSign, {}),
+]
 QUANTISED = [
     (hvd.ScaleCom, {"quantiser": hvd.Sign()}),
     (hvd.ScaleCom, {"quantiser": hvd.QSGD(7)}),
@@ -78,7 +91,9 @@ def described(value):
     return value.__name__ if isinstance(value, type) else str(value)
 
 
-every_method = pytest.mark.parametrize(("method", "fields"), METHODS + SOME_QUANTISED, ids=described)
+every_method = pytest.mark.parametrize(
+    ("method", "fields"), METHODS + SOME_QUANTISED, ids=described
+)
 
 
 def rule_of(compressor):
@@ -94,13 +109,19 @@ def rule_of(compressor):
 
 
 def parameters_of(shapes):
-    return {name: torch.nn.Parameter(torch.zeros(shape, dtype=DTYPES.get(name, torch.float32))) for name, shape in shapes.items()}
+    return {
+        name: torch.nn.Parameter(torch.zeros(shape, dtype=DTYPES.get(name, torch.float32)))
+        for name, shape in shapes.items()
+    }
 
 
 def make(model, method, fields, lr=1.0, momentum=0.0, library=hvd, op=hvd.Average, **more):
     compressor = method(**(SETTINGS | fields | more))
     optimizer = library.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=lr, momentum=momentum), model.items(), compression=compressor, op=op
+        torch.optim.SGD(model.values(), lr=lr, momentum=momentum),
+        model.items(),
+        compression=compressor,
+        op=op,
     )
     return optimizer, compressor
 
@@ -126,11 +147,15 @@ def residues_of(compressor):
     return {name: tensor.residue.clone() for name, tensor in compressor.residues.tensors.items()}
 
 
-def hold_to_the_oracle(method, fields, steps, change=lambda grads, rank, step: None, op=hvd.Average, **more):
-    """Feed the same gradients to ranks and to the oracle: every residue is the same to the bit, every average to rounding.
+def hold_to_the_oracle(
+    method, fields, steps, change=lambda grads, rank, step: None, op=hvd.Average, **more
+):
+    """Feed the same gradients to ranks and to the oracle: every residue is the same to the bit,
+    every average to rounding.
 
     (The user's method takes a mean, which torch and NumPy add up in different orders.)
-    change: may change a rank's gradients of a step in place; one that becomes None does not arrive there.
+    change: may change a rank's gradients of a step in place; one that becomes None does not arrive
+        there.
     """
     n, rank = hvd.size(), hvd.rank()
     model = parameters_of(ODD_SHAPES)
@@ -143,14 +168,20 @@ def hold_to_the_oracle(method, fields, steps, change=lambda grads, rank, step: N
             change(grads, r, step)
             everyone.append(grads)
         optimizer.zero_grad()
-        feed(model, everyone[rank], skip=[name for name, grad in everyone[rank].items() if grad is None])
+        feed(
+            model,
+            everyone[rank],
+            skip=[name for name, grad in everyone[rank].items() if grad is None],
+        )
         optimizer.synchronize()
         if step == 0:
             reference.buckets = compressor.residues.buckets
         averages = reference.step(
             [
                 {
-                    name: np.zeros(shape, kind) if worker[name] is None else worker[name].astype(kind)
+                    name: np.zeros(shape, kind)
+                    if worker[name] is None
+                    else worker[name].astype(kind)
                     for name, shape in ODD_SHAPES.items()
                     for kind in [str(model[name].dtype).removeprefix("torch.")]
                 }
@@ -161,12 +192,21 @@ def hold_to_the_oracle(method, fields, steps, change=lambda grads, rank, step: N
             want = averages[name].astype(np.float64) * (n if op == hvd.Sum else 1)
             half_sums = method is hvd.RandomK and isinstance(compressor.quantiser, hvd.Float16)
             tolerance = 2e-3 if half_sums else {"half": 2e-3, "double": 1e-12}.get(name, 2e-6)
-            np.testing.assert_allclose(parameter.grad.double().numpy(), want, tolerance, tolerance, err_msg=f"{name} at step {step}")
+            np.testing.assert_allclose(
+                parameter.grad.double().numpy(),
+                want,
+                tolerance,
+                tolerance,
+                err_msg=f"{name} at step {step}",
+            )
         for name, residue in residues_of(compressor).items():
             kept = reference.residues[rank].get(name, np.zeros(ODD_SHAPES[name])).reshape(-1)
-            # Means and norms of float64 are not made wider, so there the order of summands may show.
+            # Means and norms of float64 are not made wider, so there the order of summands may
+            # show.
             tolerance = 1e-5 if method is ScaledSign else 1e-12 if name == "double" else 0
-            np.testing.assert_allclose(residue.numpy(), kept, tolerance, tolerance, err_msg=f"{name} at step {step}")
+            np.testing.assert_allclose(
+                residue.numpy(), kept, tolerance, tolerance, err_msg=f"{name} at step {step}"
+            )
         assert compressor.stats()["step"] == reference.step_number
         if not np.isnan(averages["n63"]).any():
             with optimizer.skip_synchronize():
@@ -177,7 +217,8 @@ def hold_to_the_oracle(method, fields, steps, change=lambda grads, rank, step: N
 
 @pytest.mark.parametrize(
     ("method", "fields", "beta", "steps"),
-    [(*one, 0.3, 20) for one in METHODS + BITS + EXACT + QUANTISED] + [(*one, 1.0, 6) for one in METHODS],
+    [(*one, 0.3, 20) for one in METHODS + BITS + EXACT + QUANTISED]
+    + [(*one, 1.0, 6) for one in METHODS],
     ids=described,
 )
 def test_parity(method, fields, beta, steps):
@@ -193,14 +234,25 @@ def test_sums(method, fields):
 
 @every_method
 def test_warm_up_and_rates(method, fields):
-    compressor = hold_to_the_oracle(method, fields, steps=6, warmup_steps=2, min_numel=60, rates={"n6*": 7, "matrix": 2.5})
+    compressor = hold_to_the_oracle(
+        method, fields, steps=6, warmup_steps=2, min_numel=60, rates={"n6*": 7, "matrix": 2.5}
+    )
     assert "one" not in compressor.residues.tensors
 
 
 @every_method
 def test_a_gradient_that_is_not_finite_on_one_rank(method, fields):
-    """The step never happened; what is sent whole only has to have a finite sum, what a residue takes up to be small enough."""
-    bad = {0: ("n6401", np.nan), 2: ("matrix", np.inf), 3: ("half", -np.inf), 4: ("n65", 1e38), 6: ("double", np.nan), 7: ("whole", np.inf)}
+    """The step never happened; what is sent whole only has to have a finite sum, what a residue
+    takes up to be small enough.
+    """
+    bad = {
+        0: ("n6401", np.nan),
+        2: ("matrix", np.inf),
+        3: ("half", -np.inf),
+        4: ("n65", 1e38),
+        6: ("double", np.nan),
+        7: ("whole", np.inf),
+    }
 
     def change(grads, rank, step):
         if step in bad and rank == step % hvd.size():
@@ -222,16 +274,25 @@ def test_averages_of_compressed_tensors_that_overflow(method, fields):
         optimizer.zero_grad()
         before = residues_of(compressor)
         overflows = step in (1, 2)
-        feed(model, {name: np.full(p.shape, 5e4 if overflows else 0.5) for name, p in model.items()})
+        feed(
+            model, {name: np.full(p.shape, 5e4 if overflows else 0.5) for name, p in model.items()}
+        )
         optimizer.synchronize()
-        assert all(p.grad.isnan().all() == overflows and p.grad.isfinite().any() != overflows for p in model.values())
-        assert not overflows or all(torch.equal(residue, before[name]) for name, residue in residues_of(compressor).items())
+        assert all(
+            p.grad.isnan().all() == overflows and p.grad.isfinite().any() != overflows
+            for p in model.values()
+        )
+        assert not overflows or all(
+            torch.equal(residue, before[name]) for name, residue in residues_of(compressor).items()
+        )
     assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (2, 2)
 
 
 @every_method
 def test_accumulators_whose_sum_overflows(method, fields):
-    """Float32: with gradients that a residue takes up this needs residues near the largest number there is."""
+    """Float32: with gradients that a residue takes up this needs residues near the largest number
+    there is.
+    """
     model = parameters({"weight": (3000,)})
     optimizer, compressor = make(model, method, fields, op=hvd.Sum)
     run(optimizer, model, range(1), {"weight": (3000,)})
@@ -294,7 +355,14 @@ def test_resuming_is_bit_identical(method, fields):
     optimizer, compressor = make(straight, method, fields, **settings)
     run(optimizer, straight, range(4))
     file = io.BytesIO()
-    torch.save([compressor.state_dict(), optimizer.state_dict(), {name: p.detach() for name, p in straight.items()}], file)
+    torch.save(
+        [
+            compressor.state_dict(),
+            optimizer.state_dict(),
+            {name: p.detach() for name, p in straight.items()},
+        ],
+        file,
+    )
     run(optimizer, straight, range(4, 7))
 
     file.seek(0)
@@ -321,7 +389,13 @@ def test_states_of_another_method_are_refused():
     for mine, fields in [*METHODS, (hvd.ScaleCom, {})]:
         for theirs, state in states.items():
             if theirs != mine.__name__:
-                with pytest.raises(ValueError, match=rf"another method.*method='{theirs}' in the state and '{mine.__name__}' now"):
+                with pytest.raises(
+                    ValueError,
+                    match=(
+                        rf"another method.*method='{theirs}' in the state and "
+                        rf"'{mine.__name__}' now"
+                    ),
+                ):
                     mine(**(SETTINGS | fields)).load_state_dict(state)
     for changed, message in (
         (hvd.ECQSGD(**SETTINGS, bits=2), "bits=4 in the state and 2 now"),
@@ -331,7 +405,9 @@ def test_states_of_another_method_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             changed.load_state_dict(states["ECQSGD"])
-    with pytest.raises(ValueError, match=r"quantiser=None in the state and 'Sign\(chunk=512\)' now"):
+    with pytest.raises(
+        ValueError, match=r"quantiser=None in the state and 'Sign\(chunk=512\)' now"
+    ):
         hvd.ScaleCom(**SETTINGS, quantiser=hvd.Sign).load_state_dict(states["ScaleCom"])
     with pytest.raises(ValueError, match="seed=.* in the state and 5 now"):
         hvd.RandomK(**SETTINGS, seed=5).load_state_dict(states["RandomK"])
@@ -344,18 +420,45 @@ def test_states_of_another_method_are_refused():
         (hvd.LocalTopK, hvd.RandomK, "method is LocalTopK on rank 0 and RandomK on rank 1"),
         (hvd.ScaleCom, hvd.GTopK, "method is missing on rank 0 and GTopK on rank 1"),
         (hvd.GlobalTopK, hvd.ScaleCom, "method is GlobalTopK on rank 0 and missing on rank 1"),
-        (lambda: hvd.ECQSGD(bits=2), lambda: hvd.ECQSGD(bits=8), "bits is 2 on rank 0 and 8 on rank 1"),
+        (
+            lambda: hvd.ECQSGD(bits=2),
+            lambda: hvd.ECQSGD(bits=8),
+            "bits is 2 on rank 0 and 8 on rank 1",
+        ),
         (lambda: hvd.RandomK(seed=1), hvd.RandomK, "seed is 1 on rank 0 and 0 on rank 1"),
-        (lambda: hvd.RandomK(shared=False), hvd.RandomK, "shared is False on rank 0 and missing on rank 1"),
-        (lambda: hvd.LocalTopK(quantiser=hvd.Sign), hvd.LocalTopK, r"quantiser is Sign\(chunk=512\) on rank 0 and missing on rank 1"),
-        (hvd.ScaleCom, lambda: hvd.ScaleCom(quantiser=hvd.QSGD(3)), r"quantiser is missing on rank 0 and QSGD\(levels=3.* on rank 1"),
+        (
+            lambda: hvd.RandomK(shared=False),
+            hvd.RandomK,
+            "shared is False on rank 0 and missing on rank 1",
+        ),
+        (
+            lambda: hvd.LocalTopK(quantiser=hvd.Sign),
+            hvd.LocalTopK,
+            r"quantiser is Sign\(chunk=512\) on rank 0 and missing on rank 1",
+        ),
+        (
+            hvd.ScaleCom,
+            lambda: hvd.ScaleCom(quantiser=hvd.QSGD(3)),
+            r"quantiser is missing on rank 0 and QSGD\(levels=3.* on rank 1",
+        ),
     ],
-    ids=["local and random", "ScaleCom and gTop-k", "global and ScaleCom", "bits", "seed", "shared", "quantiser", "ScaleCom's"],
+    ids=[
+        "local and random",
+        "ScaleCom and gTop-k",
+        "global and ScaleCom",
+        "bits",
+        "seed",
+        "shared",
+        "quantiser",
+        "ScaleCom's",
+    ],
 )
 def test_one_rank_is_started_with_another(one, other, message):
     model = parameters(SHAPES)
     compression = other() if hvd.rank() == 1 else one()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression
+    )
     feed(model, gradients(SHAPES, hvd.rank(), 0))
     with pytest.raises(RuntimeError, match=f"settings differ between ranks.*{message}"):
         optimizer.step()
@@ -365,7 +468,10 @@ def test_one_rank_is_started_with_another(one, other, message):
 def test_residues_do_not_depend_on_the_loss_scale(method, fields):
     plain, scaled = parameters(SHAPES), parameters(SHAPES)
     scale = 1.0
-    a, b = make(plain, method, fields, beta=0.5), make(scaled, method, fields, beta=0.5, loss_scale=lambda: scale)
+    a, b = (
+        make(plain, method, fields, beta=0.5),
+        make(scaled, method, fields, beta=0.5, loss_scale=lambda: scale),
+    )
     for step in range(5):
         scale = 2.0 ** ((step * 5) % 17)
         grads = gradients(SHAPES, hvd.rank(), step)
@@ -397,14 +503,17 @@ def test_clipping_between_synchronize_and_step(method, fields):
             optimizer.step()
         assert norm > 0.5
         for name, p in model.items():
-            torch.testing.assert_close(before[name] - p.detach(), averages[name] * 0.5 / norm, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                before[name] - p.detach(), averages[name] * 0.5 / norm, rtol=1e-4, atol=1e-6
+            )
     assert compressor.stats()["step"] == 4
     assert same_on_all_ranks(model.values())
 
 
 @pytest.mark.parametrize(
     ("method", "fields", "dtype"),
-    [(*one, torch.float16) for one in METHODS] + [(*METHODS[0], dtype) for dtype in (torch.float32, torch.float64)],
+    [(*one, torch.float16) for one in METHODS]
+    + [(*METHODS[0], dtype) for dtype in (torch.float32, torch.float64)],
     ids=described,
 )
 def test_rate_one_equals_stock_horovod(method, fields, dtype):
@@ -417,8 +526,8 @@ def test_rate_one_equals_stock_horovod(method, fields, dtype):
         torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
 
 
-# Of 6 401 and 1 500 elements in one bucket, at a rate of 300 and so with offsets of two bytes: k = 22 + 5, 16 chunks of 512.
-# {method: (offsets, values, gathered)}
+# Of 6 401 and 1 500 elements in one bucket, at a rate of 300 and so with offsets of two bytes: k =
+# 22 + 5, 16 chunks of 512. {method: (offsets, values, gathered)}
 BYTES = {
     "RandomK": (hvd.RandomK, {}, 0, 4 * 27, 0),
     "RandomK float16": (hvd.RandomK, {"quantiser": hvd.Float16()}, 0, 2 * 27, 0),
@@ -446,12 +555,23 @@ def test_bytes(which):
     optimizer, compressor = make(model, method, fields, rate=300)
     run(optimizer, model, range(2), shapes)
     stats, n = compressor.stats(), hvd.size()
-    # And the element that counts ranks with bad gradients. Half values and what is sent whole are buckets apart, with one each.
+    # And the element that counts ranks with bad gradients. Half values and what is sent whole are
+    # buckets apart, with one each.
     dense = 4 * (10 + 1) + (2 if which == "ScaleCom float16" else 0)
-    assert [stats[f"bytes_{what}"] for what in ("offsets", "values", "gathered", "dense")] == [offsets, values, gathered, dense]
-    assert stats["bytes_traffic"] == round((n - 1) / n * (offsets + 2 * (values + dense))) + (n - 1) * gathered
+    assert [stats[f"bytes_{what}"] for what in ("offsets", "values", "gathered", "dense")] == [
+        offsets,
+        values,
+        gathered,
+        dense,
+    ]
+    assert (
+        stats["bytes_traffic"]
+        == round((n - 1) / n * (offsets + 2 * (values + dense))) + (n - 1) * gathered
+    )
     assert stats["collectives"] == (3 if method is hvd.ScaleCom else 2)
-    assert stats["rate"] == pytest.approx(1 if method in (hvd.ECQSGD, hvd.GlobalTopK) else 7911 / 37)
+    assert stats["rate"] == pytest.approx(
+        1 if method in (hvd.ECQSGD, hvd.GlobalTopK) else 7911 / 37
+    )
     assert ("leader" in stats) == (method is hvd.ScaleCom)
     if "quantiser" in stats:
         assert stats["values"] == ("gathered" if gathered else "averaged")
@@ -463,15 +583,25 @@ def test_horovods_own_optimizer_is_refused(method, fields):
         if compression is hvd.ScaleCom:
             continue  # without a quantiser it is not refused
         model = parameters(SHAPES)
-        optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression)
-        with pytest.raises(TypeError, match=r"this package's DistributedOptimizer alone: import scalecom_hvd.torch as hvd"):
+        optimizer = stock.DistributedOptimizer(
+            torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression
+        )
+        with pytest.raises(
+            TypeError,
+            match=r"this package's DistributedOptimizer only: import scalecom_hvd.torch as hvd",
+        ):
             feed(model, gradients(SHAPES, hvd.rank(), 0))
         del optimizer
 
 
 @pytest.mark.parametrize(("method", "fields"), METHODS, ids=described)
 def test_settings_that_mean_nothing_are_refused(method, fields, monkeypatch):
-    for setting, value in {"lookahead": True, "leader": "staggered", "wire_dtype": "float16", "selection": "exact"}.items():
+    for setting, value in {
+        "lookahead": True,
+        "leader": "staggered",
+        "wire_dtype": "float16",
+        "selection": "exact",
+    }.items():
         if setting in method.unused:
             with pytest.raises(ValueError, match=f"{setting} means nothing to {method.__name__}"):
                 method(**{setting: value})

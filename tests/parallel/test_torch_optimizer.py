@@ -7,7 +7,14 @@ import horovod.torch as stock
 import numpy as np
 import pytest
 import torch
-from models import ODD_SHAPES, assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+from models import (
+    ODD_SHAPES,
+    assert_nothing_is_lost,
+    feed,
+    gradients,
+    parameters,
+    same_on_all_ranks,
+)
 
 import scalecom_hvd.torch as hvd
 
@@ -17,7 +24,9 @@ STOCK = "Horovod's own optimizer"
 
 
 def scalecom(mode, model, **settings):
-    """A library with a DistributedOptimizer, and a ScaleCom for it: this one in one of MODES, or Horovod's own."""
+    """A library with a DistributedOptimizer, and a ScaleCom for it: this one in one of MODES, or
+    Horovod's own.
+    """
     if mode == STOCK:
         return stock, hvd.ScaleCom(model.items(), **settings)
     return hvd, hvd.ScaleCom(**(settings | mode))
@@ -29,15 +38,30 @@ def make(model, library=hvd, lr=1.0, compression=None, **options):
     if isinstance(options.get("groups"), list):
         options["groups"] = [[model[name] for name in group] for group in options["groups"]]
     return library.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=lr), named_parameters=model.items(), compression=compression, **options
+        torch.optim.SGD(model.values(), lr=lr),
+        named_parameters=model.items(),
+        compression=compression,
+        **options,
     )
 
 
-def run(optimizer, model, steps=6, shapes=SHAPES, passes=1, skips=lambda rank, step: [], dtype=np.float32):
+def run(
+    optimizer,
+    model,
+    steps=6,
+    shapes=SHAPES,
+    passes=1,
+    skips=lambda rank, step: [],
+    dtype=np.float32,
+):
     for step in range(steps):
         optimizer.zero_grad()
         for part in range(passes):
-            feed(model, gradients(shapes, hvd.rank(), step * passes + part, dtype), skip=skips(hvd.rank(), step))
+            feed(
+                model,
+                gradients(shapes, hvd.rank(), step * passes + part, dtype),
+                skip=skips(hvd.rank(), step),
+            )
         optimizer.step()
 
 
@@ -60,14 +84,21 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(("mode", "dtype"), [({}, np.float32), ({}, np.float64), (STOCK, np.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [({}, np.float32), ({}, np.float64), (STOCK, np.float32)], ids=str
+)
 def test_rate_one_equals_stock_horovod(options, mode, dtype):
     passes = options.get("backward_passes_per_step", 1)
     kind = torch.from_numpy(np.zeros(1, dtype)).dtype
     ours, theirs = parameters(SHAPES, kind), parameters(SHAPES, kind)
     library, compressor = scalecom(mode, ours, rate=1)
     run(make(ours, library, compression=compressor, **options), ours, passes=passes, dtype=dtype)
-    run(make(theirs, stock, compression=stock.Compression.none, **options), theirs, passes=passes, dtype=dtype)
+    run(
+        make(theirs, stock, compression=stock.Compression.none, **options),
+        theirs,
+        passes=passes,
+        dtype=dtype,
+    )
     for name in SHAPES:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
     assert same_on_all_ranks(ours.values())
@@ -107,7 +138,9 @@ def test_each_rank_skips_other_layers(mode, rate):
     library, compressor = scalecom(mode, model, rate=rate, min_numel=100)
     run(make(model, library, compression=compressor), model, 8, skips=skips)
     assert same_on_all_ranks(model.values())
-    assert_nothing_is_lost(model, compressor, came_in(range(hvd.size()), 8, skips=skips), hvd.size())
+    assert_nothing_is_lost(
+        model, compressor, came_in(range(hvd.size()), 8, skips=skips), hvd.size()
+    )
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -130,9 +163,17 @@ def test_a_step_that_overflows_on_one_rank_never_happened(mode):
     """What is too large for a residue (config.largest_gradient) is as bad as what is not finite."""
     shapes, overflowing = SHAPES, {0: np.inf, 3: np.nan, 4: 1e38, 7: -np.inf, 8: -1e38}
     model = parameters(shapes)
-    optimizer = make(model, lr=0.1, compression=hvd.ScaleCom(rate=20, beta=0.5, min_numel=100, warmup_steps=2, **mode))
+    optimizer = make(
+        model,
+        lr=0.1,
+        compression=hvd.ScaleCom(rate=20, beta=0.5, min_numel=100, warmup_steps=2, **mode),
+    )
     clean = parameters(shapes)
-    untouched = make(clean, lr=0.1, compression=hvd.ScaleCom(rate=20, beta=0.5, min_numel=100, warmup_steps=2, **mode))
+    untouched = make(
+        clean,
+        lr=0.1,
+        compression=hvd.ScaleCom(rate=20, beta=0.5, min_numel=100, warmup_steps=2, **mode),
+    )
     for step in range(12):
         grads = gradients(shapes, hvd.rank(), step)
         if step in overflowing:
@@ -192,7 +233,11 @@ def test_process_sets_have_leaders_of_their_own(process_sets, mode, rate):
     library, compressor = scalecom(mode, model, rate=rate, min_numel=100, process_set=mine)
     run(make(model, library, compression=compressor, process_set=mine), model, 6)
     assert_nothing_is_lost(model, compressor, came_in(mine.ranks, 6), mine.size(), mine)
-    everyone = hvd.allgather(torch.cat([p.detach().reshape(-1) for p in model.values()]).unsqueeze(0), name="members", process_set=mine)
+    everyone = hvd.allgather(
+        torch.cat([p.detach().reshape(-1) for p in model.values()]).unsqueeze(0),
+        name="members",
+        process_set=mine,
+    )
     assert all(torch.equal(row, everyone[0]) for row in everyone)
     if hvd.size() >= 4:
         assert (compressor.stats()["bytes_offsets"] > 0) == (rate > 1)
@@ -210,8 +255,14 @@ def process_sets():
 def test_two_models_in_one_process(mode):
     shapes = [{f"{i}.{name}": shape for name, shape in SHAPES.items()} for i in range(2)]
     models = [parameters(each) for each in shapes]
-    made = [scalecom(mode, model, rate=rate, min_numel=100) for model, rate in zip(models, (20, 50), strict=True)]
-    optimizers = [make(model, library, compression=compressor) for model, (library, compressor) in zip(models, made, strict=True)]
+    made = [
+        scalecom(mode, model, rate=rate, min_numel=100)
+        for model, rate in zip(models, (20, 50), strict=True)
+    ]
+    optimizers = [
+        make(model, library, compression=compressor)
+        for model, (library, compressor) in zip(models, made, strict=True)
+    ]
     for step in range(6):
         # Both exchanges are in flight at once, in another order on every other rank.
         for i in (0, 1) if hvd.rank() % 2 else (1, 0):
@@ -229,16 +280,23 @@ def test_two_models_in_one_process(mode):
 def test_sparse_embeddings(mode, sparse_as_dense):
     def build():
         torch.manual_seed(3)
-        return torch.nn.ModuleDict({"table": torch.nn.Embedding(300, 20, sparse=True), "head": torch.nn.Linear(20, 150)})
+        return torch.nn.ModuleDict(
+            {"table": torch.nn.Embedding(300, 20, sparse=True), "head": torch.nn.Linear(20, 150)}
+        )
 
     def train(library, compression):
         model = build()
         optimizer = library.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression=compression, sparse_as_dense=sparse_as_dense
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
         )
         for step in range(5):
             optimizer.zero_grad()
-            model["head"](model["table"](torch.arange(30) + 10 * hvd.rank() + step)).square().mean().backward()
+            model["head"](
+                model["table"](torch.arange(30) + 10 * hvd.rank() + step)
+            ).square().mean().backward()
             optimizer.step()
             assert model["table"].weight.grad.is_sparse
         assert same_on_all_ranks(model.parameters())
@@ -253,8 +311,13 @@ def test_sparse_embeddings(mode, sparse_as_dense):
 def test_a_sparse_embedding_that_one_rank_does_not_use():
     torch.manual_seed(3)
     table, head = torch.nn.Embedding(300, 20, sparse=True), torch.nn.Linear(20, 150)
-    named = [*(("table." + n, p) for n, p in table.named_parameters()), *(("head." + n, p) for n, p in head.named_parameters())]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=0.1), named, compression=hvd.ScaleCom(rate=10))
+    named = [
+        *(("table." + n, p) for n, p in table.named_parameters()),
+        *(("head." + n, p) for n, p in head.named_parameters()),
+    ]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p for _, p in named], lr=0.1), named, compression=hvd.ScaleCom(rate=10)
+    )
     for step in range(4):
         optimizer.zero_grad()
         unused = step % hvd.size() == hvd.rank()
@@ -266,7 +329,11 @@ def test_a_sparse_embedding_that_one_rank_does_not_use():
 
 def test_layouts_that_are_not_contiguous():
     shapes = {"conv": (16, 8, 3, 3)}
-    last = {"conv": torch.nn.Parameter(torch.zeros(shapes["conv"]).to(memory_format=torch.channels_last))}
+    last = {
+        "conv": torch.nn.Parameter(
+            torch.zeros(shapes["conv"]).to(memory_format=torch.channels_last)
+        )
+    }
     plain = parameters(shapes)
     for model in (last, plain):
         optimizer = make(model, compression=hvd.ScaleCom(rate=20, min_numel=100))
@@ -284,12 +351,19 @@ def steps_of_every_kind(library, compression):
     model["frozen"].requires_grad_(False)
     trained = {name: parameter for name, parameter in model.items() if name != "late"}
     optimizer = library.DistributedOptimizer(
-        torch.optim.SGD(trained.values(), lr=0.1, momentum=0.9), iter(trained.items()), compression=compression(trained)
+        torch.optim.SGD(trained.values(), lr=0.1, momentum=0.9),
+        iter(trained.items()),
+        compression=compression(trained),
     )
     seen, passes = [], itertools.count()
 
     def backward():
-        feed(model, gradients({name: tuple(p.shape) for name, p in model.items()}, hvd.rank(), next(passes)))
+        feed(
+            model,
+            gradients(
+                {name: tuple(p.shape) for name, p in model.items()}, hvd.rank(), next(passes)
+            ),
+        )
 
     def ends_step():
         seen.append({name: parameter.detach().clone() for name, parameter in model.items()})
@@ -338,11 +412,20 @@ def test_steps_of_every_kind_are_as_in_stock_horovod(mode):
     theirs = steps_of_every_kind(stock, lambda _: stock.Compression.none)
     for rate in (1, 20):
         library = stock if mode == STOCK else hvd
-        ours = steps_of_every_kind(library, lambda trained: scalecom(mode, trained, rate=rate, min_numel=100)[1])  # noqa: B023
+        ours = steps_of_every_kind(
+            library,
+            lambda trained: scalecom(mode, trained, rate=rate, min_numel=100)[1],  # noqa: B023
+        )
         for step, (mine, expected) in enumerate(zip(ours, theirs, strict=True)):
             for name in mine:
                 if rate == 1 or name in ("frozen", "late"):
-                    torch.testing.assert_close(mine[name], expected[name], rtol=1e-5, atol=1e-5, msg=f"{name} at step {step}")
+                    torch.testing.assert_close(
+                        mine[name],
+                        expected[name],
+                        rtol=1e-5,
+                        atol=1e-5,
+                        msg=f"{name} at step {step}",
+                    )
             assert same_on_all_ranks([mine[name] for name in SHAPES])
         assert all(value.any() for value in ours[-1].values())
 
@@ -363,8 +446,12 @@ def test_nothing_is_lost_of_sparse_gradients(mode, sparse_as_dense):
             total["table"][rows] += grads["rows"]
             total["weight"] += grads["weight"]
             if rank == hvd.rank():
-                looked_up = torch.nn.functional.embedding(torch.from_numpy(rows), model["table"], sparse=True)
-                loss = (looked_up * torch.from_numpy(grads["rows"])).sum() + (model["weight"] * torch.from_numpy(grads["weight"])).sum()
+                looked_up = torch.nn.functional.embedding(
+                    torch.from_numpy(rows), model["table"], sparse=True
+                )
+                loss = (looked_up * torch.from_numpy(grads["rows"])).sum() + (
+                    model["weight"] * torch.from_numpy(grads["weight"])
+                ).sum()
                 loss.backward()
         optimizer.step()
     assert same_on_all_ranks(model.values())
@@ -374,7 +461,9 @@ def test_nothing_is_lost_of_sparse_gradients(mode, sparse_as_dense):
 
 @pytest.mark.parametrize("mode", [{}, {"lookahead": True}, STOCK], ids=str)
 def test_zeros_and_denormals(mode):
-    """Of every shape, all of them compressed: nothing becomes NaN, steps count, and nothing is lost however small."""
+    """Of every shape, all of them compressed: nothing becomes NaN, steps count, and nothing is lost
+    however small.
+    """
     model = parameters(ODD_SHAPES)
     library, compressor = scalecom(mode, model, rate=20, min_numel=0)
     optimizer = make(model, library, compression=compressor)
@@ -389,13 +478,22 @@ def test_zeros_and_denormals(mode):
     assert compressor.residues.tensors.keys() == ODD_SHAPES.keys() - {"empty"}
     for step in range(3):
         optimizer.zero_grad()
-        feed(model, {name: np.full(shape, (step + 1) * 1e-42, np.float32) for name, shape in ODD_SHAPES.items()})
+        feed(
+            model,
+            {
+                name: np.full(shape, (step + 1) * 1e-42, np.float32)
+                for name, shape in ODD_SHAPES.items()
+            },
+        )
         optimizer.step()
     for name, parameter in model.items():
         tensor = compressor.residues.tensors.get(name)
         left = tensor.residue.view(tensor.shape) if tensor else torch.zeros_like(parameter)
         torch.testing.assert_close(
-            left.double() - parameter.detach().double(), torch.full_like(parameter, 6e-42).double(), rtol=0, atol=1e-44
+            left.double() - parameter.detach().double(),
+            torch.full_like(parameter, 6e-42).double(),
+            rtol=0,
+            atol=1e-44,
         )
     assert same_on_all_ranks(model.values())
 
@@ -404,7 +502,9 @@ def test_zero_grad_between_backward_and_step_is_refused():
     model = parameters(SHAPES)
     optimizer = make(model)
     feed(model, gradients(SHAPES, hvd.rank(), 1))
-    with pytest.raises(AssertionError, match="optimizer.zero_grad\\(\\) was called after loss.backward"):
+    with pytest.raises(
+        AssertionError, match="optimizer.zero_grad\\(\\) was called after loss.backward"
+    ):
         optimizer.zero_grad()
     optimizer.step()
 
@@ -414,7 +514,9 @@ def test_names_from_a_generator_or_none(named):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(60, 70), torch.nn.Linear(70, 30))
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters() if named == "generator" else None, compression=hvd.ScaleCom
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        net.named_parameters() if named == "generator" else None,
+        compression=hvd.ScaleCom,
     )
     for step in range(4):
         optimizer.zero_grad()
@@ -423,14 +525,18 @@ def test_names_from_a_generator_or_none(named):
         optimizer.step()
     assert same_on_all_ranks(net.parameters())
     assert list(optimizer.compression.residues.tensors) == (
-        ["0.weight", "1.weight"] if named == "generator" else ["allreduce.noname.0.0", "allreduce.noname.0.2"]
+        ["0.weight", "1.weight"]
+        if named == "generator"
+        else ["allreduce.noname.0.0", "allreduce.noname.0.2"]
     )
 
 
 def test_broadcast_optimizer_state_and_state_dict():
     model = parameters(SHAPES)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1 + hvd.rank(), momentum=0.9), model.items(), compression=hvd.ScaleCom(rate=20)
+        torch.optim.SGD(model.values(), lr=0.1 + hvd.rank(), momentum=0.9),
+        model.items(),
+        compression=hvd.ScaleCom(rate=20),
     )
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
@@ -445,7 +551,7 @@ def test_other_compressions_are_horovods_own():
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
         model = parameters(SHAPES)
         optimizer = make(model, compression=compression)
-        assert not hasattr(optimizer, "_reducer")
+        assert not hasattr(optimizer, "_exchange")
         run(optimizer, model, 2)
         assert same_on_all_ranks(model.values())
 
@@ -458,7 +564,8 @@ def test_stats_count_what_is_sent():
     k = 3000 // 20 + 3000 // 20 + 5000 // 20
     assert stats["bytes_offsets"] == k
     assert stats["bytes_values"] == 4 * k
-    assert stats["bytes_dense"] == 4 * (60 + 1)  # the small tensor, and the count of workers with non-finite gradients
+    # the small tensor, and the count of workers with non-finite gradients
+    assert stats["bytes_dense"] == 4 * (60 + 1)
     n = hvd.size()
     assert stats["bytes_traffic"] == round((n - 1) / n * (k + 2 * (4 * k + 4 * 61)))
     assert stats["rate"] == pytest.approx(11060 / (k + 60))
@@ -473,7 +580,9 @@ def test_averages_that_overflow_are_no_step(mode):
     for dtype, huge in ((np.float32, 3e38), (np.float16, 60_000)):
         kind = torch.from_numpy(np.zeros(1, dtype)).dtype
         model = parameters(SHAPES, kind)
-        optimizer = make(model, op=hvd.Sum, compression=hvd.ScaleCom(rate=20, min_numel=100, **mode))
+        optimizer = make(
+            model, op=hvd.Sum, compression=hvd.ScaleCom(rate=20, min_numel=100, **mode)
+        )
         for step in range(4):
             grads = gradients(SHAPES, hvd.rank(), step, dtype)
             if step in (1, 2):
@@ -487,9 +596,13 @@ def test_averages_that_overflow_are_no_step(mode):
 
 def test_a_sparse_gradient_that_is_not_finite_is_no_step():
     torch.manual_seed(3)
-    net = torch.nn.ModuleDict({"table": torch.nn.Embedding(300, 20, sparse=True), "head": torch.nn.Linear(20, 150)})
+    net = torch.nn.ModuleDict(
+        {"table": torch.nn.Embedding(300, 20, sparse=True), "head": torch.nn.Linear(20, 150)}
+    )
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), compression=hvd.ScaleCom(rate=10)
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        net.named_parameters(),
+        compression=hvd.ScaleCom(rate=10),
     )
     for step in range(4):
         optimizer.zero_grad()
@@ -501,16 +614,27 @@ def test_a_sparse_gradient_that_is_not_finite_is_no_step():
         optimizer.synchronize()
         assert net["head"].weight.grad.isnan().all() == (step == 2)
         if step == 2:
-            torch.testing.assert_close(optimizer.compression.residues.tensors["head.weight"].residue, before, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                optimizer.compression.residues.tensors["head.weight"].residue,
+                before,
+                rtol=1e-5,
+                atol=1e-6,
+            )
     assert optimizer.compression.stats()["skipped_steps"] == 1
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_nameless_collectives_between_backward_and_step(mode):
-    """How many collectives the exchange has submitted by then differs between ranks; Horovod would name this one by their number."""
+    """How many collectives the exchange has submitted by then differs between ranks; Horovod would
+    name this one by their number.
+    """
     model = parameters({f"layer{i}": (40, 50) for i in range(10)})
     shapes = {name: p.shape for name, p in model.items()}
-    optimizer = make(model, lr=0.1, compression=hvd.ScaleCom(**({"rate": 16, "min_numel": 100, "bucket_bytes": 10_000} | mode)))
+    optimizer = make(
+        model,
+        lr=0.1,
+        compression=hvd.ScaleCom(**({"rate": 16, "min_numel": 100, "bucket_bytes": 10_000} | mode)),
+    )
     for step in range(20):
         time.sleep(0.002 * hvd.rank() * (step % 3))
         optimizer.zero_grad()
@@ -536,13 +660,24 @@ def test_gradients_with_gaps_or_repeats_in_memory():
         tensor = optimizer.compression.residues.tensors["w"]
         left = hvd.allreduce(tensor.residue.view(64, 64), name="left.gaps")
         if strides == "every other":
-            came = sum(gradients({"w": (64, 64)}, r, s)["w"] for r in range(hvd.size()) for s in range(3)) / hvd.size()
+            came = (
+                sum(
+                    gradients({"w": (64, 64)}, r, s)["w"]
+                    for r in range(hvd.size())
+                    for s in range(3)
+                )
+                / hvd.size()
+            )
         else:
             came = np.full((64, 64), 3.0)
         np.testing.assert_allclose((left - model["w"].detach()).numpy(), came, atol=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "grad_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)],
+    ids=str,
+)
 def test_gradients_of_another_dtype_than_the_parameter(dtype, grad_dtype):
     parameter = torch.nn.Parameter(torch.zeros(40_000, dtype=dtype))
     parameter.grad_dtype = grad_dtype
@@ -560,7 +695,10 @@ def test_a_parameter_frozen_later_stays_where_it_is():
     model = parameters(SHAPES)
     optimizer = make(model, lr=0.1)
     run(optimizer, model, 3)
-    before, residue = model["third"].detach().clone(), optimizer.compression.residues.tensors["third"].residue.clone()
+    before, residue = (
+        model["third"].detach().clone(),
+        optimizer.compression.residues.tensors["third"].residue.clone(),
+    )
     model["third"].requires_grad_(False)
     model["third"].grad = None
     run(optimizer, model, 3)
@@ -577,7 +715,9 @@ def test_the_first_gradient_is_sparse_on_one_rank_and_dense_on_another():
     optimizer = make(model, compression=hvd.ScaleCom(rate=10))
     for step in range(3):
         optimizer.zero_grad()
-        rows = torch.nn.functional.embedding(torch.tensor([1, 3 + hvd.rank()]), model["table"], sparse=(hvd.rank() + step) % 2 == 0)
+        rows = torch.nn.functional.embedding(
+            torch.tensor([1, 3 + hvd.rank()]), model["table"], sparse=(hvd.rank() + step) % 2 == 0
+        )
         (rows.sum() + model["w"].sum()).backward()
         optimizer.step()
         expected = torch.zeros(50)
@@ -587,10 +727,14 @@ def test_the_first_gradient_is_sparse_on_one_rank_and_dense_on_another():
 
 
 def test_tied_parameters_are_sent_once():
-    net = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 64, bias=False), "b": torch.nn.Linear(64, 64, bias=False)})
+    net = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(64, 64, bias=False), "b": torch.nn.Linear(64, 64, bias=False)}
+    )
     net["b"].weight = net["a"].weight
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(remove_duplicate=False), compression=hvd.ScaleCom(rate=4)
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        net.named_parameters(remove_duplicate=False),
+        compression=hvd.ScaleCom(rate=4),
     )
     net["b"](net["a"](torch.ones(2, 64))).sum().backward()
     optimizer.step()
@@ -608,16 +752,29 @@ def test_look_ahead_with_nothing_to_compress():
 
 @pytest.mark.parametrize("library", [hvd, stock], ids=["drop-in", "stock"])
 def test_residues_that_keep_growing_are_reported_once(library, caplog):
-    """A gradient that never changes, at a rate of 400: after 200 steps most coordinates have never been sent."""
+    """A gradient that never changes, at a rate of 400: after 200 steps most coordinates have never
+    been sent.
+    """
     model = {"weight": torch.nn.Parameter(torch.zeros(100, 100))}
-    compressor = hvd.ScaleCom(model.items() if library is stock else None, rate=400, planned_steps=310)
-    optimizer = library.DistributedOptimizer(torch.optim.SGD(model.values(), 0.1), model.items(), compression=compressor)
+    compressor = hvd.ScaleCom(
+        model.items() if library is stock else None, rate=400, planned_steps=310
+    )
+    optimizer = library.DistributedOptimizer(
+        torch.optim.SGD(model.values(), 0.1), model.items(), compression=compressor
+    )
     for _ in range(310):
         optimizer.zero_grad()
         feed(model, {"weight": torch.ones(100, 100)})
         optimizer.step()
-    messages = [record.getMessage() for record in caplog.records if record.name == "scalecom_hvd" and record.levelname == "WARNING"]
-    assert [("sends per coordinate" in m, "residues keep growing" in m) for m in messages] == [(True, False), (False, True)]
+    messages = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "scalecom_hvd" and record.levelname == "WARNING"
+    ]
+    assert [("sends per coordinate" in m, "residues keep growing" in m) for m in messages] == [
+        (True, False),
+        (False, True),
+    ]
     assert 100 < compressor.stats()["residue_ratio"] < 400
 
 
@@ -626,7 +783,9 @@ def test_a_model_of_sparse_embeddings_alone():
     torch.manual_seed(0)
     embedding = torch.nn.Embedding(300, 20, sparse=True)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(embedding.parameters(), 0.1), embedding.named_parameters(), compression=hvd.ScaleCom(rate=20)
+        torch.optim.SGD(embedding.parameters(), 0.1),
+        embedding.named_parameters(),
+        compression=hvd.ScaleCom(rate=20),
     )
     for _ in range(2):
         optimizer.zero_grad()

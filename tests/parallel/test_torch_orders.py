@@ -1,4 +1,6 @@
-"""Orders of calls that scripts make and that once went wrong; test_torch_differential.py draws all others."""
+"""Orders of calls that scripts make and that once went wrong; test_torch_differential.py draws all
+others.
+"""
 
 import gc
 import time
@@ -21,13 +23,22 @@ def make(library, rate, model, lr=1.0, **settings):
     compression = stock.Compression.none
     if rate is not None:
         compression = hvd.ScaleCom(
-            model.items() if library is stock else None, rate=rate, min_numel=2, warmup_steps=0, dense=(), **settings
+            model.items() if library is stock else None,
+            rate=rate,
+            min_numel=2,
+            warmup_steps=0,
+            dense=(),
+            **settings,
         )
-    return library.DistributedOptimizer(torch.optim.SGD(model.values(), lr=lr), model.items(), compression=compression), compression
+    return library.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=lr), model.items(), compression=compression
+    ), compression
 
 
 def compare(library, train, **settings):
-    """With everything chosen, what stock Horovod gives; at rate 10 nothing is lost; gives the last run's compressor."""
+    """With everything chosen, what stock Horovod gives; at rate 10 nothing is lost; gives the last
+    run's compressor.
+    """
     models = []
     for where, rate in ((stock, None), (library, EVERYTHING), (library, 10)):
         model = parameters(SHAPES)
@@ -41,7 +52,14 @@ def compare(library, train, **settings):
 
 
 def nothing_is_lost(models, compressor, steps):
-    came = {name: sum(gradients(SHAPES, rank, step)[name] for rank in range(hvd.size()) for step in range(steps)) for name in SHAPES}
+    came = {
+        name: sum(
+            gradients(SHAPES, rank, step)[name]
+            for rank in range(hvd.size())
+            for step in range(steps)
+        )
+        for name in SHAPES
+    }
     assert_nothing_is_lost(models[2], compressor, came, hvd.size())
     assert compressor.stats()["step"] == steps
 
@@ -99,12 +117,13 @@ def test_grad_scaler_without_skip_synchronize(library):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         if isinstance(optimizer._compression, hvd.ScaleCom):
             optimizer._compression.loss_scale = scaler.get_scale
-            if library is hvd:
-                optimizer._reducer._loss_scale = scaler.get_scale
         for step in range(8):
             optimizer.zero_grad()
             scale = float(scaler.scale(torch.ones(())))
-            feed(model, {name: grad * scale for name, grad in gradients(SHAPES, hvd.rank(), step).items()})
+            feed(
+                model,
+                {name: grad * scale for name, grad in gradients(SHAPES, hvd.rank(), step).items()},
+            )
             optimizer.synchronize()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.values(), 1e9)
@@ -127,7 +146,9 @@ def test_gradients_set_by_hand_are_exchanged(library):
 
 @WHERE
 def test_what_ranks_change_by_themselves_is_averaged_once_more(library):
-    """Noise of each rank's own, after synchronize() and without skip_synchronize(): ranks stay alike, and no step is counted for it."""
+    """Noise of each rank's own, after synchronize() and without skip_synchronize(): ranks stay
+    alike, and no step is counted for it.
+    """
 
     def train(optimizer, model):
         noise = torch.Generator().manual_seed(hvd.rank())
@@ -162,18 +183,24 @@ def uneven(x):
 
 COLLECTIVES = {
     "allreduce": lambda x, name: hvd.allreduce(x, name=name),
-    "grouped_allreduce": lambda x, name: torch.cat(hvd.grouped_allreduce([x[:3], x[3:]], name=name)),
+    "grouped_allreduce": lambda x, name: torch.cat(
+        hvd.grouped_allreduce([x[:3], x[3:]], name=name)
+    ),
     "allgather": lambda x, name: hvd.allgather(x, name=name),
-    "grouped_allgather": lambda x, name: torch.cat(hvd.grouped_allgather([x[:3], x[3:]], name=name)),
+    "grouped_allgather": lambda x, name: torch.cat(
+        hvd.grouped_allgather([x[:3], x[3:]], name=name)
+    ),
     "broadcast": lambda x, name: hvd.broadcast(x, 0, name=name),
     "alltoall": lambda x, name: hvd.alltoall(x, uneven(x), name=name)[0],
     "reducescatter": lambda x, name: hvd.reducescatter(x, name=name),
-    "grouped_reducescatter": lambda x, name: torch.cat(hvd.grouped_reducescatter([x, x], name=name)),
+    "grouped_reducescatter": lambda x, name: torch.cat(
+        hvd.grouped_reducescatter([x, x], name=name)
+    ),
 }
 
 
 class Net(torch.nn.Module):
-    """Layers before and after a collective, which buckets of their own finish around its backward."""
+    """Layers before and after a collective, whose buckets finish around its backward."""
 
     def __init__(self, collective, name):
         super().__init__()
@@ -194,17 +221,23 @@ class Net(torch.nn.Module):
 def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
     found = []
     for rate in (None, EVERYTHING, 10):
-        # Without compression, too, with names: Horovod's own numbers differ where a test before had a process set of some ranks.
+        # Without compression, too, with names: Horovod's own numbers differ where a test before had
+        # a process set of some ranks.
         net = Net(collective, name)
         model = dict(net.named_parameters())
         settings = {} if rate is None else {"bucket_bytes": 1000, "leader": "staggered"}
         optimizer, _ = make(hvd, rate, model, lr=0.1, **settings)
         for step in range(4):
-            # Ranks come to their hooks at other times, so that offsets are there on some and not on others.
+            # Ranks come to their hooks at other times, so that offsets are there on some and not on
+            # others.
             for layer in net.layers:
-                layer.weight.register_post_accumulate_grad_hook(lambda _, step=step: time.sleep(0.002 * ((step + hvd.rank()) % 3)))
+                layer.weight.register_post_accumulate_grad_hook(
+                    lambda _, step=step: time.sleep(0.002 * ((step + hvd.rank()) % 3))
+                )
             optimizer.zero_grad()
-            net(torch.randn(8, 40, generator=torch.Generator().manual_seed(step * 8 + hvd.rank()))).backward()
+            net(
+                torch.randn(8, 40, generator=torch.Generator().manual_seed(step * 8 + hvd.rank()))
+            ).backward()
             optimizer.step()
         assert same_on_all_ranks(model.values())
         found.append(model)
@@ -214,8 +247,11 @@ def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
 
 @WHERE
 def test_a_state_is_loaded_between_backward_and_step(library):
-    """Horovod drops what is under way; so must the exchange, whose values would be sent and reach nobody. (Own optimizers: compress() alone
-    learns of it.)"""
+    """Horovod drops what is under way; so must the exchange, whose values would be sent and reach
+    nobody.
+
+    (Own optimizers: compress() alone learns of it.)
+    """
 
     def train(optimizer, model):
         for step in range(12):
@@ -224,7 +260,10 @@ def test_a_state_is_loaded_between_backward_and_step(library):
             if step % 3 == 1:  # a step that is given up
                 feed(model, gradients(SHAPES, hvd.rank(), 100 + step))
                 # Stock Horovod refuses names that are still under way.
-                while not all(callable(handle) or stock.poll(handle) for handle, _ in optimizer._handles.values()):
+                while not all(
+                    callable(handle) or stock.poll(handle)
+                    for handle, _ in optimizer._handles.values()
+                ):
                     time.sleep(0.001)
                 optimizer.load_state_dict(optimizer.state_dict())
                 for parameter in model.values():
@@ -236,29 +275,45 @@ def test_a_state_is_loaded_between_backward_and_step(library):
 
 
 def test_parameters_thawed_after_the_compressor_was_made():
-    """In Horovod's own optimizer the compressor watches backward from then on, whatever is trained at that time."""
+    """In Horovod's own optimizer the compressor watches backward from then on, whatever is trained
+    at that time.
+    """
     model = parameters(SHAPES)
     for parameter in model.values():
         parameter.requires_grad_(False)
     compressor = hvd.ScaleCom(model.items(), rate=10, min_numel=2, warmup_steps=0, dense=())
     for parameter in model.values():
         parameter.requires_grad_(True)
-    optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor)
+    optimizer = stock.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor
+    )
     for step in range(4):
         for parameter in model.values():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.zero_()
+            )
         feed(model, gradients(SHAPES, hvd.rank(), step))
         optimizer.step()
     nothing_is_lost([None, None, model], compressor, 4)
 
 
 def test_two_compressors_that_know_all_parameters():
-    """As in a GAN with Horovod's own optimizer: what the other one's backward gave is no news, from the first synchronize() on."""
-    halves = [parameters({name: SHAPES[name] for name in names}) for names in (("first", "bias"), ("second", "third"))]
+    """As in a GAN with Horovod's own optimizer: what the other one's backward gave is no news, from
+    the first synchronize() on.
+    """
+    halves = [
+        parameters({name: SHAPES[name] for name in names})
+        for names in (("first", "bias"), ("second", "third"))
+    ]
     everything = halves[0] | halves[1]
-    compressors = [hvd.ScaleCom(everything.items(), rate=10, min_numel=2, warmup_steps=0, dense=()) for _ in halves]
+    compressors = [
+        hvd.ScaleCom(everything.items(), rate=10, min_numel=2, warmup_steps=0, dense=())
+        for _ in halves
+    ]
     optimizers = [
-        stock.DistributedOptimizer(torch.optim.SGD(half.values(), lr=1.0), half.items(), compression=compressor)
+        stock.DistributedOptimizer(
+            torch.optim.SGD(half.values(), lr=1.0), half.items(), compression=compressor
+        )
         for half, compressor in zip(halves, compressors, strict=True)
     ]
     for step in range(6):
@@ -274,7 +329,9 @@ def test_two_compressors_that_know_all_parameters():
 
 @WHERE
 def test_an_optimizer_is_deleted_and_its_compressor_kept(library):
-    """As scripts do that keep the compressor for checkpoints: the hooks of a deleted optimizer must not go on."""
+    """As scripts do that keep the compressor for checkpoints: the hooks of a deleted optimizer must
+    not go on.
+    """
     model, kept = parameters(SHAPES), []
     for stage in range(2):
         optimizer, compressor = make(library, 10, model)

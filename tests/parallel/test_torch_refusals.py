@@ -5,8 +5,9 @@ import pytest
 import torch
 from models import feed, gradients, parameters, same_on_all_ranks
 
-import scalecom_hvd
 import scalecom_hvd.torch as hvd
+from scalecom_hvd import agreement
+from scalecom_hvd.torch.horovod_collectives import HorovodWork
 
 SHAPES = {"first": (60, 50), "second": (5000,)}
 
@@ -14,12 +15,17 @@ SHAPES = {"first": (60, 50), "second": (5000,)}
 def make(model=None, compression=None, **options):
     model = model or parameters(SHAPES)
     return hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression or hvd.ScaleCom(rate=20), **options
+        torch.optim.SGD(model.values(), lr=0.1),
+        model.items(),
+        compression=compression or hvd.ScaleCom(rate=20),
+        **options,
     )
 
 
 def test_adasum():
-    with pytest.raises(ValueError, match=r"use op=hvd.Average \(the default\), or Adasum without compression"):
+    with pytest.raises(
+        ValueError, match=r"use op=hvd.Average \(the default\), or Adasum without compression"
+    ):
         make(op=hvd.Adasum)
 
 
@@ -33,7 +39,9 @@ def test_other_operations():
 
 
 def test_settings_that_fit_no_parameter():
-    with pytest.raises(ValueError, match="dense names 'frist', which matches no parameter; the model has first"):
+    with pytest.raises(
+        ValueError, match="dense names 'frist', which matches no parameter; the model has first"
+    ):
         make(compression=hvd.ScaleCom(dense=["frist"]))
     with pytest.raises(ValueError, match="rates names 'third.*'"):
         make(compression=hvd.ScaleCom(rates={"third.*": 5}))
@@ -80,7 +88,10 @@ def test_join_with_nothing_compressed_is_horovods():
 
 
 def start_differently(what, rank):
-    """A model with an optimizer, which on `rank` 1 differs in one thing. Gives both; names differ between the cases (see below)."""
+    """A model with an optimizer, which on `rank` 1 differs in one thing.
+
+    Gives both; names differ between the cases (see below).
+    """
     changed = rank == 1
     shapes = {f"{what}.{name}": shape for name, shape in SHAPES.items()}
     settings, options = {"rate": 20}, {}
@@ -109,11 +120,21 @@ def start_differently(what, rank):
     ("what", "message"),
     [
         ("setting", "settings differ between ranks.*rate is 20.0 on rank 0 and 40.0 on rank 1"),
-        ("sparse_as_dense", "settings differ between ranks.*sparse_as_dense is False on rank 0 and True on rank 1"),
+        (
+            "sparse_as_dense",
+            "settings differ between ranks.*sparse_as_dense is False on rank 0 and True on rank 1",
+        ),
         ("shape", r"tensors differ between ranks.*shape.second is \[\[5000\].*\[\[5001\]"),
-        ("dtype", "tensors differ between ranks.*dtype.first is .*float32.* on rank 0 and .*bfloat16.* on rank 1"),
+        (
+            "dtype",
+            "tensors differ between ranks.*dtype.first is .*float32.* on rank 0 and .*bfloat16.* "
+            "on rank 1",
+        ),
         ("a parameter more", "tensors differ between ranks.*third is missing on rank 0"),
-        ("a parameter less", "tensors differ between ranks.*second is .* on rank 0 and missing on rank 1"),
+        (
+            "a parameter less",
+            "tensors differ between ranks.*second is .* on rank 0 and missing on rank 1",
+        ),
         ("name", "tensors differ between ranks.*name.first is .* on rank 0 and missing on rank 1"),
         ("groups", "groups differ between ranks"),
         ("version", "version differ between ranks.* on rank 0 and 9.9 on rank 1"),
@@ -121,11 +142,14 @@ def start_differently(what, rank):
 )
 def test_one_rank_is_started_differently(what, message, monkeypatch):
     if what == "version" and hvd.rank() == 1:
-        monkeypatch.setattr(scalecom_hvd, "__version__", "9.9")
+        monkeypatch.setattr(agreement, "__version__", "9.9")
     model, settings, options = start_differently(what, hvd.rank())
     optimizer = make(model, hvd.ScaleCom(**settings), **options)
-    if what == "sparse_as_dense":  # a sparse gradient, since one rank sends it otherwise; its name is never used again
-        rows = torch.nn.functional.embedding(torch.tensor([1, 2]), model[f"{what}.first"], sparse=True)
+    # a sparse gradient, since one rank sends it otherwise; its name is never used again
+    if what == "sparse_as_dense":
+        rows = torch.nn.functional.embedding(
+            torch.tensor([1, 2]), model[f"{what}.first"], sparse=True
+        )
         (rows.sum() + model[f"{what}.second"].sum()).backward()
     else:
         feed(model, {n: p.detach().float().numpy() for n, p in model.items()})
@@ -138,23 +162,29 @@ def test_one_rank_is_started_differently(what, message, monkeypatch):
     [
         ("setting", "settings differ between ranks.*rate is 20.0 on rank 0 and 40.0 on rank 1"),
         ("shape", "Mismatched ALLREDUCE tensor shapes"),  # Horovod's own error comes first
-        ("dtype", "tensors differ between ranks.*dtype.first is .*float32.* on rank 0 and .*bfloat16.* on rank 1"),
+        (
+            "dtype",
+            "tensors differ between ranks.*dtype.first is .*float32.* on rank 0 and .*bfloat16.* "
+            "on rank 1",
+        ),
         ("version", "version differ between ranks.* on rank 0 and 9.9 on rank 1"),
     ],
 )
 def test_one_rank_is_started_differently_in_the_stock_optimizer(what, message, monkeypatch):
     if what == "version" and hvd.rank() == 1:
-        monkeypatch.setattr(scalecom_hvd, "__version__", "9.9")
+        monkeypatch.setattr(agreement, "__version__", "9.9")
     model, settings, _ = start_differently(what, hvd.rank())
     compressor = hvd.ScaleCom(named_parameters=model.items(), **settings)
-    optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor)
+    optimizer = stock.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor
+    )
     feed(model, {n: p.detach().float().numpy() for n, p in model.items()})
     with pytest.raises(RuntimeError, match=message):
         optimizer.step()
 
 
-def test_after_a_refused_step_residues_are_as_before():
-    """A step that fails leaves no trace, so that a caller who mends the cause goes on where it was."""
+def test_after_a_refused_step_residues_are_as_before(monkeypatch):
+    """A step that fails leaves no trace: who mends the cause goes on where it was."""
     model = parameters(SHAPES)
     optimizer = make(model)
     for step in range(3):
@@ -162,21 +192,21 @@ def test_after_a_refused_step_residues_are_as_before():
         feed(model, gradients(SHAPES, hvd.rank(), step))
         optimizer.step()
     before = {name: t.residue.clone() for name, t in optimizer.compression.residues.tensors.items()}
-    reducer, wait = optimizer._reducer, optimizer._reducer._transport.wait
-    calls = []
+    wait, done = HorovodWork.wait, set()
 
-    def fails_after_two(handle):
-        wait(handle)
-        calls.append(handle)
-        if len(calls) == 2:
+    def fails_after_two(work):
+        result = wait(work)
+        done.add(work)
+        if len(done) == 2:
             raise hvd.HorovodInternalError("a worker died")
+        return result
 
-    reducer._transport.wait = fails_after_two
     optimizer.zero_grad()
-    feed(model, gradients(SHAPES, hvd.rank(), 9))
-    with pytest.raises(hvd.HorovodInternalError):
-        optimizer.step()
-    reducer._transport.wait = wait
+    with monkeypatch.context() as patch:
+        patch.setattr(HorovodWork, "wait", fails_after_two)
+        feed(model, gradients(SHAPES, hvd.rank(), 9))
+        with pytest.raises(hvd.HorovodInternalError):
+            optimizer.step()
     for name, tensor in optimizer.compression.residues.tensors.items():
         torch.testing.assert_close(tensor.residue, before[name], rtol=1e-5, atol=1e-5)
     optimizer.load_state_dict(optimizer.state_dict())  # what an elastic restore does
@@ -198,7 +228,10 @@ def test_names_as_in_horovod():
     ):
         with pytest.raises(ValueError, match=message):
             hvd.DistributedOptimizer(optimizer, names, compression=compressor)
-    assert hvd.DistributedOptimizer(optimizer, model.items(), compression=compressor).compression is compressor
+    assert (
+        hvd.DistributedOptimizer(optimizer, model.items(), compression=compressor).compression
+        is compressor
+    )
 
 
 def test_a_refusal_leaves_the_parameters_usable():
@@ -216,10 +249,18 @@ def test_half_values_over_gloo_are_warned_of(library, caplog):
     """Horovod 0.28.1's Gloo drops some float16 sums: 2**-24 + 1 is 2**-24 there."""
     model = parameters({"weight": (100, 100)})
     compressor = hvd.ScaleCom(model.items() if library is stock else None, wire_dtype="float16")
-    optimizer = library.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor)
+    optimizer = library.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor
+    )
     feed(model, gradients({"weight": (100, 100)}, hvd.rank(), 0))
     optimizer.step()
     assert ("over Gloo" in caplog.text) == (not hvd.mpi_enabled())
-    total = hvd.allreduce(torch.tensor([2.0**-24 if hvd.rank() == 0 else 1.0], dtype=torch.float16), op=hvd.Sum, name="half")
+    total = hvd.allreduce(
+        torch.tensor([2.0**-24 if hvd.rank() == 0 else 1.0], dtype=torch.float16),
+        op=hvd.Sum,
+        name="half",
+    )
     if hvd.size() == 2:
-        assert (float(total) != 1.0) == (not hvd.mpi_enabled()), "Gloo has changed: is the warning still true?"
+        assert (float(total) != 1.0) == (not hvd.mpi_enabled()), (
+            "Gloo has changed: is the warning still true?"
+        )

@@ -5,7 +5,7 @@ import torch
 from models import ODD_SHAPES, feed, gradients, parameters
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.simulator import Simulation
 
 MODES = [
     {},
@@ -21,7 +21,9 @@ def test_real_ranks_and_simulated_ones_keep_the_same_residues(mode):
     n, rank = hvd.size(), hvd.rank()
     model = parameters(ODD_SHAPES)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1), named_parameters=model.items(), compression=hvd.ScaleCom(**settings)
+        torch.optim.SGD(model.values(), lr=0.1),
+        named_parameters=model.items(),
+        compression=hvd.ScaleCom(**settings),
     )
     simulation = Simulation(n, lambda _: parameters(ODD_SHAPES), **settings)
     # Horovod sums in float16 too, in an order of its own.
@@ -31,10 +33,17 @@ def test_real_ranks_and_simulated_ones_keep_the_same_residues(mode):
         optimizer.zero_grad()
         feed(model, everyone[rank])
         optimizer.synchronize()
-        averages = simulation.step([{name: torch.from_numpy(grad) for name, grad in worker.items()} for worker in everyone])
+        averages = simulation.step(
+            [{name: torch.from_numpy(grad) for name, grad in worker.items()} for worker in everyone]
+        )
         for name, parameter in model.items():
-            torch.testing.assert_close(parameter.grad, averages[rank][name], rtol=tolerance, atol=tolerance)
-        mine, theirs = (compressor.residues.tensors for compressor in (optimizer.compression, simulation.compressors[rank]))
+            torch.testing.assert_close(
+                parameter.grad, averages[rank][name], rtol=tolerance, atol=tolerance
+            )
+        mine, theirs = (
+            compressor.residues.tensors
+            for compressor in (optimizer.compression, simulation.compressors[rank])
+        )
         assert mine.keys() == theirs.keys()
         for name, tensor in mine.items():
             assert torch.equal(tensor.residue, theirs[name].residue), f"{name} at step {step}"

@@ -10,6 +10,7 @@ import torch
 from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.torch.horovod_collectives import HorovodWork
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 SETTINGS = {"rate": 20, "beta": 0.5, "min_numel": 100}
@@ -22,8 +23,12 @@ MODES = [
 
 
 def make(library, model, **settings):
-    compressor = hvd.ScaleCom(named_parameters=model.items() if library is stock else None, **(SETTINGS | settings))
-    optimizer = library.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1, momentum=0.9), model.items(), compression=compressor)
+    compressor = hvd.ScaleCom(
+        named_parameters=model.items() if library is stock else None, **(SETTINGS | settings)
+    )
+    optimizer = library.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1, momentum=0.9), model.items(), compression=compressor
+    )
     return optimizer, compressor
 
 
@@ -49,7 +54,11 @@ def test_resuming_is_bit_identical(library, mode):
     optimizer, compressor = make(library, straight, **mode)
     run(optimizer, straight, range(7))
     saved = through_a_file(
-        {"model": {n: p.detach() for n, p in straight.items()}, "optimizer": optimizer.state_dict(), "scalecom": compressor.state_dict()}
+        {
+            "model": {n: p.detach() for n, p in straight.items()},
+            "optimizer": optimizer.state_dict(),
+            "scalecom": compressor.state_dict(),
+        }
     )
     run(optimizer, straight, range(7, 14))
 
@@ -75,7 +84,10 @@ def test_loading_in_mid_run_goes_back(mode):
     model = parameters(SHAPES)
     optimizer, compressor = make(hvd, model, **mode)
     run(optimizer, model, range(4))
-    saved, values = copy.deepcopy(compressor.state_dict()), {n: p.detach().clone() for n, p in model.items()}
+    saved, values = (
+        copy.deepcopy(compressor.state_dict()),
+        {n: p.detach().clone() for n, p in model.items()},
+    )
     momentum = copy.deepcopy(optimizer.state_dict())
     run(optimizer, model, range(4, 8))
     after = {n: p.detach().clone() for n, p in model.items()}
@@ -116,7 +128,9 @@ def test_the_state_is_what_the_design_says():
     assert state["version"] == 1
     assert state["step"] == 3
     assert state["config"]["rate"] == 20
-    assert {name: tuple(t.shape) for name, t in state["residues"].items()} == {n: s for n, s in SHAPES.items() if n != "bias"}
+    assert {name: tuple(t.shape) for name, t in state["residues"].items()} == {
+        n: s for n, s in SHAPES.items() if n != "bias"
+    }
 
 
 def test_states_that_do_not_fit_are_refused():
@@ -130,10 +144,20 @@ def test_states_that_do_not_fit_are_refused():
         ({}, parameters(SHAPES), {"rate": 50}, r"rate=20.0 in the state and 50.0 now"),
         ({"version": 99}, parameters(SHAPES), {}, "version 99, and this release reads version 1"),
         ({}, other, {}, r"third has shape \(5000,\) in the state and \(6000,\) in the model"),
-        ({}, parameters({n: s for n, s in SHAPES.items() if n != "third"}), {}, "third is not in this model"),
+        (
+            {},
+            parameters({n: s for n, s in SHAPES.items() if n != "third"}),
+            {},
+            "third is not in this model",
+        ),
         ({}, parameters({**SHAPES, "fourth": (5000,)}), {}, "fourth is not in the state"),
         ({"residues": spoilt}, parameters(SHAPES), {}, "not finite, of second"),
-        ({"offsets": {"third": torch.zeros(3, dtype=torch.uint8)}}, parameters(SHAPES), {}, "offsets of third belong to another model"),
+        (
+            {"offsets": {"third": torch.zeros(3, dtype=torch.uint8)}},
+            parameters(SHAPES),
+            {},
+            "offsets of third belong to another model",
+        ),
     ):
         _, compressor = make(hvd, model, **settings)
         with pytest.raises(ValueError, match=message):
@@ -141,7 +165,9 @@ def test_states_that_do_not_fit_are_refused():
         early = hvd.ScaleCom(**(SETTINGS | settings))
         with pytest.raises(ValueError, match=message):
             early.load_state_dict(state | change)
-            hvd.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=early)
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=early
+            )
     with pytest.raises(ValueError, match="it lacks config, residues, step, version"):
         compressor.load_state_dict({"param_groups": []})
 
@@ -161,7 +187,10 @@ def test_buckets_of_a_state_that_no_longer_fit_are_made_anew():
     """A parameter became float64 meanwhile, so it cannot share a bucket with the others."""
 
     def build(dtype):
-        model = {"a": torch.nn.Parameter(torch.zeros(4096)), "b": torch.nn.Parameter(torch.zeros(40_000, dtype=dtype))}
+        model = {
+            "a": torch.nn.Parameter(torch.zeros(4096)),
+            "b": torch.nn.Parameter(torch.zeros(40_000, dtype=dtype)),
+        }
         return model, *make(hvd, model, beta=1.0)
 
     def train(model, optimizer, steps):
@@ -223,22 +252,38 @@ def test_stock_resumes_what_ran_on_another_number_of_ranks(caplog):
 @pytest.fixture
 def halves():
     """Every rank's half of the ranks."""
-    sets = [hvd.add_process_set(ranks) for ranks in (range(hvd.size() // 2), range(hvd.size() // 2, hvd.size()))]
+    sets = [
+        hvd.add_process_set(ranks)
+        for ranks in (range(hvd.size() // 2), range(hvd.size() // 2, hvd.size()))
+    ]
     yield sets[hvd.rank() >= hvd.size() // 2]
     for process_set in sets:
         hvd.remove_process_set(process_set)
 
 
-@pytest.mark.parametrize(("library", "mode"), [(hvd, {}), (hvd, {"lookahead": True}), (stock, {})], ids=["cyclic", "look-ahead", "stock"])
+@pytest.mark.parametrize(
+    ("library", "mode"),
+    [(hvd, {}), (hvd, {"lookahead": True}), (stock, {})],
+    ids=["cyclic", "look-ahead", "stock"],
+)
 def test_resuming_on_fewer_and_then_on_more_ranks(library, mode, halves, caplog):
     """Survivors keep their residues, newcomers begin with none, and nothing else is lost."""
 
     def resume(state, steps, ranks):
         """Train on some ranks from a state on; gives the state after it."""
         model = parameters(SHAPES)
-        compressor = hvd.ScaleCom(model.items() if library is stock else None, process_set=ranks, rate=20, min_numel=100, **mode)
+        compressor = hvd.ScaleCom(
+            model.items() if library is stock else None,
+            process_set=ranks,
+            rate=20,
+            min_numel=100,
+            **mode,
+        )
         optimizer = library.DistributedOptimizer(
-            torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor, process_set=ranks
+            torch.optim.SGD(model.values(), lr=1.0),
+            model.items(),
+            compression=compressor,
+            process_set=ranks,
         )
         before = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
         if state is not None:
@@ -248,7 +293,9 @@ def test_resuming_on_fewer_and_then_on_more_ranks(library, mode, halves, caplog)
         came_in = {}
         for name, mine in before.items():
             mine = mine + sum(gradients(SHAPES, hvd.rank(), step)[name] for step in steps)
-            came_in[name] = hvd.allreduce(torch.from_numpy(mine), op=hvd.Sum, name=f"came_in.{name}", process_set=ranks).numpy()
+            came_in[name] = hvd.allreduce(
+                torch.from_numpy(mine), op=hvd.Sum, name=f"came_in.{name}", process_set=ranks
+            ).numpy()
         assert_nothing_is_lost(model, compressor, came_in, ranks.size(), ranks)
         assert compressor.stats()["step"] == steps[-1] + 1
         return through_a_file(compressor.state_dict())
@@ -269,7 +316,9 @@ def test_stock_resumes_with_a_parameter_that_another_optimizer_trains():
         return (
             model,
             compressor,
-            stock.DistributedOptimizer(torch.optim.SGD([model["mine"]], lr=1.0), [("mine", model["mine"])], compressor),
+            stock.DistributedOptimizer(
+                torch.optim.SGD([model["mine"]], lr=1.0), [("mine", model["mine"])], compressor
+            ),
         )
 
     def train(model, optimizer):
@@ -295,7 +344,8 @@ def test_horovods_elastic_states_keep_residues(library, mode):
     optimizer, compressor = make(library, parameters_of, **mode)
 
     run(optimizer, parameters_of, range(3))
-    state = library.elastic.TorchState(model, optimizer, batch=3)  # Horovod's own knows residues too
+    # Horovod's own knows residues too
+    state = library.elastic.TorchState(model, optimizer, batch=3)
     state.sync()
     run(optimizer, parameters_of, range(3, 5))
     state.batch = 5
@@ -326,7 +376,9 @@ def let_rank_1_go_back(optimizer, compressor, model):
 
 @pytest.mark.parametrize("mode", MODES[1::2], ids=str)
 def test_a_rank_that_loads_an_older_state_has_other_offsets(mode):
-    """Ranks that gather at different offsets would average apples with pears: where they differ, the next step is sent whole."""
+    """Ranks that gather at different offsets would average apples with pears: where they differ,
+    the next step is sent whole.
+    """
     model = parameters(SHAPES)
     optimizer, compressor = make(hvd, model, **mode)
     before = let_rank_1_go_back(optimizer, compressor, model)
@@ -354,7 +406,9 @@ def test_stock_refuses_ranks_with_states_of_different_steps():
 
 
 def test_a_commit_is_whole_though_offsets_in_flight_never_arrive(monkeypatch):
-    """A worker that dies after a step leaves the others without the next offsets: their commit is of this step all the same."""
+    """A worker that dies after a step leaves the others without the next offsets: their commit is
+    of this step all the same.
+    """
     model = torch.nn.Linear(100, 60)
     parameters_of = dict(model.named_parameters())
     optimizer, compressor = make(hvd, parameters_of, lookahead=True)
@@ -362,21 +416,25 @@ def test_a_commit_is_whole_though_offsets_in_flight_never_arrive(monkeypatch):
     run(optimizer, parameters_of, range(3))
     state = hvd.elastic.TorchState(model, optimizer, batch=3)
     run(optimizer, parameters_of, range(3, 5))
-    transport = optimizer._reducer._transport
-    wait = transport.wait
+    wait = HorovodWork.wait
     with monkeypatch.context() as patch:
 
-        def lost(handle):
-            wait(handle)
+        def lost(work):
+            wait(work)
             raise hvd.HorovodInternalError("a worker was lost")
 
-        patch.setattr(transport, "wait", lost)
+        patch.setattr(HorovodWork, "wait", lost)
         state.batch = 5
         state.save()
-    residues = {name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()}
+    residues = {
+        name: residue.clone() for name, residue in compressor.state_dict()["residues"].items()
+    }
     run(optimizer, parameters_of, range(5, 7))
     state.restore()
     assert (state.batch, compressor.stats()["step"]) == (5, 5)
-    assert all(torch.equal(residue, residues[name]) for name, residue in compressor.state_dict()["residues"].items())
+    assert all(
+        torch.equal(residue, residues[name])
+        for name, residue in compressor.state_dict()["residues"].items()
+    )
     run(optimizer, parameters_of, range(5, 8))
     assert same_on_all_ranks(model.parameters())

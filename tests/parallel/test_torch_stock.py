@@ -1,4 +1,6 @@
-"""ScaleCom in horovod.torch's own DistributedOptimizer, which tells a compressor neither names nor steps."""
+"""ScaleCom in horovod.torch's own DistributedOptimizer, which tells a compressor neither names nor
+steps.
+"""
 
 import horovod.torch as hvd
 import numpy as np
@@ -49,7 +51,11 @@ def test_one_rank_has_no_gradient_at_all():
 def test_a_step_that_overflows_on_one_rank_never_happened():
     model = parameters(SHAPES)
     compressor = ScaleCom(named_parameters=model.items(), rate=20, beta=0.5, min_numel=100)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), named_parameters=model.items(), compression=compressor)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1),
+        named_parameters=model.items(),
+        compression=compressor,
+    )
     overflowing = {3: np.inf, 5: 1e38}
     for step in range(8):
         grads = gradients(SHAPES, hvd.rank(), step)
@@ -93,15 +99,27 @@ def test_sparse_as_dense():
 def test_stock_needs_the_parameters(compression):
     model = parameters(SHAPES)
     compression = ScaleCom() if isinstance(compression, str) else compression
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), named_parameters=model.items(), compression=compression)
-    with pytest.raises(TypeError, match=r"write compression=ScaleCom\(named_parameters=model.named_parameters\(\), rate=100\)"):
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1),
+        named_parameters=model.items(),
+        compression=compression,
+    )
+    with pytest.raises(
+        TypeError,
+        match=(
+            r"write compression=ScaleCom\(named_parameters=model.named_parameters\(\), "
+            r"rate=100\)"
+        ),
+    ):
         feed(model, gradients(SHAPES, hvd.rank(), 0))
         optimizer.synchronize()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64], ids=str)
 def test_what_is_no_real_number_is_refused(dtype):
-    with pytest.raises(TypeError, match=f"floating-point gradients, not {dtype}: use hvd.Compression.none"):
+    with pytest.raises(
+        TypeError, match=f"floating-point gradients, not {dtype}: use hvd.Compression.none"
+    ):
         hvd.allreduce(torch.ones(5, dtype=dtype), compression=ScaleCom(named_parameters=[]))
 
 
@@ -114,7 +132,9 @@ def test_names_given_to_scalecom():
     ):
         with pytest.raises(ValueError, match=message):
             ScaleCom(names)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), compression=ScaleCom(list(model.items())[:2]))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), compression=ScaleCom(list(model.items())[:2])
+    )
     with pytest.raises(TypeError, match="cannot tell whose gradient"):
         feed(model, gradients(SHAPES, hvd.rank(), 0))
         optimizer.synchronize()
@@ -126,7 +146,9 @@ def test_tied_parameters_go_by_one_name():
     model = parameters(shapes)
     named = [*model.items(), ("last", model["first"])]
     compressor = ScaleCom(iter(named), rate=20)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.values(), lr=1.0), iter(named), compression=compressor)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=1.0), iter(named), compression=compressor
+    )
     total = {name: np.zeros(shape, np.float64) for name, shape in shapes.items()}
     for step in range(6):
         optimizer.zero_grad()
@@ -144,7 +166,9 @@ def test_tied_parameters_go_by_one_name():
 
 def test_tensors_that_are_no_gradient_are_refused():
     with pytest.raises(TypeError, match="cannot tell whose gradient"):
-        hvd.allreduce(torch.zeros(5), compression=ScaleCom(named_parameters=parameters(SHAPES).items()))
+        hvd.allreduce(
+            torch.zeros(5), compression=ScaleCom(named_parameters=parameters(SHAPES).items())
+        )
 
 
 def test_a_sparse_embedding_that_a_later_step_does_not_use():
@@ -153,7 +177,9 @@ def test_a_sparse_embedding_that_a_later_step_does_not_use():
     hvd.broadcast_parameters(table.state_dict(), 0)
     named = [("table", table.weight), ("weight", weight)]
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([table.weight, weight], lr=0.1), named, compression=ScaleCom(named, rate=4, min_numel=100)
+        torch.optim.SGD([table.weight, weight], lr=0.1),
+        named,
+        compression=ScaleCom(named, rate=4, min_numel=100),
     )
     for step in range(5):
         optimizer.zero_grad()
@@ -168,7 +194,10 @@ def test_a_sparse_embedding_that_a_later_step_does_not_use():
 def test_one_object_for_two_optimizers():
     model = parameters({"a": (4096,), "b": (4096,)})
     shared = ScaleCom(model.items(), rate=4)
-    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [(name, p)], shared) for name, p in model.items()]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), [(name, p)], shared)
+        for name, p in model.items()
+    ]
     feed(model, gradients({"a": (4096,), "b": (4096,)}, hvd.rank(), 0), skip=["b"])
     optimizers[0].step()
     feed(model, gradients({"a": (4096,), "b": (4096,)}, hvd.rank(), 1), skip=["a"])
@@ -180,6 +209,19 @@ def test_a_dropin_optimizers_object_compresses_nothing_else():
     import scalecom_hvd.torch as dropin
 
     model = parameters(SHAPES)
-    optimizer = dropin.DistributedOptimizer(torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=dropin.ScaleCom)
+    optimizer = dropin.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=dropin.ScaleCom
+    )
     with pytest.raises(TypeError, match="compresses nothing else"):
         hvd.allreduce(torch.zeros(5), compression=optimizer.compression)
+
+
+def test_stats_before_the_first_step_of_an_elastic_run():
+    model = parameters(SHAPES)
+    compressor = ScaleCom(model.items(), rate=20)
+    hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor
+    )
+    compressor.meet()
+    stats = compressor.stats()
+    assert (stats["step"], stats["collectives"]) == (0, 0)

@@ -1,6 +1,7 @@
-"""Drives the C kernel, and its operations for TensorFlow, from NumPy alone; test_sanitizers.py runs it in a process with AddressSanitizer.
+"""Drives the C kernel, and its operations for TensorFlow, from NumPy alone; test_sanitizers.py runs
+it in a process with AddressSanitizer.
 
-sanitizer_cases.py cases LIBRARY        every case, held to NumPy; arrays are as long as needed, and not longer
+sanitizer_cases.py cases LIBRARY    every case, held to NumPy; arrays are no longer than needed
 sanitizer_cases.py NAME LIBRARY         one of `BROKEN`, which a sanitizer must report
 """
 
@@ -11,28 +12,36 @@ from itertools import product
 import numpy as np
 
 from scalecom_hvd import native
-from scalecom_hvd.buckets import Layout
+from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
-from scalecom_hvd.lanes import geometry
+from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, REFUSED
 from scalecom_hvd.reference import select
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 129, 448, 699, 1000, 4099]
-RATES = [1, 1.5, 2, 7, 63.7, 256, 257, 1000]
+RATES = [1, 1.5, 2, 7, 63.7, 256, 257, 1000, 40_000]  # offsets of 1, 2 and 4 bytes
 DTYPES = ["float32", "float64", "float16", "bfloat16"]
 LIMIT = 100.0  # what travels as float16
 
 
 class Gradient:
-    """A gradient as it lies in memory (bfloat16: as uint16), and its elements in the residue's dtype."""
+    """A gradient as it lies in memory (bfloat16: as uint16), and its elements in the residue's
+    dtype.
+    """
 
     def __init__(self, dtype, values):
         self.dtype, self.kind = dtype, np.dtype("float64" if dtype == "float64" else "float32")
-        self.memory = to_bfloat16(values.astype(np.float32)) if dtype == "bfloat16" else values.astype(dtype)
+        self.memory = (
+            to_bfloat16(values.astype(np.float32)) if dtype == "bfloat16" else values.astype(dtype)
+        )
 
     def usable(self, scale):
         memory = self.memory
-        g = (memory.astype(np.uint32) << 16).view(np.float32) if self.dtype == "bfloat16" else memory.astype(self.kind)
+        g = (
+            (memory.astype(np.uint32) << 16).view(np.float32)
+            if self.dtype == "bfloat16"
+            else memory.astype(self.kind)
+        )
         g = self.kind.type(scale) * g
         good = np.abs(g) <= largest_gradient(self.kind.name)
         return np.where(good, g, 0).astype(self.kind), int((~good).sum())
@@ -40,11 +49,15 @@ class Gradient:
 
 def to_bfloat16(values):
     bits = values.astype(np.float32).view(np.uint32)
-    return np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(
+        np.uint16
+    )
 
 
 def made_up(random, shape, dtype):
-    """A gradient and a residue; some elements are not finite, denormal, as large as can be, or larger."""
+    """A gradient and a residue; some elements are not finite, denormal, as large as can be, or
+    larger.
+    """
     values = random.standard_normal(shape.numel)
     if shape.numel > 60:
         largest = largest_gradient("float64" if dtype == "float64" else "float32")
@@ -55,50 +68,64 @@ def made_up(random, shape, dtype):
     return gradient, (random.standard_normal(shape.numel) * 200).astype(gradient.kind)
 
 
+def offsets_of(shape, indices):
+    """The inverse of Lanes.indices: the row of each lane's element."""
+    starts, strides = shape.starts_and_strides()
+    return ((indices - starts) // strides).astype(shape.offset_dtype)
+
+
 def valid_offsets(random, shape):
-    """The offsets of some selection, as bytes."""
-    chosen = (
-        select(random.standard_normal(shape.numel), shape, "lanes") if shape.width else np.arange(shape.k) * shape.numel // max(shape.k, 1)
+    """The bytes of the offsets of some selection."""
+    return offsets_of(shape, select(random.standard_normal(shape.numel), shape, "lanes")).view(
+        np.uint8
     )
-    return shape.offsets(chosen) if shape.width else chosen.astype(np.int32)
 
 
 class Bucket:
     """Tensors that share their buffers, and the oracle's moves on them."""
 
-    def __init__(self, random, geometries, dtypes, selection="lanes"):
+    def __init__(self, random, geometries, dtypes):
         self.shapes = {f"t{i}": shape for i, shape in enumerate(geometries)}
         self.layout = Layout(self.shapes)
-        self.selection = selection
-        made = [made_up(random, shape, dtype) for shape, dtype in zip(geometries, dtypes, strict=True)]
+        made = [
+            made_up(random, shape, dtype) for shape, dtype in zip(geometries, dtypes, strict=True)
+        ]
         self.gradients, self.residues = [g for g, _ in made], [m for _, m in made]
         self.kind = self.gradients[0].kind
         self.offsets = np.zeros(self.layout.offsets_bytes, np.uint8)
         for name, shape in self.shapes.items():
-            self.offsets[self.layout.offsets[name]] = valid_offsets(random, shape).view(np.uint8)
+            self.offsets[self.layout.offsets[name]] = valid_offsets(random, shape)
 
     def indices(self):
         return [
-            shape.indices(self.offsets[self.layout.offsets[name]].view(shape.offset_dtype)).astype(np.int64)
+            shape.indices(self.offsets[self.layout.offsets[name]].view(shape.offset_dtype)).astype(
+                np.int64
+            )
             for name, shape in self.shapes.items()
         ]
 
     def filter(self, residues, beta, scale, choose):
         """The updated residues, the offsets chosen, how many elements are bad."""
         updated, chosen, bad = [], np.zeros(self.layout.offsets_bytes, np.uint8), 0
-        for (name, shape), gradient, m in zip(self.shapes.items(), self.gradients, residues, strict=True):
+        for (name, shape), gradient, m in zip(
+            self.shapes.items(), self.gradients, residues, strict=True
+        ):
             g, count = gradient.usable(scale)
             bad += count
             updated.append(m + gradient.kind.type(beta) * g)
             if choose != CHOOSE_NOTHING and shape.k:
-                winners = select(m + g if choose == CHOOSE_ACCUMULATOR else updated[-1], shape, "lanes")
-                chosen[self.layout.offsets[name]] = shape.offsets(winners).view(np.uint8)
+                winners = select(
+                    m + g if choose == CHOOSE_ACCUMULATOR else updated[-1], shape, "lanes"
+                )
+                chosen[self.layout.offsets[name]] = offsets_of(shape, winners).view(np.uint8)
         return updated, chosen, bad
 
     def gather(self, residues, beta, scale, share, wire):
         """The residues without what is sent, and the values."""
         rest, values = [], np.zeros(self.layout.n_values, wire)
-        for at, gradient, m, index in zip(self.layout.values.values(), self.gradients, residues, self.indices(), strict=True):
+        for at, gradient, m, index in zip(
+            self.layout.values.values(), self.gradients, residues, self.indices(), strict=True
+        ):
             kind = gradient.kind.type
             value = m[index] + kind(share) * gradient.usable(scale)[0][index]
             if wire == np.float16:
@@ -110,15 +137,21 @@ class Bucket:
 
     def scatter(self, scale, values):
         outputs = []
-        for at, gradient, index in zip(self.layout.values.values(), self.gradients, self.indices(), strict=True):
+        for at, gradient, index in zip(
+            self.layout.values.values(), self.gradients, self.indices(), strict=True
+        ):
             dense = np.zeros(gradient.memory.size, gradient.kind)
             dense[index] = gradient.kind.type(scale) * values[at].astype(gradient.kind)
-            outputs.append(to_bfloat16(dense) if gradient.dtype == "bfloat16" else dense.astype(gradient.dtype))
+            outputs.append(
+                to_bfloat16(dense) if gradient.dtype == "bfloat16" else dense.astype(gradient.dtype)
+            )
         return outputs
 
     def undo(self, residues, beta, scale, sent):
         result = []
-        for at, gradient, m, index in zip(self.layout.values.values(), self.gradients, residues, self.indices(), strict=True):
+        for at, gradient, m, index in zip(
+            self.layout.values.values(), self.gradients, residues, self.indices(), strict=True
+        ):
             m, kind = m.copy(), gradient.kind.type
             m[index] += kind(beta) * sent[at].astype(m.dtype)
             result.append(m - kind(beta) * gradient.usable(scale)[0])
@@ -126,7 +159,9 @@ class Bucket:
 
 
 class Kernel:
-    """lanes.c on a bucket's own copies of everything: each array is a block of memory of its own, exactly as long as needed."""
+    """lanes.c on a bucket's own copies of everything: each array is a block of memory of its own,
+    exactly as long as needed.
+    """
 
     def __init__(self, library, bucket):
         self.library, self.bucket = library, bucket
@@ -134,10 +169,23 @@ class Kernel:
         self.residues = [residue.copy() for residue in bucket.residues]
         self.offsets, self.chosen = bucket.offsets.copy(), np.zeros_like(bucket.offsets)
         self.table = np.zeros(len(self.grads), native.TENSOR)
-        for row, (name, shape), gradient in zip(self.table, bucket.shapes.items(), bucket.gradients, strict=True):
-            row["numel"], row["k"], row["width"], row["rows"] = shape.numel, shape.k, shape.width, shape.rows
-            row["dtype"], row["offset_width"] = native.DTYPES[gradient.dtype], shape.offset_dtype.itemsize
-            row["offsets_at"], row["values_at"] = bucket.layout.offsets[name].start, bucket.layout.values[name].start
+        for row, (name, shape), gradient in zip(
+            self.table, bucket.shapes.items(), bucket.gradients, strict=True
+        ):
+            row["numel"], row["k"], row["width"], row["rows"] = (
+                shape.numel,
+                shape.k,
+                shape.width,
+                shape.rows,
+            )
+            row["dtype"], row["offset_width"] = (
+                native.DTYPES[gradient.dtype],
+                shape.offset_dtype.itemsize,
+            )
+            row["offsets_at"], row["values_at"] = (
+                bucket.layout.offsets[name].start,
+                bucket.layout.values[name].start,
+            )
         self.wire(bucket.kind)
 
     def wire(self, dtype):
@@ -146,24 +194,50 @@ class Kernel:
     def call(self, name, *arguments):
         self.table["grad"] = [grad.ctypes.data for grad in self.grads]
         self.table["residue"] = [residue.ctypes.data for residue in self.residues]
-        addresses = [argument.ctypes.data if isinstance(argument, np.ndarray) else argument for argument in arguments]
-        return getattr(self.library, f"scalecom_{name}")(self.table.ctypes.data, len(self.table), *addresses)
+        addresses = [
+            argument.ctypes.data if isinstance(argument, np.ndarray) else argument
+            for argument in arguments
+        ]
+        return getattr(self.library, f"scalecom_{name}")(
+            self.table.ctypes.data, len(self.table), *addresses
+        )
 
     def filter(self, beta, scale, choose):
         return self.call("filter", beta, scale, choose, self.chosen if choose else None)
 
     def gather(self, beta, scale, share):
-        return self.call("gather", beta, scale, share, self.offsets, self.values, self.sent, self.is_half, LIMIT)
+        return self.call(
+            "gather", beta, scale, share, self.offsets, self.values, self.sent, self.is_half, LIMIT
+        )
 
     def gather_and_filter(self, beta, scale, choose):
         chosen = self.chosen if choose else None
-        return self.call("gather_and_filter", beta, scale, self.offsets, self.values, self.sent, self.is_half, LIMIT, choose, chosen)
+        return self.call(
+            "gather_and_filter",
+            beta,
+            scale,
+            self.offsets,
+            self.values,
+            self.sent,
+            self.is_half,
+            LIMIT,
+            choose,
+            chosen,
+        )
 
     def scatter(self, scale):
         return self.call("scatter", scale, self.offsets, self.values, self.is_half)
 
     def undo(self, beta, scale, filtered, gathered=True):
-        return self.call("undo", beta, scale, filtered, self.offsets if gathered else None, self.sent, self.is_half)
+        return self.call(
+            "undo",
+            beta,
+            scale,
+            filtered,
+            self.offsets if gathered else None,
+            self.sent,
+            self.is_half,
+        )
 
     @property
     def is_half(self):
@@ -177,7 +251,7 @@ def same(ours, theirs):
 
 def check_moves(library, bucket, beta, scale, wire):
     """All moves of lanes.c, alone and one after the other."""
-    for choose in (CHOOSE_NOTHING,) if bucket.selection == "exact" else (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
+    for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
         kernel = Kernel(library, bucket)
         updated, chosen, bad = bucket.filter(bucket.residues, beta, scale, choose)
         assert kernel.filter(beta, scale, choose) == bad
@@ -191,24 +265,32 @@ def check_moves(library, bucket, beta, scale, wire):
         same(before, bucket.undo(rest, beta, scale, values))
         assert kernel.scatter(1 / scale) == 0
         same(kernel.grads, bucket.scatter(1 / scale, values))
-    for choose in (CHOOSE_NOTHING, CHOOSE_RESIDUE)[: 1 if bucket.selection == "exact" else 2]:
+    for choose in (CHOOSE_NOTHING, CHOOSE_RESIDUE):
         kernel = Kernel(library, bucket)
         kernel.wire(wire)
         rest, values = bucket.gather(bucket.residues, beta, scale, 1, wire)
         updated, chosen, bad = bucket.filter(rest, beta, scale, choose)
         assert kernel.gather_and_filter(beta, scale, choose) == bad
-        same([*kernel.residues, kernel.chosen, kernel.values, kernel.sent], [*updated, chosen, values, values])
+        same(
+            [*kernel.residues, kernel.chosen, kernel.values, kernel.sent],
+            [*updated, chosen, values, values],
+        )
     kernel = Kernel(library, bucket)
     kernel.table["frozen"] = 1
     kernel.wire(wire)
     kernel.sent[:] = kernel.values[:] = 1
     kernel.gather_and_filter(beta, scale, CHOOSE_NOTHING)
     kernel.undo(beta, scale, True, gathered=False)
-    same([*kernel.residues, kernel.values, kernel.sent], [*bucket.residues, np.zeros_like(kernel.values), np.zeros_like(kernel.sent)])
+    same(
+        [*kernel.residues, kernel.values, kernel.sent],
+        [*bucket.residues, np.zeros_like(kernel.values), np.zeros_like(kernel.sent)],
+    )
 
 
 def check_broken_peer(library, random, bucket, wire):
-    """Random bytes for offsets: refused, with nothing touched, unless all of them happen to lie in their lanes."""
+    """Random bytes for offsets: refused, with nothing touched, unless all of them happen to lie in
+    their lanes.
+    """
     refused = 0
     for _ in range(4):
         kernel = Kernel(library, bucket)
@@ -218,9 +300,13 @@ def check_broken_peer(library, random, bucket, wire):
         kernel.offsets[broken] = random.choice([just_beyond, random.integers(0, 256)], len(broken))
         fits = True
         for name, shape in bucket.shapes.items():
-            offsets = kernel.offsets[bucket.layout.offsets[name]].view(shape.offset_dtype).astype(np.int64)
+            offsets = (
+                kernel.offsets[bucket.layout.offsets[name]]
+                .view(shape.offset_dtype)
+                .astype(np.int64)
+            )
             inside = shape.indices(offsets) < shape.numel
-            full = np.arange(shape.k) < (shape.full_lanes if shape.width else 0)
+            full = np.arange(shape.k) < shape.full_lanes
             fits &= bool(((offsets >= 0) & inside & (~full | (offsets < shape.rows))).all())
         calls = [
             lambda k=kernel: k.gather(0.3, 1.0, 0.7),
@@ -233,14 +319,17 @@ def check_broken_peer(library, random, bucket, wire):
         refused += 1
         assert [call() for call in calls] == [REFUSED] * 3
         kernel.undo(0.3, 1.0, False)
-        same(kernel.residues + kernel.grads, bucket.residues + [gradient.memory for gradient in bucket.gradients])
+        same(
+            kernel.residues + kernel.grads,
+            bucket.residues + [gradient.memory for gradient in bucket.gradients],
+        )
     return refused
 
 
 def check_large(library, random):
     """Large outputs are written past the caches, where they are aligned."""
     for dtype in DTYPES:
-        bucket = Bucket(random, [geometry(2**20 + 37, 100, "lanes")], [dtype])
+        bucket = Bucket(random, [Lanes(2**20 + 37, 100)], [dtype])
         kernel = Kernel(library, bucket)
         kernel.values[:] = random.standard_normal(len(kernel.values))
         bytes_ = kernel.grads[0].nbytes
@@ -254,15 +343,31 @@ def check_large(library, random):
 
 # tensorflow_ops.c, over tensorflow_stub.c.
 
-TYPES = {"float32": 1, "float64": 2, "uint8": 4, "int64": 9, "bool": 10, "bfloat16": 14, "float16": 19}
+TYPES = {
+    "float32": 1,
+    "float64": 2,
+    "uint8": 4,
+    "int64": 9,
+    "bool": 10,
+    "bfloat16": 14,
+    "float16": 19,
+}
 
 
 class Array(ctypes.Structure):
-    _fields_ = [("dtype", ctypes.c_int32), ("forwarded", ctypes.c_int32), ("elements", ctypes.c_int64), ("data", ctypes.c_void_p)]
+    _fields_ = [
+        ("dtype", ctypes.c_int32),
+        ("forwarded", ctypes.c_int32),
+        ("elements", ctypes.c_int64),
+        ("data", ctypes.c_void_p),
+    ]
 
 
 def operate(library, name, bucket, inputs, outputs, forwards):
-    """Run an operation; inputs: arrays, or Gradients. outputs: dtypes' names. Gives arrays, or the error's text."""
+    """Run an operation; inputs: arrays, or Gradients. outputs: dtypes' names.
+
+    Gives arrays, or the error's text.
+    """
     lanes = [
         number
         for n, g in bucket.shapes.items()
@@ -278,15 +383,21 @@ def operate(library, name, bucket, inputs, outputs, forwards):
     ]
     kept = [x.memory.copy() if isinstance(x, Gradient) else x.copy() for x in inputs]
     kinds = [x.dtype if isinstance(x, Gradient) else x.dtype.name for x in inputs]
-    given = (Array * len(kept))(*(Array(TYPES[k], 0, x.size, x.ctypes.data) for k, x in zip(kinds, kept, strict=True)))
+    given = (Array * len(kept))(
+        *(Array(TYPES[k], 0, x.size, x.ctypes.data) for k, x in zip(kinds, kept, strict=True))
+    )
     taken = (Array * len(outputs))(*(Array(TYPES[kind], 0, 0, None) for kind in outputs))
     error = ctypes.create_string_buffer(1024)
     numbers = (ctypes.c_int64 * len(lanes))(*lanes)
-    assert library.run(name.encode(), numbers, len(lanes), given, len(kept), taken, len(outputs), forwards, error)
+    assert library.run(
+        name.encode(), numbers, len(lanes), given, len(kept), taken, len(outputs), forwards, error
+    )
     results = []
     for output, kind in zip(taken, outputs, strict=True):
         dtype = np.dtype("uint16" if kind == "bfloat16" else kind)
-        bytes_ = ctypes.string_at(output.data, output.elements * dtype.itemsize) if output.data else b""
+        bytes_ = (
+            ctypes.string_at(output.data, output.elements * dtype.itemsize) if output.data else b""
+        )
         results.append(np.frombuffer(bytes_, dtype))
     library.release(taken, len(outputs))
     return error.value.decode() or results
@@ -298,32 +409,47 @@ def check_operations(library, bucket, beta, scale, wire):
     settings, values_at = np.array([beta, scale, LIMIT]), slice(n, None)
     for chooses in (False, True):
         flag = np.array([chooses])
-        updated, chosen, bad = bucket.filter(bucket.residues, beta, scale, CHOOSE_ACCUMULATOR if chooses else CHOOSE_NOTHING)
+        updated, chosen, bad = bucket.filter(
+            bucket.residues, beta, scale, CHOOSE_ACCUMULATOR if chooses else CHOOSE_NOTHING
+        )
         inputs = [*bucket.gradients, *bucket.residues, settings, flag]
-        found = operate(library, "ScalecomFilter", bucket, inputs, [*[kind] * n, "uint8", "int64"], False)
+        found = operate(
+            library, "ScalecomAccumulate", bucket, inputs, [*[kind] * n, "uint8", "int64"], False
+        )
         same(found, [*updated, chosen if chooses else [], [bad]])
         rest, values = bucket.gather(bucket.residues, beta, scale, 1, wire)
-        updated, chosen, bad = bucket.filter(rest, beta, scale, CHOOSE_RESIDUE if chooses else CHOOSE_NOTHING)
+        updated, chosen, bad = bucket.filter(
+            rest, beta, scale, CHOOSE_RESIDUE if chooses else CHOOSE_NOTHING
+        )
         outputs = [*[kind] * n, wire_name, "uint8", "int64"]
-        found = operate(library, "ScalecomGatherAndFilter", bucket, [*inputs, bucket.offsets], outputs, False)
+        found = operate(
+            library, "ScalecomTakeAndAccumulate", bucket, [*inputs, bucket.offsets], outputs, False
+        )
         same(found, [*updated, values, chosen if chooses else [], [bad]])
     rest, values = bucket.gather(bucket.residues, beta, scale, 1 - beta, wire)
     averages = bucket.scatter(1 / scale, values)
     for forwards in (False, True):
         inputs = [*bucket.residues, *bucket.gradients, settings, bucket.offsets]
-        found = operate(library, "ScalecomGather", bucket, inputs, [*[kind] * n, wire_name, "int64"], forwards)
+        found = operate(
+            library, "ScalecomTake", bucket, inputs, [*[kind] * n, wire_name, "int64"], forwards
+        )
         same(found[:n] + found[values_at], [*rest, values, [0]])
         inputs = [*bucket.gradients, settings, bucket.offsets, values]
-        same(operate(library, "ScalecomScatter", bucket, inputs, [grad_dtype] * n, forwards), averages)
+        same(
+            operate(library, "ScalecomScatter", bucket, inputs, [grad_dtype] * n, forwards),
+            averages,
+        )
 
 
 def check_refusals(library, random):
     """Inputs of other sizes, and offsets outside of their lanes."""
-    bucket = Bucket(random, [geometry(6401, 100, "lanes")], ["float32"])
+    bucket = Bucket(random, [Lanes(6401, 100)], ["float32"])
     settings, outputs = np.array([1.0, 1.0, LIMIT]), ["float32", "float32", "int64"]
 
     def gather(gradient, residue, offsets):
-        return operate(library, "ScalecomGather", bucket, [residue, gradient, settings, offsets], outputs, False)
+        return operate(
+            library, "ScalecomTake", bucket, [residue, gradient, settings, offsets], outputs, False
+        )
 
     gradient, residue, offsets = bucket.gradients[0], bucket.residues[0], bucket.offsets
     short = Gradient("float32", np.zeros(6400))
@@ -335,10 +461,19 @@ def check_refusals(library, random):
     outside[64] = 1
     assert "outside of their lanes" in gather(gradient, residue, outside)
     inputs = [gradient, residue, settings, np.array([True]), outside]
-    found = operate(library, "ScalecomGatherAndFilter", bucket, inputs, ["float32", "float32", "uint8", "int64"], False)
+    found = operate(
+        library,
+        "ScalecomTakeAndAccumulate",
+        bucket,
+        inputs,
+        ["float32", "float32", "uint8", "int64"],
+        False,
+    )
     assert "outside of their lanes" in found
     inputs = [gradient, settings, outside, np.zeros(bucket.layout.n_values, np.float32)]
-    assert "outside of their lanes" in operate(library, "ScalecomScatter", bucket, inputs, ["float32"], False)
+    assert "outside of their lanes" in operate(
+        library, "ScalecomScatter", bucket, inputs, ["float32"], False
+    )
 
 
 # What a sanitizer must report.
@@ -359,7 +494,9 @@ def misaligned_offsets(kernel):
     kernel.gather(1.0, 1.0, 0.0)
 
 
-BROKEN = {function.__name__: function for function in (short_residue, short_values, misaligned_offsets)}
+BROKEN = {
+    function.__name__: function for function in (short_residue, short_values, misaligned_offsets)
+}
 
 
 def all_cases(library):
@@ -368,23 +505,26 @@ def all_cases(library):
         dtype = DTYPES[i % 4]
         other = "float64" if dtype == "float64" else DTYPES[(i // 4) % 4].replace("64", "32")
         for beta, scale in ((1.0, 1.0), (0.3, 0.5)):
-            for wire in (np.dtype("float64" if dtype == "float64" else "float32"), np.dtype("float16")):
-                shapes = [geometry(numel, rate, "lanes"), geometry(333, RATES[count % len(RATES)], "lanes")]
+            for wire in (
+                np.dtype("float64" if dtype == "float64" else "float32"),
+                np.dtype("float16"),
+            ):
+                shapes = [Lanes(numel, rate), Lanes(333, RATES[count % len(RATES)])]
                 bucket = Bucket(random, shapes, [dtype, other])
                 check_moves(library, bucket, beta, scale, wire)
                 refused += check_broken_peer(library, random, bucket, wire)
                 alike = Bucket(random, shapes, [dtype, dtype])
                 check_operations(library, alike, beta, scale, wire)
-                if numel:
-                    exact = Bucket(random, [geometry(numel, rate, "exact")], [dtype], "exact")
-                    check_moves(library, exact, beta, scale, wire)
-                    refused += check_broken_peer(library, random, exact, wire)
                 count += 1
     for dtype in DTYPES:  # several pieces that each fit into a cache
-        bucket = Bucket(random, [geometry(50_001, rate, "lanes") for rate in (7, 300, 2.5)], [dtype] * 3)
+        bucket = Bucket(random, [Lanes(50_001, rate) for rate in (7, 300, 2.5)], [dtype] * 3)
         check_operations(library, bucket, 0.3, 0.5, np.float16)
     check_refusals(library, random)
     check_large(library, random)
+    # a full group, and offsets of 4 bytes
+    long = Bucket(random, [Lanes(64 * 40_000 + 37, 40_000)], ["float32"])
+    check_moves(library, long, 0.3, 0.5, np.float32)
+    refused += check_broken_peer(library, random, long, np.float32)
     print(f"{count} cases, {refused} times offsets were refused")
 
 
@@ -392,12 +532,15 @@ def main():
     name, path = sys.argv[1:]
     library = ctypes.CDLL(path)
     for function, signature in native._SIGNATURES.items():
-        getattr(library, function).argtypes, getattr(library, function).restype = signature, ctypes.c_int64
+        getattr(library, function).argtypes, getattr(library, function).restype = (
+            signature,
+            ctypes.c_int64,
+        )
     if name == "cases":
         all_cases(library)
     else:
         random = np.random.default_rng(0)
-        BROKEN[name](Kernel(library, Bucket(random, [geometry(1000, 300, "lanes")], ["float32"])))
+        BROKEN[name](Kernel(library, Bucket(random, [Lanes(1000, 300)], ["float32"])))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One bucket without its reducer: what is taken back when a step is given up while a kernel runs."""
+"""One bucket, and how its step advances, without ranks and without an exchange."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -6,80 +6,169 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from scalecom_hvd.buckets import cut
+from scalecom_hvd.bucket_layout import cut
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.torch.accumulators import Accumulators
-from scalecom_hvd.torch.bucket import Bucket, Wait
-from scalecom_hvd.torch.moves import Moves
-from scalecom_hvd.torch.residues import CompressedTensor, Residues
+from scalecom_hvd.exchange.bucket import Bucket, finished
+from scalecom_hvd.exchange.collectives import LAST, Wait
+from scalecom_hvd.exchange.exchange import BucketStep
+from scalecom_hvd.exchange.kernel_thread import KernelThread
+from scalecom_hvd.exchange.residue import Residues
 
 
-def new_bucket(numel=1_000_000, **settings):
-    parameters = {"weight": torch.nn.Parameter(torch.zeros(numel)), "bias": torch.nn.Parameter(torch.zeros(10))}
-    residues = Residues(ScaleComConfig(beta=0.5, **settings))
+def new_bucket(numel=1_000_000, thread=None, dtype=torch.float32, beta=0.5, **settings):
+    """A bucket of a weight that is compressed, with a residue, and a bias sent whole."""
+    shapes = {"weight": numel, "bias": 10}
+    parameters = {
+        name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()
+    }
+    residues = Residues(ScaleComConfig(beta=beta, **settings))
     residues.attach(parameters)
     residues.tensors["weight"].residue.normal_()
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
-    return Bucket(0, list(parameters), parameters, residues), residues.tensors["weight"].residue
+    return Bucket(0, list(parameters), parameters, residues, ranks=2, thread=thread)
 
 
-@pytest.mark.parametrize("look_ahead", [False, True])
-def test_a_step_given_up_while_a_kernel_runs_is_taken_back(look_ahead):
-    bucket, residue = new_bucket()
-    before = residue.clone()
-    worker = ThreadPoolExecutor(1)
+class Owner:
+    """Of a kernel's thread, as an exchange is."""
 
-    def exchange():
-        bucket.begin(False, 1.0)
-        assert bucket.runs_beside_python
-        move = (bucket.gather_and_filter, 2, None) if look_ahead else (bucket.filter, bucket.offsets)
-        bucket.job = worker.submit(*move)
-        yield Wait("kernel", bucket.job.done, bucket.job.result, needs_others=False)
-        raise AssertionError("nobody goes on with a step that was given up")
+    def __init__(self):
+        self.thread = KernelThread(self.go_on)
 
-    bucket.start(exchange())
-    bucket.stop()
-    assert bucket.job.done()
-    assert not torch.equal(residue, before)
-    bucket.undo()
+    def go_on(self):
+        return False
+
+
+MOVES = {
+    "cyclic": lambda bucket: bucket.accumulate(choose=True),
+    "look-ahead": lambda bucket: bucket.take_and_accumulate(bucket.new_offsets(), choose=True),
+}
+
+
+@pytest.mark.parametrize("kind", MOVES)
+def test_a_step_given_up_while_a_kernel_runs_is_rolled_back(kind):
+    owner, may_begin = Owner(), threading.Event()
+    bucket = new_bucket(thread=owner.thread)
+    residue = bucket.tensors[0].residue
+    before, moved = residue.clone(), []
+    bucket.begin(1.0)
+    (kernel, _), *_ = bucket._kernels
+    roll_back = kernel.roll_back
+
+    def noting():
+        moved.append(not torch.equal(residue, before))
+        roll_back()
+
+    kernel.roll_back = noting
+    owner.thread.submit(may_begin.wait, 30)
+    move = MOVES[kind](bucket)
+    wait = next(move)
+    assert (wait.what, wait.round, wait.work.done()) == ("kernel", 0, False)
+    may_begin.set()
+    bucket.roll_back()  # waits for the kernel; nobody goes on with `move`
+    assert wait.work.done()
+    assert moved == [True]
     bucket.forget()
     torch.testing.assert_close(residue, before, rtol=1e-6, atol=1e-6)
     assert bucket.grads == {}
 
 
-def test_impatient_buckets_wait_for_nothing_and_patient_ones_only_for_what_may_be_waited_for():
-    bucket, _ = new_bucket()
-    waited, came = [], set()
+@pytest.mark.parametrize("numel", [3000, 1_000_000])
+def test_small_kernels_run_at_once_and_large_ones_on_the_thread(numel):
+    owner = Owner()
+    bucket = new_bucket(numel, owner.thread)
+    bucket.begin(1.0)
+    waits = list(bucket.accumulate())
+    assert [wait.what for wait in waits] == ["kernel"] * (numel > 3000)
+    assert all(wait.work.done() for wait in waits)
+    bucket.roll_back()
+    bucket.end()
 
-    def wait(what, needs_others):
-        return Wait(what, lambda: what in came, lambda: (waited.append(what), came.add(what)), needs_others)
 
-    def exchange():
-        yield wait("kernel", False)
-        yield wait("offsets", True)
-        came.add("values")
+class Made:
+    """Work that is done when it is told so, or waited for."""
 
-    bucket.start(exchange())
-    bucket.advance()
+    def __init__(self, what, waited):
+        self.what, self.waited, self.came = what, waited, False
+
+    def done(self):
+        return self.came
+
+    def wait(self):
+        if not self.came:
+            self.waited.append(self.what)
+        self.came = True
+        return torch.zeros(0)
+
+
+def test_a_step_waits_for_no_round_that_others_have_not_come_to():
+    step, waited, over = BucketStep(new_bucket(3000)), [], []
+    kernel, offsets, values = (Made(what, waited) for what in ("kernel", "offsets", "values"))
+
+    def moves():
+        yield from Wait("kernel", kernel, round=0)
+        yield from Wait("offsets", offsets, round=1)
+        yield from Wait("values", values, LAST)
+        over.append(True)
+
+    step.start(moves())
+    step.start(iter([]))  # it has begun
+    step.advance()
     assert waited == []
-    bucket.advance(patient=True)
+    assert not step.waits_for_others
+    step.advance(patience=0)
     assert waited == ["kernel"]
-    bucket.advance(patient=True, needs_others=True)
-    assert waited == ["kernel", "offsets"]
-    assert "values" in came
+    assert step.waits_for_others
+    step.advance()
+    assert waited == ["kernel"]
+    offsets.came = True
+    step.advance()  # they came meanwhile
+    assert waited == ["kernel"]
+    assert step.waits.what == "values"
+    assert not step.waits_for_others  # nothing follows: nobody hurries to look
+    step.advance(patience=10)
+    values.came = True
+    step.advance()
+    assert not over
+    step.advance(patience=LAST)
+    assert waited == ["kernel"]
+    assert over
+    assert step.waits is None
+    step.end()
+    assert step.waiting == {"weight", "bias"}
+
+
+def test_a_step_waits_for_what_its_patience_allows():
+    step, waited = BucketStep(new_bucket(3000)), []
+    first, second, last = (Made(what, waited) for what in ("first", "second", "last"))
+
+    def moves():
+        yield from Wait("first", first, round=1)
+        yield from Wait("second", second, round=2)
+        yield from Wait("last", last, LAST)
+
+    step.start(moves())
+    step.advance(patience=0)
+    assert waited == []
+    step.advance(patience=1)
+    assert waited == ["first"]
+    step.advance(patience=2)
+    assert waited == ["first", "second"]
+    step.advance(patience=LAST)
+    assert waited == ["first", "second", "last"]
+    step.end()
 
 
 def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
     """The first one's ends when it ends, although a second one has begun."""
     first, second, over = (threading.Event() for _ in range(3))
 
-    def moves(meanwhile):
-        made = Moves([CompressedTensor("weight", torch.zeros(3000), 10, ScaleComConfig())])
-        made.begin([torch.zeros(3000)], 1.0, [False])
-        (kernel, _), *_ = made._kernels
-        kernel.filter = lambda *_: meanwhile() or 0
-        return made
+    def moving(meanwhile):
+        bucket = new_bucket(3000)
+        bucket.begin(1.0)
+        (kernel, _), *_ = bucket._kernels
+        kernel.accumulate = lambda *_: meanwhile() or 0
+        return bucket
 
     def in_first():
         first.set()
@@ -91,57 +180,152 @@ def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
 
     def others():
         assert first.wait(30)
-        other.filter()
+        finished(other.accumulate())
 
-    ours, other = moves(in_first), moves(in_second)
+    ours, other = moving(in_first), moving(in_second)
     with ThreadPoolExecutor(1) as worker, torch.autograd.profiler.profile() as profile:
         job = worker.submit(others)
-        ours.filter()
+        finished(ours.accumulate())
         with torch.profiler.record_function("after"):
             pass
         over.set()
         job.result()
     ranges = {event.name: event.time_range for event in profile.function_events}
-    assert ranges["scalecom.filter"].end <= ranges["after"].start
+    assert ranges["scalecom.accumulate"].end <= ranges["after"].start
 
 
-@pytest.mark.parametrize("kind", [Moves, Accumulators])
-def test_gradients_on_another_device_than_residues_are_refused(kind):
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_gradients_on_another_device_than_residues_are_refused(name):
     """As after model.to(device), behind the optimizer's back: kernels follow addresses."""
-    moves = kind([CompressedTensor("weight", torch.zeros(3000), 10, ScaleComConfig())])
-    with pytest.raises(RuntimeError, match="of weight has 3000 elements on meta, and its parameter had 3000 on cpu when.*is on its device"):
-        moves.begin([torch.zeros(3000, device="meta")], 1.0, [False])
+    bucket = new_bucket(3000)
+    grads = {n: p.grad for n, p in bucket.parameters.items()}
+    numel = grads[name].numel()
+    grads[name] = grads[name].to("meta")
+    message = (
+        f"of {name} has {numel} elements on meta, and its parameter had {numel} on cpu when"
+        ".*is on its device"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        bucket.begin(1.0, grads=grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_what_is_sent_whole_is_the_gradient_itself_where_its_dtype_travels(dtype):
-    parameters = {"weight": torch.nn.Parameter(torch.zeros(5000, dtype=dtype)), "bias": torch.nn.Parameter(torch.zeros(10, dtype=dtype))}
-    residues = Residues(ScaleComConfig())
-    residues.attach(parameters)
-    for parameter in parameters.values():
-        parameter.grad = torch.ones_like(parameter)
-    bucket = Bucket(0, list(parameters), parameters, residues)
-    bucket.begin(True, 1.0)
+    bucket = new_bucket(5000, dtype=dtype)
+    own = [parameter.grad.fill_(1) for parameter in bucket.parameters.values()]
+    before = bucket.tensors[0].residue.clone()
+    bucket.begin(1.0, whole=True)
     averaged = bucket.fill()
     if dtype == torch.bfloat16:  # Horovod has no bfloat16
         assert {buffer.dtype for buffer in averaged.values()} == {torch.float32}
     else:
-        assert [buffer.data_ptr() for buffer in averaged.values()] == [p.grad.data_ptr() for p in parameters.values()]
+        places = [buffer.data_ptr() for buffer in averaged.values()]
+        assert places == [grad.data_ptr() for grad in own]
     for buffer in averaged.values():
         buffer.mul_(0.5)
     assert bucket.is_sound()
-    bucket.scatter()
+    bucket.commit()
     for name, gradient in bucket.end().items():
         assert gradient.dtype == dtype
         assert gradient.eq(0.5).all(), name
+    assert torch.equal(bucket.tensors[0].residue, before)
+
+
+def many_tensors():
+    """A bucket whose offsets are of 1, 2 and 4 bytes."""
+    rates = {"narrow": 10, "wide": 1000, "widest": 40_000, "other": 7}
+    parameters = {name: torch.nn.Parameter(torch.zeros(3001)) for name in rates}
+    residues = Residues(ScaleComConfig(rates=rates, dense=(), min_numel=0))
+    residues.attach(parameters)
+    for parameter in parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    return Bucket(0, list(parameters), parameters, residues, ranks=2)
+
+
+def test_offsets_are_split_and_joined():
+    """Without a copy where they come from one buffer."""
+    bucket = many_tensors()
+    bucket.begin(1.0)
+    chosen = bucket.choose_without_accumulating()
+    parts = bucket.split_offsets(chosen)
+    for tensor in bucket.tensors:
+        assert parts[tensor.name].dtype == tensor.offset_dtype
+        assert parts[tensor.name].shape == (tensor.geometry.k,)
+    assert bucket.join_offsets(parts).data_ptr() == chosen.data_ptr()
+    copies = {name: part.clone() for name, part in parts.items()}
+    assert bucket.join_offsets(copies).data_ptr() != chosen.data_ptr()
+    assert torch.equal(bucket.join_offsets(copies), chosen)
+    as_bytes = {name: part.view(torch.uint8) for name, part in copies.items()}
+    assert torch.equal(bucket.join_offsets(as_bytes), chosen)
+    # One buffer, but in another order.
+    swapped = parts | {
+        "narrow": parts["other"][:301],
+        "other": torch.cat([parts["narrow"]] * 2)[:429],
+    }
+    joined = bucket.join_offsets(swapped)
+    assert joined.data_ptr() != chosen.data_ptr()
+    for name, part in bucket.split_offsets(joined).items():
+        assert torch.equal(part, swapped[name])
+
+
+def test_both_forms_of_moves_take_and_leave_the_same():
+    """Those in place, and those on accumulators: values, averages and residues, to rounding."""
+    in_place, apart = many_tensors(), many_tensors()
+    for ours, theirs in zip(in_place.tensors, apart.tensors, strict=True):
+        theirs.residue.copy_(ours.residue.normal_())
+        apart.parameters[ours.name].grad.copy_(in_place.parameters[ours.name].grad)
+    for bucket in (in_place, apart):
+        bucket.begin(0.5)
+    chosen = finished(in_place.accumulate(choose=True))
+    values = finished(in_place.take(chosen))
+    in_place.receive(chosen, values)
+
+    offsets = apart.choose()
+    assert torch.equal(offsets, chosen)
+    places = apart.places_at(offsets)
+    torch.testing.assert_close(apart.accumulators[places], values)
+    sent = apart.accumulators[places]
+    apart.send(places, sent)
+    apart.receive(places, sent)
+    for bucket in (in_place, apart):
+        bucket.fill()
+        assert bucket.is_sound()
+        bucket.commit()
+    averages = [bucket.end() for bucket in (in_place, apart)]
+    for ours, theirs in zip(in_place.tensors, apart.tensors, strict=True):
+        torch.testing.assert_close(averages[0][ours.name], averages[1][ours.name])
+        torch.testing.assert_close(ours.residue, theirs.residue)
+
+
+def test_the_two_forms_of_moves_are_not_mixed():
+    bucket = new_bucket(3000)
+    bucket.begin(1.0)
+    bucket.accumulators  # noqa: B018
+    with pytest.raises(AssertionError, match="a move in place was asked for after accumulators"):
+        finished(bucket.accumulate())
+    bucket.end()
+    bucket.begin(1.0)
+    finished(bucket.accumulate())
+    with pytest.raises(AssertionError, match="accumulators were asked for after a move in place"):
+        bucket.choose()
 
 
 def test_buckets_get_smaller_towards_the_end_and_hold_every_name_once():
-    for sizes in ([1] * 100, [5, 1, 50, 3] * 10, [1000], [0, 0, 0], [1, 1, 400, 1], list(range(40))):
+    for sizes in (
+        [1] * 100,
+        [5, 1, 50, 3] * 10,
+        [1000],
+        [0, 0, 0],
+        [1, 1, 400, 1],
+        list(range(40)),
+    ):
         names = [f"{i}" for i in range(len(sizes))]
         for limit in (1, 10, 100, 10_000):
             buckets = cut(sizes, names, limit)
             assert [name for bucket in buckets for name in bucket] == names
             filled = [sum(sizes[int(name)] for name in bucket) for bucket in buckets]
-            assert all(size <= limit or len(bucket) == 1 for size, bucket in zip(filled[:-1], buckets[:-1], strict=True))
+            assert all(
+                size <= limit or len(bucket) == 1
+                for size, bucket in zip(filled[:-1], buckets[:-1], strict=True)
+            )
     assert [len(bucket) for bucket in cut([1] * 100, list(range(100)), 40)] == [40, 30, 15, 7, 8]

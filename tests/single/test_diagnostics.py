@@ -1,4 +1,7 @@
-"""Every number of the diagnostics against its definition, computed anew on the whole model; and what a user may ask for."""
+"""Every number of the diagnostics against its definition, computed anew on the whole model.
+
+And what a user may ask for.
+"""
 
 import csv
 import itertools
@@ -10,11 +13,11 @@ import torch
 from parallel.made_up import gradients
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.diagnostics import COLUMNS, NAMES, Piece, draw, look, quantiles
+from scalecom_hvd.diagnostics import COLUMNS, NAMES, Piece, draw, look
+from scalecom_hvd.exchange import diagnostics_sampler
+from scalecom_hvd.exchange.simulator import Simulation
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.reference import select
-from scalecom_hvd.torch import probe
-from scalecom_hvd.torch.simulator import Simulation
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (6401,)}
 SETTINGS = {"rate": 20, "beta": 0.3, "min_numel": 100}
@@ -25,7 +28,9 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 def simulate(n, compression=hvd.ScaleCom, shapes=SHAPES, **fields):
     return Simulation(
         n,
-        lambda rank: {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()},
+        lambda rank: {
+            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()
+        },
         compression=compression,
         **(SETTINGS | fields),
     )
@@ -34,15 +39,23 @@ def simulate(n, compression=hvd.ScaleCom, shapes=SHAPES, **fields):
 def alike(n, step, shapes=SHAPES):
     """Gradients that have something in common, so that no number is that of pure noise."""
     common = gradients(shapes, 1000, step)
-    return [{name: common[name] + noise for name, noise in gradients(shapes, rank, step).items()} for rank in range(n)]
+    return [
+        {name: common[name] + noise for name, noise in gradients(shapes, rank, step).items()}
+        for rank in range(n)
+    ]
 
 
 def as_tensors(grads):
-    return [{name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads]
+    return [
+        {name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads
+    ]
 
 
 def residues_of(simulation):
-    return [{name: t.residue.numpy().copy() for name, t in compressor.residues.tensors.items()} for compressor in simulation.compressors]
+    return [
+        {name: t.residue.numpy().copy() for name, t in compressor.residues.tensors.items()}
+        for compressor in simulation.compressors
+    ]
 
 
 def seen(simulation):
@@ -61,8 +74,9 @@ def check(got, want):
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
 
 
-def cosine_distances(vectors):
-    return [1 - a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) for a, b in itertools.combinations(vectors, 2)]
+def mean_distance(vectors):
+    pairs = itertools.combinations(vectors, 2)
+    return np.mean([1 - a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) for a, b in pairs])
 
 
 def by_definition(step, before, grads, averages, after, config):
@@ -75,7 +89,10 @@ def by_definition(step, before, grads, averages, after, config):
     y = {name: sum(acc[i][name] for i in range(n)) / n for name in names}
     s = {name: averages[name].reshape(-1).astype(np.float64) for name in names}
     beta = config.beta
-    sent = [{name: acc[i][name] - (after[i][name] - (1 - beta) * m[i][name]) / beta for name in names} for i in range(n)]
+    sent = [
+        {name: acc[i][name] - (after[i][name] - (1 - beta) * m[i][name]) / beta for name in names}
+        for i in range(n)
+    ]
 
     missed, k, left, left_by_top, union = 0, 0, 0.0, 0.0, 0
     for name in names:
@@ -83,9 +100,11 @@ def by_definition(step, before, grads, averages, after, config):
         best = set(np.argsort(-np.abs(y[name]), kind="stable")[: len(chosen)])
         missed, k = missed + len(chosen - best), k + len(chosen)
         left += sum((y[name] - s[name]) ** 2)
-        left_by_top += sum(y[name][place] ** 2 for place in range(y[name].size) if place not in best)
+        rest = (place for place in range(y[name].size) if place not in best)
+        left_by_top += sum(y[name][place] ** 2 for place in rest)
         lanes = geometry(y[name].size, config.rate, config.selection)
-        union += len(set().union(*(select(acc[i][name].astype(np.float32), lanes, config.selection) for i in range(n))))
+        own = [select(acc[i][name].astype(np.float32), lanes, config.selection) for i in range(n)]
+        union += len(set().union(*own))
 
     def flat(arrays):
         return np.concatenate([arrays[name] for name in names])
@@ -94,24 +113,29 @@ def by_definition(step, before, grads, averages, after, config):
     norms = [np.linalg.norm(flat(m[i])) for i in range(n)]
     sorted_residues = [np.sort(flat(m[i])) for i in range(n)]
     pairs = [(sorted_residues[i], sorted_residues[i + 1]) for i in range(min(n - 1, 8))]
-    empty = norms[0] == 0
+    comparable = n > 1 and norms[0] > 0
+    if comparable:
+        correlations = [np.corrcoef(a, b)[0, 1] for a, b in pairs]
+        slopes = [abs(np.std(a) / np.std(b) - 1) for a, b in pairs]
     gradient = np.linalg.norm(sum(flat(g[i]) for i in range(n)) / n)
     return {
         "step": step,
-        "residue_distance": None if empty or n == 1 else np.mean(cosine_distances([flat(m[i]) for i in range(n)])),
-        "accumulator_distance": None if n == 1 else np.mean(cosine_distances([flat(acc[i]) for i in range(n)])),
+        "residue_distance": mean_distance(map(flat, m)) if comparable else None,
+        "accumulator_distance": mean_distance(map(flat, acc)) if n > 1 else None,
         "distance_to_top_k": missed / k,
         "contraction": left / whole,
         "contraction_top_k": left_by_top / whole,
-        "energy_sent": np.mean([sum(flat(sent[i]) ** 2) / sum(flat(acc[i]) ** 2) for i in range(n)]),
+        "energy_sent": np.mean(
+            [sum(flat(sent[i]) ** 2) / sum(flat(acc[i]) ** 2) for i in range(n)]
+        ),
         "residue_norm_mean": np.mean(norms),
         "residue_norm_min": min(norms),
         "residue_norm_max": max(norms),
         "residue_norm_ratio": np.mean(norms) / gradient,
         "union_density": union / flat(y).size,
         "sent_density": k / flat(y).size,
-        "quantile_correlation": None if empty or n == 1 else np.mean([np.corrcoef(a, b)[0, 1] for a, b in pairs]),
-        "quantile_slope_max": None if empty or n == 1 else max(abs(np.std(a) / np.std(b) - 1) for a, b in pairs),
+        "quantile_correlation": np.mean(correlations) if comparable else None,
+        "quantile_slope_max": max(slopes) if comparable else None,
         "sample_size": flat(y).size,
     }
 
@@ -145,7 +169,10 @@ def test_every_number_is_what_its_definition_says(n, compression, fields):
             assert seen(simulation) is None  # sent whole
         elif step % 2 == 0:
             averages = {name: average.numpy() for name, average in averages.items()}
-            check(seen(simulation), by_definition(step, before, grads, averages, residues_of(simulation), config))
+            check(
+                seen(simulation),
+                by_definition(step, before, grads, averages, residues_of(simulation), config),
+            )
         else:
             assert seen(simulation) is None or seen(simulation)["step"] == step - 1
     if compression is hvd.GlobalTopK:
@@ -155,9 +182,12 @@ def test_every_number_is_what_its_definition_says(n, compression, fields):
 
 
 def test_sums_loss_scales_late_and_frozen_gradients():
-    """The numbers are those of averages in unscaled units; what is missing counts as zeros, what is frozen as nothing at all."""
+    """The numbers are those of averages in unscaled units.
+
+    What is missing counts as zeros, what is frozen as nothing at all.
+    """
     plain = simulate(3, diagnostics=1)
-    scaled = simulate(3, diagnostics=1, loss_scale=lambda: 4.0, op=hvd.Sum)
+    scaled = simulate(3, diagnostics=1, loss_scale=lambda: 4.0, sums=True)
     for simulation in (plain, scaled):
         for parameters in simulation.parameters:
             parameters["second"].requires_grad_(False)
@@ -167,7 +197,9 @@ def test_sums_loss_scales_late_and_frozen_gradients():
         for worker in grads:
             worker["second"] = np.ones(SHAPES["second"], np.float32)
         plain.step(as_tensors(grads))
-        scaled.step(as_tensors([{name: 4 * array for name, array in worker.items()} for worker in grads]))
+        scaled.step(
+            as_tensors([{name: 4 * array for name, array in worker.items()} for worker in grads])
+        )
         check(seen(scaled), seen(plain))
     frozen = {"second": np.zeros(3000, np.float32)}
     before = [residues | frozen for residues in residues_of(plain)]
@@ -199,12 +231,22 @@ def test_warm_up_is_not_looked_at():
         assert (seen(simulation) or {}).get("step") == (step if step >= 2 else None)
 
 
-@pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": hvd.LocalTopK}, {"compression": hvd.ECQSGD}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"lookahead": True}, {"compression": hvd.LocalTopK}, {"compression": hvd.ECQSGD}],
+    ids=str,
+)
 def test_looking_changes_nothing(fields):
     watched, alone = simulate(3, diagnostics=1, **fields), simulate(3, **fields)
     for step in range(6):
-        mine, theirs = (simulation.step(as_tensors(alike(3, step))) for simulation in (watched, alone))
-        assert all(torch.equal(mine[rank][name], theirs[rank][name]) for rank in range(3) for name in SHAPES)
+        mine, theirs = (
+            simulation.step(as_tensors(alike(3, step))) for simulation in (watched, alone)
+        )
+        assert all(
+            torch.equal(mine[rank][name], theirs[rank][name])
+            for rank in range(3)
+            for name in SHAPES
+        )
     for mine, theirs in zip(residues_of(watched), residues_of(alone), strict=True):
         assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
     got, want = watched.compressors[0].stats(), alone.compressors[0].stats()
@@ -216,7 +258,10 @@ def test_looking_changes_nothing(fields):
 def test_a_sample_is_close_to_the_whole(selection):
     shapes = {"small": (50, 41), "large": (200, 301)}
     whole, some = (
-        simulate(4, shapes=shapes, diagnostics=hvd.Diagnostics(1, sample=sample), selection=selection) for sample in (10**6, 20_000)
+        simulate(
+            4, shapes=shapes, diagnostics=hvd.Diagnostics(1, sample=sample), selection=selection
+        )
+        for sample in (10**6, 20_000)
     )
     for step in range(5):
         for simulation in (whole, some):
@@ -236,7 +281,11 @@ def test_a_sample_is_close_to_the_whole(selection):
 @pytest.mark.parametrize("selection", ["lanes", "exact"])
 @pytest.mark.parametrize("rate", [7, 100, 2.5])
 def test_the_sample_is_of_whole_lanes_in_proportion_to_sizes(selection, rate):
-    tensors = {"b": geometry(50_001, rate, selection), "a": geometry(12_000, rate, selection), "tiny": geometry(130, rate, selection)}
+    tensors = {
+        "b": geometry(50_001, rate, selection),
+        "a": geometry(12_000, rate, selection),
+        "tiny": geometry(130, rate, selection),
+    }
     pieces = draw(tensors, 6000)
     assert list(pieces) == ["a", "b", "tiny"]
     again = draw(dict(reversed(tensors.items())), 6000)
@@ -246,17 +295,25 @@ def test_the_sample_is_of_whole_lanes_in_proportion_to_sizes(selection, rate):
         assert np.unique(piece.positions).size == piece.positions.size
         assert piece.positions.min() >= 0
         assert piece.positions.max() < lanes.numel
-        assert piece.positions.size == pytest.approx(6000 * lanes.numel / 62_131, rel=0.02, abs=2 * rate)
+        assert piece.positions.size == pytest.approx(
+            6000 * lanes.numel / 62_131, rel=0.02, abs=2 * rate
+        )
         if selection == "exact":
             assert piece.k == max(round(piece.positions.size / rate), 1)
             continue
         starts, strides = lanes.starts_and_strides()
-        of_lane = {tuple(range(start, lanes.numel, stride)[: lanes.rows]) for start, stride in zip(starts, strides, strict=True)}
+        of_lane = {
+            tuple(range(start, lanes.numel, stride)[: lanes.rows])
+            for start, stride in zip(starts, strides, strict=True)
+        }
         ends = np.cumsum(piece.lengths)
         for lane in np.split(piece.positions, ends[:-1]):
             assert tuple(lane) in of_lane
     everything = draw(tensors, 62_131)
-    assert all(sorted(piece.positions) == list(range(tensors[name].numel)) for name, piece in everything.items())
+    assert all(
+        sorted(piece.positions) == list(range(tensors[name].numel))
+        for name, piece in everything.items()
+    )
 
 
 def test_equals_count_as_chosen_well_as_far_as_they_can():
@@ -264,7 +321,8 @@ def test_equals_count_as_chosen_well_as_far_as_they_can():
     accumulators = np.array([[3.0, 1, 1, 0]])
 
     def distance(average):
-        return look(np.zeros((1, 4)), accumulators, np.array(average), np.zeros(1), [piece])["distance_to_top_k"]
+        numbers = look(np.zeros((1, 4)), accumulators, np.array(average), np.zeros(1), [piece])
+        return numbers["distance_to_top_k"]
 
     assert distance([3.0, 1, 0, 0]) == 0
     assert distance([3.0, 0, 1, 0]) == 0
@@ -274,16 +332,18 @@ def test_equals_count_as_chosen_well_as_far_as_they_can():
 
 
 def test_nothing_but_zeros():
-    numbers = look(np.zeros((2, 4)), np.zeros((2, 4)), np.zeros(4), np.full(2, np.nan), [Piece(np.arange(4), np.array([2, 2]), 2)])
-    for name in ("residue_distance", "accumulator_distance", "distance_to_top_k", "contraction", "energy_sent", "quantile_correlation"):
+    pieces = [Piece(np.arange(4), np.array([2, 2]), 2)]
+    numbers = look(np.zeros((2, 4)), np.zeros((2, 4)), np.zeros(4), np.full(2, np.nan), pieces)
+    for name in (
+        "residue_distance",
+        "accumulator_distance",
+        "distance_to_top_k",
+        "contraction",
+        "energy_sent",
+        "quantile_correlation",
+    ):
         assert numbers[name] is None
     assert numbers["sent_density"] == 0
-
-
-def test_quantiles():
-    residues = np.random.default_rng(0).standard_normal((3, 1001))
-    got = quantiles(residues, [0, 0.5, 1])
-    np.testing.assert_array_equal(got, np.stack([residues.min(1), np.median(residues, 1), residues.max(1)], axis=1))
 
 
 def rows_of(path):
@@ -333,7 +393,11 @@ def test_tensorboard(tmp_path, monkeypatch):
             written.append("flush")
 
     opened = []
-    monkeypatch.setattr(probe, "open_tensorboard", lambda *arguments: opened.append(arguments) or Summary())
+    monkeypatch.setattr(
+        diagnostics_sampler,
+        "open_tensorboard",
+        lambda *arguments: opened.append(arguments) or Summary(),
+    )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     simulation = simulate(2, diagnostics=hvd.Diagnostics(2, tensorboard=tmp_path))
     for step in range(3):
@@ -343,7 +407,9 @@ def test_tensorboard(tmp_path, monkeypatch):
         ("scalecom/contraction", pytest.approx(0.7, abs=0.3), 0),
         ("scalecom/contraction", seen(simulation)["contraction"], 2),
     ]
-    assert not [entry for entry in written if entry[0] == "scalecom/residue_distance" and entry[2] == 0]
+    assert not [
+        entry for entry in written if entry[0] == "scalecom/residue_distance" and entry[2] == 0
+    ]
     assert written.count("flush") == 2
 
 
@@ -356,7 +422,11 @@ def test_tensorboard_that_is_not_installed(monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
-        (lambda: hvd.ScaleCom(diagnostics=0), ValueError, "every is the number of steps from one look to the next: at least 1, not 0"),
+        (
+            lambda: hvd.ScaleCom(diagnostics=0),
+            ValueError,
+            "every is the number of steps from one look to the next: at least 1, not 0",
+        ),
         (
             lambda: hvd.ScaleCom(diagnostics=True),
             TypeError,
@@ -364,7 +434,11 @@ def test_tensorboard_that_is_not_installed(monkeypatch):
         ),
         (lambda: hvd.RandomK(diagnostics="often"), TypeError, "not 'often'"),
         (lambda: hvd.Diagnostics(every=2.5), TypeError, "a whole number, not 2.5"),
-        (lambda: hvd.Diagnostics(sample=-1), ValueError, "sample is a number of elements: at least 1, not -1"),
+        (
+            lambda: hvd.Diagnostics(sample=-1),
+            ValueError,
+            "sample is a number of elements: at least 1, not -1",
+        ),
         (lambda: hvd.Diagnostics(csv=7), TypeError, "csv must be a path, not 7"),
         (lambda: hvd.Diagnostics(csv="/"), ValueError, "/ is a directory"),
         (lambda: hvd.Diagnostics(csv=__file__), ValueError, "holds other columns"),
@@ -375,7 +449,9 @@ def test_what_is_refused(wrong, error, words):
         wrong()
 
 
-@pytest.mark.parametrize("method", [hvd.ScaleCom, hvd.RandomK, hvd.ECQSGD, hvd.LocalTopK, hvd.GTopK, hvd.GlobalTopK])
+@pytest.mark.parametrize(
+    "method", [hvd.ScaleCom, hvd.RandomK, hvd.ECQSGD, hvd.LocalTopK, hvd.GTopK, hvd.GlobalTopK]
+)
 def test_every_method_takes_it(method):
     assert method().diagnostics is None
     assert method(diagnostics=50).diagnostics == hvd.Diagnostics()

@@ -21,10 +21,19 @@ def test_rates_follow_the_flops_per_gradient():
     )
     for batch in (2, 32):
         rates = hvd.rates_from_flops(model, torch.zeros(batch, 3, 8, 8), batch_size=batch)
-        assert rates == {"0.weight": 1, "1.weight": 25, "3.weight": 25, "5.weight": 50, "7.weight": 400}
+        assert rates == {
+            "0.weight": 1,
+            "1.weight": 25,
+            "3.weight": 25,
+            "5.weight": 50,
+            "7.weight": 400,
+        }
     assert model.training
     assert (
-        hvd.ScaleComConfig(rates=rates, dense=(), min_numel=0).rates_for({n: tuple(p.shape) for n, p in model.named_parameters()}) == rates
+        hvd.ScaleComConfig(rates=rates, dense=(), min_numel=0).rates_for(
+            {n: tuple(p.shape) for n, p in model.named_parameters()}
+        )
+        == rates
     )
 
 
@@ -37,7 +46,14 @@ def test_inputs_of_all_kinds():
         def forward(self, x, scale):
             return self.norm(self.b(self.a(x)) * scale)
 
-    expected = {"a.weight": 1, "a.bias": 1, "b.weight": 400, "b.bias": 400, "norm.weight": 400, "norm.bias": 400}
+    expected = {
+        "a.weight": 1,
+        "a.bias": 1,
+        "b.weight": 400,
+        "b.bias": 400,
+        "norm.weight": 400,
+        "norm.bias": 400,
+    }
     assert hvd.rates_from_flops(Named(), (torch.zeros(2, 4), 2.0), 2) == expected
     assert hvd.rates_from_flops(Named(), {"x": torch.zeros(2, 4), "scale": 2.0}, 2) == expected
     with pytest.raises(ValueError, match="batch_size is the number of samples"):
@@ -50,25 +66,39 @@ def test_recurrent_and_attention_layers_are_counted():
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embedding, self.lstm, self.head = nn.Embedding(50, 32), nn.LSTM(32, 64, batch_first=True), nn.Linear(64, 50)
+            self.embedding, self.lstm, self.head = (
+                nn.Embedding(50, 32),
+                nn.LSTM(32, 64, batch_first=True),
+                nn.Linear(64, 50),
+            )
 
         def forward(self, x):
             return self.head(self.lstm(self.embedding(x))[0])
 
     rates = hvd.rates_from_flops(Recurrent(), torch.zeros(32, 64, dtype=torch.long), 32)
-    # 2 * 32 * 64 positions per weight; an embedding computes nothing, so the LSTM is the first layer that does.
+    # 2 * 32 * 64 positions per weight; an embedding computes nothing, so the LSTM is the first
+    # layer that does.
     assert rates["lstm.weight_ih_l0"] == rates["lstm.weight_hh_l0"] == 1
     assert rates["head.weight"] == 25
     assert rates["embedding.weight"] == 400
 
-    encoder = nn.Sequential(nn.Linear(16, 32), nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
+    encoder = nn.Sequential(
+        nn.Linear(16, 32), nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    )
     rates = hvd.rates_from_flops(encoder, torch.zeros(32, 10, 16), 32)
-    assert rates["1.self_attn.in_proj_weight"] == rates["1.self_attn.out_proj.weight"] == rates["1.linear1.weight"] == 25
+    assert (
+        rates["1.self_attn.in_proj_weight"]
+        == rates["1.self_attn.out_proj.weight"]
+        == rates["1.linear1.weight"]
+        == 25
+    )
     assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_frozen_and_tied_parameters_and_modes():
-    model = nn.ModuleDict({"body": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8), "head": nn.Linear(8, 8, bias=False)})
+    model = nn.ModuleDict(
+        {"body": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8), "head": nn.Linear(8, 8, bias=False)}
+    )
     model["head"].weight = model["body"].weight
     model["norm"].eval()
     model["body"].bias.requires_grad_(False)

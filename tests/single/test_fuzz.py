@@ -1,7 +1,9 @@
-"""Random programs of training steps on simulated workers, held against what must be true of every step (fuzz_model.py).
+"""Random programs of training steps on simulated workers, held against what must be true of every
+step (fuzz_model.py).
 
-The same programs in every run, so many that it takes about half a minute; one that fails is printed as it is. FUZZ_SECONDS=600 makes it
-that long, with programs that nobody has seen, and one that fails is first made as short as can be, which may take minutes.
+The same programs in every run, so many that it takes about half a minute; one that fails is printed
+as it is. FUZZ_SECONDS=600 makes it that long, with programs that nobody has seen, and one that
+fails is first made as short as can be, which may take minutes.
 """
 
 import copy
@@ -13,10 +15,16 @@ import torch
 from fuzz_model import Seen, Truth, draw_setting, draw_step
 from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from scalecom_hvd.torch import kernels
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange import kernels
+from scalecom_hvd.exchange.simulator import Simulation
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 0))
 EXAMPLES = 90
@@ -56,7 +64,10 @@ class Training(RuleBasedStateMachine):
         )
 
     def gradients(self, step):
-        return [step.gradients(self.setting, rank, self.scale, self.frozen) for rank in range(self.setting.n)]
+        return [
+            step.gradients(self.setting, rank, self.scale, self.frozen)
+            for rank in range(self.setting.n)
+        ]
 
     def take(self, step):
         note(step)
@@ -64,13 +75,20 @@ class Training(RuleBasedStateMachine):
         everyone = []
         for run in self.runs:
             averages = run.step(self.gradients(step), step.orders)
-            everyone.append([Seen.of(compressor, average) for compressor, average in zip(run.compressors, averages, strict=True)])
+            everyone.append(
+                [
+                    Seen.of(compressor, average)
+                    for compressor, average in zip(run.compressors, averages, strict=True)
+                ]
+            )
         self.truth.check(came, self.scale, self.frozen, everyone[-1])
         for other in everyone[:-1]:
             for mine, theirs in zip(everyone[-1], other, strict=True):
                 assert mine.step == theirs.step
                 for name in mine.averages:
-                    assert torch.equal(mine.averages[name].nan_to_num(7.0), theirs.averages[name].nan_to_num(7.0)), name
+                    assert torch.equal(
+                        mine.averages[name].nan_to_num(7.0), theirs.averages[name].nan_to_num(7.0)
+                    ), name
                 for name in mine.residues:
                     assert torch.equal(mine.residues[name], theirs.residues[name]), name
 
@@ -85,7 +103,11 @@ class Training(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def overflow(self, data):
-        self.take(draw_step(self.chooser(data), self.setting, missing=data.draw(st.booleans()), overflow=True))
+        self.take(
+            draw_step(
+                self.chooser(data), self.setting, missing=data.draw(st.booleans()), overflow=True
+            )
+        )
 
     @rule(power=st.sampled_from([0, -3, 4, 10, 16]))
     def move_the_loss_scale(self, power):
@@ -133,14 +155,21 @@ class Training(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fail_in_the_middle(self, data):
-        """A collective, or a kernel between two of its tensors, fails on one rank; the others wait for it in vain."""
+        """A collective, or a kernel between two of its tensors, fails on one rank; the others wait
+        for it in vain.
+        """
         choose = self.chooser(data)
-        step, rank, calls = draw_step(choose, self.setting), choose(range(self.setting.n)), choose(range(4))
+        step, rank, calls = (
+            draw_step(choose, self.setting),
+            choose(range(self.setting.n)),
+            choose(range(4)),
+        )
         came = self.gradients(step)
         self.runs = self.runs[-1:]
         run = self.runs[0]
-        # Plain torch's kernel asks for every tensor's gradient when the tensors before it have moved.
-        place, name = choose([(run.transports[rank], "average"), (kernels, "usable")])
+        # Plain torch's kernel asks for every tensor's gradient when the tensors before it have
+        # moved.
+        place, name = choose([(run.collectives[rank], "average"), (kernels, "usable")])
         whole = getattr(place, name)
 
         def failing(*arguments):
@@ -154,10 +183,16 @@ class Training(RuleBasedStateMachine):
         try:
             averages = run.step(self.gradients(step), step.orders)
         except Broken:
-            residues = [{t.name: t.residue.view(t.shape) for t in compressor.residues.tensors.values()} for compressor in run.compressors]
+            residues = [
+                {t.name: t.residue.view(t.shape) for t in compressor.residues.tensors.values()}
+                for compressor in run.compressors
+            ]
             self.truth.given_up(came, self.scale, residues)
         else:  # there were fewer calls than that
-            seen = [Seen.of(compressor, average) for compressor, average in zip(run.compressors, averages, strict=True)]
+            seen = [
+                Seen.of(compressor, average)
+                for compressor, average in zip(run.compressors, averages, strict=True)
+            ]
             self.truth.check(came, self.scale, self.frozen, seen)
         finally:
             setattr(place, name, whole)

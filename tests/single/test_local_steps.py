@@ -1,4 +1,6 @@
-"""Local steps of simulated ranks: what happens when ranks come with different pasts, or go where no number is."""
+"""Local steps of simulated ranks: what happens when ranks come with different pasts, or go where no
+number is.
+"""
 
 import copy
 
@@ -6,8 +8,8 @@ import pytest
 import torch
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.local_steps import NotFinite
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.local_steps import NotFinite
+from scalecom_hvd.exchange.simulator import Simulation
 
 SETTINGS = {"rate": 4, "min_numel": 0, "dense": [], "warmup_steps": 0}
 
@@ -19,12 +21,18 @@ class Ranks:
         self.models = [torch.nn.Parameter(torch.linspace(-1, 1, 40).to(dtype)) for _ in range(n)]
         compression = fields.pop("compression", hvd.ScaleCom)
         self.simulation = Simulation(
-            n, lambda rank: {"w": self.models[rank]}, compression=compression, local_steps=local_steps, **(SETTINGS | fields)
+            n,
+            lambda rank: {"w": self.models[rank]},
+            compression=compression,
+            local_steps=local_steps,
+            **(SETTINGS | fields),
         )
         self.locals, self.compressors = self.simulation.locals, self.simulation.compressors
 
     def step(self, grads):
-        """grads: a number, or one for each rank, which all elements' gradients are; "bad" is one that cannot be used."""
+        """grads: a number, or one for each rank, which all elements' gradients are; "bad" is one
+        that cannot be used.
+        """
         grads = grads if isinstance(grads, list) else [grads] * len(self.models)
 
         def take(rank):
@@ -67,7 +75,9 @@ def test_a_bad_step_changes_nothing_and_gives_what_it_would_have_given():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("at", [4, 6])
 def test_synchronising_first_of_all_after_a_newcomer_came(dtype, at):
-    """Ranks differ in whether they have taken steps since the last synchronisation, and all must take part."""
+    """Ranks differ in whether they have taken steps since the last synchronisation, and all must
+    take part.
+    """
     ranks = Ranks(2, 4, dtype)
     for _ in range(at):
         ranks.step([0.25, 0.5])
@@ -127,8 +137,12 @@ def test_a_newcomer_where_every_rank_has_its_own_schedule():
     common = states[0]["local_steps"]["common"]["w"]
     for _ in range(4):
         again.step(0.0)
-    torch.testing.assert_close(again.locals[0].common["w"].detach(), again.locals[1].common["w"].detach())
-    torch.testing.assert_close(again.models[1].detach(), common - (common - states[0]["local_steps"]["local"]["w"]) / 2)
+    torch.testing.assert_close(
+        again.locals[0].common["w"].detach(), again.locals[1].common["w"].detach()
+    )
+    torch.testing.assert_close(
+        again.models[1].detach(), common - (common - states[0]["local_steps"]["local"]["w"]) / 2
+    )
 
 
 def test_weights_that_are_clipped_where_every_rank_has_its_own_schedule():
@@ -201,5 +215,11 @@ def test_every_rank_leads_where_each_has_its_own_schedule():
 def test_a_refused_optimizer_leaves_no_schedule_behind():
     compression = hvd.ScaleCom(warmup_steps=100)
     with pytest.raises(ValueError, match="which matches no parameter"):
-        Simulation(1, lambda rank: {"w": torch.nn.Parameter(torch.zeros(9))}, compression=hvd.ScaleCom, local_steps=10, rates={"x": 3})
+        Simulation(
+            1,
+            lambda rank: {"w": torch.nn.Parameter(torch.zeros(9))},
+            compression=hvd.ScaleCom,
+            local_steps=10,
+            rates={"x": 3},
+        )
     assert compression.residues.warmup == 100

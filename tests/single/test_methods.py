@@ -1,20 +1,22 @@
-"""The methods beside ScaleCom in one process: their parts by themselves, and any number of simulated ranks against the oracle."""
+"""The methods beside ScaleCom in one process: their parts by themselves, and any number of
+simulated ranks against the oracle.
+"""
 
 import functools
 
 import numpy as np
 import pytest
 import torch
+from oracles import methods as oracle
 from parallel.made_up import gradients
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import reference_methods as oracle
+from scalecom_hvd.exchange.methods.g_top_k import merge
+from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
+from scalecom_hvd.exchange.methods.random_k import draw
+from scalecom_hvd.exchange.quantisers import generator
+from scalecom_hvd.exchange.simulator import Simulation
 from scalecom_hvd.lanes import Lanes, Positions
-from scalecom_hvd.torch.accumulators import generator
-from scalecom_hvd.torch.methods.gtopk import merge
-from scalecom_hvd.torch.methods.local_topk import pack, unpack
-from scalecom_hvd.torch.methods.randomk import draw
-from scalecom_hvd.torch.simulator import Simulation
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "scalar": ()}
 BUCKETS = [["scalar", "first", "bias"], ["second"]]
@@ -26,7 +28,18 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
 
 @pytest.mark.parametrize(
-    ("numel", "rate"), [(1, 100), (63, 10), (65, 10), (640, 10), (641, 10), (701, 10), (1000, 7), (999, 2.5), (50, 1000)]
+    ("numel", "rate"),
+    [
+        (1, 100),
+        (63, 10),
+        (65, 10),
+        (640, 10),
+        (641, 10),
+        (701, 10),
+        (1000, 7),
+        (999, 2.5),
+        (50, 1000),
+    ],
 )
 def test_a_draw_hits_every_lane_once_and_reaches_every_element(numel, rate):
     lanes, random = Lanes(numel, rate), torch.Generator().manual_seed(1)
@@ -59,7 +72,10 @@ def test_an_exact_draw_is_any_places_without_repeats():
 def test_numbers_drawn_depend_on_every_number_given():
     first = [torch.rand(1, generator=generator(*numbers)).item() for numbers in np.ndindex(3, 3, 3)]
     assert len(set(first)) == 27
-    assert torch.rand(1, generator=generator(-1, 2**40)).item() == torch.rand(1, generator=generator(-1, 2**40)).item()
+    assert (
+        torch.rand(1, generator=generator(-1, 2**40)).item()
+        == torch.rand(1, generator=generator(-1, 2**40)).item()
+    )
 
 
 # What is sent.
@@ -88,8 +104,13 @@ def test_gtopks_merge_gives_what_ranks_sent(n):
         places = [np.sort(random.permutation(numel)[:k]) for _ in range(n)]
         if trial % 4 == 0:
             places = [places[0]] * n
-        values = [random.standard_normal(k) if trial % 3 else random.choice([-1.0, 1.0, 2.0], k) for _ in range(n)]
-        choices = [(torch.from_numpy(p), torch.from_numpy(v)) for p, v in zip(places, values, strict=True)]
+        values = [
+            random.standard_normal(k) if trial % 3 else random.choice([-1.0, 1.0, 2.0], k)
+            for _ in range(n)
+        ]
+        choices = [
+            (torch.from_numpy(p), torch.from_numpy(v)) for p, v in zip(places, values, strict=True)
+        ]
         merged = [merge(list(choices), k, rank) for rank in range(n)]
         (chosen, sums), _ = merged[0]
         assert len(chosen) == k
@@ -129,9 +150,21 @@ def uniform(bucket, worker, shape):
 
 
 def simulate(n, method, **fields):
-    settings = {"rate": 20, "beta": 0.3, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0, "groups": BUCKETS} | fields
+    settings = {
+        "rate": 20,
+        "beta": 0.3,
+        "min_numel": 0,
+        "dense": ["bias"],
+        "warmup_steps": 0,
+        "groups": BUCKETS,
+    } | fields
     return Simulation(
-        n, lambda rank: {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}, compression=method, **settings
+        n,
+        lambda rank: {
+            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()
+        },
+        compression=method,
+        **settings,
     )
 
 
@@ -140,7 +173,9 @@ def made_up(n, step):
 
 
 def as_tensors(grads):
-    return [{name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads]
+    return [
+        {name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
@@ -158,10 +193,20 @@ def test_simulated_ranks_are_those_of_the_oracle(name, n):
         for rank in range(n):
             for tensor, got in outputs[rank].items():
                 np.testing.assert_array_equal(got.numpy(), outputs[0][tensor].numpy())
-                np.testing.assert_allclose(got.numpy(), averages[tensor], rtol=1e-6, atol=1e-6, err_msg=f"{tensor}, step {step}")
+                np.testing.assert_allclose(
+                    got.numpy(),
+                    averages[tensor],
+                    rtol=1e-6,
+                    atol=1e-6,
+                    err_msg=f"{tensor}, step {step}",
+                )
             for tensor in simulation.compressors[rank].residues.tensors.values():
                 want = reference.residues[rank].get(tensor.name, np.zeros(tensor.shape, np.float32))
-                np.testing.assert_array_equal(tensor.residue.view(tensor.shape).numpy(), want, err_msg=f"{tensor.name}, step {step}")
+                np.testing.assert_array_equal(
+                    tensor.residue.view(tensor.shape).numpy(),
+                    want,
+                    err_msg=f"{tensor.name}, step {step}",
+                )
     assert simulation.compressors[0].residues.buckets == BUCKETS
     assert reference.step_number == simulation.compressors[0].stats()["step"] == 10
 
@@ -177,5 +222,8 @@ def test_two_simulations_give_the_same_bits(name):
 
 @pytest.mark.parametrize("method", [hvd.RandomK, hvd.ECQSGD])
 def test_another_seed_gives_other_numbers(method):
-    outputs = [simulate(2, method, seed=seed).step(as_tensors(made_up(2, 0)))[0]["first"] for seed in (0, 1)]
+    outputs = [
+        simulate(2, method, seed=seed).step(as_tensors(made_up(2, 0)))[0]["first"]
+        for seed in (0, 1)
+    ]
     assert not torch.equal(*outputs)

@@ -1,6 +1,7 @@
 """What can be said without a second rank."""
 
 import inspect
+from unittest.mock import Mock
 
 import horovod.torch as horovod
 import numpy as np
@@ -8,18 +9,29 @@ import pytest
 import torch
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.torch.residues import Residues
+from scalecom_hvd.exchange.residue import Residues
 
 
 def test_it_is_horovod_torch_and_more():
     for name in dir(horovod):
         value = getattr(horovod, name)
-        if not name.startswith("_") and name not in ("DistributedOptimizer", "broadcast_parameters", "join", "optimizer", "elastic"):
+        if not name.startswith("_") and name not in (
+            "DistributedOptimizer",
+            "broadcast_parameters",
+            "join",
+            "optimizer",
+            "elastic",
+        ):
             ours = getattr(hvd, name)
             assert ours is value or inspect.signature(ours) == inspect.signature(value), name
-    assert all(getattr(hvd.elastic, name) is getattr(horovod.elastic, name) for name in horovod.elastic.__all__)
+    assert all(
+        getattr(hvd.elastic, name) is getattr(horovod.elastic, name)
+        for name in horovod.elastic.__all__
+    )
     assert hvd.DistributedOptimizer is not horovod.DistributedOptimizer
-    assert {"ScaleCom", "ScaleComConfig", "rates_from_flops", "allreduce", "elastic"} <= set(hvd.__all__)
+    assert {"ScaleCom", "ScaleComConfig", "rates_from_flops", "allreduce", "elastic"} <= set(
+        hvd.__all__
+    )
 
 
 def test_one_process_trains_as_without_horovod():
@@ -28,7 +40,11 @@ def test_one_process_trains_as_without_horovod():
     ours, plain = torch.nn.Linear(100, 100), torch.nn.Linear(100, 100)
     plain.load_state_dict(ours.state_dict())
     optimizers = [
-        hvd.DistributedOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours.named_parameters(), compression=hvd.ScaleCom),
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(ours.parameters(), lr=0.1),
+            ours.named_parameters(),
+            compression=hvd.ScaleCom,
+        ),
         torch.optim.SGD(plain.parameters(), lr=0.1),
     ]
     for _ in range(3):
@@ -45,7 +61,9 @@ def test_settings_of_the_object(monkeypatch):
     monkeypatch.setenv("SCALECOM_RATE", "50")
     assert hvd.ScaleCom().config.rate == 50
     assert hvd.ScaleCom(rate=20).config.rate == 20
-    assert hvd.ScaleCom(config=hvd.ScaleComConfig(rate=30), beta=0.1).config == hvd.ScaleComConfig(rate=30, beta=0.1)
+    assert hvd.ScaleCom(config=hvd.ScaleComConfig(rate=30), beta=0.1).config == hvd.ScaleComConfig(
+        rate=30, beta=0.1
+    )
     with pytest.raises(ValueError, match="did you mean beta"):
         hvd.ScaleCom(betta=0.1)
     with pytest.raises(TypeError, match="a GradScaler, or a callable|GradScaler or a callable"):
@@ -54,7 +72,12 @@ def test_settings_of_the_object(monkeypatch):
 
 
 def test_the_stats_before_training():
-    assert hvd.ScaleCom().stats() == {"step": 0, "skipped_steps": 0, "residue_norm": 0.0, "residue_ratio": None}
+    assert hvd.ScaleCom().stats() == {
+        "step": 0,
+        "skipped_steps": 0,
+        "residue_norm": 0.0,
+        "residue_ratio": None,
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64], ids=str)
@@ -62,7 +85,12 @@ def test_the_stats_before_training():
 def test_parameters_that_are_no_real_numbers_are_refused(dtype, numel):
     """Small ones too: what Horovod cannot average is not sent whole either."""
     parameters = {"weight": torch.zeros(3000), "table": torch.zeros(numel, dtype=dtype)}
-    with pytest.raises(TypeError, match=f"table has dtype {dtype}, which ScaleCom cannot average.*keep it out of this optimizer"):
+    with pytest.raises(
+        TypeError,
+        match=(
+            f"table has dtype {dtype}, which ScaleCom cannot average.*keep it out of this optimizer"
+        ),
+    ):
         Residues(hvd.ScaleComConfig()).attach(parameters)
 
 
@@ -80,26 +108,38 @@ WRONG_OFFSETS = {
 def test_offsets_that_are_damaged_are_refused(case, loaded_first):
     """On all ranks alike: then no comparison of ranks finds it."""
     selection, place, value = WRONG_OFFSETS[case]
-    config = hvd.ScaleComConfig(lookahead=True, selection=selection, dense=())
-    parameters = {"weight": torch.zeros(6401)}
-    made = Residues(config)
-    made.attach(parameters)
-    offsets = torch.from_numpy(np.arange(65).astype(made.tensors["weight"].geometry.offset_dtype) * (selection == "exact"))
-    made.chosen_ahead = {"weight": offsets}
+
+    def new_method():
+        return hvd.ScaleCom(lookahead=True, selection=selection, dense=())
+
+    def attach(method):
+        parameters = {"weight": torch.nn.Parameter(torch.zeros(6401))}
+        method.attach(parameters, Mock(in_step=lambda: False))
+
+    made = new_method()
+    attach(made)
+    dtype = made.residues.tensors["weight"].geometry.offset_dtype
+    offsets = torch.from_numpy(np.arange(65).astype(dtype) * (selection == "exact"))
+    made.tensor_states["weight"] = {"offsets": offsets}
     good = made.state_dict()
 
-    def load(state):
-        residues = Residues(config)
+    def load(method, state):
         if loaded_first:
-            residues.load_state_dict(state)
-            residues.attach(parameters)
+            method.load_state_dict(state)
+            attach(method)
         else:
-            residues.attach(parameters)
-            residues.load_state_dict(state)
-        return residues
+            attach(method)
+            method.load_state_dict(state)
 
-    assert torch.equal(load(good).chosen_ahead["weight"], offsets)
+    method = new_method()
+    load(method, good)
+    assert torch.equal(method.tensor_states["weight"]["offsets"], offsets)
     damaged = offsets.clone()
     damaged[place] = value
-    with pytest.raises(ValueError, match="look-ahead's offsets of weight are damaged.*Load the state of another step, or go on"):
-        load(good | {"offsets": {"weight": damaged}})
+    method = new_method()
+    message = "look-ahead's offsets of weight are damaged.*Load the state of another step, or go on"
+    with pytest.raises(ValueError, match=message):
+        load(method, good | {"step": 7, "offsets": {"weight": damaged}})
+    if not loaded_first:
+        assert method.residues.step == 0
+        assert method.tensor_states == {"weight": {}}

@@ -1,17 +1,32 @@
-"""Quantisers by themselves: right on average, no further off than their bounds say, packed into the bits they promise."""
+"""Quantisers by themselves: right on average, no further off than their bounds say, packed into the
+bits they promise.
+"""
 
 import numpy as np
 import pytest
 import torch
+from oracles import methods as oracle
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd import reference_methods as oracle
 from scalecom_hvd.config import float16_limit
-from scalecom_hvd.torch.accumulators import generator
-from scalecom_hvd.torch.quantisers import CHUNK, Unrounded, pack_levels, quantiser_of, unpack_levels
+from scalecom_hvd.exchange.quantisers import (
+    CHUNK,
+    Unrounded,
+    generator,
+    pack_levels,
+    quantiser_of,
+    unpack_levels,
+)
 
 UNSCALED = hvd.QSGD(7, norm=2, chunk=512, scaled=False)
-RANDOM = [hvd.QSGD(1), hvd.QSGD(7), hvd.QSGD(127), hvd.QSGD(3, norm=2), hvd.QSGD(7, norm=2, chunk=32), UNSCALED]
+RANDOM = [
+    hvd.QSGD(1),
+    hvd.QSGD(7),
+    hvd.QSGD(127),
+    hvd.QSGD(3, norm=2),
+    hvd.QSGD(7, norm=2, chunk=32),
+    UNSCALED,
+]
 ALL = [*RANDOM, hvd.QSGD(1, chunk=300), hvd.Sign(), hvd.Sign(chunk=7), hvd.Float16()]
 COUNTS = (1, 700, 512, 33, 600)
 
@@ -50,7 +65,9 @@ def test_packed_levels_come_back(bits):
 
 
 def test_levels_are_packed_with_the_first_in_the_lowest_bits():
-    assert pack_levels(torch.tensor([0, -1, -1, 0, 0, 0, 0, -1, -1], dtype=torch.int8), 1).tolist() == [0b10000110, 1]
+    assert pack_levels(
+        torch.tensor([0, -1, -1, 0, 0, 0, 0, -1, -1], dtype=torch.int8), 1
+    ).tolist() == [0b10000110, 1]
     assert pack_levels(torch.tensor([1, -1, 0, 1], dtype=torch.int8), 2).tolist() == [0b01_00_11_01]
     assert pack_levels(torch.tensor([7, -7], dtype=torch.int8), 4).tolist() == [0b1001_0111]
     assert pack_levels(torch.tensor([-127], dtype=torch.int8), 8).tolist() == [0b1000_0001]
@@ -71,21 +88,32 @@ def test_the_bytes_are_those_that_were_promised(quantiser, dtype):
 @pytest.mark.parametrize("kind", ["normal", "alike", "sparse", "heavy"])
 @pytest.mark.parametrize("quantiser", RANDOM, ids=str)
 def test_random_rounding_is_right_on_average_and_within_its_variance(quantiser, kind):
-    """Means of many draws lie within six of their own deviations; the variance, chunk by chunk, within the bound of the papers."""
+    """Means of many draws lie within six of their own deviations; the variance, chunk by chunk,
+    within the bound of the papers.
+    """
     values = values_of(kind, 2)
     draws = 400
     shrink = 1 + quantiser.variance if quantiser.scaled else 1.0
-    drawn = torch.stack([sent(quantiser, values, seed)[1] for seed in range(draws)]).double() * shrink
+    drawn = (
+        torch.stack([sent(quantiser, values, seed)[1] for seed in range(draws)]).double() * shrink
+    )
     exact = values.double()
     level = in_chunks(exact, quantiser.chunk).abs()
-    level = (level.amax(1) if quantiser.norm == "max" else level.square().sum(1).sqrt()) / quantiser.levels
-    rows = torch.from_numpy(oracle.in_chunks(exact.numpy(), COUNTS, quantiser.chunk)[1]) // quantiser.chunk
+    level = (
+        level.amax(1) if quantiser.norm == "max" else level.square().sum(1).sqrt()
+    ) / quantiser.levels
+    rows = (
+        torch.from_numpy(oracle.in_chunks(exact.numpy(), COUNTS, quantiser.chunk)[1])
+        // quantiser.chunk
+    )
     step = level[rows].clamp_min(1e-300)
-    # All elements together, up and outward: a bias of a hundredth of a level is seen. Float32 rounds too.
+    # All elements together, up and outward: a bias of a hundredth of a level is seen. Float32
+    # rounds too.
     for way in (torch.ones_like(exact), exact.sign()):
         means = ((drawn - exact) * way / step).mean(1)
         assert means.mean().abs() <= 5 * means.std() / draws**0.5 + 1e-6
-    # One by one, means lie within six of their deviations; of what is so rare that it was not drawn, within a few draws.
+    # One by one, means lie within six of their deviations; of what is so rare that it was not
+    # drawn, within a few draws.
     share = (exact.abs() / step) % 1
     allowed = 6 * (share * (1 - share) / draws).sqrt() + 12 / draws
     assert ((drawn.mean(0) - exact).abs() <= allowed * step + 1e-6 * exact.abs()).all()
@@ -99,10 +127,18 @@ def test_random_rounding_is_right_on_average_and_within_its_variance(quantiser, 
 
 @pytest.mark.parametrize("kind", ["normal", "alike", "sparse", "heavy"])
 @pytest.mark.parametrize(
-    "quantiser", [one for one in [*ALL, hvd.QSGD(1, chunk=512), hvd.QSGD(1, norm=2, chunk=512)] if one is not UNSCALED], ids=str
+    "quantiser",
+    [
+        one
+        for one in [*ALL, hvd.QSGD(1, chunk=512), hvd.QSGD(1, norm=2, chunk=512)]
+        if one is not UNSCALED
+    ],
+    ids=str,
 )
 def test_what_stays_is_less_than_what_came(quantiser, kind):
-    """A contraction (Basu et al., definition 3): on average less than |x|^2 is left, so error feedback keeps residues bounded."""
+    """A contraction (Basu et al., definition 3): on average less than |x|^2 is left, so error
+    feedback keeps residues bounded.
+    """
     values = values_of(kind, 3)
     rest, energy = what_stays(quantiser, values)
     assert (rest[energy > 0] < energy[energy > 0]).all()
@@ -110,15 +146,21 @@ def test_what_stays_is_less_than_what_came(quantiser, kind):
 
 
 def test_without_scaling_more_can_stay_than_came():
-    """Why QSGD scales: four bits of a Euclidean norm of 512 values are unbiased, and leave more than they send."""
+    """Why QSGD scales: four bits of a Euclidean norm of 512 values are unbiased, and leave more
+    than they send.
+    """
     rest, energy = what_stays(UNSCALED, values_of("normal", 3))
     assert (rest > energy).any()
 
 
 def what_stays(quantiser, values):
     """|x - sent|^2, the mean of many draws, and |x|^2, chunk by chunk."""
-    left = torch.stack([(values.double() - sent(quantiser, values, seed)[1]).square() for seed in range(100)]).mean(0)
-    return in_chunks(left, quantiser.chunk).sum(1), in_chunks(values, quantiser.chunk).square().sum(1)
+    left = torch.stack(
+        [(values.double() - sent(quantiser, values, seed)[1]).square() for seed in range(100)]
+    ).mean(0)
+    return in_chunks(left, quantiser.chunk).sum(1), in_chunks(values, quantiser.chunk).square().sum(
+        1
+    )
 
 
 def test_the_default_chunk_keeps_the_variance_below_one_where_that_can_be():
@@ -152,10 +194,21 @@ def test_the_oracle_agrees(quantiser, dtype):
         elif isinstance(quantiser, hvd.Float16):
             rule = oracle.float16(float16_limit(4))
         else:
-            rule = oracle.qsgd(quantiser.levels, quantiser.chunk, quantiser.norm, 1 + quantiser.variance if quantiser.scaled else 1.0)
-        wanted = rule(values.numpy(), COUNTS, lambda shape: torch.rand(shape, generator=generator(9)).numpy())
+            rule = oracle.qsgd(
+                quantiser.levels,
+                quantiser.chunk,
+                quantiser.norm,
+                1 + quantiser.variance if quantiser.scaled else 1.0,
+            )
+        wanted = rule(
+            values.numpy(), COUNTS, lambda shape: torch.rand(shape, generator=generator(9)).numpy()
+        )
         # Sums of float64 are not made wider, so there their order may show.
-        np.testing.assert_allclose(sent(quantiser, values, 9)[1].numpy(), wanted, rtol=1e-14 if dtype == torch.float64 else 0)
+        np.testing.assert_allclose(
+            sent(quantiser, values, 9)[1].numpy(),
+            wanted,
+            rtol=1e-14 if dtype == torch.float64 else 0,
+        )
 
 
 def test_when_values_are_gathered():
@@ -173,7 +226,9 @@ def test_when_values_are_gathered():
     assert up_to(hvd.QSGD(7)) == list(range(1, 16))  # of 4 + 1/8
     assert up_to(hvd.QSGD(127)) == list(range(1, 8))
     for quantiser in (hvd.Float16(), Unrounded()):
-        assert not quantiser.is_gathered(quantiser.pack(values, (5120,), generator(1), 2), values, 2)
+        assert not quantiser.is_gathered(
+            quantiser.pack(values, (5120,), generator(1), 2), values, 2
+        )
 
 
 @pytest.mark.parametrize(
@@ -185,8 +240,14 @@ def test_when_values_are_gathered():
         (lambda: hvd.QSGD(7, norm=1), 'norm must be "max" or 2'),
         (lambda: hvd.QSGD(7, chunk=0), "chunk must be a whole number of values, at least 1"),
         (lambda: hvd.Sign(chunk=-1), "chunk must be a whole number of values, at least 1"),
-        (lambda: hvd.ScaleCom(quantiser=hvd.Sign(), lookahead=True), "lookahead and a quantiser of less than 16 bits exclude each other"),
-        (lambda: hvd.ScaleCom(quantiser=hvd.QSGD(7), wire_dtype="float16"), "wire_dtype and a quantiser of less than 16 bits"),
+        (
+            lambda: hvd.ScaleCom(quantiser=hvd.Sign(), lookahead=True),
+            "lookahead and a quantiser of less than 16 bits exclude each other",
+        ),
+        (
+            lambda: hvd.ScaleCom(quantiser=hvd.QSGD(7), wire_dtype="float16"),
+            "wire_dtype and a quantiser of less than 16 bits",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(make, message):
@@ -198,7 +259,13 @@ def test_what_quantiser_may_be():
     assert isinstance(quantiser_of(None), Unrounded)
     assert isinstance(quantiser_of(hvd.Sign), hvd.Sign)
     for wrong in ("sign", 4, hvd.ScaleCom):
-        with pytest.raises(TypeError, match=r"quantiser must be hvd.QSGD\(levels=...\), hvd.Sign\(\), hvd.Float16\(\) or None"):
+        with pytest.raises(
+            TypeError,
+            match=(
+                r"quantiser must be hvd.QSGD\(levels=...\), hvd.Sign\(\), hvd.Float16\(\) or "
+                r"None"
+            ),
+        ):
             hvd.LocalTopK(quantiser=wrong)
     for method in (hvd.GTopK, hvd.GlobalTopK, hvd.ECQSGD):
         with pytest.raises(ValueError, match=f"a quantiser means nothing to {method.__name__}"):
@@ -208,6 +275,8 @@ def test_what_quantiser_may_be():
     class ThreeBits(hvd.Quantiser):
         bits = 3
 
-    with pytest.raises(ValueError, match="ThreeBits.bits must be 1, 2, 4 or 8, which fill bytes, not 3"):
+    with pytest.raises(
+        ValueError, match="ThreeBits.bits must be 1, 2, 4 or 8, which fill bytes, not 3"
+    ):
         hvd.LocalTopK(quantiser=ThreeBits)
     assert CHUNK == 512

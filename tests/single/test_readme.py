@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from scalecom_hvd.torch.simulator import Simulation
+from scalecom_hvd.exchange.simulator import Simulation
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 @pytest.mark.usefixtures("one_thread_per_rank")
 def test_the_method_of_ones_own():
-    (example,) = [block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if "(hvd.Method)" in block]
+    (example,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+        if "(hvd.Method)" in block
+    ]
     scope = {}
     exec(example, scope)
     ranks = 3
@@ -30,8 +34,16 @@ def test_the_method_of_ones_own():
     for _ in range(5):
         grads = [torch.randn(60, 50, generator=random) for _ in range(ranks)]
         came += sum(grads) / ranks
-        averages = simulation.step([{"w": grad, "other": torch.randn(60, 50, generator=random)} for grad in grads])
+        averages = simulation.step(
+            [{"w": grad, "other": torch.randn(60, 50, generator=random)} for grad in grads]
+        )
         went += averages[0]["w"]
-    kept = sum(compressor.residues.tensors["w"].residue.view(60, 50) for compressor in simulation.compressors) / ranks
+    kept = (
+        sum(
+            compressor.residues.tensors["w"].residue.view(60, 50)
+            for compressor in simulation.compressors
+        )
+        / ranks
+    )
     assert 0 < went.count_nonzero() < came.numel()
     torch.testing.assert_close(went + kept, came)

@@ -11,16 +11,25 @@ from scalecom_hvd.reference import ScaleComReference, select
 SHAPES = {"w": (50, 40), "b": (7,)}
 
 
+def settings(**fields):
+    """Of which all tensors with 100 elements are compressed, at rate 10, from the first step on."""
+    small = {"dense": (), "warmup_steps": 0, "rate": 10, "min_numel": 100}
+    return ScaleComConfig(**(small | fields))
+
+
 def worker_gradients(n, step, shapes=SHAPES):
     random = np.random.default_rng(step)
-    return [{name: random.standard_normal(shape).astype(np.float64) for name, shape in shapes.items()} for _ in range(n)]
+    return [
+        {name: random.standard_normal(shape).astype(np.float64) for name, shape in shapes.items()}
+        for _ in range(n)
+    ]
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.3])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_one_step_is_section_one_of_the_design(n, beta):
     """The two moves, multiplied out, are the paper's equations."""
-    config = ScaleComConfig(dense=(), warmup_steps=0, rate=10, beta=beta, min_numel=100)
+    config = settings(beta=beta)
     reference = ScaleComReference(n, SHAPES, config)
     memory = [np.zeros(2000) for _ in range(n)]
     lanes = Lanes(2000, 10)
@@ -37,15 +46,15 @@ def test_one_step_is_section_one_of_the_design(n, beta):
         np.testing.assert_allclose(averages["w"].reshape(-1), sent.mean(0), atol=1e-12)
         np.testing.assert_allclose(averages["b"], np.mean([g["b"] for g in grads], 0), atol=1e-12)
         for i in range(n):
-            np.testing.assert_allclose(reference.residues[i]["w"].reshape(-1), memory[i], atol=1e-12)
+            np.testing.assert_allclose(
+                reference.residues[i]["w"].reshape(-1), memory[i], atol=1e-12
+            )
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_sent_plus_residue_is_what_came_in(lookahead, wire):
-    reference = ScaleComReference(
-        3, SHAPES, ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=100, lookahead=lookahead, wire_dtype=wire)
-    )
+    reference = ScaleComReference(3, SHAPES, settings(lookahead=lookahead, wire_dtype=wire))
     sent, came = np.zeros(SHAPES["w"]), np.zeros(SHAPES["w"])
     for t in range(40):
         grads = worker_gradients(3, t)
@@ -80,7 +89,7 @@ def test_leaders_take_turns():
 
 
 def test_a_step_with_a_value_not_finite_never_happened():
-    reference = ScaleComReference(2, SHAPES, ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=100))
+    reference = ScaleComReference(2, SHAPES, settings())
     reference.step(worker_gradients(2, 0))
     before = [r["w"].copy() for r in reference.residues]
     grads = worker_gradients(2, 1)
@@ -93,8 +102,8 @@ def test_a_step_with_a_value_not_finite_never_happened():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_gradient_that_could_overflow_a_residue_is_none(dtype):
-    """Compressed tensors alone have residues: what is sent whole only has to be finite."""
-    reference = ScaleComReference(2, SHAPES, ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=100))
+    """Only compressed tensors have residues: what is sent whole only has to be finite."""
+    reference = ScaleComReference(2, SHAPES, settings())
     largest = np.dtype(dtype).type(largest_gradient(dtype))
     beyond = np.nextafter(largest, largest.dtype.type(np.inf))
     for name, value, counts in (
@@ -104,7 +113,9 @@ def test_a_gradient_that_could_overflow_a_residue_is_none(dtype):
         ("b", beyond, True),
         ("b", np.inf, False),
     ):
-        grads = [{n: g.astype(dtype) for n, g in worker.items()} for worker in worker_gradients(2, 1)]
+        grads = [
+            {n: g.astype(dtype) for n, g in worker.items()} for worker in worker_gradients(2, 1)
+        ]
         grads[1][name].reshape(-1)[3] = value
         before = reference.step_number
         averages = reference.step(grads)
@@ -115,7 +126,7 @@ def test_a_gradient_that_could_overflow_a_residue_is_none(dtype):
 
 def test_a_step_sent_whole_only_has_to_be_finite():
     """No residue takes it up; a look-ahead leader does not choose by it."""
-    reference = ScaleComReference(1, SHAPES, ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=100, lookahead=True))
+    reference = ScaleComReference(1, SHAPES, settings(lookahead=True))
     grads = worker_gradients(1, 0)
     grads[0] = {name: grad.astype(np.float32) for name, grad in grads[0].items()}
     grads[0]["w"][3, 3] = 1e38
@@ -124,20 +135,27 @@ def test_a_step_sent_whole_only_has_to_be_finite():
     # The residue is zero yet, so what was chosen by that gradient is what is sent now.
     reference.step([{name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}])
     grads[0]["w"][3, 3] = 0
-    np.testing.assert_array_equal(reference.selections["w"], select(grads[0]["w"].reshape(-1), Lanes(2000, 10), "lanes"))
+    np.testing.assert_array_equal(
+        reference.selections["w"], select(grads[0]["w"].reshape(-1), Lanes(2000, 10), "lanes")
+    )
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("selection", ["lanes", "exact"])
 def test_empty_and_one_element_tensors(selection, lookahead):
-    """One element is always sent; of an empty tensor there is nothing to send, and nobody stumbles over it."""
+    """One element is always sent; of an empty tensor there is nothing to send."""
     shapes = {"empty": (0, 3), "one": (1,), "scalar": ()}
     reference = ScaleComReference(
-        2, shapes, ScaleComConfig(dense=(), warmup_steps=0, rate=100, min_numel=0, selection=selection, lookahead=lookahead)
+        2,
+        shapes,
+        settings(rate=100, min_numel=0, selection=selection, lookahead=lookahead),
     )
     for t in range(4):
         grads = worker_gradients(2, t, {"one": (1,), "scalar": ()})
-        grads = [{"empty": np.zeros((0, 3)), **{name: np.asarray(g) for name, g in worker.items()}} for worker in grads]
+        grads = [
+            {"empty": np.zeros((0, 3)), **{name: np.asarray(g) for name, g in worker.items()}}
+            for worker in grads
+        ]
         averages = reference.step(grads)
         assert averages["empty"].shape == (0, 3)
         for name in ("one", "scalar"):
@@ -149,7 +167,7 @@ def test_empty_and_one_element_tensors(selection, lookahead):
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_gradients_of_zero_change_nothing(lookahead):
-    reference = ScaleComReference(2, SHAPES, ScaleComConfig(dense=(), warmup_steps=0, rate=10, min_numel=100, lookahead=lookahead))
+    reference = ScaleComReference(2, SHAPES, settings(lookahead=lookahead))
     for _ in range(3):
         averages = reference.step([{name: np.zeros(shape) for name, shape in SHAPES.items()}] * 2)
         assert not any(average.any() for average in averages.values())

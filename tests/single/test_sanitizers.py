@@ -1,5 +1,8 @@
-"""The C code under AddressSanitizer and UndefinedBehaviorSanitizer: no byte beyond a buffer is read or written, whatever the geometry, and
-whatever offsets a broken peer sends. The cases are in sanitizer_cases.py, which needs neither torch nor TensorFlow."""
+"""The C code under AddressSanitizer and UndefinedBehaviorSanitizer: no byte beyond a buffer is read
+or written, whatever the geometry, and whatever offsets a broken peer sends.
+
+The cases are in sanitizer_cases.py, which needs neither torch nor TensorFlow.
+"""
 
 import os
 import shutil
@@ -14,7 +17,14 @@ from scalecom_hvd import native
 HERE = Path(__file__).parent
 SOURCES = Path(native.__file__).parent
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
-AS_INSTALLED = ["-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
+AS_INSTALLED = [
+    "-std=gnu11",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +33,11 @@ def run(tmp_path_factory):
     compiler = shutil.which(os.environ.get("CC", "gcc"))
     if compiler is None:
         pytest.skip("no C compiler is here")
-    asan = Path(subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip())
+    asan = Path(
+        subprocess.run(
+            [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
     if not asan.is_absolute() or not asan.exists():
         pytest.skip(f"{compiler} has no libasan.so")
     library = tmp_path_factory.mktemp("sanitized") / "kernel.so"

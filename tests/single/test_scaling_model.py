@@ -1,4 +1,6 @@
-"""The scaling model: bytes as the design counts them, constants found again in steps made up with them, and orders that must hold."""
+"""The scaling model: bytes as the design counts them, constants found again in steps made up with
+them, and orders that must hold.
+"""
 
 import math
 
@@ -21,7 +23,9 @@ def made_up():
     for method in model.METHODS:
         for hosts, mbit in ((2, 100), (2, 1000), (4, 100), (4, 1000), (4, 10_000), (8, 1000)):
             result = {"method": method, "hosts": hosts, "mbit": mbit, "compute_ms": 160.0}
-            found.append(result | {"step_ms": model.predict(method, model.setting_of(result), TRUE)})
+            found.append(
+                result | {"step_ms": model.predict(method, model.setting_of(result), TRUE)}
+            )
     return found
 
 
@@ -39,7 +43,9 @@ def test_the_fit_finds_the_constants_again():
     found = model.fit(made_up(), cores=2)
     assert found.reached == pytest.approx(TRUE.reached, rel=0.06)
     for result in made_up():
-        assert model.predict(result["method"], model.setting_of(result), found) == pytest.approx(result["step_ms"], rel=0.03)
+        assert model.predict(result["method"], model.setting_of(result), found) == pytest.approx(
+            result["step_ms"], rel=0.03
+        )
 
 
 def test_orders_that_must_hold():
@@ -48,8 +54,14 @@ def test_orders_that_must_hold():
         slow, fast = Setting(n, 1, 150), Setting(n, 400, 150)
         assert model.predict("ScaleCom look-ahead", slow, c) < model.predict("dense", slow, c)
         assert model.predict("dense", fast, c) < model.predict("dense", slow, c)
-        assert model.predict("ScaleCom look-ahead", slow, c) <= model.predict("ScaleCom staggered", slow, c) + 2
-    ends = [model.where_the_gain_ends("ScaleCom look-ahead", model.on_devices(c), 8, compute) for compute in (50, 500)]
+        assert (
+            model.predict("ScaleCom look-ahead", slow, c)
+            <= model.predict("ScaleCom staggered", slow, c) + 2
+        )
+    ends = [
+        model.where_the_gain_ends("ScaleCom look-ahead", model.on_devices(c), 8, compute)
+        for compute in (50, 500)
+    ]
     assert ends[1] < ends[0] < math.inf, "the more there is to compute, the sooner dense is hidden"
 
 

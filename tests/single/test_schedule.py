@@ -1,10 +1,24 @@
-"""When workers synchronise: held to a walk through all steps."""
+"""Who leads; and when workers synchronise, held to a walk through all steps."""
 
 import random
 
 import pytest
 
-from scalecom_hvd.schedule import Schedule
+from scalecom_hvd.schedule import Schedule, leader
+
+
+def test_all_ranks_lead_as_often():
+    assert [leader(t, 5, 3, staggered=False) for t in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [leader(t, 1, 3, staggered=True) for t in range(6)] == [1, 2, 0, 1, 2, 0]
+    assert [leader(7, bucket, 3, staggered=True) for bucket in range(4)] == [1, 2, 0, 1]
+
+
+def test_one_of_those_who_send_leads_and_each_has_its_turn():
+    led = [leader(t, 0, 4, False, senders=[1, 3]) for t in range(0, 100, 2)]
+    assert set(led) == {1, 3}
+    assert min(led.count(1), led.count(3)) > 10
+    assert led == [leader(t, 0, 4, False, senders=[1, 3]) for t in range(0, 100, 2)]
+    assert leader(3, 4, 4, True, [1, 3]) == leader(7, 0, 4, True, [1, 3])  # t + b
 
 
 def walk(changes, steps):
@@ -20,14 +34,27 @@ def walk(changes, steps):
 
 @pytest.mark.parametrize(
     "changes",
-    [{0: 1}, {0: 4}, {0: 7, 3: 2}, {0: 1, 10: 4, 50: 16}, {0: 16, 1: 1, 2: 3}, {0: 5, 5: 1}, {0: 100, 10: 1, 20: 7}]
-    + [{0: random.Random(i).randint(1, 9)} | {random.Random(i + j).randint(1, 150): j % 11 + 1 for j in range(6)} for i in range(20)],
+    [
+        {0: 1},
+        {0: 4},
+        {0: 7, 3: 2},
+        {0: 1, 10: 4, 50: 16},
+        {0: 16, 1: 1, 2: 3},
+        {0: 5, 5: 1},
+        {0: 100, 10: 1, 20: 7},
+    ]
+    + [
+        {0: random.Random(i).randint(1, 9)}
+        | {random.Random(i + j).randint(1, 150): j % 11 + 1 for j in range(6)}
+        for i in range(20)
+    ],
 )
 def test_a_step_is_due_where_a_walk_comes_by(changes):
     schedule = Schedule(changes)
     found = walk(changes, 200)
     assert [step for step in range(1, 201) if schedule.due(step, 3)] == found
-    assert [schedule.synchronisations(steps) for steps in range(201)] == [sum(one <= steps for one in found) for steps in range(201)]
+    for steps in range(201):
+        assert schedule.synchronisations(steps) == sum(one <= steps for one in found)
     assert all(schedule.due(step, 3) == [0, 1, 2] for step in found)
     assert not schedule.asynchronous
 
@@ -40,16 +67,23 @@ def test_one_number():
 
 def test_a_number_for_each_rank():
     schedule = Schedule([2, 3, 2])
-    assert [schedule.due(step, 3) for step in range(1, 7)] == [[], [0, 2], [1], [0, 2], [], [0, 1, 2]]
+    due = [schedule.due(step, 3) for step in range(1, 7)]
+    assert due == [[], [0, 2], [1], [0, 2], [], [0, 1, 2]]
     assert schedule.synchronisations(6) == 4
     assert schedule.asynchronous
     assert schedule.describe() == [2, 3, 2]
     schedule.check_ranks(3)
-    with pytest.raises(ValueError, match="local_steps names 3 ranks, and there are 4: give one number for each, or one for all"):
+    with pytest.raises(
+        ValueError,
+        match="local_steps names 3 ranks, and there are 4: give one number for each, "
+        "or one for all",
+    ):
         schedule.check_ranks(4)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, [4, 0], {0: 0}, {5: 1}, {}, [], {-1: 2, 0: 1}, {0.5: 1, 0: 1}])
+@pytest.mark.parametrize(
+    "wrong", [0, -1, [4, 0], {0: 0}, {5: 1}, {}, [], {-1: 2, 0: 1}, {0.5: 1, 0: 1}]
+)
 def test_wrong_numbers_are_refused(wrong):
     with pytest.raises(ValueError, match=r"local_steps must be a number of steps \(4\)"):
         Schedule(wrong)

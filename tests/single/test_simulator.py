@@ -1,15 +1,18 @@
-"""Simulated workers against the oracle, and how they fail: with the error, on all of them, and never by waiting for ever."""
+"""Simulated workers against the oracle, and how they fail: with the error, on all of them, and
+never by waiting for ever.
+"""
 
-import horovod.torch as horovod
 import numpy as np
 import pytest
 import torch
 from parallel.made_up import FINE_SHAPES, ODD_SHAPES, Fine, fine, gradients
 
+from scalecom_hvd.agreement import Names
+from scalecom_hvd.exchange.collectives import CollectiveError
+from scalecom_hvd.exchange.methods import RandomK
+from scalecom_hvd.exchange.quantisers import Float16
+from scalecom_hvd.exchange.simulator import Network, SimulatedCollectives, Simulation
 from scalecom_hvd.reference import ScaleComReference
-from scalecom_hvd.torch.methods import RandomK
-from scalecom_hvd.torch.quantisers import Float16
-from scalecom_hvd.torch.simulator import Network, SimulatedTransport, Simulation
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
 
@@ -18,11 +21,19 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
 def simulate(n, shapes=SHAPES, **fields):
     settings = {"rate": 20, "beta": 0.3, "min_numel": 2} | fields
-    return Simulation(n, lambda rank: {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}, **settings)
+    return Simulation(
+        n,
+        lambda rank: {
+            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()
+        },
+        **settings,
+    )
 
 
 def as_tensors(grads):
-    return [{name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads]
+    return [
+        {name: torch.from_numpy(array.copy()) for name, array in worker.items()} for worker in grads
+    ]
 
 
 def made_up(n, step, shapes=SHAPES):
@@ -30,7 +41,10 @@ def made_up(n, step, shapes=SHAPES):
 
 
 def residues_of(simulation):
-    return [{name: t.residue.clone() for name, t in compressor.residues.tensors.items()} for compressor in simulation.compressors]
+    return [
+        {name: t.residue.clone() for name, t in compressor.residues.tensors.items()}
+        for compressor in simulation.compressors
+    ]
 
 
 def hold_against_reference(n, steps=8, shapes=ODD_SHAPES, tolerance=1e-6, **fields):
@@ -42,20 +56,38 @@ def hold_against_reference(n, steps=8, shapes=ODD_SHAPES, tolerance=1e-6, **fiel
         if step == 3:
             everyone[-1]["n6401"][17] = np.nan
         outputs = simulation.step(as_tensors(everyone))
-        reference.bucket_of = {name: b for b, names in enumerate(simulation.compressors[0].residues.buckets) for name in names}
+        reference.bucket_of = {
+            name: b
+            for b, names in enumerate(simulation.compressors[0].residues.buckets)
+            for name in names
+        }
         averages = reference.step(everyone)
         for rank in range(n):
             for name, got in outputs[rank].items():
                 assert torch.equal(got.isnan(), outputs[0][name].isnan())
                 assert torch.equal(got.nan_to_num(), outputs[0][name].nan_to_num())
-                np.testing.assert_allclose(got.numpy(), averages[name], rtol=tolerance, atol=tolerance, err_msg=f"{name}, step {step}")
+                np.testing.assert_allclose(
+                    got.numpy(),
+                    averages[name],
+                    rtol=tolerance,
+                    atol=tolerance,
+                    err_msg=f"{name}, step {step}",
+                )
             for name, tensor in simulation.compressors[rank].residues.tensors.items():
                 want = reference.residues[rank].get(name, np.zeros(tensor.shape, np.float32))
-                if step == 3:  # taken back, to rounding; from here on both go on from the same
-                    np.testing.assert_allclose(tensor.residue.view(tensor.shape).numpy(), want, rtol=1e-5, atol=1e-5)
-                    reference.residues[rank][name] = tensor.residue.view(tensor.shape).numpy().copy()
+                if step == 3:  # rolled back, to rounding; from here on both go on from the same
+                    np.testing.assert_allclose(
+                        tensor.residue.view(tensor.shape).numpy(), want, rtol=1e-5, atol=1e-5
+                    )
+                    reference.residues[rank][name] = (
+                        tensor.residue.view(tensor.shape).numpy().copy()
+                    )
                 else:
-                    np.testing.assert_array_equal(tensor.residue.view(tensor.shape).numpy(), want, err_msg=f"{name}, step {step}")
+                    np.testing.assert_array_equal(
+                        tensor.residue.view(tensor.shape).numpy(),
+                        want,
+                        err_msg=f"{name}, step {step}",
+                    )
     assert reference.step_number == simulation.compressors[0].stats()["step"] == steps - 1
     return simulation
 
@@ -78,14 +110,16 @@ def test_simulated_workers_are_those_of_the_reference(n, mode):
     hold_against_reference(n, **mode)
 
 
-@pytest.mark.parametrize(("n", "mode"), [(16, MODES[0]), (16, MODES[3]), (64, MODES[1]), (64, MODES[2])], ids=str)
+@pytest.mark.parametrize(
+    ("n", "mode"), [(16, MODES[0]), (16, MODES[3]), (64, MODES[1]), (64, MODES[2])], ids=str
+)
 def test_many_workers(n, mode):
     # The more workers, the larger what is added up.
     hold_against_reference(n, steps=5, **({"tolerance": 1e-5} | mode))
 
 
 def test_kernels_that_run_beside_backward(monkeypatch):
-    monkeypatch.setattr("scalecom_hvd.torch.bucket.WORTH_A_THREAD", 1)
+    monkeypatch.setattr("scalecom_hvd.exchange.bucket.WORTH_A_THREAD", 1)
     hold_against_reference(3, steps=20, bucket_bytes=5000)
     hold_against_reference(3, steps=20, bucket_bytes=5000, lookahead=True)
 
@@ -108,7 +142,7 @@ def test_the_order_of_arrival_changes_nothing():
 
 def test_sums_and_predivision():
     averages = simulate(4).step(as_tensors(made_up(4, 0)))[0]
-    sums = simulate(4, op=horovod.Sum).step(as_tensors(made_up(4, 0)))[0]
+    sums = simulate(4, sums=True).step(as_tensors(made_up(4, 0)))[0]
     predivided = simulate(4, predivide=8.0).step(as_tensors(made_up(4, 0)))[0]
     for name in SHAPES:
         torch.testing.assert_close(sums[name], 4 * averages[name])
@@ -119,7 +153,7 @@ HALF = {
     "ScaleCom": {"wire_dtype": "float16"},
     "look-ahead": {"wire_dtype": "float16", "lookahead": True},
     "predivided": {"wire_dtype": "float16", "predivide": 3.0},
-    "sums": {"wire_dtype": "float16", "op": horovod.Sum},
+    "sums": {"wire_dtype": "float16", "sums": True},
     "RandomK": {"compression": RandomK, "quantiser": Float16()},
 }
 
@@ -127,23 +161,40 @@ HALF = {
 @pytest.mark.parametrize("mode", HALF)
 @pytest.mark.parametrize("n", [2, 3, 4, 25])
 def test_nothing_is_lost_in_half_precision(n, mode):
-    """Values are summed in it, and divided in a wider one; what is sent whole is not in it at all."""
-    simulation = simulate(n, FINE_SHAPES, **{"beta": 1.0, "rate": 3, "min_numel": 10, "dense": ()} | HALF[mode])
+    """Values are summed in it, and divided in a wider one; what is sent whole is not in it."""
+    simulation = simulate(
+        n, FINE_SHAPES, **{"beta": 1.0, "rate": 3, "min_numel": 10, "dense": ()} | HALF[mode]
+    )
     books = Fine(n)
     for step in range(60 if n < 10 else 8):
         outputs = simulation.step(as_tensors([fine(rank, step) for rank in range(n)]))[0]
-        books.add(step, {name: output.double().numpy() / (n if mode == "sums" else 1) for name, output in outputs.items()})
+        books.add(
+            step,
+            {
+                name: output.double().numpy() / (n if mode == "sums" else 1)
+                for name, output in outputs.items()
+            },
+        )
     assert simulation.compressors[0].stats()["skipped_steps"] == 0
     residues = residues_of(simulation)
-    books.check({name: sum(own[name].double() for own in residues).view(FINE_SHAPES[name]).numpy() / n for name in residues[0]})
+    books.check(
+        {
+            name: sum(own[name].double() for own in residues).view(FINE_SHAPES[name]).numpy() / n
+            for name in residues[0]
+        }
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": RandomK}], ids=str)
-@pytest.mark.parametrize("change", [slice(0, 2), slice(0, 1)], ids=["smaller", "one row or element"])
+@pytest.mark.parametrize(
+    "change", [slice(0, 2), slice(0, 1)], ids=["smaller", "one row or element"]
+)
 @pytest.mark.parametrize("name", ["second", "bias"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_parameters_that_became_others_are_refused(name, change, whole, fields):
-    """Their gradients are smaller than residues and buffers: kernels that follow addresses would not see it."""
+    """Their gradients are smaller than residues and buffers: kernels that follow addresses would
+    not see it.
+    """
     simulation = simulate(2, min_numel=100, warmup_steps=9 * whole, **fields)
     for step in range(3):
         simulation.step(as_tensors(made_up(2, step)))
@@ -153,7 +204,11 @@ def test_parameters_that_became_others_are_refused(name, change, whole, fields):
         parameters[name].data = torch.zeros_like(own[name])
     before = residues_of(simulation)
     with pytest.raises(
-        RuntimeError, match=f"the gradient of {name} has .* and its parameter had .* make the DistributedOptimizer when the"
+        RuntimeError,
+        match=(
+            f"the gradient of {name} has .* and its parameter had .* make the "
+            "DistributedOptimizer when the"
+        ),
     ):
         simulation.step(grads)
     for mine, old in zip(residues_of(simulation), before, strict=True):
@@ -171,8 +226,17 @@ def test_parameters_of_another_dtype_than_when_they_were_wrapped(dtype, fields):
             for parameters in changed.parameters:
                 for parameter in parameters.values():
                     parameter.data = parameter.data.to(dtype)
-        grads = [{name: grad.to(dtype).float() for name, grad in own.items()} for own in as_tensors(made_up(2, step))]
-        others = [{name: grad.to(dtype if step >= 3 else torch.float32, copy=True) for name, grad in own.items()} for own in grads]
+        grads = [
+            {name: grad.to(dtype).float() for name, grad in own.items()}
+            for own in as_tensors(made_up(2, step))
+        ]
+        others = [
+            {
+                name: grad.to(dtype if step >= 3 else torch.float32, copy=True)
+                for name, grad in own.items()
+            }
+            for own in grads
+        ]
         ours, theirs = changed.step(others)[0], same.step(grads)[0]
         for name in SHAPES:
             assert ours[name].dtype == (dtype if step >= 3 else torch.float32)
@@ -182,7 +246,7 @@ def test_parameters_of_another_dtype_than_when_they_were_wrapped(dtype, fields):
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("where", ["broadcast", "average", "scatter"])
 def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch):
-    """Before the sums are made the step is taken back, and training goes on."""
+    """Before the sums are made the step is rolled back, and training goes on."""
     simulation = simulate(4, lookahead=lookahead)
     for step in range(3):
         simulation.step(as_tensors(made_up(4, step)))
@@ -192,7 +256,8 @@ def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch
         raise OSError("no route to host")
 
     with monkeypatch.context() as patch:
-        patch.setattr(simulation.reducers[2].buckets[0] if where == "scatter" else simulation.transports[2], where, fail)
+        bucket, collectives = simulation.exchanges[2].buckets[0], simulation.collectives[2]
+        patch.setattr(bucket if where == "scatter" else collectives, where, fail)
         with pytest.raises(OSError, match="no route to host"):
             simulation.step(as_tensors(made_up(4, 3)))
     if where == "average":
@@ -201,7 +266,9 @@ def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch
                 torch.testing.assert_close(mine[name], old[name], rtol=1e-5, atol=1e-5)
     for step in range(4, 7):
         outputs = simulation.step(as_tensors(made_up(4, step)))
-        assert all(torch.equal(outputs[0][name], other[name]) for other in outputs for name in SHAPES)
+        assert all(
+            torch.equal(outputs[0][name], other[name]) for other in outputs for name in SHAPES
+        )
         assert all(output.isfinite().all() for output in outputs[0].values())
 
 
@@ -213,28 +280,31 @@ def test_ranks_with_different_models_are_told_so():
 
 def on_two_ranks(*functions):
     network = Network(2)
-    transports = [SimulatedTransport(network, rank) for rank in range(2)]
+    ranks = [SimulatedCollectives(network, rank) for rank in range(2)]
     try:
-        return network.run([lambda f=f, t=t: f(t) for f, t in zip(functions, transports, strict=True)])
+        return network.run([lambda f=f, c=c: f(c) for f, c in zip(functions, ranks, strict=True)])
     finally:
         network.close()
 
 
 def test_ranks_that_wait_for_each_other_are_found():
-    with pytest.raises(RuntimeError, match="for ever.*scalecom.left, scalecom.right"):
-        on_two_ranks(lambda t: t.wait(t.average(torch.ones(1), "left")), lambda t: t.wait(t.average(torch.ones(1), "right")))
+    with pytest.raises(RuntimeError, match="for ever.*left, right"):
+        on_two_ranks(
+            lambda collectives: collectives.average(torch.ones(1), "left").wait(),
+            lambda collectives: collectives.average(torch.ones(1), "right").wait(),
+        )
 
 
 def test_a_name_in_flight_cannot_be_used_again_but_a_name_that_has_met_can():
-    def twice(transport):
-        for handle in [transport.average(torch.ones(1), "same") for _ in range(2)]:
-            transport.wait(handle)
+    def twice(collectives):
+        for work in [collectives.average(torch.ones(1), "same") for _ in range(2)]:
+            work.wait()
 
-    def one_after_the_other(transport):
-        total = torch.full((1,), float(transport.position))
+    def one_after_the_other(collectives):
+        total = torch.full((1,), float(collectives.position))
         for _ in range(3):
-            transport.wait(transport.average(total, "same"))
-            total += transport.position
+            collectives.average(total, "same").wait()
+            total += collectives.position
         return total.item()
 
     with pytest.raises(ValueError, match="Duplicate tensor name"):
@@ -242,12 +312,34 @@ def test_a_name_in_flight_cannot_be_used_again_but_a_name_that_has_met_can():
     assert on_two_ranks(one_after_the_other, one_after_the_other) == [1.5, 2.5]
 
 
+def test_work_gives_its_result_as_often_as_it_is_asked():
+    """And says when it need not be waited for."""
+
+    def brings(collectives):
+        own = torch.full((2,), 1.0 + collectives.position)
+        works = [
+            collectives.gather(own, "gather"),
+            collectives.average(own.clone(), "average"),
+            collectives.broadcast(own.clone(), 1, "broadcast"),
+        ]
+        alone = [work.done() for work in works]
+        results = [[work.wait().tolist() for work in works] for _ in range(2)]
+        assert all(work.done() for work in works)
+        assert own.tolist() == [1.0 + collectives.position] * 2
+        return alone, results
+
+    want = [[1, 1, 2, 2], [1.5, 1.5], [2, 2]]
+    first, second = on_two_ranks(brings, brings)
+    assert first == ([False] * 3, [want] * 2)
+    assert second == ([True] * 3, [want] * 2)
+
+
 @pytest.mark.parametrize(
     "other",
     [
-        lambda t: t.average(torch.ones(3), "same"),
-        lambda t: t.average(torch.ones(2, dtype=torch.float64), "same"),
-        lambda t: t.broadcast(torch.ones(2), 1, "same"),
+        lambda collectives: collectives.average(torch.ones(3), "same"),
+        lambda collectives: collectives.average(torch.ones(2, dtype=torch.float64), "same"),
+        lambda collectives: collectives.broadcast(torch.ones(2), 1, "same"),
     ],
     ids=["shape", "dtype", "kind"],
 )
@@ -255,28 +347,33 @@ def test_different_collectives_of_one_name_are_an_error_on_all(other):
     caught = []
 
     def waits(submit):
-        def run(transport):
+        def run(collectives):
             try:
-                transport.wait(submit(transport))
-            except horovod.HorovodInternalError as error:
+                submit(collectives).wait()
+            except CollectiveError as error:
                 caught.append(str(error))
 
         return run
 
-    on_two_ranks(waits(lambda t: t.average(torch.ones(2), "same")), waits(other))
+    on_two_ranks(
+        waits(lambda collectives: collectives.average(torch.ones(2), "same")), waits(other)
+    )
     assert len(caught) == 2
     assert "different collectives by one name" in caught[0]
 
 
 def test_every_rank_numbers_its_exchanges_for_itself():
     network = Network(2)
-    first, second = ([SimulatedTransport(network, rank) for rank in range(2)] for _ in range(2))
-    for transports in (first, second):
-        numbers = [transport.claim_name() for transport in transports]
+    first, second = (
+        [Names(SimulatedCollectives(network, rank).numbers) for rank in range(2)] for _ in range(2)
+    )
+    for names in (first, second):
+        numbers = [own.claim() for own in names]
         assert numbers[0] == numbers[1]
-        for transport in transports:
-            transport.use_name(numbers[0])
-    assert [transport._prefix for transport in (*first, *second)] == ["scalecom", "scalecom", "scalecom.1", "scalecom.1"]
+        for own in names:
+            own.use(numbers[0])
+    full = [names("values.0") for names in (*first, *second)]
+    assert full == ["scalecom.values.0"] * 2 + ["scalecom.1.values.0"] * 2
     network.close()
 
 
@@ -285,10 +382,17 @@ def test_what_a_user_gets_who_sets_nothing(monkeypatch):
     monkeypatch.delenv("SCALECOM_DENSE")
     monkeypatch.delenv("SCALECOM_WARMUP_STEPS")
     shapes = {"body.weight": (100, 100), "head.weight": (100, 50)}
-    simulation = Simulation(2, lambda rank: {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+    simulation = Simulation(
+        2,
+        lambda rank: {
+            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()
+        },
+    )
     sent = []
     for _ in range(102):
-        averages = simulation.step([{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)])
+        averages = simulation.step(
+            [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)]
+        )
         sent.append({name: int(average.count_nonzero()) for name, average in averages[0].items()})
     assert sent[99] == {"body.weight": 10_000, "head.weight": 5_000}
     assert sent[100] == sent[101] == {"body.weight": 100, "head.weight": 5_000}

@@ -1,4 +1,6 @@
-"""TensorFlow's kernels, the C one as operations and the one of plain operations: bit-identical to each other and to NumPy."""
+"""TensorFlow's kernels, the C one as operations and the one of plain operations: bit-identical to
+each other and to NumPy.
+"""
 
 import os
 import subprocess
@@ -8,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tensorflow as tf
+from sanitizer_cases import valid_offsets
 
 from scalecom_hvd import native
 from scalecom_hvd.config import largest_gradient
@@ -47,12 +50,14 @@ def test_a_cyclic_step_is_numpy_s(kernel, rate, beta, dtype):
     grads, residues = made_up(SIZES, dtype)
     kind = residues[0].dtype.as_numpy_dtype
     units = Units(beta, tf.constant(scale, tf.float64))
-    updated, offsets, bad = made.filter(grads, residues, units, YES)
-    updated, values, bad_values = made.gather(updated, grads, units, offsets, residues[0].dtype)
+    updated, offsets, bad = made.accumulate(grads, residues, units, YES)
+    updated, values, bad_values = made.take(updated, grads, units, offsets, residues[0].dtype)
     outputs = made.scatter(grads, units, offsets, values)
     assert int(bad) == int(bad_values) == 0
     at = 0
-    for grad, residue, shape, new, output in zip(grads, residues, geometries.values(), updated, outputs, strict=True):
+    for grad, residue, shape, new, output in zip(
+        grads, residues, geometries.values(), updated, outputs, strict=True
+    ):
         g, m = usable(grad, kind, scale), residue.numpy()
         chosen = select(m + g, shape, "lanes")
         m = m + kind(beta) * g
@@ -72,20 +77,16 @@ def test_a_cyclic_step_is_numpy_s(kernel, rate, beta, dtype):
 def test_both_look_ahead_alike(rate, wire, dtype):
     geometries = geometries_of(SIZES, rate)
     grads, residues = made_up(SIZES, dtype)
-    residues = [residue * 1000 for residue in residues]  # beyond what fits into float16 at a limit of 900
+    # beyond what fits into float16 at a limit of 900
+    residues = [residue * 1000 for residue in residues]
     wire = wire or residues[0].dtype
     random = np.random.default_rng(1)
-    chosen = np.concatenate(
-        [
-            select(random.standard_normal(g.numel), g, "lanes")[:0].astype(np.uint8)
-            if not g.k
-            else g.offsets(select(random.standard_normal(g.numel), g, "lanes")).view(np.uint8)
-            for g in geometries.values()
-        ]
-    )
+    chosen = np.concatenate([valid_offsets(random, g) for g in geometries.values()])
     for chooses in (YES, NO):
         results = [
-            kernel(geometries).gather_and_filter(grads, residues, Units(0.3, None, 900.0), chooses, tf.constant(chosen), wire)
+            kernel(geometries).take_and_accumulate(
+                grads, residues, Units(0.3, None, 900.0), chooses, tf.constant(chosen), wire
+            )
             for kernel in KERNELS
         ]
         for ours, theirs in zip(*map(tf.nest.flatten, results), strict=True):
@@ -99,7 +100,7 @@ def test_what_is_not_finite_is_counted_and_not_kept(kernel):
     poisoned = grads[0].numpy()
     poisoned[[3, 4000]] = np.nan, -np.inf
     made = kernel(geometries_of([5000, 70], 50))
-    updated, _, bad = made.filter([tf.constant(poisoned), grads[1]], residues, Units(1.0), YES)
+    updated, _, bad = made.accumulate([tf.constant(poisoned), grads[1]], residues, Units(1.0), YES)
     assert int(bad) == 2
     assert all(np.isfinite(tensor.numpy()).all() for tensor in updated)
     np.testing.assert_array_equal(updated[0].numpy()[[3, 4000]], residues[0].numpy()[[3, 4000]])
@@ -118,12 +119,14 @@ def test_what_is_beyond_the_largest_counts_as_not_finite(kernel, dtype):
         elements = np.ones(5000)
         elements[[7, 4999]] = value
         grad, expected = tf.cast(elements, dtype), 0 if bad else 0.5 * value * scale
-        updated, offsets, found = made.filter([grad], [tf.zeros([5000], kind)], units, YES)
+        updated, offsets, found = made.accumulate([grad], [tf.zeros([5000], kind)], units, YES)
         assert int(found) == bad
         assert updated[0].numpy()[[7, 4999]].tolist() == [expected] * 2
-        _, values, _ = made.gather([tf.zeros([5000], kind)], [grad], units, offsets, kind)
+        _, values, _ = made.take([tf.zeros([5000], kind)], [grad], units, offsets, kind)
         assert float(tf.reduce_max(tf.abs(values))) == (0.5 * scale if bad else abs(expected))
-        updated, values, _, found = made.gather_and_filter([grad], [tf.zeros([5000], kind)], units, YES, offsets, kind)
+        updated, values, _, found = made.take_and_accumulate(
+            [grad], [tf.zeros([5000], kind)], units, YES, offsets, kind
+        )
         assert bool(found) == bool(bad)
         assert np.isfinite(updated[0].numpy()).all()
 
@@ -133,7 +136,9 @@ def test_many_steps_of_huge_gradients_leave_the_residue_finite(kernel):
     made, residue = kernel(geometries_of([500], 50)), tf.zeros([500], tf.float32)
     for huge in (3e38, largest_gradient("float32")):
         for _ in range(30):
-            (residue,), _, bad = made.filter([tf.fill([500], tf.constant(huge, tf.float32))], [residue], Units(1.0), NO)
+            (residue,), _, bad = made.accumulate(
+                [tf.fill([500], tf.constant(huge, tf.float32))], [residue], Units(1.0), NO
+            )
             assert int(bad) == (500 if huge == 3e38 else 0)
     assert residue.numpy().tolist() == [30 * largest_gradient("float32")] * 500
 
@@ -144,9 +149,9 @@ def test_inputs_that_others_still_read_stay_as_they_are(kernel):
     made = kernel(geometries_of([5000], 50))
     grads, residues = made_up([5000], tf.float32)
     before = [tensor.numpy().copy() for tensor in (*grads, *residues)]
-    updated, offsets, _ = made.filter(grads, residues, Units(0.5), YES)
+    updated, offsets, _ = made.accumulate(grads, residues, Units(0.5), YES)
     kept = updated[0].numpy().copy()
-    _, values, _ = made.gather(updated, grads, Units(0.5), offsets, tf.float32)
+    _, values, _ = made.take(updated, grads, Units(0.5), offsets, tf.float32)
     made.scatter(grads, Units(0.5), offsets, values)
     np.testing.assert_array_equal(updated[0].numpy(), kept)
     for tensor, old in zip((*grads, *residues), before, strict=True):
@@ -160,11 +165,14 @@ def test_offsets_of_no_or_two_leaders_are_refused(kernel, surplus):
     grads, residues = made_up([5000], tf.float32)
     offsets = tf.zeros([100 + surplus], tf.uint8)
     with pytest.raises(tf.errors.InvalidArgumentError, match="not exactly one leader's offsets"):
-        kernel(geometries).gather(residues, grads, Units(1.0), offsets, tf.float32)
+        kernel(geometries).take(residues, grads, Units(1.0), offsets, tf.float32)
 
 
-@pytest.mark.parametrize(("numel", "rate", "lane"), [(5000, 50, 3), (100_000, 50, 1000), (6401, 100, 64), (700, 2.5, 279)])
-@pytest.mark.parametrize("move", ["gather", "gather_and_filter", "scatter"])
+@pytest.mark.parametrize(
+    ("numel", "rate", "lane"),
+    [(5000, 50, 3), (100_000, 50, 1000), (6401, 100, 64), (700, 2.5, 279)],
+)
+@pytest.mark.parametrize("move", ["take", "take_and_accumulate", "scatter"])
 def test_offsets_outside_of_their_lanes_are_refused(numel, rate, lane, move):
     """They come from other ranks and from files: following them would overwrite memory."""
     shape = geometry(numel, rate, "lanes")
@@ -173,13 +181,15 @@ def test_offsets_outside_of_their_lanes_are_refused(numel, rate, lane, move):
     wrong = np.zeros(shape.k, np.uint8)
     wrong[lane] = shape.rows if lane < shape.full_lanes else shape.rows - 1
     offsets = tf.constant(wrong)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="offsets that lie outside of their lanes"):
-        if move == "gather":
-            made.gather(residues, grads, Units(1.0), offsets, tf.float32)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="offsets that lie outside of their lanes"
+    ):
+        if move == "take":
+            made.take(residues, grads, Units(1.0), offsets, tf.float32)
         elif move == "scatter":
             made.scatter(grads, Units(1.0), offsets, tf.zeros([shape.k]))
         else:
-            made.gather_and_filter(grads, residues, Units(1.0), YES, offsets, tf.float32)
+            made.take_and_accumulate(grads, residues, Units(1.0), YES, offsets, tf.float32)
 
 
 def test_the_libraries_leave_the_processors_modes_alone():
@@ -196,19 +206,30 @@ def test_the_libraries_leave_the_processors_modes_alone():
 
 def test_the_operations_refuse_tensors_of_other_sizes():
     grads, residues = made_up([5000], tf.float32)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="a gradient has not the size of its variable"):
-        NativeKernel(geometries_of([5001], 50)).filter(grads, residues, Units(1.0), YES)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="a residue has not the size of its variable"):
-        NativeKernel(geometries_of([5000], 50)).filter(grads, [residues[0][1:]], Units(1.0), YES)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="a gradient has not the size of its variable"
+    ):
+        NativeKernel(geometries_of([5001], 50)).accumulate(grads, residues, Units(1.0), YES)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="a residue has not the size of its variable"
+    ):
+        NativeKernel(geometries_of([5000], 50)).accumulate(
+            grads, [residues[0][1:]], Units(1.0), YES
+        )
 
 
 def test_exact_selection_takes_the_largest_of_all():
     geometries = geometries_of([5000], 50, "exact")
     grads, residues = made_up([5000], tf.float32)
     made = kernel_for("CPU", "exact", same_width=True)(geometries)
-    _, offsets, _ = made.filter(grads, residues, Units(1.0), YES)
+    _, offsets, _ = made.accumulate(grads, residues, Units(1.0), YES)
     expected = select(residues[0].numpy() + grads[0].numpy(), geometries["t0"], "exact")
     np.testing.assert_array_equal(offsets.numpy().view(np.int32), expected)
+
+
+def test_the_c_kernel_refuses_positions():
+    with pytest.raises(TypeError, match="knows lanes only"):
+        NativeKernel(geometries_of([5000], 50, "exact"))
 
 
 def test_which_kernel_serves_whom(monkeypatch):
@@ -238,4 +259,9 @@ def test_without_the_library(monkeypatch, caplog, tmp_path):
 
 def test_importing_it_loads_no_torch():
     program = "import sys, scalecom_hvd.tensorflow.keras; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        timeout=60,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )

@@ -13,7 +13,9 @@ import scalecom_hvd.tensorflow.keras as hvd_keras
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(hvd, horovod), (hvd_keras, horovod_keras)], ids=["tensorflow", "keras"])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(hvd, horovod), (hvd_keras, horovod_keras)], ids=["tensorflow", "keras"]
+)
 def test_they_are_horovod_and_more(ours, theirs):
     replaced = (
         "DistributedOptimizer",
@@ -29,19 +31,26 @@ def test_they_are_horovod_and_more(ours, theirs):
             value, mine = getattr(theirs, name), getattr(ours, name)
             assert mine is value or name in replaced, name
             if inspect.isfunction(value):
-                assert list(inspect.signature(mine).parameters) == list(inspect.signature(value).parameters), name
+                assert list(inspect.signature(mine).parameters) == list(
+                    inspect.signature(value).parameters
+                ), name
     assert {"ScaleCom", "ScaleComConfig", "elastic", "allreduce"} <= set(ours.__all__)
 
 
 def test_one_process_trains_as_without_horovod():
     hvd.init()
     weights = []
-    for wrap in (lambda o: hvd_keras.DistributedOptimizer(o, compression=hvd.ScaleCom), lambda o: o):
+    for wrap in (
+        lambda o: hvd_keras.DistributedOptimizer(o, compression=hvd.ScaleCom),
+        lambda o: o,
+    ):
         tf.keras.utils.set_random_seed(0)
         model = tf.keras.Sequential([tf.keras.layers.Input((100,)), tf.keras.layers.Dense(100)])
         optimizer = wrap(tf.keras.optimizers.SGD(0.1))
         model.compile(optimizer, "mse")
-        model.fit(np.ones((8, 100), np.float32), np.zeros((8, 100), np.float32), epochs=3, verbose=0)
+        model.fit(
+            np.ones((8, 100), np.float32), np.zeros((8, 100), np.float32), epochs=3, verbose=0
+        )
         weights.append(model.get_weights()[0])
     np.testing.assert_array_equal(*weights)
 
@@ -50,7 +59,9 @@ def test_settings_of_the_object(monkeypatch):
     monkeypatch.setenv("SCALECOM_RATE", "50")
     assert hvd.ScaleCom().config.rate == 50
     assert hvd.ScaleCom(rate=20).config.rate == 20
-    assert hvd.ScaleCom(config=hvd.ScaleComConfig(rate=30), beta=0.1).config == hvd.ScaleComConfig(rate=30, beta=0.1)
+    assert hvd.ScaleCom(config=hvd.ScaleComConfig(rate=30), beta=0.1).config == hvd.ScaleComConfig(
+        rate=30, beta=0.1
+    )
     with pytest.raises(ValueError, match="did you mean beta"):
         hvd.ScaleCom(betta=0.1)
     with pytest.raises(TypeError, match="a LossScaleOptimizer or a callable"):
@@ -62,7 +73,14 @@ def test_settings_of_the_object(monkeypatch):
 def test_the_stats_before_training():
     stats = hvd.ScaleCom().stats()
     assert stats.pop("rate") == 1
-    assert {"step", "skipped_steps", "leader", "bytes_traffic", "collectives", "residue_norm"} < stats.keys()
+    assert {
+        "step",
+        "skipped_steps",
+        "leader",
+        "bytes_traffic",
+        "collectives",
+        "residue_norm",
+    } < stats.keys()
     assert not any(stats.values())
 
 
@@ -75,7 +93,10 @@ def test_stock_horovod_is_told_what_to_import():
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_state_that_is_not_finite_is_refused_and_changes_nothing(value):
     compression = hvd.ScaleCom(rate=20)
-    good = compression.state_dict() | {"step": 5, "residues": {"kernel": np.ones((100, 100), np.float32)}}
+    good = compression.state_dict() | {
+        "step": 5,
+        "residues": {"kernel": np.ones((100, 100), np.float32)},
+    }
     compression.load_state_dict(good)
     spoilt = good | {"step": 9, "residues": {"kernel": np.full((100, 100), value, np.float32)}}
     with pytest.raises(ValueError, match="not finite, of kernel.*go on without loading it"):
@@ -84,7 +105,10 @@ def test_state_that_is_not_finite_is_refused_and_changes_nothing(value):
     np.testing.assert_array_equal(compression.state_dict()["residues"]["kernel"], 1)
 
 
-@pytest.mark.parametrize(("selection", "place", "value"), [("lanes", 64, 1), ("lanes", 3, 100), ("exact", 3, 2), ("exact", 64, 6401)])
+@pytest.mark.parametrize(
+    ("selection", "place", "value"),
+    [("lanes", 64, 1), ("lanes", 3, 100), ("exact", 3, 2), ("exact", 64, 6401)],
+)
 def test_offsets_that_are_damaged_are_refused_and_change_nothing(selection, place, value):
     compression = hvd.ScaleCom(rate=100, lookahead=True, selection=selection)
     tensor = CompressedTensor("kernel", tf.Variable(tf.zeros(6401)), 100, compression.config)
@@ -99,8 +123,19 @@ def test_offsets_that_are_damaged_are_refused_and_change_nothing(selection, plac
     compression.load_state_dict(state(5))
     offsets = offsets.copy()
     offsets[place] = value
-    for load in (lambda: compression.load_state_dict(state(6)), lambda: progress.take_up(state(6)["exchanges"]["exchange"])):
-        with pytest.raises(ValueError, match="look-ahead's offsets of kernel are damaged.*Load the state of another step, or go on"):
+    for load in (
+        lambda: compression.load_state_dict(state(6)),
+        lambda: progress.take_up(state(6)["exchanges"]["exchange"]),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=(
+                "look-ahead's offsets of kernel are damaged.*Load the state of another step, "
+                "or go on"
+            ),
+        ):
             load()
     assert progress.as_dict()["step"] == 5
-    assert progress.as_dict()["offsets"]["kernel"].view(tensor.geometry.offset_dtype)[place] != value
+    assert (
+        progress.as_dict()["offsets"]["kernel"].view(tensor.geometry.offset_dtype)[place] != value
+    )

@@ -1,4 +1,6 @@
-"""The Triton kernel: its cases (triton_cases.py), and what it compiles to, which shows without a GPU what the interpreter does not."""
+"""The Triton kernel: its cases (triton_cases.py), and what it compiles to, which shows without a
+GPU what the interpreter does not.
+"""
 
 import os
 import subprocess
@@ -14,13 +16,22 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 def test_cases():
     """On a GPU if there is one, else in Triton's interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-x", str(Path(__file__).with_name("triton_cases.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--color=no",
+        "-x",
+        str(Path(__file__).with_name("triton_cases.py")),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stdout[-10_000:]
     print(done.stdout[-500:])
 
 
-# For a process of its own, in which triton compiles, for a GPU that need not be there, whatever the moves ask for, and launches nothing.
+# For a process of its own, in which triton compiles, for a GPU that need not be there, whatever the
+# moves ask for, and launches nothing.
 COMPILE = """
 import sys
 import torch
@@ -44,27 +55,34 @@ JITFunction.run = compile_only
 
 sys.path.insert(0, sys.argv[1])
 from test_kernels import DTYPES, all_moves, residue_dtype
+from scalecom_hvd.exchange.triton_kernel import TritonKernel
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.torch.triton_kernel import TritonKernel
 
 for dtype in DTYPES:
     residue = torch.zeros(900, dtype=residue_dtype(dtype))
     for choose, wire in ((0, torch.float16), (1, residue.dtype), (2, torch.float16)):
-        all_moves(TritonKernel, [residue.to(dtype)], [residue], [geometry(900, 7, "lanes")], 0.3, 0.5, choose, wire)
+        lanes = [geometry(900, 7, "lanes")]
+        all_moves(TritonKernel, [residue.to(dtype)], [residue], lanes, 0.3, 0.5, choose, wire)
 
 for name, grad, ptx in compiled.values():
     assert "fma." not in ptx, f"{name} for {grad} has a fused multiply-add"
     assert ".ftz" not in ptx, f"{name} for {grad} flushes denormals"
     wide = {"fp32": "v4.b32", "fp64": "v2.b64"}.get(str(grad), "v2.b32")
-    assert name == "gather_tiles" or f"global.{wide}" in ptx, f"{name} for {grad} does not move {wide}"
+    moves_wide = name == "gather_tiles" or f"global.{wide}" in ptx
+    assert moves_wide, f"{name} for {grad} does not move {wide}"
 print(len(compiled), "kernels")
 """
 
 
 def test_it_compiles_for_a_gpu_to_wide_moves_without_fused_multiply_adds_or_spills(tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_DUMP_PTXAS_LOG": "1",
+    }
     command = [sys.executable, "-c", COMPILE, str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" 0 bytes spill stores") == int(done.stdout.split()[-2]) == 36
 
@@ -72,9 +90,12 @@ def test_it_compiles_for_a_gpu_to_wide_moves_without_fused_multiply_adds_or_spil
 def test_it_is_not_imported_where_nobody_asks_for_it():
     code = (
         "import sys, torch, scalecom_hvd.torch\n"
-        "from scalecom_hvd.torch.kernels import kernel_for\n"
-        "kernel_for(torch.device('cpu'), torch.float32, torch.float32)\n"
+        "from scalecom_hvd.exchange.kernels import kernel_for\n"
+        "from scalecom_hvd.lanes import Lanes\n"
+        "kernel_for(torch.device('cpu'), torch.float32, torch.float32, Lanes(900, 7))\n"
         "print('scalecom_hvd.triton' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.split()[-1] == "False"

@@ -1,4 +1,7 @@
-"""horovod.tensorflow.keras.elastic, with a KerasState that keeps every rank's own residues (see tensorflow/elastic.py)."""
+"""horovod.tensorflow.keras.elastic, with a KerasState that keeps every rank's own residues.
+
+See tensorflow/elastic.py.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,141 @@
+"""How tensors share collectives: which go into one bucket, where they lie in it, what it costs.
+
+Framework-free: every exchange, of PyTorch and of TensorFlow, cuts, groups and counts alike.
+Imports lanes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+
+from scalecom_hvd.lanes import Lanes
+
+
+def group_names(
+    groups: int | Sequence[Sequence[int]] | None, names: Mapping[int, str]
+) -> list[list[str]] | None:
+    """Horovod's `groups` as lists of names.
+
+    Args:
+        groups: a number of groups, or lists of keys of `names`; None for none. What is in no list
+            is a group of its own, and what has no name is left out.
+        names: {key: name} of all tensors, in the model's order.
+    """
+    if groups is None:
+        return None
+    if isinstance(groups, int):
+        listed = list(names.values())
+        short, longer = divmod(len(listed), groups)
+        ends = [short * (i + 1) + min(i + 1, longer) for i in range(groups)]
+        cuts = zip([0, *ends], ends, strict=False)
+        return [listed[begin:end] for begin, end in cuts]
+    grouped = [[names[key] for key in group if key in names] for group in groups]
+    in_a_group = {key for group in groups for key in group}
+    rest = [[name] for key, name in names.items() if key not in in_a_group]
+    return [group for group in grouped if group] + rest
+
+
+def split(
+    names: Iterable[str],
+    kind_of: Callable[[str], Hashable],
+    bytes_of: Callable[[str], int],
+    limit: int | None,
+) -> list[list[str]]:
+    """Names per bucket, tensors of one kind in each: one device and one dtype on the wire.
+
+    Args:
+        names: in the order in which gradients arrive.
+        kind_of: equal for tensors that may share a bucket.
+        bytes_of: the size of a tensor's gradient.
+        limit: about how many bytes a bucket has; None: one bucket of each kind.
+    """
+    kinds: dict[Hashable, list[str]] = {}
+    for name in names:
+        kinds.setdefault(kind_of(name), []).append(name)
+    if limit is None:
+        return list(kinds.values())
+    return [part for kind in kinds.values() for part in cut(list(map(bytes_of, kind)), kind, limit)]
+
+
+def cut(sizes: Sequence[int], names: Sequence[str], limit: int) -> list[list[str]]:
+    """Names in order, cut where the next does not fit into `limit`, nor into half of what is left.
+
+    No part is much smaller than an eighth of the limit. The last parts are smaller than the
+    others: what arrives last has nothing to hide behind.
+    """
+    buckets: list[list[str]] = []
+    left, filled = sum(sizes), 0
+    for name, size in zip(names, sizes, strict=True):
+        full = filled + size > max(min(limit, left / 2), limit / 8) and left - filled >= limit / 8
+        if not buckets or (filled and full):
+            left -= filled
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += size
+    return buckets
+
+
+class Layout:
+    """Where offsets and values of several tensors lie in the buffers they share.
+
+    Attributes:
+        offsets: {name: slice, in bytes}, of `offsets_bytes` in all.
+        values: {name: slice, in elements}, of `n_values` in all.
+    """
+
+    def __init__(self, geometries: Mapping[str, Lanes]) -> None:
+        self.offsets: dict[str, slice] = {}
+        self.values: dict[str, slice] = {}
+        self.offsets_bytes = self.n_values = 0
+        # Wider offsets first: every tensor's slice is then aligned.
+        for name in sorted(geometries, key=lambda name: -geometries[name].offset_dtype.itemsize):
+            start = self.offsets_bytes
+            self.offsets_bytes += geometries[name].k * geometries[name].offset_dtype.itemsize
+            self.offsets[name] = slice(start, self.offsets_bytes)
+        for name, geometry in geometries.items():
+            self.values[name] = slice(self.n_values, self.n_values + geometry.k)
+            self.n_values += geometry.k
+
+
+def traffic(n_workers: int, broadcast: int, averaged: int, gathered: int = 0) -> int:
+    """Bytes that a rank sends on a ring, on average over ranks.
+
+    Args:
+        n_workers: how many ranks there are.
+        broadcast, averaged, gathered: bytes handed over to be broadcast, all-reduced, and
+            gathered (of this rank).
+    """
+    n = max(n_workers, 1)
+    return round((n - 1) / n * (broadcast + 2 * averaged)) + (n - 1) * gathered
+
+
+def step_stats(
+    n_workers: int,
+    leader: int,
+    elements: Mapping[str, int],
+    chosen: Mapping[str, int],
+    collectives: int,
+    **handed_over: int,
+) -> dict[str, int | float]:
+    """What `stats()` says of the last step, for every exchange alike.
+
+    Args:
+        n_workers: how many ranks there are.
+        leader: the position of the rank that chose.
+        elements: {name: elements} of all dense gradients.
+        chosen: {name: elements sent} of those of them that were compressed.
+        collectives: how many there were.
+        handed_over: bytes handed to the collectives as offsets, values, dense and, by some
+            methods, gathered.
+    """
+    averaged = handed_over["values"] + handed_over["dense"]
+    gathered = handed_over.get("gathered", 0)
+    sent = dict(elements) | {name: k for name, k in chosen.items() if name in elements}
+    return {
+        "leader": leader,
+        **{f"bytes_{what}": count for what, count in handed_over.items()},
+        "bytes_traffic": traffic(n_workers, handed_over["offsets"], averaged, gathered),
+        "rate": sum(elements.values()) / max(sum(sent.values()), 1),
+        "collectives": collectives,
+    }

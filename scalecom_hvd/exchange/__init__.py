@@ -1,0 +1,49 @@
+"""Compressed gradient exchange for PyTorch, over any collectives: no Horovod is imported here.
+
+`Exchange` averages an optimizer's gradients by a `Method` over `Collectives`. The faces that users
+import, such as scalecom_hvd.torch, put it into optimizers.
+"""
+
+from scalecom_hvd.agreement import Numbers
+from scalecom_hvd.exchange.collectives import CollectiveError, Collectives, Wait, Work
+from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.flops import rates_from_flops
+from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.methods import (
+    ECQSGD,
+    BucketCollectives,
+    GlobalTopK,
+    GTopK,
+    LocalTopK,
+    Method,
+    RandomK,
+    ScaleCom,
+    State,
+)
+from scalecom_hvd.exchange.quantisers import QSGD, Float16, Quantiser, Sign
+from scalecom_hvd.exchange.simulator import Simulation
+
+__all__ = [
+    "ECQSGD",
+    "QSGD",
+    "BucketCollectives",
+    "CollectiveError",
+    "Collectives",
+    "Exchange",
+    "Float16",
+    "GTopK",
+    "GlobalTopK",
+    "LocalSteps",
+    "LocalTopK",
+    "Method",
+    "Numbers",
+    "Quantiser",
+    "RandomK",
+    "ScaleCom",
+    "Sign",
+    "Simulation",
+    "State",
+    "Wait",
+    "Work",
+    "rates_from_flops",
+]

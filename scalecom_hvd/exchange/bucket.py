@@ -1,0 +1,567 @@
+"""A bucket: tensors that share collectives, the buffers they use, and the moves of one step.
+
+The exchange says when a step begins, and whether it counts; a method (methods/) makes the moves in
+between. Nothing here communicates. A step that does not count is rolled back: residues are what
+they were, to rounding.
+
+Moves come in two forms. `accumulate`, `take` and `take_and_accumulate` are done in place, on the
+residues, by kernels that fuse them; they serve the offsets that one rank chose for all, as
+ScaleCom's leader does. Their numbers, (1) and (2), are those of reference.py. `accumulators`,
+`choose`, `send` and `receive` serve any places and any values: simple rather than fast, on two
+tensors as large as the bucket. A method uses one form or the other.
+
+Imports residue, gradients, kernels, kernel_thread and collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from scalecom_hvd.bucket_layout import Layout
+from scalecom_hvd.config import float16_limit
+from scalecom_hvd.exchange.collectives import Result, Step, Wait
+from scalecom_hvd.exchange.gradients import (
+    check_gradients,
+    flat_gradient,
+    is_frozen,
+    unflat_gradient,
+)
+from scalecom_hvd.exchange.kernel_thread import Job, KernelThread
+from scalecom_hvd.exchange.kernels import (
+    Count,
+    Kernel,
+    NativeKernel,
+    TensorSlot,
+    add_usable,
+    kernel_for,
+    positions_of,
+)
+from scalecom_hvd.exchange.residue import Residues
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
+
+# So many elements that a pass over them takes longer (about 0.1 ms) than handing it to a thread.
+WORTH_A_THREAD = 2**19
+
+Places = torch.Tensor | slice
+"""Flat positions in a bucket's accumulators: an index tensor without repeats, or slice(None)."""
+
+
+class Bucket:
+    """Tensors that share one broadcast and one all-reduce.
+
+    The values buffer is [values of all compressed tensors | tensors sent whole | one element that
+    counts workers with non-finite gradients].
+
+    Args:
+        number: its place among the buckets.
+        names: of its tensors, which are on one device and have one dtype on the wire.
+        parameters: {name: parameter} of at least these.
+        residues: of those that are compressed.
+        ranks: how many there are.
+        share: what a sum over ranks is multiplied by to be the average. Values in float16 are
+            summed, and multiplied by it when they are in a wider dtype again.
+        thread: runs kernels that need no Python while backward goes on; None: every move is made
+            at once.
+        factor: what values in float16 are multiplied by before they are summed.
+
+    Attributes:
+        compressed: {name: CompressedTensor} of those whose offsets and values travel.
+        geometries, counts: their lanes, and k of each.
+        sizes: elements of each.
+        grads: {name: (N,)} of this step.
+        scale: 1 / loss scale: what makes gradients of the residues' units.
+        whole: whether this step is sent whole.
+        frozen: which compressed tensors are no longer trained: their residues stay as they are.
+        bad: how many elements of this step's gradients and values are not finite, or too large.
+            They count as zero here, and make the step void for all ranks.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        names: Sequence[str],
+        parameters: Mapping[str, torch.Tensor],
+        residues: Residues,
+        ranks: int,
+        share: float = 1.0,
+        thread: KernelThread | None = None,
+        factor: int = 1,
+    ) -> None:
+        self.number = number
+        self.names = list(names)
+        self.parameters = {name: parameters[name] for name in names}
+        self.compressed = {n: residues.tensors[n] for n in names if n in residues.tensors}
+        self.tensors = list(self.compressed.values())
+        self.geometries = [tensor.geometry for tensor in self.tensors]
+        self.counts = [geometry.k for geometry in self.geometries]
+        self.sizes = [tensor.residue.numel() for tensor in self.tensors]
+        self._starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self.grads: dict[str, torch.Tensor] = {}
+        self.scale = 1.0
+        self.whole = False
+        self.bad: Count = 0
+        self.is_large = sum(self.sizes) >= WORTH_A_THREAD
+        self._thread = thread
+        self._job: Job | None = None
+
+        first = parameters[names[0]]
+        self._device = first.device
+        wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self._dense_dtype = wide
+        wire = next((tensor.wire_dtype for tensor in self.tensors), wide)
+        dense = {name: parameters[name] for name in names if name not in self.compressed}
+        # What is sent whole needs its own dtype, in which it is averaged, so buckets are split.
+        assert not dense or wire == wide, "float16 values and tensors sent whole share no bucket"
+        self._share = share if wire == torch.float16 else 1.0
+        self._limit = float16_limit(ranks, factor)
+
+        self._layout = Layout({tensor.name: tensor.geometry for tensor in self.tensors})
+        self._slots = [
+            TensorSlot(
+                tensor.residue,
+                tensor.geometry,
+                self._layout.offsets[tensor.name].start,
+                self._layout.values[tensor.name].start,
+            )
+            for tensor in self.tensors
+        ]
+        self._beta = self.tensors[0].beta if self.tensors else 1.0
+        # Residues of a bucket are of one dtype: that of what would travel.
+        self._residue_dtype = self.tensors[0].residue.dtype if self.tensors else wide
+        self._values = Values(self._layout.n_values, dense, wire, self._device)
+        self._sent: torch.Tensor | None = None
+        self._kernels: list[tuple[Kernel, list[int]]] = []
+        self._grad_dtypes: list[torch.dtype] | None = None
+        self._whole_values: Values | None = None
+        self._flat: torch.Tensor | None = None
+        self._average: torch.Tensor | None = None
+        self._chooser: Kernel | None = None
+        self.frozen: list[bool] = []
+        # Of the step in progress; see `forget`.
+        self._averaged: dict[str, torch.Tensor]
+        self._reduced: Values | None
+        self._received: tuple[torch.Tensor, torch.Tensor] | None
+        self._in_place: bool
+        self._has_accumulators: bool
+        self._committed: bool
+        self.forget()
+
+    # What a method asks for: offsets.
+
+    def new_offsets(self) -> torch.Tensor:
+        """A buffer of bytes for a choice of every tensor's lanes."""
+        n_bytes = self._layout.offsets_bytes
+        return torch.zeros(n_bytes, dtype=torch.uint8, device=self._device)
+
+    def split_offsets(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """{name: offsets (k,)}: a choice, tensor by tensor. They are views of the buffer."""
+        return {
+            tensor.name: slot.offsets(buffer)
+            for tensor, slot in zip(self.tensors, self._slots, strict=True)
+        }
+
+    def join_offsets(self, offsets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The inverse of `split_offsets`, without a copy where they are views of one buffer."""
+        parts = [offsets[tensor.name] for tensor in self.tensors]
+        storage = parts[0].untyped_storage()  # views of another dtype do not know what they view
+        starts = [storage.data_ptr() + slot.offsets_at for slot in self._slots]
+        whole = storage.nbytes() == self._layout.offsets_bytes
+        if whole and starts == [part.data_ptr() for part in parts]:
+            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        buffer = self.new_offsets()
+        for slot, part in zip(self._slots, parts, strict=True):
+            slot.offsets(buffer).copy_(part.view(slot.offsets(buffer).dtype))
+        return buffer
+
+    # What a method asks for: moves in place.
+
+    def accumulate(self, choose: bool = False) -> Step[torch.Tensor | None]:
+        """(1) m <- m + beta*g. Gives the offsets of the largest |m + g| if it is to choose."""
+        chosen = self.new_offsets() if choose else None
+        mode = CHOOSE_ACCUMULATOR if choose else CHOOSE_NOTHING
+        yield from self._run("accumulate", self._beta, mode, chosen)
+        return chosen
+
+    def take(self, offsets: torch.Tensor) -> Step[torch.Tensor]:
+        """(2) v = m[I] + (1 - beta)*g[I], which is acc at I; m[I] <- m[I] - beta*v.
+
+        Comes after `accumulate`. Gives v (k,) as it travels, rounded to the wire dtype, of which
+        the residue keeps the error.
+        """
+        values, sent = self._values.compressed, self._kept()
+        share = 1 - self._beta
+        yield from self._run("take", self._beta, share, offsets, values, sent, self._limit)
+        return values
+
+    def take_and_accumulate(
+        self, offsets: torch.Tensor, choose: bool = False
+    ) -> Step[tuple[torch.Tensor, torch.Tensor | None]]:
+        """(2) then (1): v = m[I] + g[I], m[I] <- m[I] - beta*v, m <- m + beta*g, in one pass.
+
+        The other order would make the same of m, since (1 - beta)*m is left at I either way. Gives
+        v, and, if it is to choose, the offsets of the largest |m| afterwards.
+        """
+        values, sent = self._values.compressed, self._kept()
+        chosen = self.new_offsets() if choose else None
+        mode = CHOOSE_RESIDUE if choose else CHOOSE_NOTHING
+        arguments = self._beta, offsets, values, sent, self._limit, mode, chosen
+        yield from self._run("take_and_accumulate", *arguments)
+        return values, chosen
+
+    def choose_without_accumulating(self) -> torch.Tensor:
+        """The offsets of the largest |m + g|; the residue stays, as in a step sent whole."""
+        chosen = self.new_offsets()
+        for kernel, _ in self._kernels:
+            kernel.accumulate(0.0, CHOOSE_ACCUMULATOR, chosen)
+        return chosen
+
+    # What a method asks for: moves on accumulators.
+
+    @property
+    def accumulators(self) -> torch.Tensor:
+        """acc = m + g of all compressed tensors, one after the other, (N,) float32 or float64.
+
+        That of a frozen tensor is zero. `send` takes away what was sent.
+        """
+        if not self._has_accumulators:
+            assert not self._in_place, "accumulators were asked for after a move in place"
+            self._accumulate_apart()
+        return self._flat
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """The tensors' views of `accumulators`."""
+        return list(self.accumulators.split(self.sizes))
+
+    def choose(self) -> torch.Tensor:
+        """The offsets of the largest accumulators, tensor by tensor."""
+        buffer, parts = self.new_offsets(), self.parts
+        dtype = self._residue_dtype
+        if self._chooser is None:
+            slots = [
+                TensorSlot(part, slot.geometry, slot.offsets_at, slot.values_at)
+                for part, slot in zip(parts, self._slots, strict=True)
+            ]
+            kernel = kernel_for(self._device, dtype, dtype, self.geometries[0])
+            self._chooser = kernel(slots, [dtype] * len(slots))
+        # Accumulators stand in the place of residues, and nothing is added to them.
+        self._chooser.begin(parts, [False] * len(parts), 1.0)
+        self._chooser.accumulate(0.0, CHOOSE_RESIDUE, buffer)
+        self._chooser.commit()
+        return buffer
+
+    def places_at(self, offsets: torch.Tensor) -> torch.Tensor:
+        """The places in `accumulators`, (sum of counts,) int64, that offsets stand for."""
+        return self.places(
+            [positions_of(slot.geometry, slot.offsets(offsets)) for slot in self._slots]
+        )
+
+    def places(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The places in `accumulators` of positions in every tensor."""
+        return torch.cat([own + at for own, at in zip(positions, self._starts, strict=True)])
+
+    def send(self, places: Places, values: torch.Tensor) -> None:
+        """This worker sent these values at these places: the rest stays in its residue."""
+        self.accumulators[places] -= values
+
+    def receive(self, where: Places, averages: torch.Tensor) -> None:
+        """The average over ranks holds these values there, and zero elsewhere.
+
+        Args:
+            where: places, where values of a place that is there several times add up; after moves
+                in place the offsets that values were taken at.
+            averages: as many; after moves in place what `take` gave, averaged in place.
+        """
+        if self._in_place:
+            assert isinstance(where, torch.Tensor), "moves in place receive at offsets"
+            self._received = where, averages
+        elif isinstance(where, slice):
+            self._average[where] += averages
+        else:
+            self._average.index_add_(0, where, averages.to(self._residue_dtype))
+
+    # What the exchange asks for.
+
+    def begin(
+        self,
+        scale: float,
+        whole: bool = False,
+        grads: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """All gradients are at hand. They are kept until the step's end, to be rolled back.
+
+        Args:
+            scale: 1 / loss scale.
+            whole: whether the step is sent whole.
+            grads: {name: (N,) contiguous}; None: those of the parameters.
+
+        Raises:
+            RuntimeError: gradients that are not of the sizes and devices of the parameters.
+        """
+        self.whole, self.scale, self.bad = whole, scale, 0
+        if grads is None:
+            grads = {name: flat_gradient(p) for name, p in self.parameters.items()}
+        self.grads = dict(grads)
+        like = {tensor.name: tensor.residue for tensor in self.tensors} | self._values.whole
+        check_gradients(self.grads, like)
+        own = [self.grads[name] for name in self.compressed]
+        self.frozen = [is_frozen(self.parameters[name]) for name in self.compressed]
+        dtypes = [grad.dtype for grad in own]
+        if dtypes != self._grad_dtypes:  # torch allows gradients of another dtype than p has
+            self._choose_kernels(dtypes)
+        for kernel, members in self._kernels:
+            frozen = [self.frozen[i] for i in members]
+            kernel.begin([own[i] for i in members], frozen, scale)
+
+    def fill(self) -> dict[str, torch.Tensor]:
+        """What is all-reduced besides what a method did itself, {end of its name: tensor}.
+
+        That is the values buffer, completed with tensors sent whole and the count; in a step that
+        is sent whole the gradients themselves, unless they must travel in a wider dtype.
+        """
+        self._reduced = None
+        if self.whole and all(grad.dtype == self._dense_dtype for grad in self.grads.values()):
+            # No count is needed: where a gradient is not finite, the average is not either.
+            self._averaged = {f".{name}": grad for name, grad in self.grads.items()}
+            return self._averaged
+        if self.whole and self._whole_values is None:
+            self._whole_values = Values(0, self.parameters, self._dense_dtype, self._device)
+        if self.tensors and not (self.whole or self._in_place):
+            self.accumulators  # noqa: B018 (a method may have asked for nothing)
+        self._reduced = self._whole_values if self.whole else self._values
+        bad = self._reduced.fill(self.grads)
+        self._reduced.buffer[-1] = (self.bad + bad) != 0
+        skipped = 0 if self.whole or self._in_place else self._layout.n_values
+        self._averaged = {"": self._reduced.buffer[skipped:]}
+        return self._averaged
+
+    @property
+    def values_bytes(self) -> int:
+        """How many bytes of what `fill` gives are values of compressed tensors."""
+        if self.whole or not self._in_place:
+            return 0
+        return self._layout.n_values * self._values.buffer.element_size()
+
+    @property
+    def kind(self) -> str:
+        """What `fill` gives, for names of collectives."""
+        return "whole" if self.whole else "values" if self._in_place else "dense"
+
+    def is_sound(self) -> torch.Tensor:
+        """Whether the step counts, as a 0-dimensional tensor that is the same on all ranks.
+
+        It does if no worker had a gradient that is not finite, and all averages are finite in
+        the gradients' dtype.
+        """
+        averages = list(self._averaged.values())
+        if self._has_accumulators:
+            averages.append(self._average)
+        # The smallest and the largest tell of all: one pass, and nothing large is made.
+        ends = [end for average in averages if average.numel() for end in torch.aminmax(average)]
+        sound = torch.stack(ends).isfinite().all() if ends else torch.tensor(True)
+        if self._reduced is None:
+            return sound
+        sound = sound & (self._reduced.buffer[-1] == 0)
+        for average in self._averages_of_halves():
+            sound = sound & average.half().isfinite().all()
+        return sound
+
+    def _averages_of_halves(self) -> Iterable[torch.Tensor]:
+        """The averages, in the gradients' units, of gradients in float16."""
+        halves = [name for name, grad in self.grads.items() if grad.dtype == torch.float16]
+        if halves and not self.whole:
+            compressed = dict(zip(self.compressed, self._compressed_averages(), strict=True))
+        for name in halves:
+            if self.whole or name not in self.compressed:
+                yield self._reduced.whole[name].float()
+            else:
+                yield compressed[name].float() * self._share / self.scale
+
+    def _compressed_averages(self) -> Iterable[torch.Tensor]:
+        if self._has_accumulators:
+            return self._average.split(self.sizes)
+        return [slot.values(self._values.compressed) for slot in self._slots]
+
+    def norms(self) -> tuple[float, float]:
+        """The norms of residues, and of this step's gradients in their units. Reads them all."""
+        own = [self.grads[name] for name in self.compressed]
+        return norm([tensor.residue for tensor in self.tensors]), norm(own) * self.scale
+
+    def commit(self) -> None:
+        """The step counts: gradients become averages, and residues keep what was not sent."""
+        self._committed = True
+        if self._received is not None:
+            self.scatter({name: self.grads[name] for name in self.compressed})
+        elif self._has_accumulators:
+            self._commit_accumulators()
+        if self._reduced is not None:
+            self._reduced.copy_to(self.grads)
+
+    def scatter(self, outputs: Mapping[str, torch.Tensor], share: float | None = None) -> None:
+        """Every output (N,) <- the averages received at I, in the gradient's units, zero elsewhere.
+
+        Args:
+            outputs: {name: tensor}; may be the gradients, and then nothing can be rolled back.
+            share: what the averages are still to be multiplied by.
+        """
+        own = [outputs[name] for name in self.compressed]
+        share = self._share if share is None else share
+        offsets, averages = self._received
+        with record_function("scalecom.scatter"):
+            for kernel, members in self._kernels:
+                kernel.scatter([own[i] for i in members], offsets, averages, share)
+
+    def spoil(self) -> None:
+        """Make every gradient NaN, which is how a step that does not count shows on all ranks."""
+        for grad in self.grads.values():
+            grad.fill_(float("nan"))
+
+    def roll_back(self) -> None:
+        """Take this step's moves back, unless its averages are out already."""
+        if self._job is not None:
+            self._job.exception()  # a move that is being made is waited for
+        if not self._committed:
+            for kernel, _ in self._kernels:
+                kernel.roll_back()
+
+    def end(self) -> dict[str, torch.Tensor]:
+        """Close the step; gives {name: what p.grad must become}."""
+        outputs = {n: unflat_gradient(self.parameters[n], grad) for n, grad in self.grads.items()}
+        self.forget()
+        return outputs
+
+    def forget(self) -> None:
+        """Be ready for another step, and let go of this one's gradients."""
+        for kernel, _ in self._kernels:
+            kernel.commit()
+        self.grads = {}
+        self._averaged = {}
+        self._reduced = self._received = None
+        self._in_place = self._has_accumulators = self._committed = False
+        self._job = None
+
+    def drop_whole_buffer(self) -> None:
+        """No further step is sent whole."""
+        self._whole_values = None
+
+    # How moves are made.
+
+    def _choose_kernels(self, dtypes: list[torch.dtype]) -> None:
+        members: dict[type[Kernel], list[int]] = {}
+        for i, (slot, dtype) in enumerate(zip(self._slots, dtypes, strict=True)):
+            kind = kernel_for(self._device, dtype, slot.residue.dtype, slot.geometry)
+            members.setdefault(kind, []).append(i)
+        self._kernels = [
+            (kernel([self._slots[i] for i in chosen], [dtypes[i] for i in chosen]), chosen)
+            for kernel, chosen in members.items()
+        ]
+        self._grad_dtypes = dtypes
+
+    def _kept(self) -> torch.Tensor:
+        """Where what was sent is kept, to be rolled back: values are averaged in place."""
+        if self._sent is None:
+            self._sent = torch.zeros_like(self._values.compressed)
+        return self._sent
+
+    def _run(self, move: str, *arguments: Any) -> Step[None]:
+        """Make a move; on the thread, if no kernel needs Python and the move takes long enough."""
+        assert not self._has_accumulators, "a move in place was asked for after accumulators"
+        self._in_place = True
+
+        def make() -> None:
+            # Each call has a range of its own: moves may be made on two threads at a time.
+            with record_function(f"scalecom.{move}"):
+                counts = [getattr(kernel, move)(*arguments) for kernel, _ in self._kernels]
+            self.bad = sum(counts, self.bad)
+
+        native = all(isinstance(kernel, NativeKernel) for kernel, _ in self._kernels)
+        if self._thread is None or not (self.is_large and native):
+            make()
+        else:
+            self._job = self._thread.submit(make)
+            yield from Wait("kernel", self._job, round=0)
+
+    def _accumulate_apart(self) -> None:
+        if self._flat is None:
+            n = sum(self.sizes)
+            self._flat = torch.empty(n, dtype=self._residue_dtype, device=self._device)
+            self._average = torch.empty_like(self._flat)
+        self._average.zero_()
+        self._has_accumulators = True
+        for tensor, part, frozen in zip(self.tensors, self.parts, self.frozen, strict=True):
+            if frozen:
+                part.zero_()
+            else:
+                grad = self.grads[tensor.name]
+                self.bad = self.bad + add_usable(grad, tensor.residue, self.scale, part)
+
+    def _commit_accumulators(self) -> None:
+        """m <- (1 - beta)*m + beta*(acc - sent), and gradients become averages."""
+        averages = self._average.split(self.sizes)
+        for tensor, kept, average, frozen in zip(
+            self.tensors, self.parts, averages, self.frozen, strict=True
+        ):
+            if not frozen and tensor.beta == 1:
+                tensor.residue.copy_(kept)
+            elif not frozen:
+                # Each operation is rounded by itself. add_ with alpha fuses them on some
+                # processors, and then residues would differ in bits.
+                tensor.residue.mul_(1 - tensor.beta).add_(kept.mul_(tensor.beta))
+            average = average if self.scale == 1 else average / self.scale
+            self.grads[tensor.name].copy_(average)
+
+
+class Values:
+    """A buffer that is all-reduced: [`n_values` values | tensors sent whole | one count].
+
+    Attributes:
+        compressed: the view of the values.
+        whole: {name: view} of the tensors sent whole.
+    """
+
+    def __init__(
+        self,
+        n_values: int,
+        whole: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        sizes = [parameter.numel() for parameter in whole.values()]
+        self.buffer = torch.zeros(n_values + sum(sizes) + 1, dtype=dtype, device=device)
+        self.compressed = self.buffer[:n_values]
+        self._all_whole = self.buffer[n_values:-1]
+        self.whole = dict(zip(whole, self._all_whole.split(sizes), strict=True))
+
+    def fill(self, grads: Mapping[str, torch.Tensor]) -> Count:
+        """Copy in what is sent whole; gives whether it is not finite."""
+        if not self.whole:
+            return 0
+        torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
+        # Looked at in the wire dtype: what overflows there is not finite either.
+        return ~self._all_whole.isfinite().all()
+
+    def copy_to(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """The tensors sent whole <- their averages."""
+        if self.whole:
+            torch._foreach_copy_([grads[name] for name in self.whole], list(self.whole.values()))
+
+
+def norm(tensors: Sequence[torch.Tensor]) -> float:
+    """The Euclidean norm of all of them together; reads them all."""
+    has_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    wide = torch.float64 if has_double else torch.float32
+    return math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
+
+
+def finished(step: Step[Result]) -> Result:
+    """What a step gives that waits for nothing, as moves of a bucket without a thread do not."""
+    try:
+        next(step)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("there is something to wait for")

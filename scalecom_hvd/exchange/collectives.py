@@ -1,0 +1,157 @@
+"""What an exchange asks of a transport, as a contract. A new transport is one class that fits it.
+
+`Collectives` is what the core knows of other ranks: horovod_collectives.py in scalecom_hvd/torch
+has Horovod's, simulator.py those of simulated ranks. `Wait` is what a bucket's step yields.
+Imports agreement only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Generator
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from scalecom_hvd.agreement import Numbers
+
+LAST = sys.maxsize
+
+Result = TypeVar("Result")
+
+
+class CollectiveError(RuntimeError):
+    """A collective cannot be completed: a rank failed, or ranks asked for different things."""
+
+
+class Work(Protocol):
+    """A collective that this rank has submitted."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Never blocks."""
+        ...
+
+    def wait(self) -> torch.Tensor:
+        """Block until all ranks have submitted it, and give its result; the same when asked again.
+
+        Raises an error where it failed, such as for a rank that was lost.
+        """
+        ...
+
+
+class Collectives(Protocol):
+    """The collectives of one set of ranks.
+
+    Which meet: those of one name. Every rank must submit each, with buffers of equal dtype and
+    (but for `gather`'s first dimension) shape. They may be submitted in another order on each
+    rank, from any thread, but not two of one name at a time.
+
+    Which block: none. Only `Work.wait` does, so a rank that may wait for others calls that, and
+    must be sure that all of them submit the collective without waiting for something that this
+    rank does later.
+
+    Who owns a buffer: from `broadcast` and `average` until the work is done the transport does;
+    nobody reads or writes it. `gather` leaves its tensor as it is, and it must stay so.
+
+    Attributes:
+        spins: set by the exchange: whether waiting may keep a core busy. That is quickest, but
+            takes the core from kernels, and from the thread that is to send.
+    """
+
+    spins: bool
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are; 0 where this process is none of them."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """This rank's place, 0 to size - 1."""
+        ...
+
+    @property
+    def share(self) -> float:
+        """What `average` multiplies the sum over ranks by: 1 / size, or 1 for sums."""
+        ...
+
+    @property
+    def elastic(self) -> bool:
+        """Whether ranks may come and go while training goes on."""
+        ...
+
+    @property
+    def numbers(self) -> Numbers:
+        """Counts the exchanges of this process, so that each has names of its own."""
+        ...
+
+    def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> Work:
+        """Send the buffer of the rank at position `root` to all, in place."""
+        ...
+
+    def average(self, buffer: torch.Tensor, name: str) -> Work:
+        """Multiply the sum of all ranks' buffers by `share`, in place.
+
+        Of float16 it is the sum itself, not yet multiplied: dividing in float16 would lose what
+        is small for good. The caller multiplies when the values are in a wider dtype again.
+        """
+        ...
+
+    def gather(self, tensor: torch.Tensor, name: str) -> Work:
+        """Join all ranks' tensors along the first dimension, in order of position."""
+        ...
+
+    def restarts(self) -> Callable[[], bool]:
+        """A function that tells whether ranks were started anew since it was last called.
+
+        Then there may be other ranks, and nothing is under way any more (elastic runs).
+        """
+        ...
+
+
+def unchanged(result: Any) -> Any:
+    """What work gives, as it is."""
+    return result
+
+
+class Wait(Generic[Result]):
+    """What a bucket's step yields when it waits; `result = yield from wait` gives the result.
+
+    Args:
+        what: for profiles.
+        work: what is waited for: a collective, or a kernel.
+        round: how many collectives of this step others must have waited for before they submit
+            this one, itself included. 0: it needs nothing that others do in this step. LAST:
+            nothing but the step's end follows, so that nobody hurries to look.
+        then: what is made of the work's result.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        work: Work,
+        round: int,
+        then: Callable[[Any], Result] = unchanged,
+    ) -> None:
+        self.what, self.work, self.round, self._then = what, work, round, then
+
+    def __iter__(self) -> Generator[Wait[Any], None, Result]:
+        yield self
+        return self._then(self.work.wait())
+
+
+Step = Generator[Wait[Any], None, Result]
+"""One bucket's step, or a part of it: it yields what it waits for, and returns what it gives."""
+
+
+def gather_objects(collectives: Collectives, value: Any, name: str) -> list[Any]:
+    """Every rank's JSON value, in order of position. Blocks: all ranks must be here.
+
+    The name carries no exchange's number, as ranks may not have agreed on it yet.
+    """
+    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    length = torch.tensor([payload.numel()])
+    lengths = collectives.gather(length, f"scalecom.{name}.sizes").wait()
+    joined = collectives.gather(payload, f"scalecom.{name}").wait()
+    return [json.loads(part.numpy().tobytes()) for part in joined.split(lengths.tolist())]

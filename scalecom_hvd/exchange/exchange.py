@@ -1,0 +1,583 @@
+"""The exchange of one optimizer's gradients: which bucket does what when.
+
+The only room that knows of time. Nearly all is done while backward goes on. One step:
+
+    a gradient is here      -> is its bucket complete? Then the bucket's step begins: a generator,
+                               the method's (methods/), that makes moves and submits collectives,
+                               and yields what it has to wait for: its own kernel, which runs on a
+                               thread where it can, or other ranks
+    in every later hook     -> all buckets go on as far as they can without waiting
+    synchronize()           -> `result`: submit what is left, and wait for everything
+    all values are here     -> every rank sees whether any gradient was not finite; commit the
+                               step, or roll it back
+
+Why this cannot deadlock: a rank waits for others only in `_finish`. There it goes round by round:
+it waits for no bucket's second collective before it has submitted that of all buckets that follow
+their first. Every rank does so in the same order of rounds and buckets, so whoever waits for a
+collective knows that no rank waits for a later one before it has submitted this one.
+`complete_state` waits only for what every rank submitted in its last step. Nothing is waited for
+in a hook, so ranks may see their gradients in any order, or not at all (those take part with
+zeros).
+
+Optimizers call `ready` from hooks and `result` from synchronize(). Imports methods/base,
+diagnostics_sampler, new_gradients, bucket and the rooms below.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from scalecom_hvd.agreement import Names, agree, compare_ranks, describe
+from scalecom_hvd.bucket_layout import split, step_stats
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait, Work, gather_objects
+from scalecom_hvd.exchange.diagnostics_sampler import Sampler
+from scalecom_hvd.exchange.gradients import empty_sparse_gradient, flat_gradient
+from scalecom_hvd.exchange.kernel_thread import KernelThread
+from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.new_gradients import Found, NewGradients
+from scalecom_hvd.exchange.residue import Residues, describe_tensors
+from scalecom_hvd.schedule import leader
+
+Groups = Sequence[Sequence[str]]
+SparseAverage = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+"""Starts the average of a parameter's sparse gradient; what it gives waits for it."""
+
+
+class Exchange:
+    """The exchange of one optimizer's gradients. Every rank's submits the same collectives.
+
+    Args:
+        parameters: {name: parameter} of all that are trained, in the model's order.
+        method: how compressed tensors are averaged; the caller attaches it to the parameters.
+        collectives: the other ranks.
+        groups: names that are to share a bucket; None: buckets of about config.bucket_bytes in the
+            order in which gradients arrive on rank 0.
+        sparse_as_dense: whether sparse gradients are made dense.
+        send_sparse: averages one that is not.
+        settings: what ranks must have in common besides the method's.
+        asks_for_news: whether a step begins only where some rank has new gradients
+            (`must_exchange`).
+        is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
+
+    Attributes:
+        senders: the positions of the ranks that have something to send, where that changes from
+            step to step; None: all, always.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        method: Method,
+        collectives: Collectives,
+        *,
+        groups: Groups | None = None,
+        sparse_as_dense: bool = False,
+        send_sparse: SparseAverage | None = None,
+        settings: Mapping[str, Any] | None = None,
+        asks_for_news: bool = False,
+        is_scaled: bool = True,
+    ) -> None:
+        self.residues: Residues = method.residues
+        self.config: ScaleComConfig = method.config
+        self.buckets: list[Bucket] = []
+        self.senders: Sequence[int] | None = None
+        self.names = Names(collectives.numbers)
+        self._parameters = dict(parameters)
+        self._name_of = {parameter: name for name, parameter in parameters.items()}
+        self._method = method
+        self._collectives = collectives
+        self._restarted = collectives.restarts()
+        self._groups = groups
+        self._sparse_as_dense = sparse_as_dense
+        self._send_sparse = send_sparse
+        self._is_scaled = is_scaled
+        self._settings = method.settings | dict(settings or {})
+        self._news = (
+            NewGradients(collectives, self.names, self._parameters) if asks_for_news else None
+        )
+        self._sampler: Sampler | None = None
+        # Hooks run on autograd's threads, one per device.
+        self._lock = threading.RLock()
+        self._thread = KernelThread(self._go_on)
+        self._failure: BaseException | None = None
+        self._finishing = False
+        self._agreed = False
+        self._steps: list[BucketStep] = []
+        self._step_of: dict[str, BucketStep] = {}
+        self._arrived: dict[str, None] = {}
+        self._sparse: dict[str, Callable[[], torch.Tensor] | None] = {}
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._whole = False
+        kinds = ("offsets", "values", "dense", "gathered", "collectives")
+        self._submitted = dict.fromkeys(kinds, 0)
+
+    # What the optimizer calls.
+
+    def must_exchange(self, fresh: bool) -> bool:
+        """Whether a synchronize() that begins now has gradients to exchange.
+
+        The optimizer then reports all of them, and asks for results. Where backward gave none to
+        any rank, gradients become what Horovod's average (or sum) of them is, and residues,
+        leader and step stay as they are.
+
+        Args:
+            fresh: whether backward gave this rank any since the last exchange.
+        """
+        with self._lock:
+            try:
+                self._notice_restart()
+                anywhere = (fresh or self._news.ask()) if self._agreed else self._news.meet(fresh)
+                return anywhere or self._came_by_hand()
+            except BaseException:
+                self._abort()
+                raise
+
+    def _came_by_hand(self) -> bool:
+        """Whether scripts put gradients there, when backward gave no rank one.
+
+        If they did not, make of p.grad what Horovod would.
+        """
+        found = self._news.compare(list(self._parameters))
+        if found is Found.SET_BY_HAND:
+            return True
+        for name in self._parameters:
+            self._fill_in(name)
+        if found is Found.CHANGED:
+            self._average_again()
+        elif self._collectives.share == 1:  # the sum of what is the same on all ranks
+            for parameter in self._parameters.values():
+                parameter.grad = parameter.grad * self._collectives.size
+        self._news.end()
+        return False
+
+    @torch.no_grad()
+    def _average_again(self) -> None:
+        works: dict[str, Work] = {}
+        sparse: dict[str, Callable[[], torch.Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            if name in self._sparse:
+                sparse[name] = self._send_sparse(parameter)
+            else:
+                flat = flat_gradient(parameter)
+                wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+                copy = flat.to(wide, copy=True)
+                works[name] = self._collectives.average(copy, self.names(f"again.{name}"))
+        for name, parameter in self._parameters.items():
+            grad = parameter.grad
+            if name in sparse:
+                average = sparse[name]()
+            else:
+                average = works[name].wait().view(grad.shape).to(grad.dtype)
+            if grad.is_sparse:
+                same = average if average.is_sparse else average.to_sparse(grad.sparse_dim())
+                grad.zero_().add_(same)
+            else:
+                # A script may have set one that cannot be written to, such as an expanded one.
+                parameter.grad = average
+
+    def _fill_in(self, name: str) -> None:
+        """A gradient that is missing becomes zero: another rank may have it."""
+        parameter = self._parameters[name]
+        if parameter.grad is None:
+            is_sparse = name in self._sparse
+            make = empty_sparse_gradient if is_sparse else torch.zeros_like
+            parameter.grad = make(parameter)
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """A gradient is complete on this rank. Called from backward's hooks: waits for nothing."""
+        name = self._name_of[parameter]
+        with self._lock:
+            try:
+                self._notice_restart()
+                if not self._arrived:
+                    self._begin_step()
+                self._arrived[name] = None
+                self._fill_in(name)
+                if name in self._sparse and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_sparse(1)
+                may_be_sparse = not (self._sparse_as_dense or self._agreed)
+                if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
+                    self._sparse[name] = self._send_sparse(parameter)
+                elif self._agreed:
+                    step = self._step_of[name]
+                    step.waiting.discard(name)
+                    if not step.waiting:
+                        step.start(self._average(step))
+                self._advance()
+            except BaseException:
+                self._abort()
+                raise
+
+    def result(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The averaged gradient. Called when every gradient of this rank was reported."""
+        name = self._name_of[parameter]
+        with self._lock:
+            if name not in self._outputs:
+                self._finishing = True
+                try:
+                    self._finish()
+                except BaseException:
+                    self._abort()
+                    raise
+                finally:
+                    self._finishing = False
+            return self._outputs.pop(name)
+
+    def in_step(self) -> bool:
+        """Whether gradients were reported that are not averaged yet."""
+        return bool(self._arrived)
+
+    def complete_state(self) -> None:
+        """Wait for what the method's state lacks; every rank submitted it in its last step."""
+        with self._lock:
+            self._notice_restart()
+            for step in self._steps:
+                step.complete_state()
+
+    def agree_anew(self) -> None:
+        """Other residues were loaded: ranks compare, and make buckets, at the next step."""
+        with self._lock:
+            self.buckets, self._steps, self._step_of = [], [], {}
+            self._agreed = False
+
+    def meet(self) -> None:
+        """Ranks of an elastic run come together.
+
+        Nothing to do: after a restart this exchange agrees anew at the next step.
+        """
+
+    def abort(self) -> None:
+        """Forget the step in progress: it is rolled back, so residues lose nothing."""
+        with self._lock:
+            self._abort()
+
+    def watch(self, diagnostics: Diagnostics) -> None:
+        """Look at steps from now on, and have `stats` tell what was seen."""
+        self._sampler = Sampler(diagnostics)
+        self._settings |= diagnostics.settings
+
+    def _notice_restart(self) -> None:
+        """Ranks were started anew (elastic runs): nothing that was under way is."""
+        if self._restarted():
+            self._abort()
+
+    # One step.
+
+    def _advance(self) -> None:
+        """Let every bucket go on as far as it can without waiting."""
+        if self._failure is not None:
+            raise self._failure
+        for step in self._steps:
+            step.advance()
+
+    def _go_on(self) -> bool:
+        """The same on the kernel's thread.
+
+        Gives whether some bucket waits for other ranks, so that it is worth looking again soon.
+        """
+        if not self._lock.acquire(blocking=False):
+            # A hook has the lock for a moment only; `_finish` has it until the step's end.
+            return not self._finishing
+        try:
+            self._advance()
+            return any(step.waits_for_others for step in self._steps)
+        except BaseException as error:
+            self._failure = error  # raised where the user's thread comes by
+            return False
+        finally:
+            self._lock.release()
+
+    def _begin_step(self) -> None:
+        self._outputs.clear()
+        self._scale = 1 / float(self._method.loss_scale()) if self._is_scaled else 1.0
+        self._whole = self._must_send_whole()
+        self._submitted = dict.fromkeys(self._submitted, 0)
+        if self._news is not None and self._agreed:
+            self._news.tell()
+
+    def _must_send_whole(self) -> bool:
+        names = self.residues.tensors.keys() - self._sparse.keys()
+        return self.residues.step < self.residues.warmup or not self._method.is_ready(names)
+
+    def _look_due(self) -> bool:
+        looks = self._sampler is not None and self._sampler.due(self.residues.step)
+        return looks and not self._whole
+
+    def _average(self, step: BucketStep) -> Step[None]:
+        """One bucket's step, from its gradients to their averages. All gradients are here."""
+        bucket = step.bucket
+        if step.state_arrives is not None:
+            yield from step.state_arrives
+            step.state_arrives = None
+        bucket.begin(self._scale, self._whole)
+        if self._look_due():
+            self._sampler.before(bucket)
+        collectives = BucketCollectives(
+            self._collectives,
+            self.names,
+            bucket,
+            self.residues.step,
+            self.config.leader == "staggered",
+            self.senders,
+            self._submitted,
+        )
+        if bucket.compressed:
+            run = self._method.whole_step if self._whole else self._method.step
+            step.new_state = yield from run(bucket, collectives, self._state(bucket))
+        if not collectives.sent_values:
+            yield from collectives.average_values()
+
+    def _state(self, bucket: Bucket) -> State:
+        method, now = self._method, self.residues.step
+        own = {name: method.tensor_states[name] for name in bucket.compressed}
+        return State(now, own, method.method_state, now + 1 < self.residues.warmup)
+
+    def _finish(self) -> None:
+        """Submit what is left, wait for everything, and commit the step, or roll it back."""
+        if not self._arrived:
+            raise RuntimeError(
+                "the optimizer asked for averaged gradients before it reported any: this is a bug "
+                "in scalecom_hvd"
+            )
+        if not self._agreed:
+            self._agree()
+        self._advance()
+        for step in self._steps:
+            step.start(self._average(step))
+        # All buckets wait for what comes in one round before any waits for the next: then what
+        # follows is submitted early, and by every rank in the same order.
+        patience = 0
+        while any(step.waits and step.waits.round < LAST for step in self._steps):
+            for step in self._steps:
+                step.advance(patience)
+            patience += 1
+        for step in self._steps:
+            step.advance(LAST)
+        sparse = {name: wait() for name, wait in self._sparse.items()}
+        # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
+        sound = [bucket.is_sound().cpu() for bucket in self.buckets]
+        sound += [average._values().isfinite().all().cpu() for average in sparse.values()]
+        if all(map(bool, sound)):
+            self._commit()
+        else:
+            self._roll_back()
+        for step in self._steps:
+            self._outputs.update(step.end())
+        self._outputs.update(sparse)
+        self._sparse = dict.fromkeys(self._sparse)
+        self._arrived.clear()
+        if self._news is not None:
+            self._news.end()
+
+    def _commit(self) -> None:
+        if self.residues.look_due() and not self._whole:
+            compressing = [bucket for bucket in self.buckets if bucket.compressed]
+            self.residues.look([bucket.norms() for bucket in compressing])
+        for bucket in self.buckets:
+            bucket.commit()
+        self._method.take_state([step.keep_state() for step in self._steps if step.new_state])
+        looks = self._look_due()
+        self.residues.note_step()
+        if self._whole and self.residues.step >= self.residues.warmup:
+            # Here every rank can wait, and the first choice is not to be waited for in a hook.
+            for step in self._steps:
+                step.complete_state()
+                step.bucket.drop_whole_buffer()
+        if looks:
+            name = self.names("diagnostics")
+            self._sampler.look(self.residues.step - 1, self.buckets, self._collectives, name)
+
+    def _roll_back(self) -> None:
+        """A gradient was not finite on some rank: this step never happened.
+
+        Gradients are NaN on every rank. What the method's state would have become is dropped.
+        """
+        self.residues.note_skipped_step()
+        for step in self._steps:
+            step.bucket.roll_back()
+            step.bucket.spoil()
+            if step.new_state is not None and step.new_state.arrives is not None:
+                step.new_state.arrives.work.wait()  # its name is used again
+
+    def _abort(self) -> None:
+        """A collective failed in mid-step: roll back what was done, and forget it."""
+        for bucket in self.buckets:
+            bucket.roll_back()
+            bucket.forget()
+        self._failure = None
+        if self._news is not None:
+            self._news.forget()
+        # What ranks must have in common may be of this step on one, of the next on another, and
+        # perhaps it never arrives.
+        self._method.begin_equal_state_anew()
+        self._arrived.clear()
+        self._sparse = dict.fromkeys(self._sparse)
+        self._outputs.clear()
+        # Ranks may have submitted different parts of the step: with new buffers and new names,
+        # none of it meets what comes next.
+        self.agree_anew()
+
+    # The agreement, once, at the end of the first backward.
+
+    def _agree(self) -> None:
+        """Compare what all ranks were started with, and agree on buckets, names and the step.
+
+        Raises:
+            RuntimeError: something differs; on every rank alike.
+        """
+        residues, method = self.residues, self._method
+        compared = describe(
+            self.config.to_dict(),
+            self._settings | {"sparse_as_dense": self._sparse_as_dense},
+            describe_tensors(self._parameters, residues),
+        ) | {"groups": None if self._groups is None else [list(group) for group in self._groups]}
+        mine = compared | {
+            "sparse": list(self._sparse),
+            "arrived": list(self._arrived),
+            "name": self.names.claim(),
+            "step": residues.step,
+            "buckets": residues.buckets,
+            "state": method.digest_of_state(),
+        }
+        everyone = gather_objects(self._collectives, mine, "agreement")
+        residues.step = agree(everyone, tuple(compared), self.names)
+        if len({other["state"] for other in everyone}) > 1:
+            method.begin_equal_state_anew()
+        # This was decided when the step began, before all the above was known.
+        self._whole = self._must_send_whole()
+
+        for name in sorted({name for other in everyone for name in other["sparse"]}):
+            if self._sparse.get(name) is None:  # none arrived here: an empty one takes part
+                parameter = self._parameters[name]
+                parameter.grad = parameter.grad.to_sparse(1)
+                self._sparse[name] = self._send_sparse(parameter)
+        plan = self._plan(everyone[0]["arrived"], everyone[0]["buckets"])
+        # Which of its devices a rank uses is its own affair, but not which tensors share one.
+        plans = gather_objects(self._collectives, {"buckets": plan}, "agreement.buckets")
+        compare_ranks(plans, ("buckets",))
+        self._make_buckets(plan)
+        residues.note_ranks(self._collectives.size)
+        self._agreed = True
+
+    def _plan(self, arrived: Sequence[str], loaded: Groups | None) -> list[list[str]]:
+        """Names per bucket.
+
+        The groups asked for, or the buckets of the loaded state if they still fit, or tensors in
+        the order given (late ones last), cut where a bucket is full.
+        """
+        wanted = self._parameters.keys() - self._sparse.keys()
+        if self._groups is not None:
+            members = [[name for name in group if name in wanted] for group in self._groups]
+            return [part for group in members for part in self._split(group, None)]
+        if loaded and wanted == {name for names in loaded for name in names}:
+            parts = [self._split(names, None) for names in loaded]
+            if all(len(part) == 1 for part in parts):
+                return [list(names) for names in loaded]
+        late = [name for name in reversed(self._parameters) if name not in arrived]
+        in_order = [name for name in [*arrived, *late] if name in wanted]
+        return self._split(in_order, self.config.bucket_bytes)
+
+    def _split(self, names: Sequence[str], limit: int | None) -> list[list[str]]:
+        def kind_of(name: str) -> tuple[Any, ...]:
+            parameter, tensor = self._parameters[name], self.residues.tensors.get(name)
+            wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            return parameter.device, tensor.wire_dtype if tensor else wide, wide
+
+        def bytes_of(name: str) -> int:
+            return self._parameters[name].numel() * self._parameters[name].element_size()
+
+        return split(names, kind_of, bytes_of, limit)
+
+    def _make_buckets(self, plan: list[list[str]]) -> None:
+        self.residues.buckets = plan
+        size, share = self._collectives.size, self._collectives.share
+        self.buckets = [
+            Bucket(b, names, self._parameters, self.residues, size, share, self._thread)
+            for b, names in enumerate(plan)
+        ]
+        self._steps = [BucketStep(bucket) for bucket in self.buckets]
+        self._step_of = {name: step for step in self._steps for name in step.bucket.names}
+        if self._sampler is not None:
+            self._sampler.draw(self.buckets)
+        # Kernels, and whatever thread communicates, need the cores that spinning would take.
+        self._collectives.spins = not any(bucket.is_large for bucket in self.buckets)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the last step taken; see Method.stats."""
+        dense = {n: p.numel() for n, p in self._parameters.items() if n not in self._sparse}
+        chosen = {name: tensor.geometry.k for name, tensor in self.residues.tensors.items()}
+        last, size = max(self.residues.step - 1, 0), self._collectives.size
+        staggered = self.config.leader == "staggered"
+        numbers = step_stats(
+            size,
+            leader(last, 0, size or 1, staggered, self.senders),
+            dense,
+            {} if self._whole else chosen,
+            **self._submitted,
+        )
+        return numbers | ({"diagnostics": self._sampler.last} if self._sampler else {})
+
+
+class BucketStep:
+    """How far one bucket's step has come.
+
+    Attributes:
+        waiting: names of its gradients that are not here yet.
+        new_state: what the method's state becomes if the step counts.
+        state_arrives: what must arrive before its state can be used.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.waiting = set(bucket.names)
+        self.new_state: State | None = None
+        self.state_arrives: Wait[torch.Tensor] | None = None
+        self._steps: Step[None] | None = None
+        self.waits: Wait[Any] | None = None
+
+    def start(self, steps: Step[None]) -> None:
+        """Begin, unless it has begun."""
+        if self._steps is None:
+            self._steps = steps
+            self.waits = next(steps, None)
+
+    def advance(self, patience: int = -1) -> None:
+        """Go on as far as no waiting is needed, or only up to this round of collectives."""
+        while self.waits is not None:
+            patient = self.waits.round <= patience
+            if not patient and (self.waits.round == LAST or not self.waits.work.done()):
+                return
+            if patient:
+                with record_function(f"scalecom.wait for {self.waits.what}"):
+                    self.waits.work.wait()
+            self.waits = next(self._steps, None)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether it waits for other ranks, and something follows."""
+        return self.waits is not None and 0 < self.waits.round < LAST
+
+    def keep_state(self) -> State:
+        """The step counts: its new state."""
+        self.state_arrives = self.new_state.arrives
+        return self.new_state
+
+    def complete_state(self) -> None:
+        """Wait until its state can be used."""
+        if self.state_arrives is not None:
+            self.state_arrives.work.wait()
+            self.state_arrives = None
+
+    def end(self) -> dict[str, torch.Tensor]:
+        """Close the step; gives {name: what p.grad must become}."""
+        self.waiting = set(self.bucket.names)
+        self.new_state = self._steps = self.waits = None
+        return self.bucket.end()

@@ -1,0 +1,134 @@
+"""The paper's guide to per-layer rates: layers that compute much per gradient are compressed less.
+
+Users call it once, before training. Imports PyTorch only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+# FLOPs per gradient element at a mini-batch of 32 per worker, and the rate from there on (Chen et
+# al., NeurIPS 2020, arXiv 2104.11125, section 4).
+GUIDE = ((196, 25.0), (128, 50.0), (0, 400.0))
+GUIDE_BATCH = 32
+
+
+def rates_from_flops(
+    model: torch.nn.Module, example_inputs: Any, batch_size: int
+) -> dict[str, float]:
+    """A rate for every trained parameter of the model, to be passed as ScaleCom(rates=...).
+
+    A layer is a module with parameters of its own. Its FLOPs are those of its forward pass, counted
+    by torch.utils.flop_counter on the CPU or wherever the model is. A module that is never called
+    itself (the output projection of nn.MultiheadAttention) counts as part of the one around it.
+
+    Args:
+        model: the model; it is run once, forward only, without gradients.
+        example_inputs: one batch as the model takes it: a tensor, a tuple of positional or a dict
+            of keyword arguments.
+        batch_size: how many samples the batch holds. FLOPs are scaled from it to the guide's 32.
+
+    Returns:
+        {parameter's name: rate}: 25, 50 or 400, and 1 for the first layer.
+
+    Raises:
+        ValueError: the batch has no samples, or the model no parameters that are trained.
+
+    Example:
+        rates = hvd.rates_from_flops(model, images, batch_size=len(images))
+        compression = hvd.ScaleCom(rates=rates)
+    """
+    if batch_size < 1:
+        raise ValueError(
+            f"batch_size is the number of samples in example_inputs, at least 1, not {batch_size}"
+        )
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    }
+    if not layers:
+        raise ValueError("the model has no parameters that are trained")
+    flops = _count(model, layers, example_inputs)
+
+    # Tied parameters belong to the layer that comes first, as in model.named_parameters().
+    owned: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            layer = name.rpartition(".")[0]
+            while layer not in flops and layer:
+                layer = layer.rpartition(".")[0]
+            owned.setdefault(layer, []).append(name)
+            sizes[layer] = sizes.get(layer, 0) + parameter.numel()
+
+    first = next((layer for layer, count in flops.items() if count > 0), None)
+    rates = {}
+    for layer, names in owned.items():
+        per_gradient = flops.get(layer, 0) * GUIDE_BATCH / batch_size / sizes[layer]
+        guided = next(rate for least, rate in GUIDE if per_gradient >= least)
+        rates.update(dict.fromkeys(names, 1.0 if layer == first else guided))
+    return {name: rates[name] for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _count(
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], example_inputs: Any
+) -> dict[str, int]:
+    """{layer: FLOPs of its forward passes}, in the order of their first call.
+
+    Layers that were never called are missing.
+    """
+    flops: dict[str, int] = {}
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    training = {module: module.training for module in model.modules()}
+    with FlopCounterMode(display=False) as counter, _countable():
+        for name, module in layers.items():
+            started: list[int] = []
+
+            def before(*_: object, name: str = name, started: list[int] = started) -> None:
+                flops.setdefault(name, 0)
+                started.append(counter.get_total_flops())
+
+            def after(*_: object, name: str = name, started: list[int] = started) -> None:
+                flops[name] += counter.get_total_flops() - started.pop()
+
+            handles.append(module.register_forward_pre_hook(before))
+            handles.append(module.register_forward_hook(after))
+        model.eval()
+        try:
+            with torch.no_grad():
+                _call(model, example_inputs)
+        finally:
+            for module, was_training in training.items():
+                module.training = was_training
+            for handle in handles:
+                handle.remove()
+    return flops
+
+
+@contextlib.contextmanager
+def _countable() -> Iterator[None]:
+    """Without the fused LSTM and attention of the CPU: the counter counts their FLOPs as none."""
+    fast_attention = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns about settings that it only restores
+            with torch.backends.mkldnn.flags(enabled=False):
+                yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_attention)
+
+
+def _call(model: torch.nn.Module, example_inputs: Any) -> Any:
+    if isinstance(example_inputs, Mapping):
+        return model(**example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return model(*example_inputs)
+    return model(example_inputs)

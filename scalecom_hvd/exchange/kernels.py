@@ -1,0 +1,541 @@
+"""What one step does to the residues of a bucket's tensors, and the kernels that do it.
+
+A kernel is made once for tensors that share their buffers of offsets and values (a `TensorSlot`
+each) and makes every move for all of them at once; `kernel_for` picks which one does. Every kernel
+gives bit-identical results, and those of reference.py. Imports config, lanes and native;
+triton_kernel only where it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from scalecom_hvd import native
+from scalecom_hvd.config import largest_gradient
+from scalecom_hvd.lanes import Lanes, Positions
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE
+
+log = logging.getLogger("scalecom_hvd")
+
+Count = int | torch.Tensor
+"""A number; a 0-dimensional tensor on devices where reading one would wait."""
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """A compressed tensor's residue, and where it lies in the buffers that it shares.
+
+    Attributes:
+        residue: (N,) float32 or float64.
+        geometry: its lanes.
+        offsets_at: where its k offsets begin, in bytes.
+        values_at: where its k values begin, in elements.
+    """
+
+    residue: torch.Tensor
+    geometry: Lanes
+    offsets_at: int
+    values_at: int
+
+    def offsets(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This tensor's offsets (k,), geometry.offset_dtype, in a buffer of bytes."""
+        dtype = getattr(torch, str(self.geometry.offset_dtype))
+        end = self.offsets_at + self.geometry.k * dtype.itemsize
+        return buffer[self.offsets_at : end].view(dtype)
+
+    def values(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This tensor's values (k,) in a buffer of the wire dtype."""
+        return buffer[self.values_at : self.values_at + self.geometry.k]
+
+
+Taken = tuple[float, torch.Tensor, torch.Tensor]
+"""What values were taken with, to be rolled back: (beta, offsets, sent)."""
+
+
+class Kernel(Protocol):
+    """The moves of one step, numbered as in reference.py.
+
+    m: residue.  g: gradient times `scale`, 1 / loss scale, with zero for bad elements: those
+    without |g| <= config.largest_gradient.  I: the indices.
+
+    Buffers: `offsets` and `chosen` hold bytes, `values` and `sent` elements of the wire dtype. The
+    C and Triton kernels allocate nothing as large as these in a step. A frozen tensor is no longer
+    trained: its residue stays as it is, and zeros are sent.
+    """
+
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None: ...
+
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
+        """Take up a step's gradients: (N,) contiguous each, of the dtypes announced.
+
+        They must stay alive until the step's last move.
+        """
+        ...
+
+    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
+        """(1) m <- m + beta*g. Gives how many elements of g are bad.
+
+        Args:
+            beta: that of the low-pass filter.
+            choose: which winners `chosen` takes: CHOOSE_ACCUMULATOR, of |m_old + g|;
+                CHOOSE_RESIDUE, of |m_new|; CHOOSE_NOTHING.
+            chosen: the buffer for their offsets.
+        """
+        ...
+
+    def take(
+        self,
+        beta: float,
+        share: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+    ) -> Count:
+        """(2) values, sent <- v = m[I] + share*g[I]; m[I] <- m[I] - beta*sent.
+
+        v is rounded to the wire dtype; float16 is clamped to +-limit. Gives how many values are
+        not finite; those are sent as zero.
+        """
+        ...
+
+    def take_and_accumulate(
+        self,
+        beta: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+        choose: int,
+        chosen: torch.Tensor | None,
+    ) -> Count:
+        """`take` with share 1, then `accumulate`: look-ahead's order. Gives the sum of both.
+
+        choose: CHOOSE_RESIDUE or CHOOSE_NOTHING.
+        """
+        ...
+
+    def scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        share: float = 1.0,
+    ) -> None:
+        """Every output <- values * share / scale at I, zero elsewhere.
+
+        Outputs are (N,), of the gradient's dtype. They may be the gradients.
+        """
+        ...
+
+    def roll_back(self) -> None:
+        """Take back what was done to residues since `begin`, to rounding.
+
+        m[I] <- m[I] + beta*sent of tensors that were taken from, m <- m - beta*g of those that
+        accumulated. Each kernel keeps track of that itself, as a move may fail when it is half
+        done. Offsets and sent values must be what they were.
+        """
+        ...
+
+    def commit(self) -> None:
+        """Let go of the gradients: nothing can be taken back any more."""
+        ...
+
+
+@dataclass
+class _Step:
+    """One tensor's step, and what was done to its residue in it.
+
+    accumulated: the beta of its accumulation; 0: there was none.
+    taken: what its values were taken with; None: none were taken.
+    """
+
+    slot: TensorSlot
+    grad: torch.Tensor
+    frozen: bool
+    accumulated: float = 0.0
+    taken: Taken | None = None
+
+
+class TorchKernel:
+    """Plain torch, for any device, dtype and way to choose.
+
+    It serves where there is no compiler, and tensors that the other kernels do not know.
+    """
+
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
+        self._slots = slots
+        self._steps: list[_Step] = []
+        self._scale = 1.0
+
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
+        self._steps = [_Step(*own) for own in zip(self._slots, grads, frozen, strict=True)]
+        self._scale = scale
+
+    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
+        bad: Count = 0
+        for step in self._steps:
+            slot, residue = step.slot, step.slot.residue
+            g, n_bad = usable(step.grad, residue, self._scale)
+            if choose == CHOOSE_ACCUMULATOR:
+                choose_by_torch(residue + g, slot.geometry, slot.offsets(chosen))
+            if not step.frozen:
+                residue.add_(g.mul_(beta))
+                step.accumulated = beta
+            if choose == CHOOSE_RESIDUE:
+                choose_by_torch(residue, slot.geometry, slot.offsets(chosen))
+            bad = bad + n_bad
+        return bad
+
+    def take(
+        self,
+        beta: float,
+        share: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+    ) -> Count:
+        bad: Count = 0
+        for step in self._steps:
+            slot, residue = step.slot, step.slot.residue
+            part, copy = slot.values(values), slot.values(sent)
+            if step.frozen:
+                part.zero_()
+                copy.zero_()
+                continue
+            positions = _checked_positions(slot, offsets)
+            value = residue[positions]
+            if share != 0:
+                value.add_(usable(step.grad[positions], residue, self._scale)[0].mul_(share))
+            finite = value.isfinite()
+            value.masked_fill_(~finite, 0)
+            part.copy_(value.clamp_(-limit, limit) if part.dtype == torch.float16 else value)
+            copy.copy_(part)
+            residue[positions] -= part.to(residue.dtype) * beta
+            step.taken = beta, offsets, sent
+            bad = bad + (finite.numel() - finite.count_nonzero())
+        return bad
+
+    def take_and_accumulate(
+        self,
+        beta: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+        choose: int,
+        chosen: torch.Tensor | None,
+    ) -> Count:
+        bad = self.take(beta, 1.0, offsets, values, sent, limit)
+        return bad + self.accumulate(beta, choose, chosen)
+
+    def scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        share: float = 1.0,
+    ) -> None:
+        for slot, output in zip(self._slots, outputs, strict=True):
+            kind = torch.float64 if output.dtype == torch.float64 else torch.float32
+            positions = _checked_positions(slot, offsets)
+            output.zero_()
+            scaled = slot.values(values).to(kind) * (share / self._scale)
+            output[positions] = scaled.to(output.dtype)
+
+    def roll_back(self) -> None:
+        for step in self._steps:
+            slot, residue = step.slot, step.slot.residue
+            if step.taken is not None:
+                beta, offsets, sent = step.taken
+                positions = positions_of(slot.geometry, slot.offsets(offsets))
+                residue[positions] += slot.values(sent).to(residue.dtype) * beta
+                step.taken = None
+            if step.accumulated:
+                g, _ = usable(step.grad, residue, self._scale)
+                residue.sub_(g.mul_(step.accumulated))
+                step.accumulated = 0.0
+
+    def commit(self) -> None:
+        self._steps = []
+
+
+def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor:
+    """The flat positions (k,) that a tensor's offsets stand for.
+
+    Raises RuntimeError where those of exact selection lie outside of the tensor, or one is there
+    twice; on the CPU only, as elsewhere it would wait for the device.
+    """
+    own = slot.offsets(offsets)
+    checks = own.device.type == "cpu" and isinstance(slot.geometry, Positions)
+    if checks and not slot.geometry.fit(own.numpy()):
+        raise RuntimeError(native.OFFSETS_OUTSIDE)
+    return positions_of(slot.geometry, own)
+
+
+def choose_by_torch(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.Tensor) -> None:
+    """offsets (k,) <- the winners of |accumulator| (N,).
+
+    Each lane's largest, first of equals; with exact selection the k largest of all, ascending.
+    """
+    if isinstance(geometry, Positions):
+        offsets.copy_(largest(accumulator, geometry.k))
+        return
+    size, lane = accumulator.abs(), 0
+    for elements, groups, width in geometry.groups():
+        block = size[elements]
+        rows = -(-block.numel() // (groups * width))
+        padding = groups * width * rows - block.numel()
+        if padding:
+            block = torch.cat([block, block.new_full((padding,), -1)])
+        winners = block.view(groups, rows, width).argmax(1).view(-1)
+        offsets[lane : lane + groups * width] = winners
+        lane += groups * width
+
+
+class NativeKernel:
+    """The C kernel (native/lanes.c), for CPU tensors of lanes.
+
+    One call per move, which is made for all tensors or refused for all. It needs no Python.
+    """
+
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
+        self._library = native.library()
+        self._slots = slots
+        self._table = np.zeros(len(slots), native.TENSOR)
+        for row, slot, dtype in zip(self._table, slots, grad_dtypes, strict=True):
+            lanes = slot.geometry
+            row["residue"], row["dtype"] = slot.residue.data_ptr(), native.DTYPES[_name(dtype)]
+            row["numel"], row["k"] = lanes.numel, lanes.k
+            row["width"], row["rows"] = lanes.width, lanes.rows
+            row["offset_width"] = lanes.offset_dtype.itemsize
+            row["offsets_at"], row["values_at"] = slot.offsets_at, slot.values_at
+        self._tensors = self._table.ctypes.data, len(slots)
+        self._grads: Sequence[torch.Tensor] = ()
+        self._scale = 1.0
+        # The beta of this step's accumulation, and what its values were taken with.
+        self._accumulated = 0.0
+        self._taken: Taken | None = None
+
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
+        self._table["grad"] = [grad.data_ptr() for grad in grads]
+        self._table["frozen"] = frozen
+        self._grads, self._scale = grads, scale
+
+    def commit(self) -> None:
+        self._grads, self._accumulated, self._taken = (), 0.0, None
+
+    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> int:
+        arguments = beta, self._scale, choose, _address(chosen)
+        bad = self._library.scalecom_filter(*self._tensors, *arguments)
+        self._accumulated = beta
+        return bad
+
+    def take(
+        self,
+        beta: float,
+        share: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+    ) -> int:
+        buffers = _address(offsets), _address(values), _address(sent)
+        arguments = beta, self._scale, share, *buffers, _is_half(values), limit
+        bad = native.checked(self._library.scalecom_gather(*self._tensors, *arguments))
+        self._taken = beta, offsets, sent
+        return bad
+
+    def take_and_accumulate(
+        self,
+        beta: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+        choose: int,
+        chosen: torch.Tensor | None,
+    ) -> int:
+        buffers = _address(offsets), _address(values), _address(sent)
+        arguments = beta, self._scale, *buffers, _is_half(values), limit, choose, _address(chosen)
+        bad = native.checked(self._library.scalecom_gather_and_filter(*self._tensors, *arguments))
+        self._taken, self._accumulated = (beta, offsets, sent), beta
+        return bad
+
+    def scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        share: float = 1.0,
+    ) -> None:
+        grads = self._table["grad"].copy()
+        self._table["grad"] = [output.data_ptr() for output in outputs]
+        arguments = share / self._scale, _address(offsets), _address(values), _is_half(values)
+        try:
+            native.checked(self._library.scalecom_scatter(*self._tensors, *arguments))
+        finally:
+            self._table["grad"] = grads
+
+    def roll_back(self) -> None:
+        undo = functools.partial(self._library.scalecom_undo, *self._tensors)
+        if self._taken is not None:
+            beta, offsets, sent = self._taken
+            buffers = _address(offsets), _address(sent), _is_half(sent)
+            undo(beta, self._scale, False, *buffers)
+            self._taken = None
+        if self._accumulated:
+            undo(self._accumulated, self._scale, True, None, None, False)
+            self._accumulated = 0.0
+
+
+def kernel_for(
+    device: torch.device, grad_dtype: torch.dtype, residue_dtype: torch.dtype, geometry: Lanes
+) -> type[Kernel]:
+    """The fastest kernel for such tensors.
+
+    SCALECOM_KERNEL=torch asks for plain torch; =native makes a missing library an error, and
+    =triton a Triton that cannot be used. Ways to choose other than by lanes are plain torch's.
+    """
+    asked = os.environ.get("SCALECOM_KERNEL", "")
+    if asked not in ("", "native", "triton", "torch"):
+        raise ValueError(f"SCALECOM_KERNEL must be 'native', 'triton' or 'torch', not {asked!r}")
+    same_width = (residue_dtype == torch.float64) == (grad_dtype == torch.float64)
+    known = same_width and _name(grad_dtype) in native.DTYPES and type(geometry) is Lanes
+    if asked == "torch" or not known:
+        return TorchKernel
+    if asked == "triton" or (device.type == "cuda" and not asked):
+        return _triton_kernel(device.type, required=bool(asked))
+    if device.type != "cpu":
+        return TorchKernel
+    library = native.library()
+    if library is None and asked == "native":
+        raise RuntimeError(
+            "SCALECOM_KERNEL=native, but the native kernel was not built: install a C compiler, "
+            "then scalecom_hvd again"
+        )
+    return NativeKernel if library is not None else TorchKernel
+
+
+def _triton_kernel(device_type: str, required: bool) -> type[Kernel]:
+    why_not = _why_not_triton(device_type)
+    if why_not is None:
+        from scalecom_hvd.exchange.triton_kernel import TritonKernel
+
+        return TritonKernel
+    if required:
+        raise RuntimeError(f"SCALECOM_KERNEL=triton, but {why_not}")
+    _warn(
+        f"the Triton kernel is not used: {why_not}; the plain-torch kernel is used instead, which "
+        "is several times slower"
+    )
+    return TorchKernel
+
+
+@functools.cache
+def _why_not_triton(device_type: str) -> str | None:
+    """Why the Triton kernel cannot serve tensors of such devices; None if it can.
+
+    Triton is imported only where someone may use it.
+    """
+    try:
+        from scalecom_hvd.exchange import triton_kernel
+    except ImportError as error:
+        return (
+            f"triton cannot be imported ({error}): install the version that torch asks for "
+            "(pip show torch)"
+        )
+    return triton_kernel.why_not(device_type)
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    log.warning(text)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def limit_of(dtype: torch.dtype) -> float:
+    """The largest magnitude of a gradient element that a residue of this dtype takes up.
+
+    Args:
+        dtype: float32 or float64.
+    """
+    return largest_gradient(_name(dtype))
+
+
+def usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[torch.Tensor, Count]:
+    """scale*g in the residue's dtype with zero for bad elements, and how many those are.
+
+    The tensor is a new one.
+    """
+    g = grad.to(residue.dtype, copy=True)
+    if scale != 1:
+        g.mul_(scale)
+    if g.device.type == "cpu" and g.numel():
+        # The usual case is quick: where the ends are good, all is.
+        low, high = torch.aminmax(g)
+        if float(low) >= -limit_of(g.dtype) and float(high) <= limit_of(g.dtype):
+            return g, 0
+    good = g.abs() <= limit_of(residue.dtype)
+    return g.masked_fill_(~good, 0), good.numel() - good.count_nonzero()
+
+
+def add_usable(grad: torch.Tensor, residue: torch.Tensor, scale: float, out: torch.Tensor) -> Count:
+    """out <- residue + scale*g, with zero for bad elements; gives how many those are."""
+    if grad.device.type == "cpu" and grad.dtype == residue.dtype and scale == 1 and grad.numel():
+        # The usual case needs no copies: where the ends are good, all is.
+        low, high = torch.aminmax(grad)
+        limit = limit_of(residue.dtype)
+        if float(low) >= -limit and float(high) <= limit:
+            torch.add(grad, residue, out=out)
+            return 0
+    g, bad = usable(grad, residue, scale)
+    torch.add(g, residue, out=out)
+    return bad
+
+
+def largest(values: torch.Tensor, k: int) -> torch.Tensor:
+    """The k largest magnitudes' positions, ascending; of equals the first.
+
+    They are the same on every device: topk by itself promises no order.
+    """
+    size = values.abs()
+    smallest = size.topk(k, sorted=False).values.min()
+    above = (size > smallest).nonzero().view(-1)
+    equal = (size == smallest).nonzero().view(-1)[: k - above.numel()]
+    return torch.cat([above, equal]).sort().values
+
+
+@functools.lru_cache(maxsize=1024)
+def _starts_and_strides(geometry: Lanes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    starts, strides = geometry.starts_and_strides()
+    return (
+        torch.from_numpy(np.ascontiguousarray(starts)).to(device),
+        torch.from_numpy(np.ascontiguousarray(strides)).to(device),
+    )
+
+
+def positions_of(geometry: Lanes, offsets: torch.Tensor) -> torch.Tensor:
+    """The flat positions (k,), int64, that offsets (k,) stand for."""
+    starts, strides = _starts_and_strides(geometry, offsets.device)
+    return starts + offsets.long() * strides
+
+
+def _address(buffer: torch.Tensor | None) -> int | None:
+    return None if buffer is None else buffer.data_ptr()
+
+
+def _is_half(values: torch.Tensor) -> bool:
+    return values.dtype == torch.float16

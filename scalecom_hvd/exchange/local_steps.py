@@ -1,0 +1,554 @@
+"""Local steps: workers step on their own parameters, and average the change, not gradients.
+
+Qsparse-local-SGD (Basu et al., 2019, arXiv 1906.02367), algorithm 1 (all ranks synchronise after
+the same steps) and 2 (each rank after its own). x: the common parameters; x_i: worker i's; m_i:
+its residue.
+
+    H times:   x_i    <- optimizer_i(x_i, gradient_i)
+    then:      acc_i   = m_i + (x - x_i)
+               sent_i  = what the method makes of acc_i
+               m_i    <- acc_i - sent_i
+               x      <- x - (1/n) * sum_i sent_i
+               x_i    <- x
+
+The Exchange is used as it is, on the common parameters, with their changes in the place of
+gradients: buckets, residues, leaders, warm-up, void steps and checks are the same. Every worker's
+optimizer keeps its own state, which is never averaged.
+
+Which rank waits for whom: `step` waits for all ranks at the first step, where they compare, and
+after each step at which the schedule has any rank synchronise. Both depend only on how many steps
+were taken, so every rank has to take every step, also one with a bad gradient.
+
+A rank that resumes in the middle of a round has parameters of its own. They must be in place
+before its first forward, whoever loads or broadcasts a model meanwhile. So they are held until the
+first step: put in place with the state, and again after every `broadcast_parameters` of the face,
+which sends the common ones to newcomers. Where they were overwritten otherwise, all ranks refuse
+to go on.
+
+Imports exchange, methods/base and the rooms below.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.exchange.collectives import Collectives, gather_objects
+from scalecom_hvd.exchange.exchange import Exchange, Groups
+from scalecom_hvd.exchange.kernels import limit_of
+from scalecom_hvd.exchange.methods.base import Method
+from scalecom_hvd.exchange.new_gradients import digest
+from scalecom_hvd.schedule import Schedule
+from scalecom_hvd.training_warnings import Health
+
+log = logging.getLogger("scalecom_hvd")
+
+
+class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
+    """A step found a gradient that cannot be used, and has changed nothing.
+
+    Args:
+        result: what the step would have given.
+    """
+
+    def __init__(self, result: Any = None) -> None:
+        super().__init__("a gradient is not finite, or larger than 2**100")
+        self.result = result
+
+
+_alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
+
+
+def any_held() -> bool:
+    """Whether some optimizer of this process holds parameters in the middle of a round."""
+    return any(local.held for local in list(_alive))
+
+
+def rounds_of(params: dict[str, Any] | list[Any]) -> list[LocalSteps]:
+    """The local steps whose parameters are among these.
+
+    Args:
+        params: what broadcast_parameters takes: a state_dict, or a list of (name, tensor) or of
+            tensors. Anything else, which Horovod refuses, has none.
+    """
+    if isinstance(params, dict):
+        tensors = list(params.values())
+    elif isinstance(params, list):
+        tensors = [item[1] if isinstance(item, tuple) else item for item in params]
+    else:
+        return []
+    # A state_dict has other objects too.
+    addresses = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    if any(local.trains(addresses) for local in list(_alive)):
+        # An optimizer that was deleted hangs in a cycle with its own class, and where its
+        # parameters were, another's may be now.
+        gc.collect()
+    return [local for local in list(_alive) if local.trains(addresses)]
+
+
+class LocalSteps:
+    """The local steps of one optimizer on this rank, and the Exchange that joins them.
+
+    Args:
+        parameters: {name: parameter} of all that are trained, in the model's order.
+        method: how changes are averaged.
+        collectives: the other ranks.
+        schedule: when ranks synchronise.
+        groups: see Exchange.
+        start_anew: makes this rank's optimizer forget its momentum and the like, after its
+            parameters had to go back.
+
+    Attributes:
+        common: {name: x}, float32 or float64, the same on all ranks once they agreed.
+        exchange: averages the changes.
+        taken: how many steps were taken.
+        skipped: how many of them were left out on this rank, for a bad gradient.
+        newcomer: whether this rank has taken no step yet, here or in a loaded state.
+
+    Raises:
+        ValueError: look-ahead, where every rank has a schedule of its own.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        method: Method,
+        collectives: Collectives,
+        schedule: Schedule,
+        groups: Groups | None = None,
+        start_anew: Callable[[], None] = lambda: None,
+    ) -> None:
+        if schedule.asynchronous and method.config.lookahead:
+            raise ValueError(
+                "lookahead needs to know who synchronises next: give all ranks the same "
+                "local_steps, or leave lookahead out"
+            )
+        self.schedule = schedule
+        self.taken = 0
+        self.skipped = 0
+        self.newcomer = True
+        self.common = {name: _wide(parameter) for name, parameter in parameters.items()}
+        self._parameters = parameters
+        self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
+        # What this rank's parameters were at its last synchronisation. With one schedule for all
+        # ranks x is still that.
+        self._start: Mapping[str, torch.Tensor] = self.common
+        if schedule.asynchronous:
+            self._start = {name: x.detach().clone() for name, x in self.common.items()}
+        self._collectives = collectives
+        self._restarted = collectives.restarts()
+        self._start_anew = start_anew
+        self._health = Health()
+        # Whether this rank has taken steps since its last synchronisation, and whether any rank
+        # has since the last one of all ranks.
+        self._under_way = self._open = False
+        # How many synchronisations before their time there were in the warm-up, which is counted
+        # in steps.
+        self._early = 0
+        self._agreed = False
+        # Whether x comes from training with others, or from a loaded state. A newcomer's x gives
+        # way to it.
+        self._knows = False
+        # This rank's own parameters, from when a state was loaded until the first step.
+        self._own: dict[str, torch.Tensor] | None = None
+        self._residues = method.residues
+        self.exchange = Exchange(
+            self.common,
+            method,
+            collectives,
+            groups=groups,
+            settings={"local_steps": schedule.describe()},
+            is_scaled=False,
+        )
+        method.attach(self.common, self.exchange, self)
+        _alive.add(self)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anybody to synchronise with."""
+        return self._collectives.size > (0 if self._collectives.elastic else 1)
+
+    def synchronisations_in(self, steps: int) -> int:
+        """How many synchronisations there are in this many first steps."""
+        return self.schedule.synchronisations(steps) + self._early
+
+    def step(self, take: Callable[[], Any]) -> Any:
+        """Take one step of this rank's own optimizer, and synchronise if that is due.
+
+        Args:
+            take: makes the step. Where it raises NotFinite, the step counts as one that changed
+                nothing on this rank.
+
+        Returns:
+            What `take` returned, or the result of its NotFinite.
+        """
+        if self.active:
+            self._begin()
+        self._own, self.newcomer = None, False
+        try:
+            result = take()
+            self._health.take()
+        except NotFinite as reason:
+            result = reason.result
+            self.skipped += 1
+            log.info(
+                "local step %d is skipped on this rank: %s (%d skipped so far)",
+                self.taken,
+                reason,
+                self.skipped,
+            )
+            self._health.skip(self.taken)
+        self.taken += 1
+        if self.active:
+            self._under_way = self._open = True
+            due = self.schedule.due(self.taken, self._collectives.size)
+            if due:
+                self._synchronise(due)
+        return result
+
+    def synchronise(self) -> None:
+        """Synchronise now, whatever the schedule says.
+
+        All ranks must call it after the same step. The schedule goes on as before.
+
+        Raises:
+            RuntimeError: parameters cannot be made the same; on all ranks.
+        """
+        if not self.active:
+            return
+        self._begin()
+        self._own = None
+        if not self._open:
+            return
+        everyone = range(self._collectives.size)
+        # Where a rank's change is not finite, nothing is averaged, and that rank goes back. The
+        # second time it works.
+        if not self._synchronise(everyone) and not self._synchronise(everyone):
+            raise RuntimeError(
+                "ranks cannot synchronise: their changes, or residues, add up to what is not "
+                "finite. Lower the learning rate"
+            )
+        self._early += self.taken < self._residues.config.warmup_steps
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Before a step: see that ranks agree, and that x is where this round begins."""
+        if self._restarted():
+            self._agreed = False
+        if not self._agreed:
+            self._agree()
+            self._agreed = self._knows = True
+        elif not self._under_way and not self.schedule.asynchronous:
+            # Whoever loads a model, or clips its weights, between two rounds means the common
+            # parameters. Where ranks have rounds of their own, only some are between two: there
+            # it is part of the change.
+            self._take_up_parameters()
+
+    def _take_up_parameters(self) -> None:
+        for name, parameter in self._parameters.items():
+            x = self.common[name]
+            if not torch.equal(x.to(parameter.dtype), parameter):
+                x.copy_(parameter)
+            self._begin_at(name)
+
+    def _begin_at(self, name: str) -> None:
+        """This rank's next round begins at x."""
+        if self._start is not self.common:
+            self._start[name].copy_(self.common[name])
+
+    @torch.no_grad()
+    def _synchronise(self, due: Sequence[int]) -> bool:
+        """Average the changes of the ranks at these positions; gives whether it happened.
+
+        The other ranks send nothing, and go on as they are.
+        """
+        mine = self._collectives.position in due
+        for name, parameter in self._parameters.items():
+            x, change = self.common[name], self._changes[name]
+            if mine:
+                # In the parameter's dtype it began where x was rounded to.
+                change.copy_(self._start[name].to(parameter.dtype)).sub_(parameter)
+            else:
+                change.zero_()
+            # A frozen tensor sends nothing, and its residue stays as it is. That is right for a
+            # rank that does not synchronise now. A tensor that was frozen in the middle of a
+            # round has a change to send.
+            x.requires_grad_(mine and (parameter.requires_grad or bool(change.any())))
+            x.grad = change
+        self.exchange.senders = list(due) if self.schedule.asynchronous else None
+        skipped = self._residues.skipped_steps
+        for x in reversed(self.common.values()):
+            self.exchange.ready(x)
+        averages = {name: self.exchange.result(x) for name, x in self.common.items()}
+        if self._residues.skipped_steps > skipped:
+            if mine:
+                self._go_back()
+            return False
+        for name, parameter in self._parameters.items():
+            x = self.common[name]
+            x.sub_(averages[name])
+            if mine:
+                parameter.copy_(x)
+                self._begin_at(name)
+        if mine:
+            self._under_way = False
+        if len(due) == self._collectives.size:
+            self._open = False
+        return True
+
+    def _go_back(self) -> None:
+        """Some rank's change was not finite: that rank goes back to where its round began.
+
+        Nothing was averaged. The others keep what they have, and send it the next time.
+        """
+        changes = (self._start[name] - parameter for name, parameter in self._parameters.items())
+        if all(bool((change.abs() <= limit_of(change.dtype)).all()) for change in changes):
+            return
+        log.warning(
+            "step %d: this rank's parameters are not finite, or changed by more than 2**100, "
+            "since its last synchronisation: they are those of then again, and its optimizer's "
+            "state is zero. Look at the loss of every rank, or lower the learning rate",
+            self.taken,
+        )
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._start[name])
+        # Its momentum would spoil every synchronisation to come.
+        self._start_anew()
+
+    # The agreement, before the first step.
+
+    @torch.no_grad()
+    def _agree(self, early: bool = False) -> None:
+        """Compare all ranks' schedules, steps and common parameters.
+
+        Newcomers take up those of the ranks that were there before.
+
+        Args:
+            early: whether ranks that are all new may still differ, as the first step is not now.
+        """
+        self.schedule.check_ranks(self._collectives.size)
+        overwritten = not self._in_place()
+        if not self._under_way and not overwritten:
+            self._take_up_parameters()
+        mine = {
+            "settings": {"local_steps": self.schedule.describe()},
+            "taken": self.taken,
+            "knows": self._knows,
+            "open": self._under_way or self._open,
+            "early": self._early,
+            "overwritten": overwritten,
+            "parameters": digest(self.common.values()),
+        }
+        everyone = gather_objects(self._collectives, mine, "local_steps")
+        compare_ranks(everyone, ("settings",))
+        lost = [rank for rank, other in enumerate(everyone) if other["overwritten"]]
+        if lost:
+            raise RuntimeError(
+                f"parameters of rank {', '.join(map(str, lost))} were changed after a state in the "
+                "middle of a round of local steps was loaded, and are no longer that rank's own: "
+                "load the compressor's state last, or call broadcast_parameters of "
+                "scalecom_hvd.torch when the model is loaded, which leaves every rank its own. To "
+                "begin from other parameters, save after optimizer.synchronize_parameters(), when "
+                "no round is under way"
+            )
+        # In elastic runs a rank may have committed a step that others have not.
+        latest = max((other["taken"] for other in everyone if other["knows"]), default=0)
+        are_latest = [other["knows"] and other["taken"] == latest for other in everyone]
+        known = [rank for rank, is_latest in enumerate(are_latest) if is_latest]
+        if early and not known:
+            return
+        compared = known or range(len(everyone))
+        if len({everyone[rank]["parameters"] for rank in compared}) > 1:
+            raise RuntimeError(
+                "ranks begin local steps from different parameters, which local steps would keep "
+                "apart for ever: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) "
+                "on all ranks before the first step, and load states of one step"
+            )
+        if len({other["parameters"] for other in everyone}) > 1:
+            self._send_common(root=known[0], keeps=self._collectives.position in known)
+        if known:
+            self.taken, self._early = latest, everyone[known[0]]["early"]
+        self._open = any(everyone[rank]["open"] for rank in compared)
+
+    def _send_common(self, root: int, keeps: bool) -> None:
+        """Give all ranks the common parameters of the rank at position `root`.
+
+        Args:
+            keeps: whether this rank keeps its own parameters. Otherwise it begins from these.
+        """
+        for i, (name, parameter) in enumerate(self._parameters.items()):
+            x = self.common[name].detach()
+            whole = x.contiguous()  # Horovod takes no other.
+            self._collectives.broadcast(whole, root, f"scalecom.local_steps.{i}").wait()
+            x.copy_(whole)
+            if not keeps:
+                parameter.copy_(x)
+                self._begin_at(name)
+        if not keeps:
+            self._under_way, self._own = False, None
+            log.warning(
+                "this rank begins from the common parameters of rank %d, in the middle of a "
+                "round of local steps",
+                root,
+            )
+
+    # What elastic states, broadcast_parameters and the method ask.
+
+    def meet(self) -> None:
+        """All ranks of an elastic run come together: newcomers take up what others have.
+
+        So they have it before they compute a gradient. All compare again before the next step, as
+        models may be loaded until then.
+        """
+        if self.active:
+            self._agree(early=True)
+        self._agreed = False
+
+    def keep(self) -> None:
+        """Hold this rank's own parameters until the next step, whatever is broadcast before."""
+        if self._own is None and self.active and not self.newcomer:
+            self._own = {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    @property
+    def held(self) -> bool:
+        """Whether this rank's parameters are to stay its own."""
+        return self._own is not None
+
+    def trains(self, addresses: set[int]) -> bool:
+        """Whether some parameter is at one of these addresses."""
+        return any(parameter.data_ptr() in addresses for parameter in self._parameters.values())
+
+    @torch.no_grad()
+    def show_common(self) -> None:
+        """For a broadcast: the parameters are the common ones, until they are put back."""
+        if self._under_way:
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self.common[name])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The parameters are this rank's own again."""
+        assert self._own is not None, "nothing is held"
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._own[name])
+
+    def _in_place(self) -> bool:
+        """Whether the parameters are those that are held, if any are."""
+        # Of a round that went wrong they may be NaN.
+        return self._own is None or all(
+            torch.allclose(parameter, self._own[name], rtol=0, atol=0, equal_nan=True)
+            for name, parameter in self._parameters.items()
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's method saves of local steps. Tensors are the ones in use.
+
+        Returns:
+            {"taken": steps, "early": synchronisations before their time}. Where x is not what the
+            model holds (after steps since the last synchronisation, in half precision, or where
+            ranks have schedules of their own) also {"common": {name: x}, "local": {name: x_i}},
+            "under_way" and "open": whether this rank, and any rank, has taken steps since; and
+            with schedules of their own "start": {name: what x_i was at its last synchronisation}.
+        """
+        state: dict[str, Any] = {"taken": self.taken, "early": self._early}
+        if not self.taken or not (self.held or self.active):
+            return state
+        narrow = any(p.dtype != self.common[name].dtype for name, p in self._parameters.items())
+        if self._under_way or narrow or self.schedule.asynchronous:
+            state |= {"under_way": self._under_way, "open": self._open}
+            state["common"] = _detached(self.common)
+            state["local"] = self._own or _detached(self._parameters)
+            if self._start is not self.common:
+                state["start"] = _detached(self._start)
+        return state
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless this is a state of `state_dict` for these parameters."""
+        has_common, has_start = "common" in state, "start" in state
+        if has_common != ("local" in state) or (
+            has_common and has_start != self.schedule.asynchronous
+        ):
+            raise ValueError(
+                "the state's local steps are of another kind of schedule: give the same "
+                "local_steps, or go on without it"
+            )
+        shapes = {name: x.shape for name, x in self.common.items()}
+        for part in ("common", "local", "start"):
+            saved = state.get(part, self.common)
+            if {name: tensor.shape for name, tensor in saved.items()} != shapes:
+                raise ValueError(f"the state's local steps ({part}) belong to another model")
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of `state_dict`.
+
+        One from the middle of a round puts this rank's own parameters in place at once.
+        """
+        self.taken, self._early = int(state["taken"]), int(state.get("early", 0))
+        self._under_way = self._open = self._agreed = False
+        # A state of before the first step knows no more than a newcomer does.
+        self._knows, self.newcomer, self._own = self.taken > 0, self.taken == 0, None
+        if "common" in state:
+            self._under_way = bool(state.get("under_way", True))
+            self._open = bool(state.get("open", True))
+            for name, x in self.common.items():
+                x.copy_(state["common"][name])
+                if self._start is not self.common:
+                    self._start[name].copy_(state["start"][name])
+            self._own = {
+                name: torch.empty_like(p).copy_(state["local"][name])
+                for name, p in self._parameters.items()
+            }
+            self.put_back()
+
+    def stats(self) -> dict[str, Any]:
+        """What the method's stats() say of local steps.
+
+        Returns:
+            "local_steps": the schedule; "steps_taken": by this rank's optimizer; "steps_skipped":
+            those left out for a bad gradient.
+        """
+        return {
+            "local_steps": self.schedule.describe(),
+            "steps_taken": self.taken,
+            "steps_skipped": self.skipped,
+        }
+
+
+def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> None:
+    """Raise NotFinite unless all gradients are finite, and small enough for a residue.
+
+    A device is waited for once, not for every tensor.
+
+    Args:
+        parameters: those that have no gradient are passed over.
+        result: what NotFinite shall carry.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    for dtype in (torch.float32, torch.float64):
+        own = [value for value in values if value.numel() and _wide_dtype(value) == dtype]
+        if own:
+            ends = [end.to(own[0].device, torch.float64) for v in own for end in torch.aminmax(v)]
+            if not bool((torch.stack(ends).abs() <= limit_of(dtype)).all()):
+                raise NotFinite(result)
+
+
+def _wide(parameter: torch.Tensor) -> torch.nn.Parameter:
+    """A common parameter: what half precision would round away of averages must not be lost."""
+    copy = parameter.detach().to(_wide_dtype(parameter), copy=True)
+    return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+
+
+def _wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _detached(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}

@@ -1,0 +1,25 @@
+"""The methods, one small file each: ScaleCom, and others to compare it with.
+
+They share residues, buckets, checks and collectives, and differ in how they choose and send. Each
+is a `Method` (base.py) whose `step` says how one bucket's accumulators are averaged.
+"""
+
+from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.ecq_sgd import ECQSGD
+from scalecom_hvd.exchange.methods.g_top_k import GTopK
+from scalecom_hvd.exchange.methods.global_top_k import GlobalTopK
+from scalecom_hvd.exchange.methods.local_top_k import LocalTopK
+from scalecom_hvd.exchange.methods.random_k import RandomK
+from scalecom_hvd.exchange.methods.scalecom import ScaleCom
+
+__all__ = [
+    "ECQSGD",
+    "BucketCollectives",
+    "GTopK",
+    "GlobalTopK",
+    "LocalTopK",
+    "Method",
+    "RandomK",
+    "ScaleCom",
+    "State",
+]

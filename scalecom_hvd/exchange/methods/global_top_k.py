@@ -1,0 +1,32 @@
+"""The true top-k of the averaged accumulator: what every other choice is measured by."""
+
+from __future__ import annotations
+
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import Step
+from scalecom_hvd.exchange.kernels import largest
+from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+
+
+class GlobalTopK(Method):
+    """In every tensor the k places where the average over ranks of m + g is largest in magnitude.
+
+    An oracle for studies, not for use: all accumulators are averaged whole to find them, which is
+    dense traffic, 2(n-1)/n of 4N bytes. `rate` says how much of the average is then used.
+
+    Args:
+        **fields: of ScaleComConfig; leader, lookahead, wire_dtype and selection (always exact)
+            mean nothing here.
+    """
+
+    unused = (*Method.unused, "selection")
+    sends_all = True
+
+    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
+        """Average all, choose from the average."""
+        average = yield from collectives.average(bucket.accumulators.clone(), "accumulators")
+        parts = average.split(bucket.sizes)
+        chosen = [largest(part, k) for part, k in zip(parts, bucket.counts, strict=True)]
+        places = bucket.places(chosen)
+        bucket.send(places, bucket.accumulators[places])
+        bucket.receive(places, average[places])

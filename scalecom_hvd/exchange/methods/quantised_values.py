@@ -1,0 +1,58 @@
+"""Values of a bucket, quantised and exchanged between ranks: what methods with few bits share.
+
+Imports base and quantisers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from scalecom_hvd.exchange.bucket import Bucket, Places
+from scalecom_hvd.exchange.collectives import Step
+from scalecom_hvd.exchange.methods.base import BucketCollectives
+from scalecom_hvd.exchange.quantisers import Quantiser, generator
+
+
+def rounded(
+    quantiser: Quantiser,
+    values: torch.Tensor,
+    counts: Sequence[int],
+    collectives: BucketCollectives,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes that this rank sends for its values in this step, and what they stand for."""
+    numbers = quantiser.seed, collectives.step, collectives.bucket, collectives.position
+    payload = quantiser.pack(values, counts, generator(*numbers), collectives.size)
+    return payload, quantiser.unpack(payload, values, counts)
+
+
+def average_values(
+    bucket: Bucket,
+    collectives: BucketCollectives,
+    places: Places,
+    quantiser: Quantiser,
+    counts: Sequence[int] | None = None,
+) -> Step[None]:
+    """Average the accumulators at places that are the same on all ranks.
+
+    The bucket sends, and receives, what the quantiser makes of them: gathered or summed, whatever
+    is less traffic.
+
+    Args:
+        counts: how many of the places are each tensor's; default: those of every tensor's choice.
+    """
+    counts = bucket.counts if counts is None else counts
+    values = bucket.accumulators[places]
+    if isinstance(places, slice):
+        values = values.clone()  # it is a view of the accumulators, and is averaged in place
+    payload, sent = rounded(quantiser, values, counts, collectives)
+    bucket.send(places, sent)
+    if quantiser.is_gathered(payload, sent, collectives.size):
+        for theirs in (yield from collectives.gather(payload, "values")):
+            average = quantiser.unpack(theirs, sent, counts) * collectives.share
+            bucket.receive(places, average)
+    else:
+        summands = quantiser.summands(payload, sent)
+        average = yield from collectives.average(summands, "values", values.dtype)
+        bucket.receive(places, average.to(values.dtype))

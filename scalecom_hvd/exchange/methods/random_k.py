@@ -1,0 +1,89 @@
+"""Random-k with a seed that all ranks share: no offsets travel, and nobody searches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import Step
+from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.quantised_values import average_values, rounded
+from scalecom_hvd.exchange.quantisers import generator
+from scalecom_hvd.lanes import Lanes, Positions
+
+
+class RandomK(Method):
+    """Every step k places drawn at random, and one all-reduce of the values there.
+
+    One place of each lane; with selection="exact", any k places. Values are not scaled up to be
+    unbiased: residues see to what is not sent (Stich et al., *Sparsified SGD with Memory*, 2018,
+    arXiv 1809.07599, has it as rand_k).
+
+    Traffic: 2(n-1)/n of 4k bytes, no offsets; (n-1) 4k if not shared; less with a quantiser.
+
+    Args:
+        seed: the same on all ranks.
+        shared: whether all ranks have the same places. False draws others for each rank, which
+            all ranks can draw; their values are gathered.
+        quantiser: of the values, None or one of quantisers.py.
+        **fields: of ScaleComConfig; leader, lookahead and wire_dtype mean nothing here.
+    """
+
+    rounds = True
+
+    def __init__(self, *, seed: int = 0, shared: bool = True, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.seed, self.shared = int(seed), bool(shared)
+        self.always_gathers = not self.shared
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What ranks must have in common besides the config."""
+        shared = {} if self.shared else {"shared": False}
+        return super().settings | {"seed": self.seed} | shared
+
+    def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
+        """Draw, and average the values there."""
+        numbers = self.seed, collectives.step, collectives.bucket
+        if self.shared:
+            places = self._draw(bucket, generator(*numbers))
+            yield from average_values(bucket, collectives, places, self.quantiser)
+            return
+        # A number more than rounding has, so that the two do not draw alike.
+        randoms = [generator(*numbers, rank, 0) for rank in range(collectives.size)]
+        everyone = [self._draw(bucket, random) for random in randoms]
+        mine, counts = everyone[collectives.position], bucket.counts
+        payload, sent = rounded(self.quantiser, bucket.accumulators[mine], counts, collectives)
+        bucket.send(mine, sent)
+        gathered = yield from collectives.gather(payload, "values")
+        for at, theirs in zip(everyone, gathered, strict=True):
+            values = self.quantiser.unpack(theirs, sent, counts)
+            bucket.receive(at, values * collectives.share)
+
+    @staticmethod
+    def _draw(bucket: Bucket, random: torch.Generator) -> torch.Tensor:
+        places = bucket.places([draw(lanes, random) for lanes in bucket.geometries])
+        return places.to(bucket.accumulators.device)
+
+
+def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:
+    """k positions (int64) in a tensor, at random: one in each lane, uniformly; in exact geometry
+    any, without repeats.
+    """
+    if isinstance(geometry, Positions):
+        return torch.randperm(geometry.numel, generator=random)[: geometry.k]
+    starts, strides, rows = _lanes(geometry)
+    row = (torch.rand(geometry.k, generator=random, dtype=torch.float64).numpy() * rows).astype(
+        np.int64
+    )
+    return torch.from_numpy(starts + row * strides)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lanes(geometry: Lanes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each lane's first element, the distance between its elements, and how many it has."""
+    return (*geometry.starts_and_strides(), geometry.lengths())

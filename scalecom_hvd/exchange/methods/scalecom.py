@@ -1,0 +1,167 @@
+"""ScaleCom: the algorithm of the paper, on this page.
+
+Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
+Distributed Training", NeurIPS 2020, arXiv 2104.11125. Numbers in the comments are those of
+`ScaleCom`'s docstring; reference.py and the moves of bucket.py number the two moves that it ends
+with. Imports base and the rooms below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import Step, Wait
+from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.quantised_values import average_values
+from scalecom_hvd.exchange.quantisers import Float16, quantiser_of
+from scalecom_hvd.saved_state import check_offsets
+
+
+class ScaleCom(Method):
+    """Cyclic local top-k compression with low-pass filtered residues.
+
+    At step t, with n workers, of which j = t mod n is the leader, worker i with its residue m_i
+    and its gradient g_i does:
+
+        (1)  acc_i = m_i + g_i                    the accumulator
+        (2)  I     = top-k of |acc_j|             the leader's choice; its offsets are broadcast
+        (3)  v_i   = acc_i at I                   what every worker sends, rounded for the wire
+        (4)  g     = (1/n) sum_i v_i at I         one all-reduce; zero elsewhere
+        (5)  m_i   = (1 - beta) m_i + beta (acc_i - v_i)        the low-pass filter (eq. 5)
+
+    (5) takes two moves that need no accumulator: m <- m + beta g, in one pass in which the leader
+    chooses; then v = m + (1 - beta) g at I, which equals acc there, and m <- m - beta v at I.
+
+    With look-ahead the leader of step t + 1 chooses at the end of step t, from its residue, and
+    the broadcast hides behind the next forward and backward.
+
+    Args:
+        config, loss_scale, diagnostics, **fields: see `Method`.
+        quantiser: what the values become before they travel: QSGD, Sign (of less than 16 bits:
+            gathered, while that is less traffic; without look-ahead), or Float16, which is
+            wire_dtype="float16".
+
+    Raises:
+        ValueError, TypeError: settings that cannot work.
+
+    Example:
+        >>> ScaleCom(rate=100, beta=0.1, dense=["auto:output"], warmup_steps=500)
+    """
+
+    unused = ()
+    has_leader = rounds = True
+    equal_state = ("offsets",)
+
+    def __init__(self, *, quantiser: Any = None, **settings: Any) -> None:
+        self._rounds_to_half = isinstance(quantiser_of(quantiser), Float16)
+        super().__init__(quantiser=quantiser, **settings)
+        if self._quantised:
+            for name in ("lookahead", "wire_dtype"):
+                if getattr(self.config, name):
+                    raise ValueError(
+                        f"{name} and a quantiser of less than 16 bits exclude each other: leave "
+                        "one of them out"
+                    )
+
+    def step(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State | None]:
+        """One bucket's step, in the form that was asked for."""
+        if self.config.lookahead:
+            return self.look_ahead(bucket, collectives, state)
+        if self._quantised:
+            return self.quantised(bucket, collectives)
+        return self.cyclic(bucket, collectives)
+
+    def cyclic(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
+        """The leader chooses in this step, for this step."""
+        leader = collectives.leader()
+        if collectives.leads():
+            chosen = yield from bucket.accumulate(choose=True)  # (1), (2)
+            travelling = collectives.broadcast(chosen, leader)
+        else:
+            travelling = collectives.broadcast(bucket.new_offsets(), leader)
+            yield from bucket.accumulate()  # (1), while the offsets travel
+        offsets = yield from travelling
+        values = yield from bucket.take(offsets)  # (3), (5)
+        averages = yield from collectives.average_values(values)  # (4)
+        bucket.receive(offsets, averages)
+
+    def look_ahead(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State]:
+        """The leader of the next step chooses in this one; this one's choice is here already."""
+        offsets = bucket.join_offsets({n: own["offsets"] for n, own in state.tensors.items()})
+        # Taking comes first: the next leader chooses on residues from which this step's values
+        # are gone. Both come before the all-reduce, as they count what is not finite.
+        leads = collectives.leads(later=1)
+        values, chosen = yield from bucket.take_and_accumulate(offsets, leads)  # (3), (1), (5), (2)
+        travelling = collectives.average_values(values)
+        next_state = self._broadcast_ahead(bucket, collectives, state, chosen)
+        averages = yield from travelling  # (4)
+        bucket.receive(offsets, averages)
+        return next_state
+
+    def quantised(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
+        """As cyclic, with values of few bits."""
+        leads = collectives.leads()
+        chosen = bucket.choose() if leads else bucket.new_offsets()  # (1), (2)
+        offsets = yield from collectives.broadcast(chosen, collectives.leader())
+        places = bucket.places_at(offsets)
+        yield from average_values(bucket, collectives, places, self.quantiser)
+
+    def whole_step(
+        self, bucket: Bucket, collectives: BucketCollectives, state: State
+    ) -> Step[State | None]:
+        """With look-ahead the last step that is sent whole has the first choice made."""
+        if not self.config.lookahead or state.whole_next or not bucket.tensors:
+            return None
+        leads = collectives.leads(later=1)
+        chosen = bucket.choose_without_accumulating() if leads else None
+        return self._broadcast_ahead(bucket, collectives, state, chosen)
+        yield
+
+    def _broadcast_ahead(
+        self,
+        bucket: Bucket,
+        collectives: BucketCollectives,
+        state: State,
+        chosen: torch.Tensor | None,
+    ) -> State:
+        """(2) for the next step."""
+        offsets = bucket.new_offsets() if chosen is None else chosen
+        travelling = collectives.broadcast(offsets, collectives.leader(later=1))
+        # In the next step every rank has submitted it already.
+        arrives: Wait[torch.Tensor] = Wait("offsets", travelling.work, round=0)
+        own = {name: {"offsets": part} for name, part in bucket.split_offsets(offsets).items()}
+        return dataclasses.replace(state, tensors=own, arrives=arrives)
+
+    def is_ready(self, names: Collection[str]) -> bool:
+        """With look-ahead nothing is chosen before the first step."""
+        chosen = ("offsets" in self.tensor_states[name] for name in names)
+        return not self.config.lookahead or all(chosen)
+
+    def check_tensor_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Raise ValueError unless all offsets lie in their lanes: kernels follow them."""
+        offsets = {name: chosen.cpu().numpy() for name, chosen in states.get("offsets", {}).items()}
+        tensors = self.residues.tensors
+        check_offsets(offsets, {name: tensor.geometry for name, tensor in tensors.items()})
+
+    def _checked(self, config: ScaleComConfig) -> ScaleComConfig:
+        # Float16 is another name of wire_dtype="float16": values are summed in half precision.
+        return config.replace(wire_dtype="float16") if self._rounds_to_half else config
+
+    @property
+    def _quantised(self) -> dict[str, Any]:
+        return {} if self._rounds_to_half else super()._quantised  # that is in the config
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its states name no method: a state that names none is ScaleCom's."""
+        return self._quantised

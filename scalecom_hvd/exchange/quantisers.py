@@ -1,0 +1,404 @@
+"""Quantisers: chosen values travel in 1 to 16 bits, and what rounding changes stays in the residue.
+
+A `Quantiser` turns values into bytes and back, whoever chose them; methods/quantised_values.py
+lets it do so between ranks. Horovod sums nothing narrower than 16 bits, so fewer bits
+are gathered, as long as that is less traffic. Each rank sends its k values of b bits n - 1 times,
+or 2 (n-1)/n times the values of 32 bits, so gathering is less while n b < 64; b is what travels,
+scales included. Imports config only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from scalecom_hvd.config import float16_limit
+
+# Values that share a scale, where the quantiser does not ask for fewer: a scale of 32 bits adds a
+# sixteenth of a bit to each.
+CHUNK = 512
+
+
+class Quantiser:
+    """Turns values (K,), float32 or float64, into bytes, and bytes into values of the same dtype.
+
+    A subclass says what a chunk becomes, by `quantise` and `restore`.
+
+    Attributes:
+        bits: per value: 1, 2, 4 or 8.
+        chunk: how many values of one tensor share a scale, which travels with them in their dtype.
+        seed: of random rounding, which differs from rank to rank.
+    """
+
+    bits: int
+    chunk: int = CHUNK
+    seed: int = 0
+
+    def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
+        """Whether gathering these bytes is less traffic than summing what they stand for.
+
+        Args:
+            payload: the bytes, uint8.
+            sent: the values (K,) that they stand for.
+            ranks: how many there are.
+        """
+        return ranks * payload.numel() < 2 * sent.numel() * sent.element_size()
+
+    def quantise(
+        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What chunks become.
+
+        Args:
+            chunks: the values (chunks, chunk).
+            counts: (chunks,) how many values of each chunk there are; the others are zero.
+            random: gives uniform numbers in [0, 1), shaped like the chunks.
+
+        Returns:
+            Scales (chunks,), and levels (chunks, chunk), int8, that fit into `bits` bits.
+        """
+        raise NotImplementedError
+
+    def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        """The values that chunks stand for.
+
+        Args:
+            scales: (chunks, 1).
+            levels: (chunks, chunk).
+
+        Returns:
+            (chunks, chunk), in the scales' dtype.
+        """
+        raise NotImplementedError
+
+    def pack(
+        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int
+    ) -> torch.Tensor:
+        """The bytes that travel: scales, then levels.
+
+        Args:
+            values: (K,).
+            counts: how many of the values are each tensor's.
+            random: where random numbers are drawn from.
+            ranks: how many ranks send.
+
+        Returns:
+            uint8.
+        """
+        layout = _layout(tuple(counts), self.chunk, values.device)
+        chunks, lengths = layout.spread(values), layout.lengths
+
+        def uniform() -> torch.Tensor:
+            return torch.rand(chunks.shape, generator=random).to(values)
+
+        scales, levels = self.quantise(chunks, lengths, uniform)
+        return torch.cat([scales.view(torch.uint8), pack_levels(layout.collect(levels), self.bits)])
+
+    def unpack(
+        self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        """The values that bytes of `pack` stand for.
+
+        Args:
+            payload: the bytes.
+            like: as many values (K,), of the same dtype and device.
+            counts: as `pack` was given.
+        """
+        layout = _layout(tuple(counts), self.chunk, like.device)
+        cut = len(layout.lengths) * like.element_size()
+        scales = payload[:cut].view(like.dtype)
+        levels = unpack_levels(payload[cut:], self.bits)[: like.numel()]
+        return layout.collect(self.restore(scales[:, None], layout.spread(levels)))
+
+    def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        """What ranks sum instead of gathering: the values `sent` that the bytes stand for."""
+        return sent
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({settings})"
+
+
+class QSGD(Quantiser):
+    """2s + 1 levels of the chunk's norm, rounded up or down at random.
+
+    From Alistarh et al., 2017, arXiv 1610.02132.
+
+    Args:
+        levels: s, at most 127; they travel in the 2, 4 or 8 bits that hold them.
+        norm: what the levels divide: "max", the chunk's largest magnitude (as that paper's
+            experiments do), or 2, its Euclidean norm.
+        chunk: values that share a norm (32 bits). None: 64 to 512, as many as keep the variance
+            below the values' energy (see `variance`), or 64 if none do.
+        scaled: whether values are divided by 1 + `variance`. That makes any s a contraction,
+            without which error feedback can grow without bound, and it makes what is sent smaller
+            than right on average (Basu et al., 2019, section 2). None: where variance >= 1.
+        seed: of the rounding.
+
+    Raises:
+        ValueError: an argument has a value that cannot work.
+    """
+
+    def __init__(
+        self,
+        levels: int = 7,
+        *,
+        norm: str | int = "max",
+        chunk: int | None = None,
+        scaled: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
+            raise ValueError(
+                f"levels must be a whole number from 1 to 127, not {levels!r}: more do not fit "
+                "into 8 bits"
+            )
+        if norm not in ("max", 2):
+            raise ValueError(f'norm must be "max" or 2, not {norm!r}')
+        if chunk is not None:
+            _check_chunk(chunk)
+        self.levels, self.norm, self.seed = levels, norm, int(seed)
+        small = (size for size in (512, 256, 128, 64) if self._variance(size) < 1)
+        self.chunk = chunk if chunk is not None else next(small, 64)
+        self.scaled = scaled if scaled is not None else self.variance >= 1
+
+    @property
+    def bits(self) -> int:  # type: ignore[override]  # what s asks for, and nobody sets it
+        """As few as hold the levels: 2, 4 or 8."""
+        return next(bits for bits in (2, 4, 8) if 2 ** (bits - 1) > self.levels)
+
+    @property
+    def variance(self) -> float:
+        """What E |Q(x) - x|^2 / |x|^2 is at most, for x in one chunk of d values, without `scaled`.
+
+        norm 2: min(d / s^2, sqrt(d) / s) (Alistarh et al., lemma 3.1). norm "max": the worst x has
+        one element at the maximum and all others at a share u of the first level, where it is
+        (d-1) u (1-u) / (s^2 + (d-1) u^2); over all u that is at most
+        (sqrt(1 + (d-1) / s^2) - 1) / 2.
+        """
+        return self._variance(self.chunk)
+
+    def _variance(self, d: int) -> float:
+        s = self.levels
+        if self.norm == 2:
+            return min(d / s**2, math.sqrt(d) / s)
+        return (math.sqrt(1 + (d - 1) / s**2) - 1) / 2
+
+    def quantise(
+        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = self._norms(chunks)
+        # A chunk of zeros has scale 0, and one of denormals a scale by which nothing can be
+        # divided.
+        divisors = scales.clamp_min(torch.finfo(chunks.dtype).tiny)
+        shares = chunks / divisors[:, None] * self.levels
+        levels = (shares + random()).floor().clamp_(-self.levels, self.levels)
+        return scales / (1 + self.variance) if self.scaled else scales, levels.to(torch.int8)
+
+    def _norms(self, chunks: torch.Tensor) -> torch.Tensor:
+        if self.norm != 2:
+            return chunks.abs().amax(1)
+        # Wide, so that no square overflows, and that the order of summands does not show.
+        norms = chunks.double().square().sum(1).sqrt()
+        return norms.clamp_max(torch.finfo(chunks.dtype).max).to(chunks.dtype)
+
+    def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        return levels.to(scales.dtype) / self.levels * scales
+
+
+class Sign(Quantiser):
+    """The sign, in one bit, times the mean magnitude in the chunk.
+
+    With a top-k choice this is Qsparse's SignTop-k (Basu et al., 2019, arXiv 1906.02367, section 2,
+    with the 1-norm). It is not random, and wrong on average: residues see to that.
+
+    Args:
+        chunk: values that share a mean.
+
+    Raises:
+        ValueError: chunk is no whole number of values.
+    """
+
+    bits = 1
+
+    def __init__(self, *, chunk: int = CHUNK) -> None:
+        _check_chunk(chunk)
+        self.chunk = chunk
+
+    def quantise(
+        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Summed in float64, so that the order of summands does not show.
+        scales = chunks.abs().double().sum(1) / counts
+        return scales.to(chunks.dtype), -(chunks < 0).to(torch.int8)
+
+    def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        return torch.where(levels < 0, -scales, scales)
+
+
+class Float16(Quantiser):
+    """Half precision.
+
+    Values are summed in it where ranks chose the same places (as with ScaleCom's
+    wire_dtype="float16"), else gathered. What is too large for n such values to have a finite sum
+    is cut off, and stays in the residue.
+    """
+
+    bits = 16
+
+    def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
+        return False
+
+    def pack(
+        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int
+    ) -> torch.Tensor:
+        limit = float16_limit(ranks)
+        return values.clamp(-limit, limit).half().view(torch.uint8)
+
+    def unpack(
+        self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        return payload.view(torch.float16).to(like.dtype)
+
+    def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        return payload.view(torch.float16)
+
+
+class Unrounded(Quantiser):
+    """Values as they are: what quantiser=None stands for."""
+
+    bits = 32
+
+    def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
+        return False
+
+    def pack(
+        self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int
+    ) -> torch.Tensor:
+        return values.view(torch.uint8)
+
+    def unpack(
+        self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        return payload.view(like.dtype)
+
+
+def quantiser_of(value: Quantiser | type[Quantiser] | None) -> Quantiser:
+    """What a user passed as quantiser=.
+
+    Args:
+        value: a Quantiser, its class, or None: values as they are.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: the quantiser's bits do not fill bytes.
+    """
+    if value is None:
+        return Unrounded()
+    if isinstance(value, type) and issubclass(value, Quantiser):
+        value = value()
+    if isinstance(value, Quantiser):
+        if value.bits not in (1, 2, 4, 8) and type(value).pack is Quantiser.pack:
+            raise ValueError(
+                f"{type(value).__name__}.bits must be 1, 2, 4 or 8, which fill bytes, "
+                f"not {value.bits!r}"
+            )
+        return value
+    raise TypeError(
+        f"quantiser must be hvd.QSGD(levels=...), hvd.Sign(), hvd.Float16() or None, not {value!r}"
+    )
+
+
+def pack_levels(levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """Several levels in a byte, two's complement, the first in the lowest bits.
+
+    Zeros fill the last byte.
+
+    Args:
+        levels: int8.
+        bits: per level: 1, 2, 4 or 8.
+
+    Returns:
+        uint8.
+    """
+    each = 8 // bits
+    fields = levels.view(torch.uint8) & (2**bits - 1)
+    if each == 1:
+        return fields
+    fields = torch.nn.functional.pad(fields, (0, -fields.numel() % each)).view(-1, each)
+    packed = fields[:, 0].clone()
+    for i in range(1, each):
+        packed |= fields[:, i] << (bits * i)
+    return packed
+
+
+def unpack_levels(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `pack_levels`: int8, as many as the bytes hold."""
+    # Shifting signed bytes left, then right, extends the sign.
+    shifts = [8 - bits - i for i in range(0, 8, bits)]
+    fields = torch.stack([packed << shift for shift in shifts], 1) if bits < 8 else packed
+    return fields.contiguous().view(torch.int8).view(-1) >> (8 - bits)
+
+
+class Layout:
+    """How values of several tensors lie in chunks, each tensor's beginning on one of its own.
+
+    Args:
+        counts: how many values each tensor has.
+        chunk: how many values a chunk has.
+        device: of the values.
+
+    Attributes:
+        lengths: (chunks,) how many values each chunk has.
+    """
+
+    def __init__(self, counts: Sequence[int], chunk: int, device: torch.device) -> None:
+        slots: list[range] = []
+        lengths: list[int] = []
+        begin = 0
+        for count in counts:
+            slots.append(range(begin, begin + count))
+            own = -(-count // chunk)
+            lengths += [chunk] * (own - 1) + [count - chunk * (own - 1)] if own else []
+            begin += own * chunk
+        self.lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
+        self._shape, self._count = (len(lengths), chunk), sum(counts)
+        # Where each value lies. None where they lie one after the other: nothing as large as the
+        # values is kept then.
+        self._slots: torch.Tensor | None = None
+        if any(count % chunk for count in counts[:-1]):
+            places = [torch.arange(own.start, own.stop) for own in slots]
+            self._slots = torch.cat(places).to(device)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Values, or levels, (K,) in their places, (chunks, chunk); zeros elsewhere."""
+        chunks = values.new_zeros(self._shape)
+        chunks.view(-1)[slice(self._count) if self._slots is None else self._slots] = values
+        return chunks
+
+    def collect(self, chunks: torch.Tensor) -> torch.Tensor:
+        """The inverse of `spread`."""
+        flat = chunks.reshape(-1)
+        return flat[: self._count] if self._slots is None else flat[self._slots]
+
+
+def _check_chunk(chunk: int) -> None:
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk must be a whole number of values, at least 1, not {chunk!r}")
+
+
+_layout = functools.lru_cache(maxsize=256)(Layout)
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """Random numbers that depend on these numbers only, such as (seed, step, bucket).
+
+    They are the same on every rank that gives the same.
+    """
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % 2**63
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,233 @@
+"""Residues: one per compressed tensor, and how all of a rank's residues are saved and loaded.
+
+`CompressedTensor` is a tensor's residue with its lanes; `Residues` holds those of one optimizer,
+with the number of steps. What a step does to them is in bucket.py. Imports kernels and the
+framework-free rooms.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.exchange.kernels import kernel_for
+from scalecom_hvd.lanes import geometry
+from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
+from scalecom_hvd.training_warnings import (
+    LOOK_EVERY,
+    Health,
+    check_length,
+    check_share_whole,
+    growth_limit,
+)
+
+log = logging.getLogger("scalecom_hvd")
+
+
+def torch_dtype(name: str | np.dtype) -> torch.dtype:
+    """torch.float32 for "float32" or np.dtype("float32"), and so on."""
+    return getattr(torch, str(name))
+
+
+def every_step(steps: int) -> int:
+    """How many synchronisations there are in so many steps, if every step makes one."""
+    return steps
+
+
+class CompressedTensor:
+    """One compressed parameter on this rank: its lanes and its residue.
+
+    Attributes:
+        residue: (N,) float32 or float64, zero at the start.
+        geometry: its lanes.
+        wire_dtype, offset_dtype: in which values and offsets travel.
+        beta: of the low-pass filter.
+    """
+
+    def __init__(
+        self, name: str, parameter: torch.Tensor, rate: float, config: ScaleComConfig
+    ) -> None:
+        self.name = name
+        self.shape = parameter.shape
+        self.geometry = geometry(parameter.numel(), rate, config.selection)
+        dtype = torch_dtype(config.residue_dtype_for(str(parameter.dtype).removeprefix("torch.")))
+        self.residue = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+        self.wire_dtype = torch_dtype(config.wire_dtype) if config.wire_dtype else dtype
+        self.offset_dtype = torch_dtype(self.geometry.offset_dtype)
+        self.beta = config.beta
+        # A wrong SCALECOM_KERNEL is refused here, not in a hook.
+        kernel_for(parameter.device, parameter.dtype, dtype, self.geometry)
+
+
+class Residues:
+    """All residues of one optimizer on this rank, with the number of steps taken.
+
+    Attributes:
+        tensors: {parameter's name: CompressedTensor}.
+        step: steps that happened.
+        skipped_steps: those that did not, because a gradient was not finite somewhere.
+        buckets: names per bucket, once ranks have agreed on them.
+        ranks: how many there are, once this is known.
+        rates: {name: rate} of all parameters, once they are known (`attached`).
+    """
+
+    def __init__(self, config: ScaleComConfig) -> None:
+        self.config = config
+        self.step = 0
+        self.skipped_steps = 0
+        self.tensors: dict[str, CompressedTensor] = {}
+        self.buckets: list[list[str]] | None = None
+        self.ranks: int | None = None
+        self.rates: dict[str, float] = {}
+        self.health = Health()
+        # How many synchronisations there are in so many steps: with local steps, fewer.
+        self.synchronisations_in: Callable[[int], int] = every_step
+        self.attached = False
+        self._loaded: dict[str, torch.Tensor] | None = None
+
+    @property
+    def warmup(self) -> int:
+        """How many first steps are sent whole."""
+        return self.synchronisations_in(self.config.warmup_steps)
+
+    def attach(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Learn the parameters, and make a residue for each that is compressed.
+
+        Args:
+            parameters: all that are trained, in the model's order.
+
+        Raises:
+            ValueError: globs that match nothing, or a state loaded earlier that does not fit.
+            TypeError: complex parameters.
+        """
+        for name, parameter in parameters.items():
+            if not parameter.is_floating_point():
+                raise TypeError(
+                    f"{name} has dtype {parameter.dtype}, which ScaleCom cannot average over "
+                    "ranks: train it as two real parameters, or keep it out of this optimizer"
+                )
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        self.rates = self.config.rates_for(shapes)
+        self.attached = True
+        self.tensors = {
+            name: CompressedTensor(name, parameter, self.rates[name], self.config)
+            for name, parameter in parameters.items()
+            if self.rates[name] > 1
+        }
+        planned = self.config.planned_steps
+        planned = None if planned is None else self.synchronisations_in(planned)
+        check_length(planned, self.warmup, self.rates.values())
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        check_share_whole(self.rates, sizes)
+        if self._loaded is not None:
+            self._check_fits(self._loaded)
+            self._copy_in(self._loaded)
+            self._loaded = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residues and step: plain tensors, which are not copied, and numbers."""
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "step": self.step,
+            "config": self.config.to_dict(),
+            "residues": {name: t.residue.view(t.shape) for name, t in self.tensors.items()},
+        }
+        if self._loaded is not None:
+            state["residues"] = self._loaded
+        if self.buckets is not None:
+            state["buckets"] = self.buckets
+        if self.ranks is not None:
+            state["ranks"] = self.ranks
+        return state
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError that names what does not fit, unless a state can be taken up."""
+        check_state(state, self.config)
+        residues = state["residues"]
+        finite = {name: bool(residue.isfinite().all()) for name, residue in residues.items()}
+        check_finite(finite)
+        if self.attached:
+            self._check_fits(residues)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state of `state_dict` that `check` has passed."""
+        self.step = int(state["step"])
+        if self.attached:
+            self._copy_in(state["residues"])
+        else:
+            self._loaded = dict(state["residues"])
+        self.ranks = state.get("ranks")
+        # Where buckets of another size are asked for, those of the state are not taken over.
+        as_saved = state["config"]["bucket_bytes"] == self.config.bucket_bytes
+        self.buckets = state.get("buckets") if as_saved else None
+
+    def _check_fits(self, residues: Mapping[str, torch.Tensor]) -> None:
+        if residues:
+            saved = {name: tuple(residue.shape) for name, residue in residues.items()}
+            check_residues(saved, {name: tuple(t.shape) for name, t in self.tensors.items()})
+
+    def _copy_in(self, residues: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in self.tensors.items():
+            if residues:
+                tensor.residue.copy_(residues[name].reshape(-1))
+            else:  # saved before the first step, or by a single process: all of them were zero
+                tensor.residue.zero_()
+
+    def look_due(self) -> bool:
+        """Whether this is a step in which norms are looked at."""
+        return self.step % LOOK_EVERY == 0
+
+    def look(self, norms: Sequence[tuple[float, float]]) -> None:
+        """See whether residues grow: norms of residues and of a step's gradients, by bucket."""
+        residues, grads = (math.hypot(*(pair[which] for pair in norms)) for which in (0, 1))
+        self.health.look(self.step, residues, grads, growth_limit(self.rates.values()))
+
+    def note_ranks(self, ranks: int) -> bool:
+        """There are so many ranks; gives whether there were others before, which the log says."""
+        others = self.ranks not in (None, ranks)
+        if others:
+            log.warning(
+                "resuming on %d ranks what ran on %d: newcomers start with empty residues, those "
+                "of ranks that are gone are lost",
+                ranks,
+                self.ranks,
+            )
+        self.ranks = ranks
+        return others
+
+    def note_skipped_step(self) -> None:
+        """A gradient was not finite on some rank: the step did not happen, but is counted."""
+        self.skipped_steps += 1
+        log.info(
+            "step %d is skipped: a gradient was not finite on some rank (%d skipped so far)",
+            self.step,
+            self.skipped_steps,
+        )
+        self.health.skip(self.step)
+
+    def note_step(self) -> None:
+        """A step happened."""
+        self.step += 1
+        self.health.take()
+
+    def norm(self) -> float:
+        """The Euclidean norm of all residues together; reads them all."""
+        wide = torch.float64
+        norms = [torch.linalg.vector_norm(t.residue, dtype=wide) for t in self.tensors.values()]
+        return math.hypot(*map(float, norms))
+
+
+def describe_tensors(
+    parameters: Mapping[str, torch.Tensor], residues: Residues
+) -> dict[str, list[Any]]:
+    """What ranks must have in common, tensor by tensor: shape, dtype, kind of device and rate."""
+    return {
+        name: [list(p.shape), str(p.dtype), p.device.type, f"rate {residues.rates[name]:g}"]
+        for name, p in parameters.items()
+    }

@@ -1,0 +1,425 @@
+"""n simulated workers in one process: the very same Exchange, with collectives in memory.
+
+Every rank is a thread, but only one runs at a time: until it waits for another rank, and then the
+next one goes on. So a run gives the same results every time, and ranks that wait for what nobody
+will ever submit are found at once: that is an error, never a hang. Collectives meet by name. Sums
+are made in the order of ranks.
+
+For studies with more workers than there are machines, and for tests. Imports local_steps, methods
+and the rooms below.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from scalecom_hvd.agreement import Numbers
+from scalecom_hvd.exchange.collectives import CollectiveError
+from scalecom_hvd.exchange.exchange import Exchange, Groups
+from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.methods import Method, ScaleCom
+from scalecom_hvd.schedule import Schedule
+
+Gradients = Mapping[str, torch.Tensor | None]
+Combine = Callable[[list[torch.Tensor]], torch.Tensor | None]
+"""Makes the result of what all ranks brought; None: what they brought holds it now."""
+
+
+class Meeting:
+    """One collective: what every rank brings to it.
+
+    Attributes:
+        brought: {rank: (what must be the same on all ranks, its tensor)}.
+        complete: whether all have come.
+        error: why it failed then.
+        result: what `Combine` gave.
+    """
+
+    def __init__(self) -> None:
+        self.brought: dict[int, tuple[tuple[Any, ...], torch.Tensor]] = {}
+        self.complete = False
+        self.error: str | None = None
+        self.result: torch.Tensor | None = None
+
+    def finish(self, combine: Combine) -> None:
+        """All have come: make the result, or the error."""
+        ranks = sorted(self.brought)
+        first = self.brought[0][0]
+        different = [rank for rank in ranks if self.brought[rank][0] != first]
+        if different:
+            self.error = (
+                f"rank 0 submitted {first}, and rank {different[0]} {self.brought[different[0]][0]}"
+            )
+        else:
+            self.result = combine([self.brought[rank][1] for rank in ranks])
+        self.brought.clear()
+        self.complete = True
+
+
+class Network:
+    """Where the simulated ranks meet, and which of them runs.
+
+    An exchange's thread for kernels may submit too, but never waits. So a lock guards meetings,
+    and nothing else.
+
+    Args:
+        n: how many ranks there are.
+
+    Attributes:
+        numbers: of each rank's exchanges.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.numbers = [Numbers() for _ in range(n)]
+        self._lock = threading.Lock()
+        self._meetings: dict[str, Meeting] = {}
+        self._running: int | None = None
+        self._ready: deque[int] = deque()
+        self._waiting: dict[int, Meeting] = {}
+        self._unfinished = 0
+        self._functions: Sequence[Callable[[], Any]] | None = ()
+        self._results: list[Any] = []
+        self._failure: BaseException | None = None
+        # A closed gate per rank, and one for the caller: who holds the turn opens the next one's.
+        self._gates = [threading.Lock() for _ in range(n + 1)]
+        for gate in self._gates:
+            gate.acquire()
+        for rank in range(n):
+            threading.Thread(
+                target=self._serve, args=(rank,), name=f"simulated rank {rank}", daemon=True
+            ).start()
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run a function on every rank.
+
+        Returns:
+            What each returned.
+
+        Raises:
+            Exception: the error of the first rank that had one. It ends all of them.
+        """
+        self._functions, self._results, self._failure = functions, [None] * self.n, None
+        self._unfinished = self.n
+        self._ready.extend(range(self.n))
+        self._next()
+        self._gates[-1].acquire()
+        results, failure = self._results, self._failure
+        self._functions, self._results, self._failure = (), [], None
+        if failure is not None:
+            self._meetings.clear()
+            raise failure
+        return results
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._functions is not None:
+            self._functions = None
+            for gate in self._gates[:-1]:
+                gate.release()
+
+    def submit(
+        self, rank: int, name: str, what: tuple[Any, ...], tensor: torch.Tensor, combine: Combine
+    ) -> SimulatedWork:
+        """Bring a tensor to the meeting of this name; `what` must be the same on all ranks."""
+        with self._lock:
+            meeting = self._meetings.setdefault(name, Meeting())
+            if rank in meeting.brought:
+                raise ValueError(
+                    f"Duplicate tensor name {name}: rank {rank} submitted it again before all "
+                    "ranks had submitted it once"
+                )
+            meeting.brought[rank] = what, tensor
+            if len(meeting.brought) == self.n:
+                del self._meetings[name]
+                meeting.finish(combine)
+                self._wake([one for one, other in self._waiting.items() if other is meeting])
+        return SimulatedWork(self, rank, meeting, tensor)
+
+    def wait(self, rank: int, meeting: Meeting) -> torch.Tensor | None:
+        """Let others run until the meeting is complete; gives its result."""
+        while not meeting.complete:
+            if self._failure is not None:
+                raise CollectiveError(f"another rank failed: {self._failure}") from self._failure
+            if self._running != rank:
+                raise RuntimeError(
+                    f"simulated rank {rank} waits outside of a step for what other ranks have not "
+                    "submitted"
+                )
+            with self._lock:
+                if meeting.complete:
+                    break
+                self._waiting[rank] = meeting
+            self._next()
+            self._gates[rank].acquire()
+        if meeting.error is not None:
+            raise CollectiveError(
+                f"ranks submitted different collectives by one name: {meeting.error}"
+            )
+        return meeting.result
+
+    def _serve(self, rank: int) -> None:
+        while True:
+            self._gates[rank].acquire()
+            if self._functions is None:
+                return
+            if self._failure is None:
+                try:
+                    self._results[rank] = self._functions[rank]()
+                except BaseException as error:
+                    self._fail(error)
+            self._unfinished -= 1
+            self._next()
+
+    def _next(self) -> None:
+        """Hand the turn on; it comes back to the caller when all ranks have finished."""
+        if not self._ready and self._unfinished:
+            waited_for = self._waiting.values()
+            names = sorted(name for name, one in self._meetings.items() if one in waited_for)
+            self._fail(
+                RuntimeError(
+                    "simulated ranks wait for each other for ever; not all have submitted "
+                    f"{', '.join(names)}"
+                )
+            )
+        self._running = self._ready.popleft() if self._ready else None
+        self._gates[-1 if self._running is None else self._running].release()
+
+    def _wake(self, ranks: Sequence[int]) -> None:
+        for rank in sorted(ranks):
+            del self._waiting[rank]
+            self._ready.append(rank)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+            self._wake(list(self._waiting))
+
+
+class SimulatedWork:
+    """A collective that one simulated rank has submitted."""
+
+    def __init__(
+        self, network: Network, rank: int, meeting: Meeting, brought: torch.Tensor
+    ) -> None:
+        self._network, self._rank, self._meeting = network, rank, meeting
+        self._brought = brought
+
+    def done(self) -> bool:
+        """Whether all ranks have submitted it."""
+        return self._meeting.complete
+
+    def wait(self) -> torch.Tensor:
+        """Let other ranks run until they have, and give the result.
+
+        It may be the tensor that was brought.
+        """
+        result = self._network.wait(self._rank, self._meeting)
+        return self._brought if result is None else result
+
+
+class SimulatedCollectives:
+    """The collectives of one simulated rank.
+
+    Args:
+        network: where the ranks meet.
+        position: this rank's place.
+        sums: whether `average` gives sums.
+        predivide: by what values are divided before they are summed, as Horovod's
+            gradient_predivide_factor says.
+    """
+
+    elastic = False
+    spins = True
+
+    def __init__(
+        self, network: Network, position: int, sums: bool = False, predivide: float = 1.0
+    ) -> None:
+        self._network = network
+        self.position = position
+        self.size = network.n
+        self.share = 1.0 if sums else 1 / network.n
+        # As in a process per rank: each numbers its exchanges for itself.
+        self.numbers = network.numbers[position]
+        self._sums, self._predivide = sums, predivide
+
+    def restarts(self) -> Callable[[], bool]:
+        """They are never started anew."""
+        return lambda: False
+
+    def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> SimulatedWork:
+        """The root's buffer, in place."""
+        what = ("broadcast", root, buffer.dtype, tuple(buffer.shape))
+        return self._submit(name, what, buffer, functools.partial(_broadcast, root=root))
+
+    def average(self, buffer: torch.Tensor, name: str) -> SimulatedWork:
+        """The average, or sum, in place; of float16 the sum."""
+        what = ("average", self._sums, self._predivide, buffer.dtype, tuple(buffer.shape))
+        divide = not self._sums and buffer.dtype != torch.float16
+        combine = functools.partial(_reduce, divide=divide, predivide=self._predivide)
+        return self._submit(name, what, buffer, combine)
+
+    def gather(self, tensor: torch.Tensor, name: str) -> SimulatedWork:
+        """All tensors, joined."""
+        what = ("gather", tensor.dtype, tuple(tensor.shape[1:]))
+        return self._submit(name, what, tensor, torch.cat)
+
+    def _submit(
+        self, name: str, what: tuple[Any, ...], tensor: torch.Tensor, combine: Combine
+    ) -> SimulatedWork:
+        return self._network.submit(self.position, name, what, tensor, combine)
+
+
+def _broadcast(buffers: list[torch.Tensor], root: int) -> None:
+    for rank, buffer in enumerate(buffers):
+        if rank != root:
+            buffer.copy_(buffers[root])
+
+
+def _reduce(buffers: list[torch.Tensor], divide: bool, predivide: float) -> None:
+    if divide and predivide != 1:
+        for buffer in buffers:
+            buffer.div_(predivide)
+    total = buffers[0]
+    for buffer in buffers[1:]:
+        total.add_(buffer)
+    if divide:
+        if predivide != 1:
+            total.mul_(predivide)
+        total.div_(len(buffers))
+    for buffer in buffers[1:]:
+        buffer.copy_(total)
+
+
+class Simulation:
+    """n ranks, each with its parameters, its method and its Exchange.
+
+    With many ranks, torch.set_num_threads(1) is much faster: otherwise every rank's thread has a
+    pool of its own.
+
+    Args:
+        n: how many.
+        make_parameters: gives a rank's {name: torch.nn.Parameter}, in the model's order; called
+            with the rank.
+        sums: whether gradients are summed, not averaged.
+        predivide: Horovod's gradient_predivide_factor.
+        groups, sparse_as_dense: see Exchange.
+        compression: the method's class.
+        local_steps: as in DistributedOptimizer. Then `take_steps` takes the place of `step`, and
+            every rank needs parameters of its own.
+        **settings: what the class takes: config=, loss_scale=, and fields of ScaleComConfig.
+
+    Attributes:
+        parameters, compressors, collectives, exchanges: each rank's parameters, method,
+            collectives and Exchange.
+        locals: each rank's LocalSteps; empty without local steps.
+
+    Example:
+        >>> simulation = Simulation(4, lambda rank: dict(make_model().named_parameters()))
+        >>> averages = simulation.step([gradients_of(rank) for rank in range(4)])
+    """
+
+    def __init__(
+        self,
+        n: int,
+        make_parameters: Callable[[int], dict[str, torch.Tensor]],
+        *,
+        sums: bool = False,
+        predivide: float = 1.0,
+        groups: Groups | None = None,
+        sparse_as_dense: bool = False,
+        compression: Callable[..., Method] = ScaleCom,
+        local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.network = Network(n)
+        weakref.finalize(self, self.network.close)
+        self.collectives = [
+            SimulatedCollectives(self.network, rank, sums, predivide) for rank in range(n)
+        ]
+        self.parameters = [make_parameters(rank) for rank in range(n)]
+        self.compressors = [compression(**settings) for _ in range(n)]
+        self.exchanges: list[Exchange] = []
+        self.locals: list[LocalSteps] = []
+        ranks = zip(self.parameters, self.compressors, self.collectives, strict=True)
+        for parameters, method, collectives in ranks:
+            if local_steps is not None:
+                schedule = Schedule(local_steps)
+                local = LocalSteps(parameters, method, collectives, schedule, groups)
+                self.locals.append(local)
+                exchange = local.exchange
+            else:
+                exchange = Exchange(
+                    parameters, method, collectives, groups=groups, sparse_as_dense=sparse_as_dense
+                )
+                method.attach(parameters, exchange)
+            self.exchanges.append(exchange)
+
+    def step(
+        self, grads: Sequence[Gradients], order: Sequence[Sequence[str]] | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        """Take one step on all ranks.
+
+        Args:
+            grads: every rank's gradients. The tensors become p.grad, and hold the averages then.
+                One that is None, or not there, did not arrive on this rank.
+            order: the names in whose order each rank's gradients arrive; default: as in backward,
+                the last layer first.
+
+        Returns:
+            Every rank's averages; NaN where some gradient was not finite.
+
+        Raises:
+            Exception: that of any rank. It ends the step on all, which is rolled back.
+        """
+        n = self.network.n
+        orders = [list(reversed(self.parameters[0]))] * n if order is None else order
+        return self._run(
+            [functools.partial(self._step, rank, grads[rank], orders[rank]) for rank in range(n)]
+        )
+
+    def take_steps(self, takes: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Take one local step on all ranks, and synchronise them if that is due.
+
+        Args:
+            takes: every rank's own optimizer's step.
+
+        Returns:
+            What each gave.
+        """
+        steps = zip(self.locals, takes, strict=True)
+        return self._run([functools.partial(local.step, take) for local, take in steps])
+
+    def synchronise(self) -> None:
+        """End the round of local steps on all ranks."""
+        self._run([local.synchronise for local in self.locals])
+
+    def _run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        try:
+            return self.network.run(tasks)
+        except Exception:
+            for exchange in self.exchanges:
+                exchange.abort()
+            raise
+
+    def _step(self, rank: int, grads: Gradients, order: Sequence[str]) -> dict[str, torch.Tensor]:
+        parameters, exchange = self.parameters[rank], self.exchanges[rank]
+        for name, parameter in parameters.items():
+            parameter.grad = grads.get(name)
+        arrived = [name for name in order if parameters[name].grad is not None]
+        # Horovod's synchronize() reports what did not arrive, before it asks for the first result.
+        missing = [name for name in parameters if name not in arrived]
+        for name in (*arrived, *missing):
+            exchange.ready(parameters[name])
+        averages = {name: exchange.result(p) for name, p in parameters.items()}
+        for name, average in averages.items():
+            parameters[name].grad = average
+        return averages

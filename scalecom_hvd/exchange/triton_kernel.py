@@ -1,0 +1,278 @@
+"""The Triton kernel (scalecom_hvd/triton) as a `Kernel` of kernels.py.
+
+It is for CUDA tensors, and under TRITON_INTERPRET=1 for the CPU's. Nothing here waits for the
+device: a step's addresses go there by one small asynchronous copy, and counts stay there.
+kernels.py imports this only when a tensor asks for it, since it imports triton.
+
+All launches go to the stream that is current on the tensors' device. Where one stream is used, as
+in autograd's hooks, callers need nothing more. Who uses several must let each move's stream wait
+for the one before, and the next step's first for this step's last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from scalecom_hvd import triton as tiles
+from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot
+from scalecom_hvd.lanes import LANES
+from scalecom_hvd.native import CHOOSE_NOTHING
+
+# What gradients are stored in; scalecom_hvd/triton reads int16 as bfloat16.
+_STORED = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.int16,
+}
+
+
+def why_not(device_type: str) -> str | None:
+    """Why the kernel cannot serve tensors of such devices; None if it can."""
+    if device_type == "cpu" and tiles.INTERPRETED:
+        return None
+    if device_type == "cpu":
+        return (
+            "it is for CUDA devices: tensors of the CPU need TRITON_INTERPRET=1 (slow, for tests)"
+        )
+    if device_type != "cuda":
+        return f"it is for CUDA devices, not for {device_type!r}"
+    if tiles.INTERPRETED:
+        return (
+            "TRITON_INTERPRET is set, and the interpreter cannot follow addresses on a device: "
+            "unset it"
+        )
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # a missing C compiler, for one: Triton needs it
+        return f"Triton does not work on this machine ({error})"
+    return None
+
+
+class TritonKernel:
+    """One launch per move and gradient dtype, for tensors of lanes. See `Kernel`."""
+
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
+        members: dict[torch.dtype, list[int]] = {}
+        for i, dtype in enumerate(grad_dtypes):
+            members.setdefault(dtype, []).append(i)
+        self._parts = [
+            (_OneDtype([slots[i] for i in chosen], dtype), chosen)
+            for dtype, chosen in members.items()
+        ]
+
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
+        for part, members in self._parts:
+            part.begin([grads[i] for i in members], [frozen[i] for i in members], scale)
+
+    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
+        return _sum(part.accumulate(beta, choose, chosen) for part, _ in self._parts)
+
+    def take(
+        self,
+        beta: float,
+        share: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+    ) -> Count:
+        return _sum(part.take(beta, share, offsets, values, sent, limit) for part, _ in self._parts)
+
+    def take_and_accumulate(
+        self,
+        beta: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+        choose: int,
+        chosen: torch.Tensor | None,
+    ) -> Count:
+        return _sum(
+            part.take_and_accumulate(beta, offsets, values, sent, limit, choose, chosen)
+            for part, _ in self._parts
+        )
+
+    def scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        share: float = 1.0,
+    ) -> None:
+        for part, members in self._parts:
+            part.scatter([outputs[i] for i in members], offsets, values, share)
+
+    def roll_back(self) -> None:
+        for part, _ in self._parts:
+            part.roll_back()
+
+    def commit(self) -> None:
+        for part, _ in self._parts:
+            part.commit()
+
+
+class _OneDtype:
+    """The same for tensors whose gradients have one dtype."""
+
+    def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None:
+        self._slots = slots
+        self._device = slots[0].residue.device
+        real = tl.float64 if grad_dtype == torch.float64 else tl.float32
+        self._dtypes = {"GRAD": _STORED[grad_dtype], "REAL": real}
+        # Rows at a time: a thread has 4 x 16 bytes of residue under way.
+        self._block = 32 if real == tl.float32 else 16
+        table = _tiles(slots)
+        self._n_tiles = len(table)
+        self._tiles = self._to_device(table)
+        self._tensors = self._to_device(np.array([_fields(slot) for slot in slots], np.int64))
+        self._grads: Sequence[torch.Tensor] = ()
+        self._frozen: Sequence[bool] = ()
+        self._scale = 1.0
+        self._step: torch.Tensor | None = None
+        # The beta of this step's accumulation, and what its values were taken with.
+        self._accumulated = 0.0
+        self._taken: Taken | None = None
+
+    def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
+        self._grads, self._frozen, self._scale = grads, frozen, scale
+        self._step = self._step_table(grads)
+
+    def commit(self) -> None:
+        self._grads, self._step, self._accumulated, self._taken = (), None, 0.0, None
+
+    def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> torch.Tensor:
+        count = self._new_count()
+        self._launch_pass(tiles.filter_tiles, chosen, count, beta, self._scale, CHOOSE=choose)
+        self._accumulated = beta
+        return count
+
+    def take(
+        self,
+        beta: float,
+        share: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+    ) -> torch.Tensor:
+        count = self._new_count()
+        arguments = offsets, values, sent, count, beta, self._scale, share, limit
+        self._launch(tiles.gather_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
+        self._taken = beta, offsets, sent
+        return count
+
+    def take_and_accumulate(
+        self,
+        beta: float,
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        limit: float,
+        choose: int,
+        chosen: torch.Tensor | None,
+    ) -> torch.Tensor:
+        count = self._new_count()
+        arguments = offsets, values, sent, chosen, count, beta, self._scale, limit
+        self._launch_pass(tiles.gather_and_filter_tiles, *arguments, CHOOSE=choose)
+        self._taken, self._accumulated = (beta, offsets, sent), beta
+        return count
+
+    def scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        offsets: torch.Tensor,
+        values: torch.Tensor,
+        share: float = 1.0,
+    ) -> None:
+        in_place = all(
+            output.data_ptr() == grad.data_ptr()
+            for output, grad in zip(outputs, self._grads, strict=True)
+        )
+        step = self._step if in_place else self._step_table(outputs)
+        constants = {"BLOCK": self._block, "num_warps": 4}
+        scaled = share / self._scale
+        self._launch(tiles.scatter_tiles, step, offsets, values, scaled, **constants)
+
+    def roll_back(self) -> None:
+        if self._taken is not None:
+            beta, offsets, sent = self._taken
+            self._launch_pass(tiles.undo_tiles, offsets, sent, beta, self._accumulated, self._scale)
+        elif self._accumulated:
+            self.accumulate(-self._accumulated, CHOOSE_NOTHING, None)
+        self._taken, self._accumulated = None, 0.0
+
+    def _launch_pass(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        self._launch(kernel, self._step, *arguments, **constants, BLOCK=self._block, num_warps=4)
+
+    def _launch(self, kernel: Any, step: torch.Tensor, *arguments: Any, **constants: Any) -> None:
+        if self._n_tiles == 0:
+            return
+        is_cuda = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext():
+            # No fused multiply-adds: they round otherwise than all other kernels.
+            kernel[(self._n_tiles,)](
+                self._tiles,
+                self._tensors,
+                step,
+                *arguments,
+                **constants,
+                **self._dtypes,
+                enable_fp_fusion=False,
+            )
+
+    def _step_table(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """This step's fields, in scalecom_hvd/triton's order, with the addresses of `tensors`."""
+        rows = []
+        for slot, tensor, frozen in zip(self._slots, tensors, self._frozen, strict=True):
+            address = tensor.data_ptr()
+            rows.append((address, frozen, (address | slot.residue.data_ptr()) % 16 == 0))
+        return self._to_device(np.array(rows, np.int64))
+
+    def _to_device(self, table: np.ndarray) -> torch.Tensor:
+        """A copy that nobody waits for.
+
+        Pinned memory is taken anew every time: torch reuses it when the copy is over.
+        """
+        if self._device.type != "cuda":
+            return torch.from_numpy(table)
+        return torch.from_numpy(table).pin_memory().to(self._device, non_blocking=True)
+
+    def _new_count(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.int64, device=self._device)
+
+
+def _tiles(slots: Sequence[TensorSlot]) -> np.ndarray:
+    """(tiles, 2), int32: every tile's tensor, and its number in the tensor.
+
+    Tiles of last groups come first: they take longest, and would be waited for at the end.
+    """
+    counts = [-(-slot.geometry.k // LANES) for slot in slots]
+    tensor = np.repeat(np.arange(len(slots)), counts)
+    number = np.arange(len(tensor)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+    full_lanes = np.array([slot.geometry.full_lanes for slot in slots])
+    order = np.argsort(number * LANES < full_lanes[tensor], kind="stable")
+    return np.stack([tensor, number], axis=1).astype(np.int32)[order]
+
+
+def _fields(slot: TensorSlot) -> tuple[int, ...]:
+    """What is fixed about a tensor, in scalecom_hvd/triton's order."""
+    lanes = slot.geometry
+    left, last = lanes.numel - lanes.full_lanes * lanes.rows, max(lanes.k - lanes.full_lanes, 1)
+    last_rows, width = -(-left // last), lanes.offset_dtype.itemsize
+    shape = lanes.numel, lanes.k, lanes.full_lanes, lanes.rows, last_rows
+    return slot.residue.data_ptr(), *shape, width, slot.offsets_at, slot.values_at
+
+
+def _sum(counts: Iterable[Count]) -> Count:
+    return functools.reduce(operator.add, counts)

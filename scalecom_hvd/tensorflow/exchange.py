@@ -1,0 +1,559 @@
+"""The exchange of one set of variables' gradients, as a part of the graph that computes them.
+
+Horovod's optimizers and tapes reduce through one attribute, `_allreduce_grads(grads, variables,
+use_generic_names)`. `reduction` makes what stands there instead. One step, per bucket:
+
+    cyclic      all gradients are here -> accumulate, in which the leader chooses -> offsets
+                -> take -> all-reduce -> scatter
+    look-ahead  all gradients are here -> take at the offsets that came during the last step, and
+                accumulate, in which the next leader chooses
+                -> all-reduce -> scatter, and at the same time the next offsets
+    commit      all buckets are here -> if no rank's gradient was not finite, variables take the
+                updated residues
+
+TensorFlow runs these as soon as their inputs are there, so buckets overlap with backward and with
+each other. Nothing is assigned before the whole step is known to count: a step that is void, or
+dies in the middle, has changed nothing.
+
+Called by compressor.py. Imports bucket, residues, transport and the framework-free rooms.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+
+from scalecom_hvd.agreement import (
+    Names,
+    agree,
+    check_operation,
+    compare_ranks,
+    describe,
+    digest_of,
+    warn_of_half_sums,
+)
+from scalecom_hvd.bucket_layout import group_names, split, step_stats
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.schedule import leader
+from scalecom_hvd.tensorflow.bucket import Bucket, Now
+from scalecom_hvd.tensorflow.residues import (
+    CompressedTensor,
+    Progress,
+    dtype_of,
+    read,
+    set_value,
+    shape_of,
+    value_of,
+)
+from scalecom_hvd.tensorflow.transport import Transport, is_elastic, runs_eagerly
+from scalecom_hvd.training_warnings import (
+    GROWTH_WARNING,
+    LOOK_EVERY,
+    check_length,
+    check_share_whole,
+    growth_limit,
+    keep_growing,
+)
+
+log = logging.getLogger("scalecom_hvd")
+
+# What Horovod's objects give for a variable.
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+Reduction = Callable[..., list[Gradient]]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What Horovod's optimizers and tapes are told about the reduction.
+
+    Names, meanings and defaults are theirs.
+    """
+
+    op: int = horovod.Average
+    gradient_predivide_factor: float = 1.0
+    groups: int | list[list[tf.Variable]] | None = None
+    sparse_as_dense: bool = False
+    process_set: horovod.ProcessSet = horovod.global_process_set
+    device_dense: str = ""
+    device_sparse: str = ""
+
+    def check(self) -> None:
+        """Raise ValueError for what ScaleCom cannot do."""
+        check_operation(self.op, self.gradient_predivide_factor, horovod)
+        if self.groups is not None and not (isinstance(self.groups, list) or self.groups > 0):
+            raise ValueError(
+                "groups should be a non-negative integer or a list of list of tf.Variable."
+            )
+
+    def comparable(self) -> tuple:
+        """Equal for arguments that mean the same."""
+        groups: object = self.groups
+        if isinstance(self.groups, list):
+            groups = tuple(tuple(variable.ref() for variable in group) for group in self.groups)
+        return (
+            self.op,
+            self.gradient_predivide_factor,
+            groups,
+            self.sparse_as_dense,
+            self.process_set.process_set_id,
+            self.device_dense,
+            self.device_sparse,
+        )
+
+
+class Exchange:
+    """The exchange of a fixed set of variables.
+
+    All ranks make the same collectives by the same names.
+
+    Attributes:
+        variables: {name: variable} of all whose gradients were asked for.
+        tensors: the compressed ones among them.
+        members: names of those that have a gradient on some rank. Only these take part, with zeros
+            where a rank has none.
+        buckets: of the members.
+        progress: how far it has come.
+        arguments: what it was asked for with.
+        function: `average` as a function of TensorFlow, for eager steps.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, tf.Variable],
+        tensors: Mapping[str, CompressedTensor],
+        rates: Mapping[str, float],
+        progress: Progress,
+        config: ScaleComConfig,
+        arguments: Arguments,
+    ) -> None:
+        self.variables, self.tensors = dict(variables), dict(tensors)
+        self.progress, self.config, self.arguments = progress, config, arguments
+        self.members: set[str] = set()
+        self.buckets: list[Bucket] = []
+        self.function = tf.function(self.average, autograph=False)
+        self._rates = rates
+        self._names = Names()
+        self._transport = Transport(
+            arguments.process_set,
+            arguments.op,
+            arguments.gradient_predivide_factor,
+            arguments.device_dense,
+            self._names,
+        )
+        # A function, since operations that run one by one have no names.
+        self._count_ranks = tf.function(
+            lambda fact: self._transport.sum(fact, "more"), autograph=False
+        )
+
+    # The agreement, once. It blocks, so it happens only where every rank surely is: at the first
+    # call for these variables.
+
+    def agree(self, present: Iterable[str], sparse: Sequence[str]) -> None:
+        """Compare settings and tensors of all ranks; agree on members, names and the step.
+
+        Args:
+            present: names of variables that have a gradient on this rank.
+            sparse: names of variables whose gradients are sparse.
+
+        Raises:
+            RuntimeError: ranks differ. All ranks raise alike.
+        """
+        eager = runs_eagerly()
+        mine = self._describe(sparse) | {
+            "present": list(present),
+            "name": self._names.claim(),
+            "step": int(value_of(self.progress.step)) if eager else 0,
+            "ahead": bool(value_of(self.progress.ahead)) if eager else False,
+        }
+        everyone = self._transport.gather_objects(mine, "agreement")
+        step = agree(everyone, list(self._description), self._names)
+        check_length(self.config.planned_steps, self.config.warmup_steps, self._rates.values())
+        check_share_whole(
+            self._rates,
+            {name: math.prod(shape_of(variable)) for name, variable in self.variables.items()},
+        )
+        warn_of_half_sums(self.config.wire_dtype == "float16", horovod)
+        self._make_buckets({name for theirs in everyone for name in theirs["present"]})
+        if not eager:
+            return
+        set_value(self.progress.step, step)
+        if not all(theirs["ahead"] for theirs in everyone):
+            set_value(self.progress.ahead, False)
+        before, size = int(value_of(self.progress.ranks)), self._transport.size
+        if before not in (0, size):
+            log.warning(
+                "the state was saved by %d ranks, and there are %d now: a rank without residues "
+                "starts at zero",
+                before,
+                size,
+            )
+        set_value(self.progress.ranks, size)
+
+    def _describe(self, sparse: Sequence[str]) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        tensors = {
+            name: (list(shape_of(v)), dtype_of(v).name, f"rate {self._rates[name]:g}")
+            for name, v in self.variables.items()
+        }
+        settings = {"sparse_as_dense": self.arguments.sparse_as_dense}
+        self._description = describe(self.config.to_dict(), settings, tensors) | {
+            "groups": self._groups,
+            "sparse gradients": list(sparse),
+        }
+        return dict(self._description)
+
+    def lacks(self, given: set[str]) -> bool:
+        """Whether a variable that is no member has a gradient, so that ranks must agree anew.
+
+        Eager steps may have one on one rank only, so there ranks ask each other, in every step.
+        What a function's gradients are is known when it is traced, which ranks may do at any time
+        (for a smaller batch). There each rank sees for itself, and all must see the same.
+
+        Args:
+            given: names of variables that have a gradient on this rank.
+        """
+        more = not given <= self.members
+        return (
+            int(self._count_ranks(tf.constant(int(more)))) > 0 if tf.executing_eagerly() else more
+        )
+
+    # In elastic runs others come later.
+
+    def agreement(self) -> dict[str, Any]:
+        """What ranks that come later must know; "ahead" is a digest of look-ahead's offsets."""
+        progress = self.progress.as_dict()
+        return self._description | {
+            "members": sorted(self.members),
+            "name": self._names.number,
+            "step": progress["step"],
+            "ahead": digest_of(progress["offsets"]),
+        }
+
+    def join(self, agreed: Mapping[str, Any], sparse: Sequence[str], given: set[str]) -> None:
+        """Take part in what other ranks agreed on.
+
+        Args:
+            agreed: their `agreement`.
+            sparse: names of variables whose gradients are sparse.
+            given: names of variables that have a gradient on this rank.
+
+        Raises:
+            RuntimeError: this rank's settings or tensors are others; or it has, in a traced
+                function, gradients that the others' functions do not send, which are not traced
+                again.
+        """
+        mine = self._describe(sparse)
+        compare_ranks([*[agreed] * self._transport.position, mine], list(mine))
+        self._names.use(agreed["name"])
+        self._make_buckets(set(agreed["members"]))
+        more = sorted(given - self.members)
+        if more and not tf.executing_eagerly():
+            raise RuntimeError(
+                f"the ranks that were here before send no gradient of {', '.join(more)}, and their "
+                "functions are not traced again: give the same gradients on every rank (zeros "
+                "where there is none)"
+            )
+        self.go_on(agreed["step"], False)
+
+    def go_on(self, step: int, ahead: bool) -> None:
+        """Go on where all ranks do.
+
+        Args:
+            step: the step's number.
+            ahead: whether look-ahead's offsets are the same on all; else the next step is sent
+                whole.
+        """
+        mine = int(value_of(self.progress.step))
+        if mine != step:
+            log.warning(
+                "training goes on at step %d, and this rank's residues are those of its step %d",
+                step,
+                mine,
+            )
+        set_value(self.progress.step, step)
+        set_value(self.progress.ranks, self._transport.size)
+        if not ahead:
+            set_value(self.progress.ahead, False)
+
+    def _make_buckets(self, members: set[str]) -> None:
+        self.members = members
+        groups, limit = self._groups, None
+        if groups is None:
+            # Backward gives the last layers' gradients first.
+            groups, limit = [list(reversed(self.variables))], self.config.bucket_bytes
+        plan = [
+            names
+            for group in groups
+            for names in split(
+                (name for name in group if name in members), self._kind_of, self._bytes_of, limit
+            )
+        ]
+        rest = self.variables, self.tensors, self.progress, self._transport, self.config
+        self.buckets = [Bucket(number, names, *rest) for number, names in enumerate(plan)]
+
+    @property
+    def _groups(self) -> list[list[str]] | None:
+        """Horovod's `groups` as lists of names."""
+        groups = self.arguments.groups
+        if isinstance(groups, list):
+            groups = [[id(variable) for variable in group] for group in groups]
+        return group_names(groups, {id(v): name for name, v in self.variables.items()})
+
+    def _kind_of(self, name: str) -> tuple[str, tf.DType, tf.DType]:
+        """Its device, its dtype, and its dtype on the wire."""
+        variable, tensor = self.variables[name], self.tensors.get(name)
+        dense_dtype = tf.float64 if dtype_of(variable) == tf.float64 else tf.float32
+        wire_dtype = tensor.wire_dtype if tensor else dense_dtype
+        return variable.device, dtype_of(variable), wire_dtype
+
+    def _bytes_of(self, name: str) -> int:
+        variable = self.variables[name]
+        return math.prod(shape_of(variable)) * variable.dtype.size
+
+    # One step.
+
+    def complete(self, grads: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Gradients of all members, zeros where this rank has none.
+
+        So `function` is not traced again when it lacks others.
+        """
+        return {
+            name: grads[name] if name in grads else tf.zeros(variable.shape, dtype_of(variable))
+            for name, variable in self.variables.items()
+            if name in self.members
+        }
+
+    def average(
+        self, grads: Mapping[str, tf.Tensor], scale: tf.Tensor | None, others_are_finite: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        """The averages of the gradients of all members, shaped like their variables.
+
+        Args:
+            grads: those of all members (`complete`).
+            scale: the loss scale, or None for 1.
+            others_are_finite: whether sparse gradients, which do not pass here, are finite on all
+                ranks.
+
+        Returns:
+            {name: average}; NaN in a step that does not count.
+        """
+        step = read(self.progress.step)
+        flat = {
+            name: tf.reshape(tf.cast(grad, dtype_of(self.variables[name])), [-1])
+            for name, grad in grads.items()
+        }
+        size, position = self._transport.size_and_position()
+        unscaling = None if scale is None else 1 / tf.cast(scale, tf.float64)
+        whole, zero = self._must_send_whole(step), tf.minimum(step, 0)
+        now = Now(step, size, position, unscaling, whole, zero)
+        results = [bucket.average(flat, now) for bucket in self.buckets]
+        sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
+
+        names = [name for bucket in self.buckets for name in bucket.names]
+        flat_averages = (average for result in results for average in result.averages)
+        averages = [
+            tf.reshape(average, self.variables[name].shape)
+            for name, average in zip(names, flat_averages, strict=True)
+        ]
+
+        def commit() -> list[tf.Tensor]:
+            assigned = [
+                done
+                for bucket, result in zip(self.buckets, results, strict=True)
+                for done in bucket.commit(result)
+            ]
+            assigned.append(self.progress.step.assign(step + 1, read_value=False))
+            if self.config.lookahead:
+                assigned.append(self.progress.ahead.assign(True, read_value=False))
+            if now.whole is not False:
+                assigned.append(self.progress.whole.assign(now.whole, read_value=False))
+            if self.tensors:
+                updated = [residue for result in results for residue in result.updated]
+                assigned.append(self._look(flat, updated, now))
+            # In a session only what fetches need is run: so averages need the assignments.
+            with tf.control_dependencies(assigned):
+                return [tf.identity(average) for average in averages]
+
+        def skip() -> list[tf.Tensor]:
+            """For ScaleCom the step never happened; gradients are NaN, as loss scaling expects."""
+            skipped = self.progress.skipped
+            counted = skipped.assign(read(skipped) + 1, read_value=False)
+            with tf.control_dependencies([counted]):
+                return [
+                    tf.fill(average.shape, tf.constant(float("nan"), average.dtype))
+                    for average in averages
+                ]
+
+        return dict(zip(names, tf.cond(sound, commit, skip), strict=True))
+
+    def _look(
+        self, grads: Mapping[str, tf.Tensor], residues: Sequence[tf.Tensor], now: Now
+    ) -> tf.Tensor:
+        """Every so many steps, see whether residues keep growing, and tell the user once.
+
+        This is what training_warnings does, in the graph. Gives whether it looked.
+        """
+
+        def norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+            return tf.norm(tf.stack([tf.cast(tf.norm(tensor), tf.float64) for tensor in tensors]))
+
+        def look() -> tf.Tensor:
+            names = [tensor.name for bucket in self.buckets for tensor in bucket.compressed]
+            own = [
+                tf.cast(grad, tf.float64 if grad.dtype == tf.float64 else tf.float32)
+                for grad in (grads[name] for name in names)
+            ]
+            gradients = norm(own) * (1.0 if now.scale is None else now.scale)
+            newest = tf.stack([[norm(residues)], [gradients]])
+            norms = tf.concat([read(self.progress.norms)[:, 1:], newest], 1)
+            limit = growth_limit(self._rates[name] for name in names)
+            growing = keep_growing(tf.unstack(norms[0]), tf.unstack(norms[1]), limit)
+            message = "scalecom_hvd: " + GROWTH_WARNING.replace("%d", "{}").replace("%.0f", "{}")
+            ratio = tf.cast(tf.round(norms[0, -1] / tf.reduce_max(norms[1])), tf.int64)
+
+            def warn() -> tf.Tensor:
+                # Not by TensorFlow's log, which many switch off with its banners.
+                text = tf.strings.format(message, (now.step, ratio))
+                with tf.control_dependencies([tf.print(text, output_stream=sys.stderr)]):
+                    return tf.constant(True)
+
+            before = read(self.progress.warned)
+            warned = tf.cond(growing & ~before, warn, lambda: before)
+            done = [
+                self.progress.norms.assign(norms, read_value=False),
+                self.progress.warned.assign(warned, read_value=False),
+            ]
+            with tf.control_dependencies(done):
+                return tf.constant(True)
+
+        due = tf.equal(now.step % LOOK_EVERY, 0) & ~tf.convert_to_tensor(now.whole)
+        return tf.cond(due, look, lambda: tf.constant(False))
+
+    def _must_send_whole(self, step: tf.Tensor) -> bool | tf.Tensor:
+        """Whether this step is sent whole: False, or a tensor."""
+        whole = step < self.config.warmup_steps if self.config.warmup_steps else False
+        if self.config.lookahead and self.tensors:
+            whole = ~read(self.progress.ahead) | whole
+        return whole
+
+    def stats(self) -> dict[str, int | float | None]:
+        """Numbers of the last step taken; see ScaleCom.stats."""
+        whole, step = bool(value_of(self.progress.whole)), int(value_of(self.progress.step))
+        compressing = [bucket for bucket in self.buckets if bucket.compressed]
+        with_offsets = compressing if self.config.lookahead or not whole else []
+        size, staggered = self._transport.size, self.config.leader == "staggered"
+        last = step_stats(
+            size,
+            leader(max(step - 1, 0), 0, size, staggered),
+            {name: math.prod(shape_of(self.variables[name])) for name in self.members},
+            {} if whole else {name: tensor.geometry.k for name, tensor in self.tensors.items()},
+            len(with_offsets) + (len(self.members) if whole else len(self.buckets)),
+            offsets=sum(bucket.layout.offsets_bytes for bucket in with_offsets),
+            values=0 if whole else sum(bucket.values_bytes for bucket in self.buckets),
+            dense=sum(
+                bucket.whole_bytes if whole else bucket.dense_bytes for bucket in self.buckets
+            ),
+        )
+        skipped = int(value_of(self.progress.skipped))
+        return {"step": step, "skipped_steps": skipped, **last, "residue_ratio": self._ratio()}
+
+    def _ratio(self) -> float | None:
+        residues, gradients = value_of(self.progress.norms)
+        return float(residues[-1] / max(gradients)) if max(gradients) > 0 else None
+
+
+def reduction(
+    arguments: Arguments,
+    exchange_for: Callable[..., tuple[Exchange, list[str]]],
+    loss_scale: Callable[[], tf.Tensor | None],
+    name: str,
+) -> Reduction:
+    """What takes the place of Horovod's `_allreduce_grads`.
+
+    Args:
+        arguments: what the optimizer or tape was given.
+        exchange_for: `exchange_for(variables, present, sparse, arguments)` gives the Exchange of
+            these variables, and their names in it. present: those of them that have a gradient on
+            this rank.  sparse: other variables, whose gradients are sparse.
+        loss_scale: gives the scale, or None for 1.
+        name: Horovod's name for what it still reduces itself: sparse gradients, and gradients with
+            respect to tensors, which have no name and no next step.
+
+    Returns:
+        A function of gradients and their variables that gives averaged gradients, None for None.
+    """
+    itself = horovod._make_allreduce_grads_fn(
+        name,
+        arguments.device_dense,
+        arguments.device_sparse,
+        horovod.Compression.none,
+        False,
+        arguments.op,
+        arguments.gradient_predivide_factor,
+        None,
+        arguments.process_set,
+    )
+
+    # Python decides here while a function is traced; AutoGraph would make it the graph's business.
+    @tf.autograph.experimental.do_not_convert
+    def allreduce_grads(
+        grads: Sequence[Gradient],
+        variables: Sequence[tf.Variable | tf.Tensor],
+        use_generic_names: bool = False,
+    ) -> list[Gradient]:
+        process_set = arguments.process_set
+        grads = list(grads)
+        if not process_set.included() or (process_set.size() == 1 and not is_elastic()):
+            return grads
+        if arguments.sparse_as_dense:
+            grads = [
+                tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad
+                for grad in grads
+            ]
+        ours: list[int] = []
+        present: list[tf.Variable] = []
+        sparse: list[tf.Variable] = []
+        others: list[int] = []
+        for i, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
+            if isinstance(grad, tf.IndexedSlices):
+                sparse.append(variable)
+                others.append(i)
+            elif not isinstance(variable, tf.Variable):
+                others.append(i)
+            else:
+                ours.append(i)
+                if grad is not None:
+                    present.append(variable)
+
+        finite = tf.constant(True)
+        if others:
+            reduced = itself(
+                [grads[i] for i in others], [variables[i] for i in others], use_generic_names
+            )
+            for i, grad in zip(others, reduced, strict=True):
+                grads[i] = grad
+            slices = [grad.values for grad in reduced if isinstance(grad, tf.IndexedSlices)]
+            finite = tf.reduce_all(
+                [tf.reduce_all(tf.math.is_finite(values)) for values in slices] or [True]
+            )
+        if not ours:
+            return grads
+
+        exchange, names = exchange_for([variables[i] for i in ours], present, sparse, arguments)
+        own = {name: grads[i] for i, name in zip(ours, names, strict=True) if grads[i] is not None}
+        run = exchange.function if tf.executing_eagerly() else exchange.average
+        averages = run(exchange.complete(own), loss_scale(), finite)
+        for i, name in zip(ours, names, strict=True):
+            if name in averages:
+                grad, average = grads[i], averages[name]
+                grads[i] = average if grad is None else tf.cast(average, grad.dtype)
+        return grads
+
+    return allreduce_grads

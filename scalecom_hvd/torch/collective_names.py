@@ -1,0 +1,96 @@
+"""Names for the collectives that a script calls without one, and that their gradients need.
+
+Horovod names a nameless collective by a counter of all collectives of the process
+(torch/mpi_ops_v2.cc, GetOpName), which counts the exchange's too. How many of those a rank has
+submitted at some moment of backward depends on when offsets arrived. So a nameless
+`hvd.allreduce(loss)` between backward() and step() would be called something else on every rank,
+and wait for ever. So would a differentiable collective in the middle of a model, named or not: its
+backward calls nameless ones (mpi_ops.py, HorovodAllgather).
+
+Here they are counted by themselves, and from zero again whenever Horovod is started again, as
+Horovod counts: in elastic runs a newcomer has called none yet. Imports horovod_collectives only.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from scalecom_hvd.torch.horovod_collectives import Restarts
+
+_OPERATIONS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+_PREFIXES = ("", "grouped_")
+_ENDINGS = ("", "_", "_async", "_async_")
+
+
+def named_collectives() -> dict[str, Callable[..., Any]]:
+    """All collectives of horovod.torch, so that they name what was not named.
+
+    Returns:
+        {function's name: the same function with names}.
+    """
+    counts = _Counts()
+    # Horovod's own code, in a namespace of its own: there the backward of a differentiable
+    # collective finds the functions below. Horovod's module stays as it is.
+    namespace = dict(vars(mpi_ops))
+    for name, kind in vars(mpi_ops).items():
+        if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):
+            backward = staticmethod(_moved(kind.backward, namespace))
+            namespace[name] = type(name, (kind,), {"backward": backward})
+    named = {}
+    for operation, prefix, ending in itertools.product(_OPERATIONS, _PREFIXES, _ENDINGS):
+        name = prefix + operation + ending
+        function = getattr(mpi_ops, name, None)
+        if function is not None:
+            is_differentiable = not ending
+            own = _moved(function, namespace) if is_differentiable else function
+            named[name] = _named(own, name, counts)
+    namespace |= named
+    return named
+
+
+def _moved(function: Callable[..., Any], namespace: dict[str, Any]) -> Callable[..., Any]:
+    """The same code, in which the module's names mean what they mean in `namespace`."""
+    moved = FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
+    return functools.update_wrapper(moved, function)
+
+
+class _Counts:
+    """How often each collective was called without a name since Horovod started."""
+
+    def __init__(self) -> None:
+        self._restarts = Restarts()
+        self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
+
+    def next(self, what: str, process_set: int) -> int:
+        """The number of a call: of this collective, in this process set."""
+        key = what, process_set
+        if self._restarts.noticed():
+            self._counts.clear()
+        self._counts[key] += 1
+        return self._counts[key] - 1
+
+
+def _named(function: Callable[..., Any], what: str, counts: _Counts) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("name") is None:
+            # Per process set: ranks outside one do not count its calls.
+            process_set = getattr(given.arguments.get("process_set"), "process_set_id", 0)
+            given.arguments["name"] = f"{what}.call.{counts.next(what, process_set)}"
+        return function(*given.args, **given.kwargs)
+
+    return collective

@@ -1,0 +1,160 @@
+"""Horovod's collectives, as an exchange asks for them: all that is said to Horovod while training.
+
+Names decide which tensors meet, so all ranks must use the same. Imports agreement only.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable
+
+import horovod.torch as horovod
+import torch
+from horovod.common.process_sets import ProcessSet
+from horovod.torch import mpi_ops
+
+from scalecom_hvd.agreement import JOIN_REFUSED, NUMBERS
+
+SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
+
+_alive: weakref.WeakSet[HorovodCollectives] = weakref.WeakSet()
+
+
+def exchanges_alive() -> bool:
+    """Whether an optimizer of this process uses ScaleCom on more than one rank."""
+    gc.collect()  # an optimizer that was deleted hangs in a cycle with its own class
+    return any(collectives.size > 1 for collectives in _alive)
+
+
+class Restarts:
+    """Tells whether Horovod was shut down and started again, as in elastic runs.
+
+    Then there may be other ranks, and no handle from before is alive. A second `hvd.init()`
+    without a shutdown looks the same, so all ranks must call it, or none.
+    """
+
+    def __init__(self) -> None:
+        self._started = mpi_ops._handle_map
+
+    def noticed(self) -> bool:
+        """Whether that happened since this was last called."""
+        # Every init() makes a new one (0.28.1, mpi_ops.py:71).
+        before, self._started = self._started, mpi_ops._handle_map
+        return self._started is not before
+
+
+class HorovodWork:
+    """A collective that was submitted to Horovod. See `Work`."""
+
+    def __init__(self, collectives: HorovodCollectives, handle: int) -> None:
+        self._collectives = collectives
+        self._handle: int | None = handle
+        self._result: torch.Tensor
+
+    def done(self) -> bool:
+        """Whether waiting would return at once."""
+        return self._handle is None or bool(horovod.poll(self._handle))
+
+    def wait(self) -> torch.Tensor:
+        """Wait for it, and give its result.
+
+        Horovod's own waiting spins. That is quickest for what comes at once, but it takes the core
+        from whoever is to send. So for large models this sleeps, each time for a tenth of what it
+        has waited already.
+
+        Raises:
+            RuntimeError: it failed because a rank called hvd.join().
+            HorovodInternalError: it failed otherwise, such as for a worker that was lost.
+        """
+        begun = time.monotonic()
+        while not self.done():
+            if self._collectives.spins:
+                os.sched_yield()
+            else:
+                waited = time.monotonic() - begun
+                time.sleep(min(max(waited / 10, SHORTEST_SLEEP), LONGEST_SLEEP))
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            try:
+                self._result = horovod.synchronize(handle)
+            except horovod.HorovodInternalError as error:
+                if "join" in str(error).lower():
+                    raise RuntimeError(JOIN_REFUSED) from error
+                raise
+        return self._result
+
+
+class HorovodCollectives:
+    """Horovod's collectives on a process set. See `Collectives`.
+
+    Args:
+        process_set: default: all ranks.
+        op: hvd.Average or hvd.Sum: what `average` gives.
+        predivide: the gradient_predivide_factor of Horovod's DistributedOptimizer.
+    """
+
+    numbers = NUMBERS
+
+    def __init__(
+        self,
+        process_set: ProcessSet | None = None,
+        op: int = horovod.Average,
+        predivide: float = 1.0,
+    ) -> None:
+        self._process_set = process_set or horovod.global_process_set
+        averages = op == horovod.Average
+        self._reduction = {
+            "op": op,
+            "prescale_factor": 1 / predivide if averages else 1.0,
+            "postscale_factor": predivide if averages else 1.0,
+            "process_set": self._process_set,
+        }
+        self._sum = {"op": horovod.Sum, "prescale_factor": 1.0, "postscale_factor": 1.0}
+        self.spins = True
+        _alive.add(self)
+
+    def restarts(self) -> Callable[[], bool]:
+        """Tells whether Horovod was shut down and started again since it was last called."""
+        return Restarts().noticed
+
+    @property
+    def elastic(self) -> bool:
+        """Whether ranks may come and go."""
+        return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+    @property
+    def size(self) -> int:
+        """How many ranks the process set has; 0 where this one is not in it."""
+        return self._process_set.size() if self._process_set.included() else 0
+
+    @property
+    def position(self) -> int:
+        """This rank's place in the process set."""
+        return self._process_set.rank()
+
+    @property
+    def share(self) -> float:
+        """What `average` multiplies a sum over ranks by."""
+        return 1 / self.size if self._reduction["op"] == horovod.Average else 1.0
+
+    def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> HorovodWork:
+        """Send the buffer of the rank at position `root` to all, in place."""
+        # Horovod counts roots by global rank, also inside a process set.
+        root = self._process_set.ranks[root]
+        return self._work(horovod.broadcast_async_(buffer, root, name, self._process_set))
+
+    def average(self, buffer: torch.Tensor, name: str) -> HorovodWork:
+        """Average over ranks (or sum) in place; of float16 the sum."""
+        reduction = self._reduction | (self._sum if buffer.dtype == torch.float16 else {})
+        return self._work(horovod.allreduce_async_(buffer, name=name, **reduction))
+
+    def gather(self, tensor: torch.Tensor, name: str) -> HorovodWork:
+        """Join all ranks' tensors along the first dimension, in order of position."""
+        handle = horovod.allgather_async(tensor, name=name, process_set=self._process_set)
+        return self._work(handle)
+
+    def _work(self, handle: int) -> HorovodWork:
+        return HorovodWork(self, handle)

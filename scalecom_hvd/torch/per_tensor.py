@@ -1,0 +1,601 @@
+"""ScaleCom in Horovod's own DistributedOptimizer: every tensor its own all-reduce.
+
+Horovod calls `compress` for every gradient, in any order, some of them in hooks, where a rank must
+not wait: ranks may miss different gradients, and one that waits there for a broadcast waits for
+ever. So this is look-ahead: the next leader's offsets are broadcast, all in one, when the last
+result of a step came, and needed when the next step's first gradient comes; every rank has
+submitted them by then without waiting for another rank's hooks. The first step is sent whole, since
+no offsets are known yet.
+
+Horovod averages here, in the dtype of what it is given: of float16 values it divides the sum by n
+in float16, where what is small is lost for good. So they travel times n: what is small then is a
+multiple of n of float16's units, and dividing it leaves nothing over.
+
+Horovod's synchronize() compresses every gradient again where no rank has a new one
+(new_gradients.py). Those are sent as they are, and averaged, as without compression, and residues,
+leader and step stay. Only before ranks have agreed for the first time can that not be known at the
+step's begin: then the step is rolled back at its end.
+
+Imports horovod_collectives and exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+from horovod.common.process_sets import ProcessSet
+
+from scalecom_hvd.agreement import Names, agree, describe, latest_step, warn_of_half_sums
+from scalecom_hvd.bucket_layout import Layout, step_stats
+from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.exchange import methods
+from scalecom_hvd.exchange.bucket import Bucket, finished
+from scalecom_hvd.exchange.collectives import Collectives, Work, gather_objects
+from scalecom_hvd.exchange.new_gradients import Found, NewGradients, freshness, judge
+from scalecom_hvd.exchange.residue import CompressedTensor, describe_tensors
+from scalecom_hvd.schedule import leader
+from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
+
+_NEEDS_PARAMETERS = (
+    "in horovod.torch's own DistributedOptimizer ScaleCom must know the parameters: write "
+    "compression=ScaleCom(named_parameters=model.named_parameters(), rate=100), or import "
+    "scalecom_hvd.torch as hvd and use its DistributedOptimizer, which takes "
+    "compression=hvd.ScaleCom"
+)
+
+
+class ScaleCom(methods.ScaleCom):
+    __doc__ = (
+        methods.ScaleCom.__doc__
+        + """
+    In Horovod's own optimizer besides:
+
+    Args:
+        named_parameters: needed there: an iterable of (name, parameter), as
+            model.named_parameters() gives.
+        process_set: the process set given to the optimizer.
+
+    There it works with look-ahead, and takes no quantiser of less than 16 bits and no diagnostics.
+    """
+    )
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        *,
+        process_set: ProcessSet | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self._process_set = process_set
+        known = named_parameters is not None
+        self._named_parameters = _by_name(named_parameters) if known else None
+        named = self._named_parameters or {}
+        self._trained = {name for name, p in named.items() if p.requires_grad}
+        self._fresh = freshness(named)
+
+    def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
+        """What Horovod's own optimizer sends of a gradient: k values, or all of it.
+
+        Called in backward's hooks; waits for nothing in them.
+        """
+        if not isinstance(self, ScaleCom):  # the bare class was called: `self` is the gradient
+            raise TypeError(_NEEDS_PARAMETERS)
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"ScaleCom compresses floating-point gradients, not {tensor.dtype}: use "
+                "hvd.Compression.none for this tensor"
+            )
+        self._serve_horovod()
+        if not isinstance(self._averager, PerTensor):
+            raise TypeError(
+                "this ScaleCom serves the optimizer it was given to, and compresses nothing else: "
+                "use hvd.Compression.none for this tensor"
+            )
+        return self._averager.compress(tensor)
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any = None) -> torch.Tensor:
+        """The averaged gradient for what `compress` gave; `ctx` None: nothing was compressed."""
+        if ctx is None:
+            return tensor
+        assert isinstance(self._averager, PerTensor), "only `compress` gives a ctx"
+        return self._averager.decompress(tensor, ctx)
+
+    def meet(self) -> None:
+        """What all ranks do when they were started again, or newcomers have come."""
+        self._serve_horovod()
+        super().meet()
+
+    def _serve_horovod(self) -> None:
+        """Attach to the parameters given to this object, unless it serves an optimizer already.
+
+        Needs Horovod to be running.
+        """
+        if self._averager is not None:
+            return
+        if self._quantised:
+            raise TypeError(
+                f"quantiser={self.quantiser!r} works in this package's DistributedOptimizer only: "
+                "import scalecom_hvd.torch as hvd"
+            )
+        if self._named_parameters is None:
+            raise TypeError(_NEEDS_PARAMETERS)
+        # Horovod keeps to what was trained when its optimizer was made: between this object and
+        # the first step.
+        parameters = {
+            name: p
+            for name, p in self._named_parameters.items()
+            if p.requires_grad or name in self._trained
+        }
+        collectives = HorovodCollectives(self._process_set)
+        if self.config.wire_dtype == "float16":
+            self._check_predivision(collectives.size)
+        self.attach(parameters, PerTensor(parameters, self, collectives, self._fresh))
+        warn_of_half_sums(self.sums_halves, horovod)
+
+    def _check_predivision(self, ranks: int) -> None:
+        """Raise ValueError where Horovod's optimizer divides float16 values before it sums them.
+
+        What is small would be lost for good. It does not tell a compressor by what, so it is
+        looked for. Values travel times the number of ranks: its divisors do.
+        """
+        for optimizer in gc.get_objects():
+            is_optimizer = issubclass(type(optimizer), torch.optim.Optimizer)
+            if is_optimizer and getattr(optimizer, "_compression", None) is self:
+                factor = getattr(optimizer, "gradient_predivide_factor", 1.0)
+                if factor < 1 or ranks % factor:
+                    raise ValueError(
+                        f"gradient_predivide_factor={factor} and wire_dtype='float16' exclude "
+                        "each other in horovod.torch's own DistributedOptimizer, unless "
+                        f"{ranks}, the number of ranks, is a multiple: what is small would be "
+                        "lost. Leave the factor out (no sum overflows: what is too large stays "
+                        "in the residue), or import scalecom_hvd.torch as hvd"
+                    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sent:
+    """What decompress must know about a tensor: Horovod carries it there from compress."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    whole: bool
+
+
+@dataclasses.dataclass
+class Ahead:
+    """The offsets of one device's tensors: where the next ones arrive, and by what."""
+
+    tensors: Sequence[CompressedTensor]
+    layout: Layout
+    buffer: torch.Tensor
+    work: Work | None = None
+
+    def of(self, tensor: CompressedTensor) -> torch.Tensor:
+        """A tensor's next offsets (k,)."""
+        return self.buffer[self.layout.offsets[tensor.name]].view(tensor.offset_dtype)
+
+
+class PerTensor:
+    """Compresses and decompresses one optimizer's gradients, tensor by tensor.
+
+    Args:
+        parameters: {name: parameter}, as the user gave them; they may be more than the optimizer
+            trains.
+        method: the ScaleCom. Its state holds this step's offsets.
+        collectives: the ranks.
+        fresh: names whose gradients backward gave since this was last emptied.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        method: ScaleCom,
+        collectives: Collectives,
+        fresh: set[str],
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._method = method
+        self._residues = method.residues
+        self._collectives = collectives
+        self._restarted = collectives.restarts()
+        self._names = Names(collectives.numbers)
+        self._buckets: dict[str, Bucket] = {}
+        self._ahead: dict[torch.device, Ahead] = {}
+        self._usual_order = list(reversed(self._parameters))
+        self._seen: list[str] = []
+        self._members: set[str] = set()
+        self._bad: list[torch.Tensor] = []
+        self._lock = threading.RLock()  # hooks run on autograd's threads, one per device
+        # What was sent and has not come back. Horovod holds it, and drops all of it when the
+        # optimizer loads a state.
+        self._pending: dict[str, weakref.ref[Sent]] = {}
+        self._agreed = False
+        self._news = NewGradients(collectives, self._names, self._parameters)
+        self._fresh = fresh
+        # Whether no rank has a gradient that was not averaged yet, and until ranks have agreed:
+        # how this one stands, and what it gave out.
+        self._idle = False
+        self._standing: dict[str, Any] = {}
+        self._given: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._handed_over = {"offsets": 0, "values": 0, "dense": 0}
+        self._whole = True
+        self._factor = 1
+
+    # What the method asks.
+
+    def in_step(self) -> bool:
+        """Whether gradients were sent whose averages have not come back."""
+        return any(sent() is not None for sent in self._pending.values())
+
+    def complete_state(self) -> None:
+        """The offsets that the last step's end broadcast become this step's."""
+        self._notice_restart()
+        for ahead in self._ahead.values():
+            if ahead.work is None:
+                continue
+            ahead.work.wait()
+            for tensor in ahead.tensors:
+                self._method.tensor_states[tensor.name]["offsets"] = ahead.of(tensor)
+            # The views keep this buffer; the next offsets arrive in a new one. Tensors that do not
+            # come in a step keep theirs.
+            ahead.buffer, ahead.work = ahead.buffer.clone(), None
+
+    def agree_anew(self) -> None:
+        """Other residues were loaded: ranks compare at the next step's end."""
+        self._agreed = False
+
+    def watch(self, diagnostics: Diagnostics) -> None:
+        """Refused: tensors come one by one here, in any order, and no step is seen whole."""
+        raise ValueError(
+            "diagnostics are not seen in horovod.torch's own DistributedOptimizer: use "
+            "scalecom_hvd.torch's DistributedOptimizer (import scalecom_hvd.torch as hvd), or "
+            "leave out diagnostics"
+        )
+
+    def abort(self) -> None:
+        """Forget the step in progress and the offsets under way: the step is rolled back."""
+        with self._lock:
+            for bucket in self._buckets.values():
+                bucket.roll_back()
+            self._pending.clear()
+            # What is under way may still arrive where it was to: all buffers are made anew.
+            self._buckets, self._ahead = {}, {}
+            self._method.begin_equal_state_anew()
+            self._agreed = False
+            self._news.forget()
+            self._given.clear()
+
+    def meet(self) -> None:
+        """Ranks of an elastic run come together: they agree on the step, as no hook can wait.
+
+        All ranks of the process set must be here.
+        """
+        if not self._collectives.size:
+            return
+        self._notice_restart()
+        residues, method = self._residues, self._method
+        mine = {"step": residues.step, "state": method.digest_of_state()}
+        everyone = gather_objects(self._collectives, mine, "elastic")
+        residues.step = latest_step([other["step"] for other in everyone])
+        if len({other["state"] for other in everyone}) > 1:
+            method.begin_equal_state_anew()
+        residues.ranks = self._collectives.size
+        self._agreed = False
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the last step; see Method.stats. In elastic runs there may be none yet."""
+        elements = {name: self._parameters[name].numel() for name in self._seen}
+        tensors = {} if self._whole else self._residues.tensors
+        size, step = self._collectives.size, self._residues.step
+        broadcasts = sum(ahead.work is not None for ahead in self._ahead.values())
+        return step_stats(
+            size,
+            leader(step, 0, max(size, 1), False),
+            elements,
+            {name: tensor.geometry.k for name, tensor in tensors.items()},
+            len(self._seen) + broadcasts,
+            **self._handed_over,
+        )
+
+    # What Horovod asks.
+
+    def compress(self, grad: torch.Tensor) -> tuple[torch.Tensor, Sent]:
+        """What travels for a gradient: (k,) values, or all of it flat, in the wire dtype."""
+        with self._lock:
+            self._notice_restart()
+            if self._pending and not self.in_step():
+                self.abort()
+            wire, sent = self._compress(grad)
+            self._pending[sent.name] = weakref.ref(sent)
+            return wire, sent
+
+    def _compress(self, grad: torch.Tensor) -> tuple[torch.Tensor, Sent]:
+        name = self._name_of(grad)
+        if not self._pending:
+            self._begin_step()
+        self._seen.append(name)
+        bucket = self._buckets.get(name)
+        # Horovod moves the gradient's tensor onto the result's memory; this alias keeps the
+        # gradient until the step's end.
+        flat = grad.detach().contiguous().view(-1)
+        if bucket is not None:
+            bucket.begin(self._scale, self._whole, {name: flat})
+        if bucket is None or self._whole:
+            wire = torch.float64 if flat.dtype == torch.float64 else torch.float32
+            # A copy where the gradient is needed at the step's end: Horovod reduces in place.
+            whole = flat.to(wire, copy=bucket is not None)
+            self._handed_over["dense"] += whole.numel() * whole.element_size()
+            return whole, Sent(name, grad.shape, grad.dtype, whole=True)
+
+        tensor = self._residues.tensors[name]
+        try:
+            move = bucket.take_and_accumulate(self._offsets(tensor), choose=self._chooses())
+            values, chosen = finished(move)
+        except BaseException:
+            # Of this tensor nothing is sent; the others' values may be on their way already.
+            bucket.roll_back()
+            self._seen.remove(name)
+            raise
+        if chosen is not None:
+            self._keep_choice(tensor, chosen)
+        if self._factor != 1:
+            values.mul_(self._factor)
+        # One NaN tells every rank, through the average, that this gradient was not finite
+        # somewhere.
+        is_bad = torch.as_tensor(bucket.bad != 0, device=values.device)
+        values[:1].masked_fill_(is_bad, float("nan"))
+        self._handed_over["values"] += values.numel() * values.element_size()
+        return values, Sent(name, grad.shape, grad.dtype, whole=False)
+
+    def decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
+        """The averaged gradient, in its shape and dtype; all NaN if a rank's was not finite."""
+        with self._lock:
+            return self._decompress(result, sent)
+
+    def _decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
+        if sent.whole:
+            average = result.to(sent.dtype)
+            bad = ~average.isfinite().all()
+            output = average.view(sent.shape)
+        else:
+            bucket, tensor = self._buckets[sent.name], self._residues.tensors[sent.name]
+            share = 1 / self._factor
+            average = result.to(tensor.residue.dtype) * (share / self._scale)
+            bad = ~average.to(sent.dtype).isfinite().all()
+            flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
+            bucket.receive(self._offsets(tensor), result)
+            bucket.scatter({sent.name: flat}, share)
+            output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
+            if not self._agreed:
+                self._given[sent.name] = flat, bucket.grads[sent.name]
+        self._bad.append(bad)
+        self._pending.pop(sent.name, None)
+        if not self._pending:
+            self._end_step()
+        return output
+
+    # One step.
+
+    def _notice_restart(self) -> None:
+        """Ranks were started anew (elastic runs): nothing that was under way is."""
+        if self._restarted():
+            self.abort()
+
+    def _begin_step(self) -> None:
+        self.complete_state()
+        residues, size = self._residues, self._collectives.size
+        if residues.note_ranks(size):
+            # Newcomers have no offsets, and this is no place to wait for any: nobody uses them.
+            self._method.begin_equal_state_anew()
+        if not self._buckets:
+            self._make_buckets()
+        self._seen, self._bad = [], []
+        self._handed_over = dict.fromkeys(self._handed_over, 0)
+        self._scale = 1 / float(self._method.loss_scale())
+        self._idle = self._agreed and not self._has_news()
+        if not self._agreed:
+            # Which of the parameters this optimizer trains is known when all have come.
+            grads = self._news.standing(self._parameters)
+            self._standing = {"fresh": set(self._fresh), "grads": grads}
+        has_offsets = any("offsets" in state for state in self._method.tensor_states.values())
+        in_warmup = residues.step < residues.config.warmup_steps
+        self._whole = self._idle or in_warmup or not has_offsets
+        # Until ranks have agreed: where this one gathers in this step.
+        known = self._whole or self._agreed
+        self._gathers_at = None if known else self._method.digest_of_state()
+
+    def _has_news(self) -> bool:
+        """Whether some rank has gradients that were not averaged yet.
+
+        Waits for others only in synchronize(), never in a hook.
+        """
+        if not self._members.isdisjoint(self._fresh):
+            self._news.tell()
+            return True
+        members = [name for name in self._parameters if name in self._members]
+        return self._news.ask() or self._news.compare(members) is Found.SET_BY_HAND
+
+    def _end_step(self) -> None:
+        """The last result has come. Every rank comes here without waiting for later steps."""
+        self._usual_order = self._seen
+        residues = self._residues
+        if not self._agreed:
+            self._agree()
+        if not self._members.intersection(self._seen):
+            raise ValueError(
+                "this ScaleCom serves another optimizer; make one for each: "
+                "ScaleCom(named_parameters=...)"
+            )
+        seen = {name: self._buckets[name] for name in self._seen if name in self._buckets}
+        self._news.end()
+        self._fresh.clear()
+        void = any(map(bool, self._bad))
+        if self._idle or void:
+            for bucket in seen.values():
+                bucket.roll_back()
+        if self._idle:
+            self._average_again()
+        elif void:
+            residues.note_skipped_step()
+        else:
+            self._count_step(seen)
+        self._given.clear()
+        for bucket in seen.values():
+            bucket.forget()
+
+    def _count_step(self, seen: Mapping[str, Bucket]) -> None:
+        residues = self._residues
+        if residues.look_due() and not self._whole:
+            residues.look([bucket.norms() for bucket in seen.values()])
+        last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
+        if last_whole and self._chooses():
+            for name, bucket in seen.items():
+                self._keep_choice(residues.tensors[name], bucket.choose_without_accumulating())
+        if last_whole or not self._whole:
+            root = self._next_leader()
+            for number, ahead in enumerate(self._ahead.values()):
+                name = self._names(f"offsets.{number}")
+                ahead.work = self._collectives.broadcast(ahead.buffer, root, name)
+                self._handed_over["offsets"] += ahead.buffer.numel()
+        residues.note_step()
+
+    def _average_again(self) -> None:
+        """Values were sent in a step that had nothing to send.
+
+        Gradients become what they would be without compression.
+        """
+        works: dict[str, Work] = {}
+        for name, (_, grad) in self._given.items():
+            wire = grad.to(self._residues.tensors[name].residue.dtype, copy=True)
+            works[name] = self._collectives.average(wire, self._names(f"again.{name}"))
+        for name, (output, _) in self._given.items():
+            parameter = self._parameters[name]
+            output.copy_(works[name].wait())  # it is p.grad's memory
+            if parameter.grad.is_sparse:
+                parameter.grad.zero_().add_(output.view(parameter.shape).to_sparse())
+
+    def _next_leader(self) -> int:
+        return leader(self._residues.step + 1, 0, self._collectives.size, staggered=False)
+
+    def _chooses(self) -> bool:
+        """Whether this rank chooses for the next step."""
+        return self._next_leader() == self._collectives.position
+
+    def _offsets(self, tensor: CompressedTensor) -> torch.Tensor:
+        """This step's offsets, as bytes."""
+        return self._method.tensor_states[tensor.name]["offsets"].view(torch.uint8)
+
+    def _keep_choice(self, tensor: CompressedTensor, chosen: torch.Tensor) -> None:
+        self._ahead[tensor.residue.device].of(tensor).view(torch.uint8).copy_(chosen)
+
+    def _make_buckets(self) -> None:
+        """One for each tensor, and the offsets of all.
+
+        Also of those that never come here (sparse ones, which Horovod does not compress): the
+        same on every rank.
+        """
+        size = self._collectives.size
+        self._factor = size if self._residues.config.wire_dtype == "float16" else 1
+        by_device: dict[torch.device, list[CompressedTensor]] = {}
+        for number, (name, tensor) in enumerate(self._residues.tensors.items()):
+            by_device.setdefault(tensor.residue.device, []).append(tensor)
+            self._buckets[name] = Bucket(
+                number, [name], self._parameters, self._residues, size, factor=self._factor
+            )
+        for device, tensors in by_device.items():
+            layout = Layout({tensor.name: tensor.geometry for tensor in tensors})
+            buffer = torch.zeros(layout.offsets_bytes, dtype=torch.uint8, device=device)
+            self._ahead[device] = Ahead(tensors, layout, buffer)
+
+    def _agree(self) -> None:
+        """Compare settings and tensors of all ranks; raises RuntimeError on every rank alike."""
+        residues = self._residues
+        compared = describe(
+            residues.config.to_dict(), {}, describe_tensors(self._parameters, residues)
+        ) | {"look-ahead offsets": self._gathers_at}
+        mine = compared | {
+            "name": self._names.claim(),
+            "step": residues.step,
+            "fresh": not self._standing["fresh"].isdisjoint(self._seen),
+            "grads": {name: self._standing["grads"][name] for name in self._seen},
+        }
+        everyone = gather_objects(self._collectives, mine, "agreement")
+        news = any(other["fresh"] for other in everyone)
+        found = judge([other["grads"] for other in everyone])
+        self._idle = not news and found is not Found.SET_BY_HAND
+        try:
+            residues.step = agree(everyone, tuple(compared), self._names)
+        except RuntimeError:
+            self.abort()
+            raise
+        self._members = set(self._seen)
+        self._agreed = True
+
+    def _name_of(self, grad: torch.Tensor) -> str:
+        """Which parameter's gradient this is: Horovod does not say, but passes p.grad itself."""
+        position = len(self._seen) if self._pending else 0
+        if (
+            position < len(self._usual_order)
+            and self._parameters[self._usual_order[position]].grad is grad
+        ):
+            return self._usual_order[position]
+        for name, parameter in self._parameters.items():
+            if parameter.grad is grad:
+                return name
+        # sparse_as_dense: a dense copy of a sparse p.grad
+        candidates = [
+            name
+            for name, p in self._parameters.items()
+            if p.grad is not None
+            and p.grad.is_sparse
+            and p.shape == grad.shape
+            and not (self._pending and name in self._seen)
+        ]
+        if len(candidates) == 1:
+            return candidates[0]
+        raise TypeError(
+            f"ScaleCom cannot tell whose gradient this tensor of shape {tuple(grad.shape)} is: it "
+            "compresses the gradients of the parameters in ScaleCom(named_parameters=...), inside "
+            "a DistributedOptimizer. For other tensors use hvd.Compression.none; for several "
+            "sparse embeddings of one shape with sparse_as_dense use "
+            "scalecom_hvd.torch.DistributedOptimizer"
+        )
+
+
+def without_ties(
+    named_parameters: Sequence[tuple[str, torch.Tensor]],
+) -> list[tuple[str, torch.Tensor]]:
+    """Each parameter with the first of its names: a tied one has several, and one gradient."""
+    first = {id(item[1]): item for item in reversed(named_parameters)}
+    return [item for item in named_parameters if first[id(item[1])] is item]
+
+
+def _by_name(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """{name: parameter}; a tied parameter goes by the first of its names, on every rank alike."""
+    named_parameters = list(named_parameters)
+    if not all(
+        isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)
+        for item in named_parameters
+    ):
+        raise ValueError(
+            "ScaleCom's named_parameters should be (name, parameter) tuples, as "
+            "model.named_parameters() gives"
+        )
+    distinct = without_ties(named_parameters)
+    parameters = dict(distinct)
+    twice = sorted({name for name, parameter in distinct if parameters[name] is not parameter})
+    if twice:
+        raise ValueError(
+            f"names in ScaleCom's named_parameters must be unique, but {', '.join(twice)} stands "
+            "for several parameters"
+        )
+    return parameters

@@ -1,0 +1,162 @@
+"""What a user should hear about while there is time, such as residues that keep growing.
+
+Framework-free: exchanges bring the numbers, this says what they mean. Imports no other room.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+log = logging.getLogger("scalecom_hvd")
+
+# Steps between two looks at the norms, which read all residues and gradients once more: a hundredth
+# of what a step reads anyway.
+LOOK_EVERY = 100
+# Steps in a row that are skipped before it is said aloud. Loss scaling that finds its scale skips
+# fewer.
+SKIPS_IN_A_ROW = 20
+# Below so many sends per coordinate, every compressor loses accuracy.
+SENDS_WANTED = 5
+# Elements of a model, and the share of it sent whole, from which on that is worth a warning. A
+# twentieth is five times what a rate of 100 leaves.
+MODEL_WORTH_A_WARNING = 1_000_000
+WHOLE_WORTH_A_WARNING = 0.05
+GROWTH_WARNING = (
+    "step %d: residues keep growing, and hold as much as %.0f steps of gradients: what is sent is "
+    "mostly old. Send more (a lower rate, a dense warm-up by warmup_steps, dense=['auto:output']), "
+    "or take a lower learning rate or beta=0.1"
+)
+
+
+def growth_limit(rates: Iterable[float]) -> float:
+    """|m| / |g| above which growing residues are worth a warning: a quarter of the highest rate.
+
+    Gradients that are mostly noise keep residues at a few times sqrt(rate). Gradients that never
+    change, where every coordinate of a lane waits its turn of `rate` steps, keep them at
+    rate / sqrt(3). So beyond a quarter of the rate what arrives is mostly old.
+
+    Args:
+        rates: of all tensors.
+    """
+    return max(rates, default=1.0) / 4
+
+
+def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> None:
+    """Log one warning if what is sent whole takes most of the compression away.
+
+    Small models are left in peace, and those of which nothing is to be compressed.
+
+    Args:
+        rates: {name: rate}; 1 means sent whole.
+        numels: {name: elements} of all tensors.
+    """
+    total = sum(numels.values())
+    whole = {name: numel for name, numel in numels.items() if rates[name] <= 1}
+    share = sum(whole.values()) / max(total, 1)
+    if total < MODEL_WORTH_A_WARNING or len(whole) == len(numels) or share < WHOLE_WORTH_A_WARNING:
+        return
+    log.warning(
+        "%.0f %% of the model's elements are sent whole, most of them %s, and so is at least that "
+        "much of dense training's traffic. To compress them too, leave them out of dense= "
+        "(dense=[] sends no layer whole) and of rates=, or lower min_numel",
+        100 * share,
+        max(whole, key=lambda name: whole[name]),
+    )
+
+
+def check_length(planned: int | None, warmup: int, rates: Iterable[float]) -> None:
+    """Log one warning if a run is too short for its rates, with what to change.
+
+    Args:
+        planned: how many exchanges the run will have; None: nobody said.
+        warmup: that many first ones are sent whole.
+        rates: of all tensors.
+    """
+    rate = max(rates, default=1.0)
+    if planned is None or rate <= 1:
+        return
+    steps = max(planned - warmup, 0)
+    if steps / rate < SENDS_WANTED:
+        log.warning(
+            "planned_steps: of %d exchanges %d are sent compressed at rate %g: %.1f sends per "
+            "coordinate. Under about %d, accuracy suffers. Use a rate of at most %d, more steps, "
+            "or no compression",
+            planned,
+            steps,
+            rate,
+            steps / rate,
+            SENDS_WANTED,
+            max(math.floor(steps / SENDS_WANTED), 1),
+        )
+
+
+def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float) -> Any:
+    """Whether residues keep growing, and are large. Works on numbers and on tensors.
+
+    They are if the last of their three norms is the largest of rising ones, and more than `limit`
+    times each norm of the gradients: one of those may be near zero, for a batch that fits, but not
+    all.
+
+    Args:
+        residues: the norms at the last three looks, the latest last; 0 where there was none.
+        gradients: those of the gradients at the same steps.
+        limit: |m| / |g|.
+
+    Returns:
+        A bool, or a tensor of one, as the norms are.
+    """
+    earliest, earlier, now = residues
+    rising = (earliest > 0) & (earlier > earliest) & (now > earlier)
+    for gradient in gradients:
+        rising = rising & (now > limit * gradient)
+    return rising & (sum(gradients) > 0)
+
+
+class Health:
+    """Watches |m| / |g| over a run, and steps that are skipped.
+
+    Attributes:
+        ratio: |m| / |g| at the last look; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.ratio: float | None = None
+        self._residues = self._gradients = (0.0, 0.0, 0.0)
+        self._warned = False
+        self._skips = 0
+
+    def skip(self, step: int) -> None:
+        """A step did not count. Logs a warning when that came so often that none may ever again."""
+        self._skips += 1
+        if self._skips == SKIPS_IN_A_ROW:
+            log.warning(
+                "step %d was skipped %d times in a row: each time some rank had a gradient that is "
+                "not finite, or beyond 2**100. Look for NaN in the data and the loss of every "
+                "rank, or lower the learning rate or the loss scale",
+                step,
+                SKIPS_IN_A_ROW,
+            )
+
+    def take(self) -> None:
+        """A step counted."""
+        self._skips = 0
+
+    def look(self, step: int, residues: float, gradients: float, limit: float) -> None:
+        """Take in the norms of one step. Logs a warning, once, if residues keep growing.
+
+        Args:
+            step: its number.
+            residues: the norm of all residues.
+            gradients: that of their gradients.
+            limit: as growth_limit gives it.
+        """
+        self._residues = (*self._residues[1:], residues)
+        self._gradients = (*self._gradients[1:], gradients)
+        largest = max(self._gradients)
+        self.ratio = residues / largest if largest > 0 else None
+        if not self._warned and keep_growing(self._residues, self._gradients, limit):
+            self._warned = True
+            log.warning(GROWTH_WARNING, step, self.ratio)

@@ -1,0 +1,74 @@
+"""The oracle of local steps in plain NumPy: Qsparse-local-SGD, algorithms 1 and 2.
+
+From Basu et al., 2019, arXiv 1906.02367. x: the common parameters. x_i: worker i's, started from x
+at its last synchronisation, `starts[i]`.
+
+    every step:  x_i <- update_i(x_i, gradient_i)
+    workers that synchronise after it:  change_i = start_i - x_i; all others have no part
+    they average:  x <- x - (1/n) * sum_i sent_i, with error compensation as in methods.py
+    those again:  x_i <- x, start_i <- x
+
+Imports NumPy, schedule and the oracle of the methods only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from oracles.methods import MethodReference
+
+from scalecom_hvd.schedule import Schedule
+
+Arrays = dict[str, np.ndarray]
+
+
+class LocalStepsReference:
+    """n workers with parameters of their own.
+
+    Args:
+        method: averages changes, with a residue for each worker.
+        parameters: {name: array}, where all begin.
+        schedule: when workers synchronise.
+        update: gives worker i's new parameters from its old ones and its gradients, its own
+            optimizer's step.
+
+    Attributes:
+        common: x.
+        workers: every worker's x_i.
+        starts: every worker's start_i.
+        taken: how many steps were taken.
+    """
+
+    def __init__(
+        self,
+        method: MethodReference,
+        parameters: Mapping[str, np.ndarray],
+        schedule: Schedule,
+        update: Callable[[int, Arrays, Arrays], Arrays],
+    ) -> None:
+        n = method.n_workers
+        self.method, self.schedule, self.update = method, schedule, update
+        self.common: Arrays = {name: value.copy() for name, value in parameters.items()}
+        self.workers: list[Arrays] = [dict(self.common) for _ in range(n)]
+        self.starts: list[Arrays] = [dict(self.common) for _ in range(n)]
+        self.taken = 0
+
+    def step(self, grads: Sequence[Arrays]) -> None:
+        """Every worker's own step, and the synchronisation, if one is due."""
+        n = len(self.workers)
+        self.workers = [self.update(i, self.workers[i], grads[i]) for i in range(n)]
+        self.taken += 1
+        due = self.schedule.due(self.taken, n)
+        if not due:
+            return
+        self.method.senders = due if self.schedule.asynchronous else None
+        averages = self.method.step([self._change(i, i in due) for i in range(n)])
+        self.common = {name: x - averages[name] for name, x in self.common.items()}
+        for i in due:
+            self.workers[i], self.starts[i] = dict(self.common), dict(self.common)
+
+    def _change(self, i: int, is_due: bool) -> Arrays:
+        if not is_due:
+            return {name: np.zeros_like(x) for name, x in self.common.items()}
+        return {name: self.starts[i][name] - self.workers[i][name] for name in self.common}

@@ -1,0 +1,123 @@
+"""What ranks compare before they begin: which differences are named, and which number they take."""
+
+import logging
+import types
+
+import numpy as np
+import pytest
+
+from scalecom_hvd import ScaleComConfig, __version__
+from scalecom_hvd.agreement import (
+    Names,
+    Numbers,
+    agree,
+    check_operation,
+    describe,
+    digest_of,
+    latest_step,
+    warn_of_half_sums,
+)
+
+TENSORS = {"b": [(3,), "float32", 1.0], "a": [(40, 50), "float32", 100.0]}
+TOPICS = ("version", "settings", "tensors")
+
+
+def rank(names, step=0, tensors=TENSORS, config=None, **settings):
+    config = (config or ScaleComConfig()).to_dict()
+    return describe(config, settings, tensors) | {"name": names.claim(), "step": step}
+
+
+def test_exchanges_of_a_process_have_names_of_their_own():
+    numbers = Numbers()
+    first, second = Names(numbers), Names(numbers)
+    for names in (first, second):
+        names.use(names.claim())
+    assert (first("values"), second("values")) == ("scalecom.values", "scalecom.1.values")
+    first.use(7)
+    assert first("values") == "scalecom.7.values"
+    assert second.claim() == 8
+
+
+def test_ranks_take_a_number_that_is_new_to_all_of_them():
+    processes = [Numbers() for _ in range(3)]
+    for _ in range(4):
+        processes[1].claim()
+    ranks = [Names(numbers) for numbers in processes]
+    everyone = [rank(names) for names in ranks]
+    assert [agree(everyone, TOPICS, names) for names in ranks] == [0, 0, 0]
+    assert {names("x") for names in ranks} == {"scalecom.4.x"}
+    assert all(numbers.claim() == 5 for numbers in processes)
+
+
+def test_ranks_go_on_at_the_latest_step_and_say_so(caplog):
+    with caplog.at_level(logging.WARNING, "scalecom_hvd"):
+        assert latest_step([3, 3]) == 3
+        assert not caplog.records
+        everyone = [rank(Names(Numbers()), step) for step in (3, 0, 5)]
+        assert agree(everyone, TOPICS, Names(Numbers())) == 5
+    assert "ranks come from different steps [3, 0, 5]: going on at step 5" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (
+            {"config": ScaleComConfig(beta=0.5)},
+            "settings differ .*beta is 1.0 on rank 0 and 0.5 on",
+        ),
+        ({"op": "Sum"}, "settings differ .*op is missing on rank 0 and Sum on rank 1"),
+        ({"tensors": {"b": TENSORS["b"]}}, "tensors differ .*a is .* on rank 0 and missing on"),
+        ({"tensors": TENSORS | {"b": [(4,)]}}, r"tensors differ .*b is \[\(3,\), .* \[\(4,\)\] on"),
+    ],
+    ids=str,
+)
+def test_what_differs_is_named_on_all_ranks(other, words):
+    names = Names(Numbers())
+    everyone = [rank(names), rank(names, **other)]
+    for _ in everyone:
+        with pytest.raises(RuntimeError, match=words):
+            agree(everyone, TOPICS, names)
+
+
+def test_another_version_is_named():
+    names = Names(Numbers())
+    everyone = [rank(names), rank(names) | {"version": "0.0.1"}]
+    with pytest.raises(
+        RuntimeError, match=f"version .*{__version__} on rank 0 and 0.0.1 on rank 1"
+    ):
+        agree(everyone, TOPICS, names)
+
+
+def test_a_digest_is_that_of_names_and_numbers():
+    offsets = {"a": np.arange(3, dtype=np.uint8), "b": np.zeros(2, np.uint8)}
+    assert digest_of({}) is None
+    assert digest_of(offsets) == digest_of(dict(reversed(offsets.items())))
+    assert digest_of(offsets) != digest_of(offsets | {"b": np.ones(2, np.uint8)})
+    assert digest_of(offsets) != digest_of({"a": offsets["a"], "c": offsets["b"]})
+
+
+def horovod(mpi=False, nccl=False):
+    built = {"mpi_enabled": lambda: mpi, "nccl_built": lambda: nccl}
+    return types.SimpleNamespace(Average=0, Sum=1, Adasum=2, Max=4, **built)
+
+
+def test_operations():
+    for op in (0, 1):
+        check_operation(op, 1.0, horovod())
+    check_operation(0, 2.0, horovod())
+    with pytest.raises(ValueError, match="which Adasum does not"):
+        check_operation(2, 1.0, horovod())
+    with pytest.raises(ValueError, match="works with op=hvd.Average and op=hvd.Sum"):
+        check_operation(4, 1.0, horovod())
+    with pytest.raises(ValueError, match="gradient_predivide_factor not supported"):
+        check_operation(1, 2.0, horovod())
+
+
+def test_half_sums_over_gloo_are_warned_of(caplog):
+    with caplog.at_level(logging.WARNING, "scalecom_hvd"):
+        warn_of_half_sums(False, horovod())
+        warn_of_half_sums(True, horovod(mpi=True))
+        warn_of_half_sums(True, horovod(nccl=True))
+        assert not caplog.records
+        warn_of_half_sums(True, horovod())
+    assert "wire_dtype='float16' over Gloo" in caplog.text

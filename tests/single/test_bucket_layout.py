@@ -1,0 +1,90 @@
+"""How tensors share collectives: groups, buckets, places in buffers, and what it costs."""
+
+import numpy as np
+import pytest
+
+from scalecom_hvd.bucket_layout import Layout, group_names, split, step_stats, traffic
+from scalecom_hvd.lanes import geometry
+
+NAMES = {7: "a", 3: "b", 5: "c", 1: "d", 2: "e"}  # keys in the model's order
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        (None, None),
+        (1, [["a", "b", "c", "d", "e"]]),
+        (2, [["a", "b", "c"], ["d", "e"]]),
+        (3, [["a", "b"], ["c", "d"], ["e"]]),
+        (5, [["a"], ["b"], ["c"], ["d"], ["e"]]),
+        ([[1, 7], [5]], [["d", "a"], ["c"], ["b"], ["e"]]),
+        ([[1, 99], [98]], [["d"], ["a"], ["b"], ["c"], ["e"]]),  # what has no name is left out
+        ([], [["a"], ["b"], ["c"], ["d"], ["e"]]),
+    ],
+    ids=str,
+)
+def test_groups(groups, expected):
+    assert group_names(groups, NAMES) == expected
+
+
+def test_buckets_are_of_one_kind_and_of_limited_size():
+    kinds = {"a": "float32", "b": "float64", "c": "float32", "d": "float64", "e": "float32"}
+
+    def buckets(limit):
+        return split(list("abcde"), kinds.get, lambda name: 100, limit)
+
+    assert buckets(None) == [["a", "c", "e"], ["b", "d"]]
+    assert buckets(10**6) == buckets(None)
+    assert buckets(100) == [["a"], ["c"], ["e"], ["b"], ["d"]]
+    for limit in (1, 50, 100, 250, 1000, None):
+        parts = buckets(limit)
+        assert sorted(name for part in parts for name in part) == list("abcde")
+        assert all(len({kinds[name] for name in part}) == 1 for part in parts)
+
+
+def test_tensors_lie_one_after_the_other_and_aligned():
+    rates = {"one byte": 10, "four bytes": 70_000, "two bytes": 1000, "one byte too": 256}
+    geometries = {name: geometry(100_001, rate, "lanes") for name, rate in rates.items()}
+    layout = Layout(geometries)
+    used = np.zeros(layout.offsets_bytes, int)
+    for name, lanes in geometries.items():
+        where, width = layout.offsets[name], lanes.offset_dtype.itemsize
+        assert where.start % width == 0
+        assert where.stop - where.start == lanes.k * width
+        used[where] += 1
+    assert (used == 1).all()
+    ends = np.cumsum([lanes.k for lanes in geometries.values()])
+    assert [layout.values[name].stop for name in geometries] == ends.tolist()
+    assert layout.n_values == ends[-1]
+
+
+def test_traffic_is_that_of_a_ring():
+    assert traffic(1, 1000, 1000, 1000) == 0
+    assert traffic(4, 1000, 4000) == 3 / 4 * (1000 + 2 * 4000)
+    assert traffic(4, 0, 0, 100) == 300
+
+
+def test_what_a_step_cost():
+    stats = step_stats(
+        n_workers=2,
+        leader=1,
+        elements={"w": 1000, "head": 200},
+        chosen={"w": 10, "without a gradient": 50},
+        collectives=3,
+        offsets=10,
+        values=40,
+        dense=800,
+        gathered=0,
+    )
+    assert stats == {
+        "leader": 1,
+        "bytes_offsets": 10,
+        "bytes_values": 40,
+        "bytes_dense": 800,
+        "bytes_gathered": 0,
+        "bytes_traffic": (10 + 2 * 840) / 2,
+        "rate": 1200 / 210,
+        "collectives": 3,
+    }
+    nothing = step_stats(2, 0, {}, {}, 0, offsets=0, values=0, dense=0)
+    assert (nothing["rate"], nothing["bytes_traffic"]) == (0, 0)

@@ -1,0 +1,143 @@
+"""Imports run downwards only, and the core works where Horovod is not installed."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import scalecom_hvd
+
+PACKAGE = Path(scalecom_hvd.__file__).parent
+FREE = "framework-free"
+# Which other rooms, and which of the packages below, each room may import.
+ROOMS = {
+    FREE: set(),
+    "native": {FREE},
+    "triton": {FREE, "native"},
+    "exchange": {FREE, "native", "triton"},
+    "torch": {FREE, "native", "exchange"},
+    "tensorflow": {FREE, "native"},
+}
+PACKAGES = {
+    FREE: set(),
+    "native": set(),
+    "triton": {"triton"},
+    "exchange": {"torch", "triton"},
+    "torch": {"torch", "horovod"},
+    "tensorflow": {"tensorflow", "horovod"},
+}
+FRAMEWORKS = {"torch", "tensorflow", "horovod", "triton"}
+
+# A module whose Triton is missing is one that nobody asks for there.
+EVERY_MODULE = """
+import importlib, pkgutil
+import scalecom_hvd.exchange
+for module in pkgutil.walk_packages(scalecom_hvd.exchange.__path__, "scalecom_hvd.exchange."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+"""
+
+
+TRAINING = """
+import torch
+from scalecom_hvd.exchange import Simulation
+
+def make(rank):
+    return {"weight": torch.nn.Parameter(torch.zeros(50, 100))}
+
+simulation = Simulation(2, make, rate=10, dense=[], warmup_steps=0)
+average = simulation.step([{"weight": torch.full((50, 100), float(rank))} for rank in range(2)])
+assert average[0]["weight"].count_nonzero() == 500
+"""
+
+
+@pytest.fixture(scope="module")
+def run_there(tmp_path_factory):
+    """Runs code where everything is installed that is here, but Horovod and TensorFlow."""
+    there = tmp_path_factory.mktemp("site")
+    for package in Path(torch.__file__).parent.parent.iterdir():
+        absent = package.name.lower().startswith(("horovod", "tensorflow", "keras"))
+        if not absent and package.suffix != ".pth":
+            (there / package.name).symlink_to(package)
+    begin = f"import sys; sys.path += [{str(there)!r}, {str(PACKAGE.parent)!r}]\n"
+
+    def run(code):
+        command = [sys.executable, "-I", "-S", "-c", begin + code]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import scalecom_hvd.exchange\n", EVERY_MODULE, TRAINING],
+    ids=["as a user does", "every module of it", "trains"],
+)
+def test_the_core_works_where_horovod_is_not_installed(run_there, code):
+    done = run_there(code + "print(*sorted(sys.modules), sep='\\n')")
+    assert done.returncode == 0, done.stderr
+    imported = done.stdout.split()
+    assert "scalecom_hvd.exchange" in imported
+    assert "torch" in imported
+    for absent in ("horovod", "tensorflow", "scalecom_hvd.torch", "scalecom_hvd.tensorflow"):
+        assert not [name for name in imported if f"{name}.".startswith(f"{absent}.")]
+
+
+@pytest.mark.parametrize("name", ["horovod", "tensorflow"])
+def test_they_are_absent_there(run_there, name):
+    assert f"No module named '{name}'" in run_there(f"import {name}").stderr
+
+
+def imports_of(path):
+    """Full names of what a file imports, also inside of functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(path):
+    return path.parts[0] if len(path.parts) > 1 else FREE
+
+
+def room_named(name):
+    """The room of what is imported as `scalecom_hvd.<...>`."""
+    part = name.split(".")[1] if "." in name else ""
+    return part if part in ROOMS else FREE
+
+
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+
+
+def test_every_room_is_known():
+    assert {room_of(path) for path in FILES} == set(ROOMS)
+    assert not [name for rooms in ROOMS.values() for name in rooms if name not in ROOMS]
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_imports_run_downwards_only(path):
+    room = room_of(path)
+    for name in imports_of(PACKAGE / path):
+        first = name.partition(".")[0]
+        if first == "scalecom_hvd":
+            assert room_named(name) in {room} | ROOMS[room], f"{room} may not import {name}"
+        elif first in FRAMEWORKS:
+            assert first in PACKAGES[room], f"{room} may not import {name}"
+
+
+def test_framework_free_rooms_import_each_other_downwards_only():
+    free = {path.stem for path in FILES if room_of(path) == FREE}
+    graph = {}
+    for room in free - {"__init__"}:
+        names = (name.split(".") for name in imports_of(PACKAGE / f"{room}.py"))
+        graph[room] = {parts[1] for parts in names if parts[0] == "scalecom_hvd"} & free
+    list(graphlib.TopologicalSorter(graph).static_order())  # refuses circles

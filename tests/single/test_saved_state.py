@@ -1,0 +1,77 @@
+"""What is refused of a saved state, and by which words.
+
+Framework-free: who asks is tested with each framework.
+"""
+
+import numpy as np
+import pytest
+
+from scalecom_hvd import ScaleComConfig
+from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
+
+CONFIG = ScaleComConfig(rate=20)
+
+
+def state(**other):
+    return {"version": STATE_VERSION, "step": 3, "config": CONFIG.to_dict(), "residues": {}} | other
+
+
+def test_what_fits_passes():
+    check_state(state(), CONFIG)
+    other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()  # change no result
+    check_state(state(config=other_buckets), CONFIG)
+    check_state(state(method="RandomK", config=CONFIG.replace(planned_steps=9).to_dict()), CONFIG)
+    check_residues({"a": (3, 4)}, {"a": [3, 4]})
+    check_finite({"a": True, "b": True})
+    check_finite({})
+
+
+def test_what_is_no_state():
+    incomplete = state()
+    del incomplete["residues"], incomplete["step"]
+    with pytest.raises(
+        ValueError,
+        match=r"no ScaleCom state: it lacks residues, step; pass what ScaleCom.state_dict\(\) gave",
+    ):
+        check_state(incomplete, CONFIG)
+    with pytest.raises(ValueError, match="has version 99, and this release reads version"):
+        check_state(state(version=99), CONFIG)
+
+
+def test_residues_of_other_settings():
+    with pytest.raises(
+        ValueError,
+        match="beta=0.1 in the state and 1.0 now, rate=50.0 in the state and 20.0 now.*"
+        "go on without loading it",
+    ):
+        check_state(state(config=CONFIG.replace(rate=50, beta=0.1).to_dict()), CONFIG)
+    other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()
+    refusal = "other settings: bucket_bytes=1000 in the state and 26214400 now"
+    # These draw, or choose, by bucket.
+    for who in ({"method": "GTopK"}, {"method": "RandomK", "seed": 0}, {"quantiser": "QSGD()"}):
+        with pytest.raises(ValueError, match=refusal):
+            check_state(state(config=other_buckets, **who), CONFIG)
+    with pytest.raises(ValueError, match="novelty=1 in the state and None now"):
+        check_state(state(config=CONFIG.to_dict() | {"novelty": 1}), CONFIG)
+
+
+def test_residues_of_another_model():
+    with pytest.raises(
+        ValueError,
+        match=r"another model: a has shape \(3,\) in the state and \(4,\) in the model; "
+        "b is not in the state; c is",
+    ):
+        check_residues({"a": (3,), "c": (1,)}, {"a": (4,), "b": (2,)})
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        check_residues({}, {f"layer{i}": (3,) for i in range(100)})
+    assert str(refusal.value).count("is not in the state") == 5
+
+
+def test_residues_that_are_not_finite_are_refused_by_name():
+    residues = {"good": np.ones(3), "b": np.array([1, np.nan]), "a": np.array([[np.inf, 0]])}
+    with pytest.raises(
+        ValueError, match="not finite, of a, b: .*earlier step, or go on without loading it"
+    ):
+        check_finite({name: bool(np.isfinite(residue).all()) for name, residue in residues.items()})
+    with pytest.raises(ValueError, match="of layer0, layer1, layer2, layer3, layer4, ...:"):
+        check_finite({f"layer{i}": False for i in range(6)})

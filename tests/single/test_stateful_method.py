@@ -1,0 +1,425 @@
+"""A method with state, whole in this file, on simulated ranks.
+
+Momentum before the choice, as Deep Gradient Compression has it (Lin et al., 2018, arXiv
+1712.01887): every tensor has a velocity u, which each rank keeps for itself; how often its elements
+were sent, which is the same on all ranks; and the method counts its steps.
+"""
+
+import copy
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+import torch
+from parallel.made_up import gradients
+
+from scalecom_hvd.exchange import LocalTopK, Method, Simulation
+from scalecom_hvd.reference import select
+
+pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
+
+
+class MomentumTopK(Method):
+    """u <- mu*u + g; each rank's own largest of m + u; u <- 0 where they were sent."""
+
+    equal_state = ("sent",)
+
+    def __init__(self, *, mu=0.5, **fields):
+        super().__init__(**fields)
+        self.mu = mu
+
+    @property
+    def settings(self):
+        return super().settings | {"mu": self.mu}
+
+    def init(self, tensor):
+        return {
+            "velocity": torch.zeros_like(tensor.residue),
+            "sent": torch.zeros(tensor.residue.numel(), dtype=torch.int32),
+        }
+
+    def init_method(self):
+        return {"steps": 0, "whole": torch.zeros((), dtype=torch.int64)}
+
+    def step(self, bucket, collectives, state):
+        own = self._velocities(bucket, state)
+        for name, part in zip(bucket.compressed, bucket.parts, strict=True):
+            part.add_(state.tensors[name]["velocity"] * self.mu)
+        offsets = bucket.choose()
+        places = bucket.places_at(offsets)
+        values = bucket.accumulators[places]
+        bucket.send(places, values)
+        velocity = torch.cat([own[name] for name in bucket.compressed])
+        velocity[places] = 0
+        sent = torch.cat([kept["sent"] for kept in state.tensors.values()])
+        everyones_values = yield from collectives.gather(values, "values")
+        everyones_offsets = yield from collectives.gather(offsets, "offsets")
+        for theirs, at in zip(everyones_values, everyones_offsets, strict=True):
+            there = bucket.places_at(at)
+            bucket.receive(there, theirs * collectives.share)
+            sent[there] += 1
+        parts = zip(velocity.split(bucket.sizes), sent.split(bucket.sizes), strict=True)
+        tensors = {
+            name: {"velocity": u.clone(), "sent": count.clone()}
+            for name, (u, count) in zip(bucket.compressed, parts, strict=True)
+        }
+        method = {"steps": state.method["steps"] + 1}
+        return dataclasses.replace(state, tensors=tensors, method=state.method | method)
+
+    def whole_step(self, bucket, collectives, state):
+        """Momentum is gathered while gradients are sent whole, too."""
+        own = self._velocities(bucket, state)
+        tensors = {name: kept | {"velocity": own[name]} for name, kept in state.tensors.items()}
+        method = {"whole": state.method["whole"] + 1}
+        return dataclasses.replace(state, tensors=tensors, method=state.method | method)
+        yield
+
+    def _velocities(self, bucket, state):
+        return {
+            name: kept["velocity"] * self.mu + bucket.grads[name] * bucket.scale
+            for name, kept in state.tensors.items()
+        }
+
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (6401,)}
+BUCKETS = [["third", "bias"], ["second", "first"]]
+COMPRESSED = ("first", "second", "third")
+
+
+def simulate(n, shapes=SHAPES, compression=MomentumTopK, groups=BUCKETS, **fields):
+    return Simulation(
+        n,
+        lambda rank: {
+            name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()
+        },
+        compression=compression,
+        groups=groups,
+        **({"rate": 20, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0} | fields),
+    )
+
+
+def made_up(n, step, spoilt=None, scale=1):
+    """All ranks' gradients of a step; in one of rank `spoilt` there is a NaN."""
+    everyone = [gradients(SHAPES, rank, step) for rank in range(n)]
+    if spoilt is not None:
+        everyone[spoilt]["second"][1, 17] = np.nan
+    return [
+        {name: torch.from_numpy(grad) * scale for name, grad in own.items()} for own in everyone
+    ]
+
+
+def everything(simulation):
+    """All residues and all state of all ranks, copied."""
+    return copy.deepcopy(
+        [
+            {
+                "step": method.residues.step,
+                "residues": {n: t.residue for n, t in method.residues.tensors.items()},
+                "tensors": method.tensor_states,
+                "method": method.method_state,
+            }
+            for method in simulation.compressors
+        ]
+    )
+
+
+def assert_same(one, other):
+    """To the bit."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+class Truth:
+    """The method spelled out, for all ranks."""
+
+    def __init__(self, simulation, mu=0.5):
+        self.n, self.mu = len(simulation.compressors), mu
+        self.beta = simulation.compressors[0].config.beta
+        self.lanes = {
+            name: tensor.geometry
+            for name, tensor in simulation.compressors[0].residues.tensors.items()
+        }
+
+        def zeros():
+            return {name: np.zeros(own.numel, np.float32) for name, own in self.lanes.items()}
+
+        self.residues, self.velocities = ([zeros() for _ in range(self.n)] for _ in range(2))
+        self.sent = {name: np.zeros(own.numel, np.int32) for name, own in self.lanes.items()}
+        self.came, self.went = ({n: np.zeros(x.numel) for n, x in self.lanes.items()} for _ in "ab")
+
+    def step(self, grads, whole=False):
+        averages = {
+            name: sum(own[name].numpy().astype(np.float64) for own in grads) / self.n
+            for name in SHAPES
+        }
+        for name in COMPRESSED:
+            average = np.zeros(self.lanes[name].numel)
+            for rank in range(self.n):
+                g = grads[rank][name].numpy().reshape(-1)
+                u, m = self.velocities[rank][name], self.residues[rank][name]
+                new = u * np.float32(self.mu) + g
+                self.velocities[rank][name] = new
+                if whole:
+                    continue
+                self.came[name] += new.astype(np.float64) / self.n
+                acc = (m + g) + u * np.float32(self.mu)
+                chosen = select(acc, self.lanes[name], "lanes")
+                average[chosen] += acc[chosen].astype(np.float64) / self.n
+                acc[chosen] = new[chosen] = 0
+                self.sent[name][chosen] += 1
+                beta = np.float32(self.beta)
+                self.residues[rank][name] = m * (1 - beta) + acc * beta if beta != 1 else acc
+            if not whole:
+                self.went[name] += average
+                averages[name] = average.reshape(SHAPES[name])
+        return averages
+
+    def check(self, simulation, outputs, averages):
+        for output in outputs:
+            for name, average in averages.items():
+                assert torch.equal(output[name], outputs[0][name])
+                np.testing.assert_allclose(output[name].numpy(), average, rtol=1e-6, atol=1e-6)
+        for rank, method in enumerate(simulation.compressors):
+            assert method.tensor_states.keys() == set(COMPRESSED)
+            for name, state in method.tensor_states.items():
+                residue = method.residues.tensors[name].residue
+                np.testing.assert_array_equal(residue.numpy(), self.residues[rank][name])
+                velocity = state["velocity"].numpy()
+                np.testing.assert_array_equal(velocity, self.velocities[rank][name])
+                np.testing.assert_array_equal(state["sent"].numpy(), self.sent[name])
+
+
+@pytest.mark.parametrize("fields", [{}, {"beta": 0.5}, {"loss_scale": lambda: 4.0}], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_state_is_made_by_init_and_committed_with_the_step(n, fields):
+    simulation = simulate(n, **fields)
+    truth, scale = Truth(simulation), 4 if "loss_scale" in fields else 1
+    for method in simulation.compressors:
+        assert method.method_state == {"steps": 0, "whole": 0}
+        assert not any(own.any() for kept in method.tensor_states.values() for own in kept.values())
+    for step in range(10):
+        grads = made_up(n, step)
+        averages = truth.step(grads)
+        outputs = simulation.step(made_up(n, step, scale=scale))
+        for output in outputs:
+            for grad in output.values():
+                grad /= scale
+        truth.check(simulation, outputs, averages)
+        assert [own.method_state["steps"] for own in simulation.compressors] == [step + 1] * n
+    assert simulation.compressors[0].residues.buckets == BUCKETS
+    if truth.beta == 1:  # nothing is lost: velocities are what came in
+        for name in COMPRESSED:
+            left = sum(own[name].astype(np.float64) for own in truth.residues) / n
+            np.testing.assert_allclose(truth.went[name] + left, truth.came[name], atol=1e-5)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_a_void_step_leaves_state_and_residues_as_they_were(spoilt, warmup_steps):
+    simulation, other = (simulate(2, warmup_steps=warmup_steps) for _ in range(2))
+    for step in range(6):
+        if step in (0, 2, 5):
+            before = everything(simulation)
+            outputs = simulation.step(made_up(2, 100 + step, spoilt))
+            assert all(grad.isnan().all() for output in outputs for grad in output.values())
+            assert_same(everything(simulation), before)
+        mine, theirs = (run.step(made_up(2, step)) for run in (simulation, other))
+        assert_same(mine, theirs)
+        assert_same(everything(simulation), everything(other))
+    assert [own.stats()["skipped_steps"] for own in simulation.compressors] == [3, 3]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_warm_up(n):
+    """Steps sent whole gather momentum, and leave residues alone."""
+    simulation = simulate(n, warmup_steps=4)
+    truth = Truth(simulation)
+    for step in range(8):
+        averages = truth.step(made_up(n, step), whole=step < 4)
+        truth.check(simulation, simulation.step(made_up(n, step)), averages)
+        for method in simulation.compressors:
+            assert method.method_state == {"steps": max(step - 3, 0), "whole": min(step + 1, 4)}
+        if step == 3:
+            assert not any(own.any() for rank in truth.residues for own in rank.values())
+            assert all(own.all() for rank in truth.velocities for own in rank.values())
+
+
+def saved(simulation):
+    """What every rank reads back from its file."""
+    states = []
+    for method in simulation.compressors:
+        file = io.BytesIO()
+        torch.save(method.state_dict(), file)
+        file.seek(0)
+        states.append(torch.load(file, weights_only=True))
+    return states
+
+
+def resumed(states, early=False, **fields):
+    """New ranks that take up these states; early: before they serve an optimizer."""
+    if early:
+        methods = []
+
+        def make(**settings):
+            methods.append(MomentumTopK(**settings))
+            methods[-1].load_state_dict(states[len(methods) - 1])
+            return methods[-1]
+
+        return simulate(len(states), compression=make, **fields)
+    simulation = simulate(len(states), **fields)
+    for method, state in zip(simulation.compressors, states, strict=True):
+        method.load_state_dict(state)
+    return simulation
+
+
+def tensors_in(state):
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from tensors_in(value)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("at", [0, 2, 5])
+def test_a_run_goes_on_from_a_file_to_the_bit(at, early):
+    """From the start, from within warm-up, and from after it."""
+    simulation = simulate(2, warmup_steps=4)
+    for step in range(at):
+        simulation.step(made_up(2, step))
+    states = saved(simulation)
+    kept = copy.deepcopy(states)
+    again = resumed(states, early, warmup_steps=4)
+    for state in states:  # what the script has is its own
+        for tensor in tensors_in(state):
+            tensor.fill_(1)
+    assert_same(everything(again), everything(simulation))
+    for step in range(at, 9):
+        if step == 7:
+            for run in (simulation, again):
+                run.step(made_up(2, 100, spoilt=1))
+        assert_same(again.step(made_up(2, step)), simulation.step(made_up(2, step)))
+        assert_same(everything(again), everything(simulation))
+    assert all(tensor.eq(1).all() for state in states for tensor in tensors_in(state))
+    for simulated in (simulation, again):
+        for method, state in zip(simulated.compressors, kept, strict=True):
+            method.load_state_dict(copy.deepcopy(state))
+    if at:
+        assert_same(everything(again), everything(simulation))
+        assert_same(again.step(made_up(2, at)), simulation.step(made_up(2, at)))
+
+
+def without(kind, *names):
+    def change(state):
+        tensors = state["method_state"]["tensors"]
+        for name in names or [kind]:
+            del (tensors[kind] if names else tensors)[name]
+
+    return change
+
+
+def cut(state):
+    velocities = state["method_state"]["tensors"]["velocity"]
+    velocities["second"] = velocities["second"][:-1]
+
+
+def renamed(state):
+    tensors = state["method_state"]["tensors"]
+    tensors["momentum"] = tensors.pop("velocity")
+
+
+MISFITS = {
+    "a kind is missing": (without("velocity"), "the method's state of (first|second|third) is"),
+    "a kind of another name": (renamed, "the method's state of (first|second|third) is"),
+    "a tensor is missing": (without("sent", "third"), "the method's state of third is"),
+    "another shape": (
+        cut,
+        r"the method's state of second is \{'velocity': \(2999,\), 'sent': \(3000,\)\} in the "
+        r"state.*another model, or another version of MomentumTopK",
+    ),
+    "another setting": (lambda state: state.update(mu=0.9), "made by another method.*mu=0.9"),
+    "another method": (
+        lambda state: state.update(method="LocalTopK"),
+        "made by another method, or otherwise: method='LocalTopK'",
+    ),
+    "another model": (
+        lambda state: state["residues"].update(third=torch.zeros(6400)),
+        r"third has shape \(6400,\) in the state and \(6401,\) in the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_state_that_does_not_fit_is_refused(case, early):
+    change, message = MISFITS[case]
+    simulation = simulate(2)
+    for step in range(3):
+        simulation.step(made_up(2, step))
+    states = saved(simulation)
+    simulation.step(made_up(2, 3))
+    change(states[0])
+    if early:
+        with pytest.raises(ValueError, match=message):
+            resumed(states, early)
+        return
+    before = everything(simulation)
+    with pytest.raises(ValueError, match=message):
+        simulation.compressors[0].load_state_dict(states[0])
+    assert_same(everything(simulation), before)
+
+
+def test_other_methods_refuse_it():
+    simulation = simulate(2)
+    simulation.step(made_up(2, 0))
+    other = simulate(2, compression=LocalTopK)
+    with pytest.raises(ValueError, match="made by another method.*MomentumTopK"):
+        other.compressors[0].load_state_dict(saved(simulation)[0])
+
+
+def test_what_must_be_equal_begins_anew_where_ranks_disagree(caplog):
+    """As in an elastic run, where one rank committed steps that the other did not."""
+    simulation = simulate(2)
+    states = {}
+    for step in range(5):
+        simulation.step(made_up(2, step))
+        states[step + 1] = saved(simulation)
+    again = resumed([states[3][0], states[5][1]])
+    before = everything(again)
+    assert not torch.equal(*(own["tensors"]["first"]["sent"] for own in before))
+    averages = again.step(made_up(2, 5))
+    assert "going on at step 5" in caplog.text
+    assert_same(*averages)
+    truth = Truth(again)
+    for rank, own in enumerate(before):
+        for name in COMPRESSED:
+            truth.residues[rank][name] = own["residues"][name].numpy()
+            truth.velocities[rank][name] = own["tensors"][name]["velocity"].numpy()
+    truth.check(again, averages, truth.step(made_up(2, 5)))  # `sent` counts from zero
+    assert [own.method_state["steps"] for own in again.compressors] == [4, 6]
+    assert [own.residues.step for own in again.compressors] == [6, 6]
+
+
+def test_an_error_in_mid_step_leaves_what_ranks_have_of_their_own(monkeypatch):
+    """What must be equal begins anew: perhaps one rank had come further."""
+    simulation = simulate(2)
+    for step in range(3):
+        simulation.step(made_up(2, step))
+    before = everything(simulation)
+
+    def fail(*_):
+        raise OSError("no route to host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulation.collectives[1], "gather", fail)
+        with pytest.raises(OSError, match="no route to host"):
+            simulation.step(made_up(2, 3))
+    after = everything(simulation)
+    for own in before:
+        for kept in own["tensors"].values():
+            kept["sent"] = torch.zeros_like(kept["sent"])
+    assert_same(after, before)
+    for step in range(3, 6):
+        assert_same(*simulation.step(made_up(2, step)))
+    assert_same(*(own["tensors"]["first"]["sent"] for own in everything(simulation)))
+    assert simulation.compressors[0].method_state["steps"] == 6

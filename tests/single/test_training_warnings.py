@@ -1,0 +1,89 @@
+"""When a user is warned: a run too short for its rate, residues that keep growing. And when not."""
+
+import logging
+
+import pytest
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.training_warnings import Health, check_length, check_share_whole, growth_limit
+
+
+@pytest.fixture(autouse=True)
+def at_warning(caplog):
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "rates", "warned"),
+    [
+        (499, 0, {"w": 100.0, "b": 1.0}, True),
+        (500, 0, {"w": 100.0}, False),
+        (500, 50, {"w": 100.0}, True),
+        (30, 50, {"w": 100.0}, True),
+        (500, 0, {"w": 25.0, "v": 400.0}, True),
+        (1, 0, {"b": 1.0}, False),
+        (1, 0, {}, False),
+        (None, 0, {"w": 1e6}, False),
+    ],
+)
+def test_a_run_too_short_for_its_rate(caplog, steps, warmup, rates, warned):
+    check_length(steps, warmup, rates.values())
+    assert len(caplog.records) == warned
+    if warned:
+        assert "sends per coordinate" in caplog.text
+        assert "a rate of at most" in caplog.text
+
+
+def look(norms, rate=100.0):
+    health = Health()
+    for number, (residues, gradients) in enumerate(norms):
+        health.look(100 * number, residues, gradients, growth_limit([1.0, rate]))
+    return health
+
+
+@pytest.mark.parametrize(
+    ("norms", "warnings"),
+    [
+        ([(1, 1), (20, 1), (30, 1)], 1),
+        ([(1, 1), (20, 1), (30, 1), (40, 1), (50, 1)], 1),  # once
+        ([(1, 1), (20, 1), (24, 1)], 0),  # a quarter of the rate
+        ([(60, 1), (50, 1), (40, 1)], 0),  # they fall
+        ([(1, 1), (60, 1), (60, 1), (59, 1)], 0),  # they stay as they are
+        ([(1, 1), (2, 1), (3, 0)], 0),  # a batch that fits perfectly
+        ([(1, 0), (2, 0), (3, 0)], 0),
+    ],
+    ids=str,
+)
+def test_residues_that_keep_growing(caplog, norms, warnings):
+    health = look(norms)
+    assert len(caplog.records) == warnings
+    largest = max(gradients for _, gradients in norms[-3:])
+    assert health.ratio == (pytest.approx(norms[-1][0] / largest) if largest else None)
+
+
+def test_steps_that_never_count(caplog):
+    health = Health()
+    for skips in (19, 25, 3):  # the second time it is said
+        for _ in range(skips):
+            health.skip(7)
+        health.take()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("step 7 was skipped 20 times in a row")
+
+
+def test_what_is_planned_changes_no_result():
+    from scalecom_hvd.saved_state import check_state
+
+    state = {"version": 1, "step": 3, "config": ScaleComConfig().to_dict(), "residues": {}}
+    check_state(state, ScaleComConfig(planned_steps=1000))
+
+
+def test_much_of_a_large_model_sent_whole_is_said(caplog):
+    numels = {"body": 1_000_000, "head": 100_000}
+    check_share_whole({"body": 100, "head": 100}, numels)
+    check_share_whole({"body": 100, "head": 1}, {"body": 10_000, "head": 1_000})  # small
+    check_share_whole({"body": 1, "head": 1}, numels)  # nothing is to be compressed
+    check_share_whole({"body": 100, "head": 1}, {"body": 10_000_000, "head": 100_000})
+    assert not caplog.records
+    check_share_whole({"body": 100, "head": 1}, numels)
+    assert "9 % of the model's elements are sent whole, most of them head" in caplog.text

@@ -1,0 +1,313 @@
+"""Another transport, whole in this file: threads and queues. No Horovod, and no simulator.
+
+Every rank is a thread with a model and an Exchange of its own, and all of them run at once. A
+collective goes through one queue to a thread that waits until all ranks have brought theirs.
+"""
+
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from scalecom_hvd.agreement import Numbers
+from scalecom_hvd.exchange import CollectiveError, Exchange, LocalTopK, ScaleCom
+from scalecom_hvd.reference import ScaleComReference, select
+
+SECONDS = 60  # that a rank waits for others at most
+
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("one_thread_per_rank")]
+
+
+class Hub:
+    """Where ranks meet. `stop` fails all that is under way, and all that comes."""
+
+    def __init__(self, n):
+        self.n = n
+        self.queue = queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def submit(self, *what):
+        future = Future()
+        self.queue.put((what, future))
+        return Waiting(future)
+
+    def stop(self, reason="it is over"):
+        self.queue.put((None, reason))
+
+    def _serve(self):
+        meetings, reason = {}, None
+        while reason is None:
+            what, future = self.queue.get()
+            if what is None:
+                reason = future
+                break
+            name, kind, rank, root, buffer = what
+            brought = meetings.setdefault(name, {})
+            assert rank not in brought, f"rank {rank} submitted {name} twice"
+            brought[rank] = kind, root, buffer, future
+            if len(brought) == self.n:
+                self._meet(*zip(*(brought[rank] for rank in range(self.n)), strict=True))
+                del meetings[name]
+        for brought in meetings.values():
+            for *_, future in brought.values():
+                future.set_exception(CollectiveError(reason))
+        while True:  # a daemon's end is the process's
+            what, future = self.queue.get()
+            if what is not None:
+                future.set_exception(CollectiveError(reason))
+
+    @staticmethod
+    def _meet(kinds, roots, buffers, futures):
+        """The results of one collective, of which every rank's part is here."""
+        results = list(buffers)
+        if kinds[0] == "gather":
+            results = [torch.cat(buffers) for _ in futures]
+        elif kinds[0] == "broadcast":
+            for buffer in buffers:
+                buffer.copy_(buffers[roots[0]].clone())
+        else:
+            total = buffers[0].clone()
+            for buffer in buffers[1:]:
+                total += buffer
+            if total.dtype != torch.float16:
+                total /= len(buffers)
+            for buffer in buffers:
+                buffer.copy_(total)
+        for result, future in zip(results, futures, strict=True):
+            future.set_result(result)
+
+
+class Waiting:
+    """A collective that one rank has submitted: the Work of this transport."""
+
+    def __init__(self, future):
+        self._future = future
+
+    def done(self):
+        return self._future.done()
+
+    def wait(self):
+        return self._future.result(SECONDS)
+
+
+class ThreadCollectives:
+    """The Collectives of one rank."""
+
+    elastic = False
+    spins = True
+
+    def __init__(self, hub, rank):
+        self._hub, self.position = hub, rank
+        self.size, self.share = hub.n, 1 / hub.n
+        self.numbers = Numbers()
+
+    def broadcast(self, buffer, root, name):
+        return self._hub.submit(name, "broadcast", self.position, root, buffer)
+
+    def average(self, buffer, name):
+        return self._hub.submit(name, "average", self.position, None, buffer)
+
+    def gather(self, tensor, name):
+        return self._hub.submit(name, "gather", self.position, None, tensor)
+
+    def restarts(self):
+        return lambda: False
+
+
+class Rank:
+    """One rank: a model, an optimizer, and an exchange that backward's hooks report to."""
+
+    def __init__(self, hub, rank, compression, **settings):
+        generator = torch.Generator().manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(64, 100), torch.nn.Tanh(), torch.nn.Linear(100, 30)
+        )
+        self.parameters = dict(self.model.named_parameters())
+        for parameter in self.parameters.values():
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.method = compression(**settings)
+        self.exchange = Exchange(self.parameters, self.method, ThreadCollectives(hub, rank))
+        self.method.attach(self.parameters, self.exchange)
+        self.data = torch.Generator().manual_seed(rank + 1)
+        self.whims, self.late = random.Random(rank), []
+        self.goal = torch.randn(64, 30, generator=generator) / 8
+        self.came, self.averages, self.residues, self.losses = [], [], [], []
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self.report(name, p))
+
+    def report(self, name, parameter):
+        """Ranks are slow by turns, and report some gradients late, in an order of their own."""
+        self.came[-1][name] = parameter.grad.numpy().copy()
+        time.sleep(self.whims.choice((0, 0, 1e-4, 1e-3)))
+        if len(self.came) > 1 and self.whims.random() < 0.3:
+            self.late.append(parameter)
+        else:
+            self.exchange.ready(parameter)
+
+    def step(self, spoilt=False):
+        self.came.append({})
+        self.optimizer.zero_grad()
+        inputs = torch.randn(16, 64, generator=self.data)
+        loss = (self.model(inputs) - inputs @ self.goal).square().mean()
+        (loss * (float("nan") if spoilt else 1)).backward()
+        self.whims.shuffle(self.late)
+        while self.late:
+            self.exchange.ready(self.late.pop())
+        for parameter in self.parameters.values():
+            parameter.grad = self.exchange.result(parameter)
+        self.losses.append(loss.item())
+        self.averages.append({n: p.grad.numpy().copy() for n, p in self.parameters.items()})
+        self.residues.append(self.residues_now())
+        if not any(p.grad.isnan().any() for p in self.parameters.values()):
+            self.optimizer.step()
+
+    def residues_now(self):
+        tensors = self.method.residues.tensors
+        return {n: t.residue.view(t.shape).numpy().copy() for n, t in tensors.items()}
+
+
+def train(n, act, compression=ScaleCom, **settings):
+    """Run act(rank's number, Rank) on n threads; gives the Ranks, and what each raised."""
+    hub = Hub(n)
+    settings = {"rate": 20, "beta": 0.3, "min_numel": 200, "dense": ()} | settings
+    ranks = [Rank(hub, rank, compression, warmup_steps=0, **settings) for rank in range(n)]
+
+    def run(rank):
+        try:
+            act(rank, ranks[rank])
+        except BaseException as error:
+            hub.stop(f"rank {rank} failed: {error}")
+            ranks[rank].exchange.abort()
+            raise
+
+    with ThreadPoolExecutor(n) as threads:
+        jobs = [threads.submit(run, rank) for rank in range(n)]
+        errors = [job.exception(2 * SECONDS) for job in jobs]
+    hub.stop()
+    return ranks, errors
+
+
+def twenty_steps(rank, own):
+    for step in range(20):
+        own.step(spoilt=(step == 7 and rank == 1))
+
+
+def check_alike(ranks):
+    """All ranks got the same to the bit, learned, and left out the step with the NaN."""
+    for own in ranks:
+        for name, parameter in own.parameters.items():
+            assert torch.equal(parameter, ranks[0].parameters[name])
+        for step in range(20):
+            for name, average in own.averages[step].items():
+                np.testing.assert_array_equal(average, ranks[0].averages[step][name])
+                assert np.isnan(average).all() == (step == 7)
+        assert own.losses[-1] < own.losses[0] / 2
+        stats = own.method.stats()
+        assert (stats["step"], stats["skipped_steps"]) == (19, 1)
+
+
+@pytest.mark.parametrize("on_threads", [False, True], ids=["kernels at once", "kernels on threads"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"lookahead": True},
+        {"leader": "staggered", "bucket_bytes": 5000},
+        {"leader": "staggered", "bucket_bytes": 5000, "lookahead": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("n", [2, 3])
+def test_scalecom_is_that_of_the_reference(n, fields, on_threads, monkeypatch):
+    if on_threads:
+        monkeypatch.setattr("scalecom_hvd.exchange.bucket.WORTH_A_THREAD", 1)
+    ranks, errors = train(n, twenty_steps, **fields)
+    assert errors == [None] * n
+    check_alike(ranks)
+    shapes = {name: tuple(p.shape) for name, p in ranks[0].parameters.items()}
+    reference = ScaleComReference(n, shapes, ranks[0].method.config)
+    buckets = ranks[0].method.residues.buckets
+    assert len(buckets) == (1 if "bucket_bytes" not in fields else 4)
+    reference.bucket_of = {name: b for b, names in enumerate(buckets) for name in names}
+    for step in range(20):
+        averages = reference.step([own.came[step] for own in ranks])
+        for name, average in averages.items():
+            got = ranks[0].averages[step][name]
+            np.testing.assert_allclose(got, average, rtol=1e-6, atol=1e-6)
+        for rank, own in enumerate(ranks):
+            for name, residue in own.residues[step].items():
+                want = reference.residues[rank].get(name, np.zeros_like(residue))
+                if step == 7:  # rolled back, to rounding; from here on both go on from the same
+                    np.testing.assert_allclose(residue, want, rtol=1e-5, atol=1e-5)
+                    reference.residues[rank][name] = residue.copy()
+                else:
+                    np.testing.assert_array_equal(residue, want, err_msg=f"{name}, step {step}")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_local_top_k_loses_nothing_and_sends_each_ranks_own_choice(n):
+    ranks, errors = train(n, twenty_steps, LocalTopK, beta=1.0, bucket_bytes=5000)
+    assert errors == [None] * n
+    check_alike(ranks)
+    tensors = ranks[0].method.residues.tensors
+    assert tensors.keys() == {"0.weight", "2.weight"}
+    residues = [{name: np.zeros(t.shape, np.float32) for name, t in tensors.items()} for _ in ranks]
+    for step in range(20):
+        for name, tensor in tensors.items():
+            average = np.zeros(tensor.residue.numel())
+            for own, kept in zip(ranks, residues, strict=True):
+                if step != 7:
+                    acc = (kept[name] + own.came[step][name]).reshape(-1)
+                    chosen = select(acc, tensor.geometry, "lanes")
+                    average[chosen] += acc[chosen].astype(np.float64) / n
+                    acc[chosen] = 0
+                    kept[name] = acc.reshape(tensor.shape)
+                np.testing.assert_array_equal(own.residues[step][name], kept[name])
+            if step != 7:
+                got = ranks[0].averages[step][name].reshape(-1)
+                np.testing.assert_allclose(got, average, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": LocalTopK}], ids=str)
+def test_a_rank_that_fails_ends_the_step_on_all(fields):
+    """With what each has rolled back, and at once."""
+
+    def act(rank, own):
+        for _ in range(4):
+            own.step()
+        if rank == 1:
+            raise OSError("no route to host")
+        own.step()
+
+    ranks, errors = train(3, act, **fields)
+    assert [type(error) for error in errors] == [CollectiveError, OSError, CollectiveError]
+    assert str(errors[0]) == "rank 1 failed: no route to host"
+    for own in ranks:
+        for name, residue in own.residues_now().items():
+            np.testing.assert_allclose(residue, own.residues[-1][name], rtol=1e-5, atol=1e-6)
+
+
+BLOCKED = """
+import importlib, pkgutil, sys
+sys.modules["horovod"] = sys.modules["tensorflow"] = None  # importing them is an error
+import scalecom_hvd.exchange
+for package in (scalecom_hvd.exchange, scalecom_hvd.exchange.methods):
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if module.name != "scalecom_hvd.exchange.triton_kernel":
+            importlib.import_module(module.name)
+print(sorted(name for name in sys.modules if name.startswith("scalecom_hvd.torch")))
+"""
+
+
+def test_no_horovod_is_needed():
+    command = [sys.executable, "-c", BLOCKED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
