@@ -350,7 +350,7 @@ class Bucket:
     @property
     def kind(self) -> str:
         """What `fill` gives, for names of collectives."""
-        return "whole" if self.whole else "values" if self._in_place else "dense"
+        return "whole" if self.whole else "dense" if self._has_accumulators else "values"
 
     def is_sound(self) -> torch.Tensor:
         """Whether the step counts, as a 0-dimensional tensor that is the same on all ranks.
