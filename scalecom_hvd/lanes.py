@@ -135,7 +135,7 @@ class Positions(Lanes):
 
     @property
     def width(self) -> int:
-        """No lanes: the native kernel reads a width of 0 as 'offsets are positions'."""
+        """There are no lanes."""
         return 0
 
     @property

@@ -451,14 +451,13 @@ class Exchange:
         residues.step = agree(everyone, tuple(compared), self.names)
         if len({other["state"] for other in everyone}) > 1:
             method.begin_equal_state_anew()
-        # This was decided when the step began, before all the above was known.
-        self._whole = self._must_send_whole()
-
         for name in sorted({name for other in everyone for name in other["sparse"]}):
             if self._sparse.get(name) is None:  # none arrived here: an empty one takes part
                 parameter = self._parameters[name]
                 parameter.grad = parameter.grad.to_sparse(1)
                 self._sparse[name] = self._send_sparse(parameter)
+        # This was decided when the step began, before all the above was known.
+        self._whole = self._must_send_whole()
         plan = self._plan(everyone[0]["arrived"], everyone[0]["buckets"])
         # Which of its devices a rank uses is its own affair, but not which tensors share one.
         plans = gather_objects(self._collectives, {"buckets": plan}, "agreement.buckets")

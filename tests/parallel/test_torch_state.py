@@ -438,3 +438,35 @@ def test_a_commit_is_whole_though_offsets_in_flight_never_arrive(monkeypatch):
     )
     run(optimizer, parameters_of, range(5, 8))
     assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.skipif(hvd.size() < 2, reason="one rank lacks a gradient that another has")
+def test_look_ahead_resumed_where_a_sparse_gradient_comes_on_one_rank_only():
+    """Whether the first step is sent whole is decided when all ranks know what is sparse."""
+
+    def made(state=None):
+        torch.manual_seed(0)
+        table, layer = torch.nn.Embedding(200, 20, sparse=True), torch.nn.Linear(20, 200)
+        named = [("table", table.weight), ("layer", layer.weight), ("bias", layer.bias)]
+        compression = hvd.ScaleCom(rate=10, lookahead=True, dense=[], warmup_steps=0)
+        optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, named, compression=compression)
+        if state is not None:
+            compression.load_state_dict(state)
+
+        def step(uses_table):
+            optimizer.zero_grad()
+            words = torch.arange(4)
+            rows = table(words) if uses_table else torch.ones(4, 20)
+            layer(rows).square().sum().backward()
+            optimizer.step()
+
+        return compression, step
+
+    compression, step = made()
+    for _ in range(3):
+        step(True)
+    again, step = made(copy.deepcopy(compression.state_dict()))
+    step(hvd.rank() == 0)
+    assert again.stats()["step"] == 4
+    assert again.stats()["bytes_values"] > 0, "it was sent whole, though all offsets are known"
