@@ -133,6 +133,13 @@ class Bucket:
         self._beta = self.tensors[0].beta if self.tensors else 1.0
         # Residues of a bucket are of one dtype: that of what would travel.
         self._residue_dtype = self.tensors[0].residue.dtype if self.tensors else wide
+        # Made once: what is allocated anew in every step can make the allocator give memory of
+        # the script's own back to the system, and fetch it again (0.1 of a step's time).
+        n_bytes = self._layout.offsets_bytes
+        self._offsets = [
+            torch.zeros(n_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
+        ]
+        self._has_chosen = False
         self._values = Values(self._layout.n_values, dense, wire, self._device)
         self._sent: torch.Tensor | None = None
         self._kernels: list[tuple[Kernel, list[int]]] = []
@@ -154,9 +161,14 @@ class Bucket:
     # What a method asks for: offsets.
 
     def new_offsets(self) -> torch.Tensor:
-        """A buffer of bytes for a choice of every tensor's lanes."""
-        n_bytes = self._layout.offsets_bytes
-        return torch.zeros(n_bytes, dtype=torch.uint8, device=self._device)
+        """A buffer of bytes for this step's choice of every tensor's lanes.
+
+        There are two, which take turns from step to step; a step that does not count does not end
+        a turn. So state may hold views of one until the next choice is committed.
+        """
+        assert not self._has_chosen, "a step chooses once"
+        self._has_chosen = True
+        return self._offsets[0]
 
     def split_offsets(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """{name: offsets (k,)}: a choice, tensor by tensor. They are views of the buffer."""
@@ -173,7 +185,7 @@ class Bucket:
         whole = storage.nbytes() == self._layout.offsets_bytes
         if whole and starts == [part.data_ptr() for part in parts]:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-        buffer = self.new_offsets()
+        buffer = self._offsets[1]  # no state has views of it, or it would have been found above
         for slot, part in zip(self._slots, parts, strict=True):
             slot.offsets(buffer).copy_(part.view(slot.offsets(buffer).dtype))
         return buffer
@@ -304,6 +316,7 @@ class Bucket:
             RuntimeError: gradients that are not of the sizes and devices of the parameters.
         """
         self.whole, self.scale, self.bad = whole, scale, 0
+        self._has_chosen = False
         if grads is None:
             grads = {name: flat_gradient(p) for name, p in self.parameters.items()}
         self.grads = dict(grads)
@@ -395,6 +408,8 @@ class Bucket:
     def commit(self) -> None:
         """The step counts: gradients become averages, and residues keep what was not sent."""
         self._committed = True
+        if self._has_chosen:
+            self._offsets.reverse()
         if self._received is not None:
             self.scatter({name: self.grads[name] for name in self.compressed})
         elif self._has_accumulators:

@@ -41,7 +41,9 @@ class Owner:
 
 MOVES = {
     "cyclic": lambda bucket: bucket.accumulate(choose=True),
-    "look-ahead": lambda bucket: bucket.take_and_accumulate(bucket.new_offsets(), choose=True),
+    "look-ahead": lambda bucket: bucket.take_and_accumulate(
+        torch.zeros_like(bucket._offsets[1]), choose=True
+    ),
 }
 
 

@@ -305,6 +305,7 @@ def test_no_gradient_poisons_the_residue_for_ever(kernel, lookahead, huge, monke
         bucket.begin(1.0, grads={"p0": output})
         if lookahead and step == 0:
             ahead = bucket.choose_without_accumulating()
+            bucket.commit()
             bucket.forget()
             continue
         if lookahead:
@@ -506,8 +507,9 @@ def test_a_step_with_refused_offsets_is_rolled_back(lookahead, selection):
     bucket, (tensor,) = new_bucket([torch.zeros(6401)], config, ranks=2)
     before = tensor.residue.normal_().clone()
     bucket.begin(1.0, grads={"p0": torch.randn(6401)})
-    offsets = bucket.choose_without_accumulating()
-    if not lookahead:
+    if lookahead:
+        offsets = bucket.choose_without_accumulating()
+    else:
         offsets = finished(bucket.accumulate(choose=True))
     bucket.split_offsets(offsets)["p0"][64] = 1
     move = bucket.take_and_accumulate if lookahead else bucket.take
@@ -565,7 +567,7 @@ def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, select
     bucket, tensors = new_bucket(parameters, config, ranks=2)
     bucket.parameters[bucket.names[-1]].requires_grad_(False)
     random = torch.Generator().manual_seed(1)
-    offsets = bucket.new_offsets()
+    offsets = torch.zeros_like(bucket.new_offsets())
     for own in bucket.split_offsets(offsets).values() if selection == "exact" else ():
         own.copy_(torch.arange(len(own)))
     parts, n, failed = set(), 0, True
@@ -611,9 +613,7 @@ def test_offsets_that_the_second_kernel_refuses(lookahead):
     grads = [torch.randn(6401, dtype=dtype) for dtype in dtypes]
     bucket.begin(1.0, grads=dict(zip(bucket.names, grads, strict=True)))
     assert [kernel.__class__ for kernel, _ in bucket._kernels] == [TorchKernel, NativeKernel]
-    offsets = bucket.new_offsets()
-    if not lookahead:
-        offsets = finished(bucket.accumulate(choose=True))
+    offsets = bucket.new_offsets() if lookahead else finished(bucket.accumulate(choose=True))
     bucket.split_offsets(offsets)["p1"][64] = 1
     move = bucket.take_and_accumulate if lookahead else bucket.take
     with pytest.raises(RuntimeError, match="outside of their lanes"):

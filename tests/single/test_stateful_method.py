@@ -189,7 +189,7 @@ class Truth:
                 np.testing.assert_array_equal(state["sent"].numpy(), self.sent[name])
 
 
-@pytest.mark.parametrize("fields", [{}, {"beta": 0.5}, {"loss_scale": lambda: 4.0}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"beta": 0.5}, {"loss_scale": lambda: 4.0}], ids=" ".join)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_state_is_made_by_init_and_committed_with_the_step(n, fields):
     simulation = simulate(n, **fields)
