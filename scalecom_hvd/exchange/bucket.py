@@ -164,9 +164,9 @@ class Bucket:
         """A buffer of bytes for this step's choice of every tensor's lanes.
 
         There are two, which take turns from step to step; a step that does not count does not end
-        a turn. So state may hold views of one until the next choice is committed.
+        a turn. So state may hold views of one until the next choice is committed. Asked again in
+        one step, it is the same.
         """
-        assert not self._has_chosen, "a step chooses once"
         self._has_chosen = True
         return self._offsets[0]
 

@@ -336,7 +336,7 @@ class NativeKernel:
 
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> int:
         arguments = beta, self._scale, choose, _address(chosen)
-        bad = self._library.scalecom_filter(*self._tensors, *arguments)
+        bad = self._library.scalecom_accumulate(*self._tensors, *arguments)
         self._accumulated = beta
         return bad
 
@@ -351,7 +351,7 @@ class NativeKernel:
     ) -> int:
         buffers = _address(offsets), _address(values), _address(sent)
         arguments = beta, self._scale, share, *buffers, _is_half(values), limit
-        bad = native.checked(self._library.scalecom_gather(*self._tensors, *arguments))
+        bad = native.checked(self._library.scalecom_take(*self._tensors, *arguments))
         self._taken = beta, offsets, sent
         return bad
 
@@ -367,7 +367,7 @@ class NativeKernel:
     ) -> int:
         buffers = _address(offsets), _address(values), _address(sent)
         arguments = beta, self._scale, *buffers, _is_half(values), limit, choose, _address(chosen)
-        bad = native.checked(self._library.scalecom_gather_and_filter(*self._tensors, *arguments))
+        bad = native.checked(self._library.scalecom_take_and_accumulate(*self._tensors, *arguments))
         self._taken, self._accumulated = (beta, offsets, sent), beta
         return bad
 
@@ -387,14 +387,14 @@ class NativeKernel:
             self._table["grad"] = grads
 
     def roll_back(self) -> None:
-        undo = functools.partial(self._library.scalecom_undo, *self._tensors)
+        roll_back = functools.partial(self._library.scalecom_roll_back, *self._tensors)
         if self._taken is not None:
             beta, offsets, sent = self._taken
             buffers = _address(offsets), _address(sent), _is_half(sent)
-            undo(beta, self._scale, False, *buffers)
+            roll_back(beta, self._scale, False, *buffers)
             self._taken = None
         if self._accumulated:
-            undo(self._accumulated, self._scale, True, None, None, False)
+            roll_back(self._accumulated, self._scale, True, None, None, False)
             self._accumulated = 0.0
 
 

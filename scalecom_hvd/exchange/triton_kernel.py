@@ -153,7 +153,7 @@ class _OneDtype:
 
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> torch.Tensor:
         count = self._new_count()
-        self._launch_pass(tiles.filter_tiles, chosen, count, beta, self._scale, CHOOSE=choose)
+        self._launch_pass(tiles.accumulate_tiles, chosen, count, beta, self._scale, CHOOSE=choose)
         self._accumulated = beta
         return count
 
@@ -168,7 +168,7 @@ class _OneDtype:
     ) -> torch.Tensor:
         count = self._new_count()
         arguments = offsets, values, sent, count, beta, self._scale, share, limit
-        self._launch(tiles.gather_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
+        self._launch(tiles.take_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
         self._taken = beta, offsets, sent
         return count
 
@@ -184,7 +184,7 @@ class _OneDtype:
     ) -> torch.Tensor:
         count = self._new_count()
         arguments = offsets, values, sent, chosen, count, beta, self._scale, limit
-        self._launch_pass(tiles.gather_and_filter_tiles, *arguments, CHOOSE=choose)
+        self._launch_pass(tiles.take_and_accumulate_tiles, *arguments, CHOOSE=choose)
         self._taken, self._accumulated = (beta, offsets, sent), beta
         return count
 
@@ -207,7 +207,9 @@ class _OneDtype:
     def roll_back(self) -> None:
         if self._taken is not None:
             beta, offsets, sent = self._taken
-            self._launch_pass(tiles.undo_tiles, offsets, sent, beta, self._accumulated, self._scale)
+            self._launch_pass(
+                tiles.roll_back_tiles, offsets, sent, beta, self._accumulated, self._scale
+            )
         elif self._accumulated:
             self.accumulate(-self._accumulated, CHOOSE_NOTHING, None)
         self._taken, self._accumulated = None, 0.0

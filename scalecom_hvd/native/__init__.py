@@ -49,11 +49,11 @@ _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ct
 _TENSORS = [_POINTER, _LONG]
 _VALUES = [_POINTER, _POINTER, _POINTER, _INT, _REAL]  # offsets, values, sent, wire_float16, limit
 _SIGNATURES = {
-    "scalecom_filter": [*_TENSORS, _REAL, _REAL, _INT, _POINTER],
-    "scalecom_gather": [*_TENSORS, _REAL, _REAL, _REAL, *_VALUES],
-    "scalecom_gather_and_filter": [*_TENSORS, _REAL, _REAL, *_VALUES, _INT, _POINTER],
+    "scalecom_accumulate": [*_TENSORS, _REAL, _REAL, _INT, _POINTER],
+    "scalecom_take": [*_TENSORS, _REAL, _REAL, _REAL, *_VALUES],
+    "scalecom_take_and_accumulate": [*_TENSORS, _REAL, _REAL, *_VALUES, _INT, _POINTER],
     "scalecom_scatter": [*_TENSORS, _REAL, _POINTER, _POINTER, _INT],
-    "scalecom_undo": [*_TENSORS, _REAL, _REAL, _INT, _POINTER, _POINTER, _INT],
+    "scalecom_roll_back": [*_TENSORS, _REAL, _REAL, _INT, _POINTER, _POINTER, _INT],
 }
 
 

@@ -39,7 +39,7 @@ static inline float load_float16(uint16_t h) {
 }
 static inline float load_bfloat16(uint16_t h) { return float_of((uint32_t)h << 16); }
 
-/* float32 -> float16, round to nearest even; |x| is at most 65504 here (gather clamps), and
+/* float32 -> float16, round to nearest even; |x| is at most 65504 here (`take` clamps), and
  * finite. */
 static inline uint16_t store_float16(float x) {
     uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
@@ -113,7 +113,7 @@ static int all_fit(const tensor *tensors, int64_t count, const void *offsets) {
     return 1;
 }
 
-/* What a gather needs besides the tensor. `sent` is a copy of the values, which are averaged in
+/* What taking needs besides the tensor. `sent` is a copy of the values, which are averaged in
  * place. */
 typedef struct {
     const void *offsets;
@@ -225,25 +225,25 @@ static inline uint16_t store_float16_any(float x) {
         }                                                                         \
     }
 
-int64_t scalecom_filter(const tensor *tensors, int64_t count, double beta, double scale, int choose,
-                        void *chosen) {
-    EACH(filter, beta, scale, choose, chosen)
+int64_t scalecom_accumulate(const tensor *tensors, int64_t count, double beta, double scale,
+                            int choose, void *chosen) {
+    EACH(accumulate, beta, scale, choose, chosen)
     return total;
 }
-int64_t scalecom_gather(const tensor *tensors, int64_t count, double beta, double scale,
-                        double share, const void *offsets, void *values, void *sent,
-                        int wire_float16, double limit) {
+int64_t scalecom_take(const tensor *tensors, int64_t count, double beta, double scale, double share,
+                      const void *offsets, void *values, void *sent, int wire_float16,
+                      double limit) {
     wire to = {offsets, values, sent, wire_float16, limit};
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
-    EACH(gather, beta, scale, share, to)
+    EACH(take, beta, scale, share, to)
     return total;
 }
-int64_t scalecom_gather_and_filter(const tensor *tensors, int64_t count, double beta, double scale,
-                                   const void *offsets, void *values, void *sent, int wire_float16,
-                                   double limit, int choose, void *chosen) {
+int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
+                                     double scale, const void *offsets, void *values, void *sent,
+                                     int wire_float16, double limit, int choose, void *chosen) {
     wire to = {offsets, values, sent, wire_float16, limit};
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
-    EACH(gather_and_filter, beta, scale, to, choose, chosen)
+    EACH(take_and_accumulate, beta, scale, to, choose, chosen)
     return total;
 }
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets,
@@ -255,9 +255,10 @@ int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, con
 #endif
     return total;
 }
-int64_t scalecom_undo(const tensor *tensors, int64_t count, double beta, double scale, int filtered,
-                      const void *offsets, const void *sent, int wire_float16) {
+int64_t scalecom_roll_back(const tensor *tensors, int64_t count, double beta, double scale,
+                           int accumulated, const void *offsets, const void *sent,
+                           int wire_float16) {
     if (offsets && !all_fit(tensors, count, offsets)) offsets = NULL;
-    EACH(undo, beta, scale, filtered, offsets, sent, wire_float16)
+    EACH(roll_back, beta, scale, accumulated, offsets, sent, wire_float16)
     return total;
 }

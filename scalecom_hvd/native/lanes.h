@@ -30,27 +30,28 @@ typedef struct {
 /* m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g| or
  * |m_new|. Returns the number of bad gradient elements: NaN, or larger than
  * config.largest_gradient. Those count as zero. */
-int64_t scalecom_filter(const tensor *tensors, int64_t count, double beta, double scale, int choose,
-                        void *chosen);
+int64_t scalecom_accumulate(const tensor *tensors, int64_t count, double beta, double scale,
+                            int choose, void *chosen);
 /* values, sent <- m[I] + share * g[I], clamped and rounded to the wire dtype;
  * m[I] <- m[I] - beta * values.
  * Returns how many values were not finite: those are sent as zero. Or OFFSETS_OUTSIDE, as all that
  * follow may. */
-int64_t scalecom_gather(const tensor *tensors, int64_t count, double beta, double scale,
-                        double share, const void *offsets, void *values, void *sent,
-                        int wire_float16, double limit);
-/* Look-ahead's gather (share 1), then its filter, in one pass over memory.
+int64_t scalecom_take(const tensor *tensors, int64_t count, double beta, double scale, double share,
+                      const void *offsets, void *values, void *sent, int wire_float16,
+                      double limit);
+/* Look-ahead's order: take (share 1), then accumulate, in one pass over memory.
  * Returns the sum of what both return. */
-int64_t scalecom_gather_and_filter(const tensor *tensors, int64_t count, double beta, double scale,
-                                   const void *offsets, void *values, void *sent, int wire_float16,
-                                   double limit, int choose, void *chosen);
+int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
+                                     double scale, const void *offsets, void *values, void *sent,
+                                     int wire_float16, double limit, int choose, void *chosen);
 /* grad <- scale * values at I, zero elsewhere. */
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets,
                          const void *values, int wire_float16);
-/* Take a step back: m[I] <- m[I] + beta * sent, then, if it was filtered, m <- m - beta * g. Gives
- * what was there before, to rounding. Without offsets, or with such that a gather refuses, the
+/* Roll a step back: m[I] <- m[I] + beta * sent, then, if it was accumulated, m <- m - beta * g.
+ * Gives what was there before, to rounding. Without offsets, or with such that `take` refuses, the
  * first part is left out: it was not done. */
-int64_t scalecom_undo(const tensor *tensors, int64_t count, double beta, double scale, int filtered,
-                      const void *offsets, const void *sent, int wire_float16);
+int64_t scalecom_roll_back(const tensor *tensors, int64_t count, double beta, double scale,
+                           int accumulated, const void *offsets, const void *sent,
+                           int wire_float16);
 
 #endif

@@ -58,8 +58,8 @@ INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, in
 }
 
 /* A tile over all its rows; in the same pass, each lane's winner where asked. */
-INLINE int64_t NAME(filter_tile)(const tensor *t, tile at, REAL beta, REAL scale,
-                                 NAME(picks) *picks, int choose, void *chosen) {
+INLINE int64_t NAME(accumulate_tile)(const tensor *t, tile at, REAL beta, REAL scale,
+                                     NAME(picks) *picks, int choose, void *chosen) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     INTEGER best[LANES], winner[LANES], bad[LANES];
@@ -81,24 +81,25 @@ INLINE int64_t NAME(filter_tile)(const tensor *t, tile at, REAL beta, REAL scale
     return total;
 }
 
-INLINE int64_t NAME(filter_tiles)(const tensor *t, REAL beta, REAL scale, int choose,
-                                  void *chosen) {
+INLINE int64_t NAME(accumulate_tiles)(const tensor *t, REAL beta, REAL scale, int choose,
+                                      void *chosen) {
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
-        bad += NAME(filter_tile)(t, at, beta, scale, 0, choose, chosen);
+        bad += NAME(accumulate_tile)(t, at, beta, scale, 0, choose, chosen);
         lane += at.n;
     }
     return bad;
 }
 
-CLONES static int64_t NAME(filter)(const tensor *t, REAL beta, REAL scale, int choose,
-                                   void *chosen) {
+CLONES static int64_t NAME(accumulate)(const tensor *t, REAL beta, REAL scale, int choose,
+                                       void *chosen) {
     if (t->frozen) beta = 0;
     if (choose != CHOOSE_NOTHING) chosen = (char *)chosen + t->offsets_at;
     if (choose == CHOOSE_ACCUMULATOR)
-        return NAME(filter_tiles)(t, beta, scale, CHOOSE_ACCUMULATOR, chosen);
-    if (choose == CHOOSE_RESIDUE) return NAME(filter_tiles)(t, beta, scale, CHOOSE_RESIDUE, chosen);
+        return NAME(accumulate_tiles)(t, beta, scale, CHOOSE_ACCUMULATOR, chosen);
+    if (choose == CHOOSE_RESIDUE)
+        return NAME(accumulate_tiles)(t, beta, scale, CHOOSE_RESIDUE, chosen);
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     INTEGER bad[LANES] = {0};
@@ -138,7 +139,7 @@ static inline wire NAME(part)(const tensor *t, wire to) {
     return to;
 }
 
-static int64_t NAME(gather)(const tensor *t, REAL beta, REAL scale, REAL share, wire to) {
+static int64_t NAME(take)(const tensor *t, REAL beta, REAL scale, REAL share, wire to) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     to = NAME(part)(t, to);
@@ -146,8 +147,15 @@ static int64_t NAME(gather)(const tensor *t, REAL beta, REAL scale, REAL share, 
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
+        int64_t index[LANES];
+        /* Each is a cache line of its own: fetched together they take two thirds of the time. */
         for (int l = 0; l < at.n; l++) {
-            int64_t i = index_of(t, at, to.offsets, l);
+            index[l] = index_of(t, at, to.offsets, l);
+            __builtin_prefetch(residue + index[l], 1);
+            __builtin_prefetch(grad + index[l], 0);
+        }
+        for (int l = 0; l < at.n; l++) {
+            int64_t i = index[l];
             INTEGER ignored = 0;
             REAL value = residue[i];
             if (share != 0) value += share * NAME(usable)(grad[i], scale, &ignored);
@@ -158,32 +166,32 @@ static int64_t NAME(gather)(const tensor *t, REAL beta, REAL scale, REAL share, 
     return bad;
 }
 
-INLINE int64_t NAME(gather_and_filter_tiles)(const tensor *t, REAL beta, REAL scale, wire to,
-                                             int choose, void *chosen) {
+INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL scale, wire to,
+                                               int choose, void *chosen) {
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
         NAME(picks) picks = {{0}, {0}};
         NAME(rows_of)(picks.row, at, to.offsets, t->offset_width);
-        bad += NAME(filter_tile)(t, at, beta, scale, &picks, choose, chosen);
+        bad += NAME(accumulate_tile)(t, at, beta, scale, &picks, choose, chosen);
         for (int l = 0; l < at.n; l++) NAME(send)(picks.value[l], to, lane + l, &bad);
         lane += at.n;
     }
     return bad;
 }
 
-CLONES static int64_t NAME(gather_and_filter)(const tensor *t, REAL beta, REAL scale, wire to,
-                                              int choose, void *chosen) {
+CLONES static int64_t NAME(take_and_accumulate)(const tensor *t, REAL beta, REAL scale, wire to,
+                                                int choose, void *chosen) {
     /* A value rounded for the wire is not yet known when its row passes. */
     if (t->frozen || to.wire_float16) {
-        int64_t bad = NAME(gather)(t, beta, scale, 1, to);
-        return bad + NAME(filter)(t, beta, scale, choose, chosen);
+        int64_t bad = NAME(take)(t, beta, scale, 1, to);
+        return bad + NAME(accumulate)(t, beta, scale, choose, chosen);
     }
     to = NAME(part)(t, to);
     if (choose == CHOOSE_NOTHING)
-        return NAME(gather_and_filter_tiles)(t, beta, scale, to, CHOOSE_NOTHING, 0);
+        return NAME(take_and_accumulate_tiles)(t, beta, scale, to, CHOOSE_NOTHING, 0);
     chosen = (char *)chosen + t->offsets_at;
-    return NAME(gather_and_filter_tiles)(t, beta, scale, to, CHOOSE_RESIDUE, chosen);
+    return NAME(take_and_accumulate_tiles)(t, beta, scale, to, CHOOSE_RESIDUE, chosen);
 }
 
 static inline REAL NAME(value_of)(const void *values, int wire_float16, int64_t at) {
@@ -243,8 +251,8 @@ CLONES static int64_t NAME(scatter)(const tensor *t, REAL scale, const void *off
     return 0;
 }
 
-CLONES static int64_t NAME(undo)(const tensor *t, REAL beta, REAL scale, int filtered,
-                                 const void *offsets, const void *sent, int wire_float16) {
+CLONES static int64_t NAME(roll_back)(const tensor *t, REAL beta, REAL scale, int accumulated,
+                                      const void *offsets, const void *sent, int wire_float16) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     if (t->frozen) return 0;
@@ -256,7 +264,7 @@ CLONES static int64_t NAME(undo)(const tensor *t, REAL beta, REAL scale, int fil
                 beta * NAME(value_of)(sent, wire_float16, t->values_at + lane + l);
         lane += at.n;
     }
-    for (int64_t i = 0; filtered && i < t->numel; i++) {
+    for (int64_t i = 0; accumulated && i < t->numel; i++) {
         INTEGER ignored = 0;
         residue[i] -= beta * NAME(usable)(grad[i], scale, &ignored);
     }

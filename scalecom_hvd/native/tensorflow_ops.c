@@ -202,11 +202,11 @@ static void accumulate_with(int takes, const bucket *of, TF_OpKernelContext *con
             memcpy(piece.residue, (const char *)old[i] + start, piece.numel * residue_size(&piece));
             if (takes) {
                 int64_t result =
-                    scalecom_gather_and_filter(&piece, 1, now.beta, now.scale, offsets, values,
+                    scalecom_take_and_accumulate(&piece, 1, now.beta, now.scale, offsets, values,
                                                values, half, now.limit, choose, chosen);
                 bad += checked(&now, result);
             } else {
-                bad += scalecom_filter(&piece, 1, now.beta, now.scale, choose, chosen);
+                bad += scalecom_accumulate(&piece, 1, now.beta, now.scale, choose, chosen);
             }
             lane += piece.k;
         }
@@ -251,7 +251,7 @@ static void take(void *kernel, TF_OpKernelContext *context) {
     int64_t bad = 0;
     if (!failed(&now)) {
         int half = TF_ExpectedOutputDataType(context, n) == TF_HALF;
-        bad = scalecom_gather(tensors, n, now.beta, now.scale, 1 - now.beta, offsets, values,
+        bad = scalecom_take(tensors, n, now.beta, now.scale, 1 - now.beta, offsets, values,
                               values, half, now.limit);
         checked(&now, bad);
     }

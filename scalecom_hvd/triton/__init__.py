@@ -78,7 +78,7 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def filter_tiles(
+def accumulate_tiles(
     tiles,
     tensors,
     step,
@@ -105,7 +105,7 @@ def filter_tiles(
 
 
 @triton.jit
-def gather_tiles(
+def take_tiles(
     tiles,
     tensors,
     step,
@@ -134,7 +134,7 @@ def gather_tiles(
 
 
 @triton.jit
-def gather_and_filter_tiles(
+def take_and_accumulate_tiles(
     tiles,
     tensors,
     step,
@@ -151,7 +151,7 @@ def gather_and_filter_tiles(
     REAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`gather_tiles` with share 1, then `filter_tiles`, in one pass; adds both counts."""
+    """`take_tiles` with share 1, then `accumulate_tiles`, in one pass; adds both counts."""
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
     rest, not_sent = _send(tile, row, values, sent, beta, scale, 1.0, limit, True)
@@ -185,27 +185,27 @@ def scatter_tiles(
 
 
 @triton.jit
-def undo_tiles(
+def roll_back_tiles(
     tiles,
     tensors,
     step,
     offsets,
     sent,
     beta: tl.float64,
-    filtered: tl.float64,
+    accumulated: tl.float64,
     scale: tl.float64,
     GRAD: tl.constexpr,
     REAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """m[I] <- m[I] + beta * sent, then m <- m - filtered * g."""
+    """m[I] <- m[I] + beta * sent, then m <- m - accumulated * g."""
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
     m = tl.load(tile.residue + _indices(tile, row), mask=_is_lane(tile), other=0)
     m += _unless_frozen(tile, beta) * _load_values(sent, tile).to(REAL)
     tl.debug_barrier()  # all threads have read m[I] before one writes there
     # Subtracting is adding the negative, to the bit.
-    _pass(tile, -filtered, scale, row, m, True, CHOOSE_NOTHING, BLOCK)
+    _pass(tile, -accumulated, scale, row, m, True, CHOOSE_NOTHING, BLOCK)
 
 
 @triton.jit

@@ -104,7 +104,7 @@ class Bucket:
             for name, shape in self.shapes.items()
         ]
 
-    def filter(self, residues, beta, scale, choose):
+    def accumulate(self, residues, beta, scale, choose):
         """The updated residues, the offsets chosen, how many elements are bad."""
         updated, chosen, bad = [], np.zeros(self.layout.offsets_bytes, np.uint8), 0
         for (name, shape), gradient, m in zip(
@@ -120,7 +120,7 @@ class Bucket:
                 chosen[self.layout.offsets[name]] = offsets_of(shape, winners).view(np.uint8)
         return updated, chosen, bad
 
-    def gather(self, residues, beta, scale, share, wire):
+    def take(self, residues, beta, scale, share, wire):
         """The residues without what is sent, and the values."""
         rest, values = [], np.zeros(self.layout.n_values, wire)
         for at, gradient, m, index in zip(
@@ -147,7 +147,7 @@ class Bucket:
             )
         return outputs
 
-    def undo(self, residues, beta, scale, sent):
+    def roll_back(self, residues, beta, scale, sent):
         result = []
         for at, gradient, m, index in zip(
             self.layout.values.values(), self.gradients, residues, self.indices(), strict=True
@@ -202,18 +202,18 @@ class Kernel:
             self.table.ctypes.data, len(self.table), *addresses
         )
 
-    def filter(self, beta, scale, choose):
-        return self.call("filter", beta, scale, choose, self.chosen if choose else None)
+    def accumulate(self, beta, scale, choose):
+        return self.call("accumulate", beta, scale, choose, self.chosen if choose else None)
 
-    def gather(self, beta, scale, share):
+    def take(self, beta, scale, share):
         return self.call(
-            "gather", beta, scale, share, self.offsets, self.values, self.sent, self.is_half, LIMIT
+            "take", beta, scale, share, self.offsets, self.values, self.sent, self.is_half, LIMIT
         )
 
-    def gather_and_filter(self, beta, scale, choose):
+    def take_and_accumulate(self, beta, scale, choose):
         chosen = self.chosen if choose else None
         return self.call(
-            "gather_and_filter",
+            "take_and_accumulate",
             beta,
             scale,
             self.offsets,
@@ -228,13 +228,13 @@ class Kernel:
     def scatter(self, scale):
         return self.call("scatter", scale, self.offsets, self.values, self.is_half)
 
-    def undo(self, beta, scale, filtered, gathered=True):
+    def roll_back(self, beta, scale, accumulated, taken=True):
         return self.call(
-            "undo",
+            "roll_back",
             beta,
             scale,
-            filtered,
-            self.offsets if gathered else None,
+            accumulated,
+            self.offsets if taken else None,
             self.sent,
             self.is_half,
         )
@@ -253,24 +253,24 @@ def check_moves(library, bucket, beta, scale, wire):
     """All moves of lanes.c, alone and one after the other."""
     for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
         kernel = Kernel(library, bucket)
-        updated, chosen, bad = bucket.filter(bucket.residues, beta, scale, choose)
-        assert kernel.filter(beta, scale, choose) == bad
+        updated, chosen, bad = bucket.accumulate(bucket.residues, beta, scale, choose)
+        assert kernel.accumulate(beta, scale, choose) == bad
         same([*kernel.residues, kernel.chosen], [*updated, chosen])
         kernel.wire(wire)
-        rest, values = bucket.gather(updated, beta, scale, 1 - beta, wire)
-        assert kernel.gather(beta, scale, 1 - beta) == 0
+        rest, values = bucket.take(updated, beta, scale, 1 - beta, wire)
+        assert kernel.take(beta, scale, 1 - beta) == 0
         same([*kernel.residues, kernel.values, kernel.sent], [*rest, values, values])
         before = kernel.residues
-        assert kernel.undo(beta, scale, True) == 0
-        same(before, bucket.undo(rest, beta, scale, values))
+        assert kernel.roll_back(beta, scale, True) == 0
+        same(before, bucket.roll_back(rest, beta, scale, values))
         assert kernel.scatter(1 / scale) == 0
         same(kernel.grads, bucket.scatter(1 / scale, values))
     for choose in (CHOOSE_NOTHING, CHOOSE_RESIDUE):
         kernel = Kernel(library, bucket)
         kernel.wire(wire)
-        rest, values = bucket.gather(bucket.residues, beta, scale, 1, wire)
-        updated, chosen, bad = bucket.filter(rest, beta, scale, choose)
-        assert kernel.gather_and_filter(beta, scale, choose) == bad
+        rest, values = bucket.take(bucket.residues, beta, scale, 1, wire)
+        updated, chosen, bad = bucket.accumulate(rest, beta, scale, choose)
+        assert kernel.take_and_accumulate(beta, scale, choose) == bad
         same(
             [*kernel.residues, kernel.chosen, kernel.values, kernel.sent],
             [*updated, chosen, values, values],
@@ -279,8 +279,8 @@ def check_moves(library, bucket, beta, scale, wire):
     kernel.table["frozen"] = 1
     kernel.wire(wire)
     kernel.sent[:] = kernel.values[:] = 1
-    kernel.gather_and_filter(beta, scale, CHOOSE_NOTHING)
-    kernel.undo(beta, scale, True, gathered=False)
+    kernel.take_and_accumulate(beta, scale, CHOOSE_NOTHING)
+    kernel.roll_back(beta, scale, True, taken=False)
     same(
         [*kernel.residues, kernel.values, kernel.sent],
         [*bucket.residues, np.zeros_like(kernel.values), np.zeros_like(kernel.sent)],
@@ -309,8 +309,8 @@ def check_broken_peer(library, random, bucket, wire):
             full = np.arange(shape.k) < shape.full_lanes
             fits &= bool(((offsets >= 0) & inside & (~full | (offsets < shape.rows))).all())
         calls = [
-            lambda k=kernel: k.gather(0.3, 1.0, 0.7),
-            lambda k=kernel: k.gather_and_filter(0.3, 1.0, CHOOSE_NOTHING),
+            lambda k=kernel: k.take(0.3, 1.0, 0.7),
+            lambda k=kernel: k.take_and_accumulate(0.3, 1.0, CHOOSE_NOTHING),
             lambda k=kernel: k.scatter(1.0),
         ]
         if fits:
@@ -318,7 +318,7 @@ def check_broken_peer(library, random, bucket, wire):
             continue
         refused += 1
         assert [call() for call in calls] == [REFUSED] * 3
-        kernel.undo(0.3, 1.0, False)
+        kernel.roll_back(0.3, 1.0, False)
         same(
             kernel.residues + kernel.grads,
             bucket.residues + [gradient.memory for gradient in bucket.gradients],
@@ -409,7 +409,7 @@ def check_operations(library, bucket, beta, scale, wire):
     settings, values_at = np.array([beta, scale, LIMIT]), slice(n, None)
     for chooses in (False, True):
         flag = np.array([chooses])
-        updated, chosen, bad = bucket.filter(
+        updated, chosen, bad = bucket.accumulate(
             bucket.residues, beta, scale, CHOOSE_ACCUMULATOR if chooses else CHOOSE_NOTHING
         )
         inputs = [*bucket.gradients, *bucket.residues, settings, flag]
@@ -417,8 +417,8 @@ def check_operations(library, bucket, beta, scale, wire):
             library, "ScalecomAccumulate", bucket, inputs, [*[kind] * n, "uint8", "int64"], False
         )
         same(found, [*updated, chosen if chooses else [], [bad]])
-        rest, values = bucket.gather(bucket.residues, beta, scale, 1, wire)
-        updated, chosen, bad = bucket.filter(
+        rest, values = bucket.take(bucket.residues, beta, scale, 1, wire)
+        updated, chosen, bad = bucket.accumulate(
             rest, beta, scale, CHOOSE_RESIDUE if chooses else CHOOSE_NOTHING
         )
         outputs = [*[kind] * n, wire_name, "uint8", "int64"]
@@ -426,7 +426,7 @@ def check_operations(library, bucket, beta, scale, wire):
             library, "ScalecomTakeAndAccumulate", bucket, [*inputs, bucket.offsets], outputs, False
         )
         same(found, [*updated, values, chosen if chooses else [], [bad]])
-    rest, values = bucket.gather(bucket.residues, beta, scale, 1 - beta, wire)
+    rest, values = bucket.take(bucket.residues, beta, scale, 1 - beta, wire)
     averages = bucket.scatter(1 / scale, values)
     for forwards in (False, True):
         inputs = [*bucket.residues, *bucket.gradients, settings, bucket.offsets]
@@ -446,20 +446,20 @@ def check_refusals(library, random):
     bucket = Bucket(random, [Lanes(6401, 100)], ["float32"])
     settings, outputs = np.array([1.0, 1.0, LIMIT]), ["float32", "float32", "int64"]
 
-    def gather(gradient, residue, offsets):
+    def take(gradient, residue, offsets):
         return operate(
             library, "ScalecomTake", bucket, [residue, gradient, settings, offsets], outputs, False
         )
 
     gradient, residue, offsets = bucket.gradients[0], bucket.residues[0], bucket.offsets
     short = Gradient("float32", np.zeros(6400))
-    assert "gradient has not the size" in gather(short, residue, offsets)
-    assert "residue has not the size" in gather(gradient, residue[1:], offsets)
-    assert "not exactly one leader" in gather(gradient, residue, offsets[1:])
-    assert "not exactly one leader" in gather(gradient, residue, np.concatenate([offsets, offsets]))
+    assert "gradient has not the size" in take(short, residue, offsets)
+    assert "residue has not the size" in take(gradient, residue[1:], offsets)
+    assert "not exactly one leader" in take(gradient, residue, offsets[1:])
+    assert "not exactly one leader" in take(gradient, residue, np.concatenate([offsets, offsets]))
     outside = offsets.copy()
     outside[64] = 1
-    assert "outside of their lanes" in gather(gradient, residue, outside)
+    assert "outside of their lanes" in take(gradient, residue, outside)
     inputs = [gradient, residue, settings, np.array([True]), outside]
     found = operate(
         library,
@@ -481,17 +481,17 @@ def check_refusals(library, random):
 
 def short_residue(kernel):
     kernel.residues[0] = kernel.residues[0][:-1].copy()
-    kernel.filter(1.0, 1.0, CHOOSE_NOTHING)
+    kernel.accumulate(1.0, 1.0, CHOOSE_NOTHING)
 
 
 def short_values(kernel):
     kernel.values = kernel.values[:-1].copy()
-    kernel.gather(1.0, 1.0, 0.0)
+    kernel.take(1.0, 1.0, 0.0)
 
 
 def misaligned_offsets(kernel):
     kernel.offsets = np.zeros(len(kernel.offsets) + 1, np.uint8)[1:]
-    kernel.gather(1.0, 1.0, 0.0)
+    kernel.take(1.0, 1.0, 0.0)
 
 
 BROKEN = {

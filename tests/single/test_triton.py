@@ -68,7 +68,7 @@ for name, grad, ptx in compiled.values():
     assert "fma." not in ptx, f"{name} for {grad} has a fused multiply-add"
     assert ".ftz" not in ptx, f"{name} for {grad} flushes denormals"
     wide = {"fp32": "v4.b32", "fp64": "v2.b64"}.get(str(grad), "v2.b32")
-    moves_wide = name == "gather_tiles" or f"global.{wide}" in ptx
+    moves_wide = name == "take_tiles" or f"global.{wide}" in ptx
     assert moves_wide, f"{name} for {grad} does not move {wide}"
 print(len(compiled), "kernels")
 """
