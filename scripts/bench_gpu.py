@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from scalecom_hvd.exchange.kernels import Kernel, TensorSlot, TorchKernel
+from scalecom_hvd.exchange.kernels import Kernel, TensorSlot, TorchKernel, Wire
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
@@ -76,7 +76,7 @@ class Workload:
         """The moves of a step."""
         # reading the gradient; a pass also reads and writes the residue
         once = self.numel * self.grads[0].element_size()
-        buffers = self.offsets, self.values, self.sent
+        wire = Wire(self.offsets, self.values, self.sent, LIMIT)
         yield Candidate(f"{label}: begin", lambda: self.begin(kernel), 0)
         yield Candidate(
             f"{label}: accumulate + choose",
@@ -88,10 +88,10 @@ class Workload:
             lambda: kernel.accumulate(BETA, CHOOSE_NOTHING, None),
             8 * self.numel + once,
         )
-        yield Candidate(f"{label}: take", lambda: kernel.take(BETA, 1 - BETA, *buffers, LIMIT), 0)
+        yield Candidate(f"{label}: take", lambda: kernel.take(BETA, 1 - BETA, wire), 0)
         yield Candidate(
             f"{label}: look-ahead's take + accumulate + choose",
-            lambda: kernel.take_and_accumulate(BETA, *buffers, LIMIT, CHOOSE_RESIDUE, self.chosen),
+            lambda: kernel.take_and_accumulate(BETA, wire, CHOOSE_RESIDUE, self.chosen),
             8 * self.numel + once,
         )
         yield Candidate(

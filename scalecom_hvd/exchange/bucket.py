@@ -37,6 +37,7 @@ from scalecom_hvd.exchange.kernels import (
     Kernel,
     NativeKernel,
     TensorSlot,
+    Wire,
     add_usable,
     kernel_for,
     positions_of,
@@ -205,10 +206,9 @@ class Bucket:
         Comes after `accumulate`. Gives v (k,) as it travels, rounded to the wire dtype, of which
         the residue keeps the error.
         """
-        values, sent = self._values.compressed, self._kept()
-        share = 1 - self._beta
-        yield from self._run("take", self._beta, share, offsets, values, sent, self._limit)
-        return values
+        wire = self._wire(offsets)
+        yield from self._run("take", self._beta, 1 - self._beta, wire)
+        return wire.values
 
     def take_and_accumulate(
         self, offsets: torch.Tensor, choose: bool = False
@@ -218,12 +218,11 @@ class Bucket:
         The other order would make the same of m, since (1 - beta)*m is left at I either way. Gives
         v, and, if it is to choose, the offsets of the largest |m| afterwards.
         """
-        values, sent = self._values.compressed, self._kept()
+        wire = self._wire(offsets)
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_RESIDUE if choose else CHOOSE_NOTHING
-        arguments = self._beta, offsets, values, sent, self._limit, mode, chosen
-        yield from self._run("take_and_accumulate", *arguments)
-        return values, chosen
+        yield from self._run("take_and_accumulate", self._beta, wire, mode, chosen)
+        return wire.values, chosen
 
     def choose_without_accumulating(self) -> torch.Tensor:
         """The offsets of the largest |m + g|; the residue stays, as in a step sent whole."""
@@ -477,11 +476,11 @@ class Bucket:
         ]
         self._grad_dtypes = dtypes
 
-    def _kept(self) -> torch.Tensor:
-        """Where what was sent is kept, to be rolled back: values are averaged in place."""
+    def _wire(self, offsets: torch.Tensor) -> Wire:
+        values = self._values.compressed
         if self._sent is None:
-            self._sent = torch.zeros_like(self._values.compressed)
-        return self._sent
+            self._sent = torch.zeros_like(values)
+        return Wire(offsets, values, self._sent, self._limit)
 
     def _run(self, move: str, *arguments: Any) -> Step[None]:
         """Make a move; on the thread, if no kernel needs Python and the move takes long enough."""

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -56,8 +56,24 @@ class TensorSlot:
         return buffer[self.values_at : self.values_at + self.geometry.k]
 
 
-Taken = tuple[float, torch.Tensor, torch.Tensor]
-"""What values were taken with, to be rolled back: (beta, offsets, sent)."""
+class Wire(NamedTuple):
+    """Where values are taken, and what they become on their way.
+
+    Attributes:
+        offsets: of the places, in bytes.
+        values: the buffer in which they travel; it is averaged in place.
+        sent: as large, for a copy of what was sent.
+        limit: float16 is clamped to +-limit.
+    """
+
+    offsets: torch.Tensor
+    values: torch.Tensor
+    sent: torch.Tensor
+    limit: float
+
+
+Taken = tuple[float, Wire]
+"""What values were taken with, to be rolled back: (beta, wire)."""
 
 
 class Kernel(Protocol):
@@ -91,31 +107,16 @@ class Kernel(Protocol):
         """
         ...
 
-    def take(
-        self,
-        beta: float,
-        share: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        limit: float,
-    ) -> Count:
+    def take(self, beta: float, share: float, wire: Wire) -> Count:
         """(2) values, sent <- v = m[I] + share*g[I]; m[I] <- m[I] - beta*sent.
 
-        v is rounded to the wire dtype; float16 is clamped to +-limit. Gives how many values are
-        not finite; those are sent as zero.
+        v is rounded to the wire dtype. Gives how many values are not finite; those are sent as
+        zero.
         """
         ...
 
     def take_and_accumulate(
-        self,
-        beta: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        limit: float,
-        choose: int,
-        chosen: torch.Tensor | None,
+        self, beta: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> Count:
         """`take` with share 1, then `accumulate`: look-ahead's order. Gives the sum of both.
 
@@ -195,47 +196,34 @@ class TorchKernel:
             bad = bad + n_bad
         return bad
 
-    def take(
-        self,
-        beta: float,
-        share: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        limit: float,
-    ) -> Count:
+    def take(self, beta: float, share: float, wire: Wire) -> Count:
         bad: Count = 0
         for step in self._steps:
             slot, residue = step.slot, step.slot.residue
-            part, copy = slot.values(values), slot.values(sent)
+            part, copy = slot.values(wire.values), slot.values(wire.sent)
             if step.frozen:
                 part.zero_()
                 copy.zero_()
                 continue
-            positions = _checked_positions(slot, offsets)
+            positions = _checked_positions(slot, wire.offsets)
             value = residue[positions]
             if share != 0:
                 value.add_(usable(step.grad[positions], residue, self._scale)[0].mul_(share))
             finite = value.isfinite()
             value.masked_fill_(~finite, 0)
-            part.copy_(value.clamp_(-limit, limit) if part.dtype == torch.float16 else value)
+            if part.dtype == torch.float16:
+                value.clamp_(-wire.limit, wire.limit)
+            part.copy_(value)
             copy.copy_(part)
             residue[positions] -= part.to(residue.dtype) * beta
-            step.taken = beta, offsets, sent
+            step.taken = beta, wire
             bad = bad + (finite.numel() - finite.count_nonzero())
         return bad
 
     def take_and_accumulate(
-        self,
-        beta: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        limit: float,
-        choose: int,
-        chosen: torch.Tensor | None,
+        self, beta: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> Count:
-        bad = self.take(beta, 1.0, offsets, values, sent, limit)
+        bad = self.take(beta, 1.0, wire)
         return bad + self.accumulate(beta, choose, chosen)
 
     def scatter(
@@ -256,9 +244,9 @@ class TorchKernel:
         for step in self._steps:
             slot, residue = step.slot, step.slot.residue
             if step.taken is not None:
-                beta, offsets, sent = step.taken
-                positions = positions_of(slot.geometry, slot.offsets(offsets))
-                residue[positions] += slot.values(sent).to(residue.dtype) * beta
+                beta, wire = step.taken
+                positions = positions_of(slot.geometry, slot.offsets(wire.offsets))
+                residue[positions] += slot.values(wire.sent).to(residue.dtype) * beta
                 step.taken = None
             if step.accumulated:
                 g, _ = usable(step.grad, residue, self._scale)
@@ -340,35 +328,19 @@ class NativeKernel:
         self._accumulated = beta
         return bad
 
-    def take(
-        self,
-        beta: float,
-        share: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        limit: float,
-    ) -> int:
-        buffers = _address(offsets), _address(values), _address(sent)
-        arguments = beta, self._scale, share, *buffers, _is_half(values), limit
+    def take(self, beta: float, share: float, wire: Wire) -> int:
+        arguments = beta, self._scale, share, *_addresses(wire), wire.limit
         bad = native.checked(self._library.scalecom_take(*self._tensors, *arguments))
-        self._taken = beta, offsets, sent
+        self._taken = beta, wire
         return bad
 
     def take_and_accumulate(
-        self,
-        beta: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        limit: float,
-        choose: int,
-        chosen: torch.Tensor | None,
+        self, beta: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> int:
-        buffers = _address(offsets), _address(values), _address(sent)
-        arguments = beta, self._scale, *buffers, _is_half(values), limit, choose, _address(chosen)
+        to = _addresses(wire)
+        arguments = beta, self._scale, *to, wire.limit, choose, _address(chosen)
         bad = native.checked(self._library.scalecom_take_and_accumulate(*self._tensors, *arguments))
-        self._taken, self._accumulated = (beta, offsets, sent), beta
+        self._taken, self._accumulated = (beta, wire), beta
         return bad
 
     def scatter(
@@ -380,7 +352,8 @@ class NativeKernel:
     ) -> None:
         grads = self._table["grad"].copy()
         self._table["grad"] = [output.data_ptr() for output in outputs]
-        arguments = share / self._scale, _address(offsets), _address(values), _is_half(values)
+        is_half = values.dtype == torch.float16
+        arguments = share / self._scale, offsets.data_ptr(), values.data_ptr(), is_half
         try:
             native.checked(self._library.scalecom_scatter(*self._tensors, *arguments))
         finally:
@@ -389,9 +362,9 @@ class NativeKernel:
     def roll_back(self) -> None:
         roll_back = functools.partial(self._library.scalecom_roll_back, *self._tensors)
         if self._taken is not None:
-            beta, offsets, sent = self._taken
-            buffers = _address(offsets), _address(sent), _is_half(sent)
-            roll_back(beta, self._scale, False, *buffers)
+            beta, wire = self._taken
+            offsets, _, sent, is_half = _addresses(wire)
+            roll_back(beta, self._scale, False, offsets, sent, is_half)
             self._taken = None
         if self._accumulated:
             roll_back(self._accumulated, self._scale, True, None, None, False)
@@ -537,5 +510,7 @@ def _address(buffer: torch.Tensor | None) -> int | None:
     return None if buffer is None else buffer.data_ptr()
 
 
-def _is_half(values: torch.Tensor) -> bool:
-    return values.dtype == torch.float16
+def _addresses(wire: Wire) -> tuple[int, int, int, bool]:
+    """The buffers of a wire, and whether they are of float16."""
+    offsets, values, sent, _ = wire
+    return offsets.data_ptr(), values.data_ptr(), sent.data_ptr(), values.dtype == torch.float16

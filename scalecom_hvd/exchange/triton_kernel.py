@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from scalecom_hvd import triton as tiles
-from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot
+from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot, Wire
 from scalecom_hvd.lanes import LANES
 from scalecom_hvd.native import CHOOSE_NOTHING
 
@@ -77,31 +77,13 @@ class TritonKernel:
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
         return _sum(part.accumulate(beta, choose, chosen) for part, _ in self._parts)
 
-    def take(
-        self,
-        beta: float,
-        share: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        limit: float,
-    ) -> Count:
-        return _sum(part.take(beta, share, offsets, values, sent, limit) for part, _ in self._parts)
+    def take(self, beta: float, share: float, wire: Wire) -> Count:
+        return _sum(part.take(beta, share, wire) for part, _ in self._parts)
 
     def take_and_accumulate(
-        self,
-        beta: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        limit: float,
-        choose: int,
-        chosen: torch.Tensor | None,
+        self, beta: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> Count:
-        return _sum(
-            part.take_and_accumulate(beta, offsets, values, sent, limit, choose, chosen)
-            for part, _ in self._parts
-        )
+        return _sum(part.take_and_accumulate(beta, wire, choose, chosen) for part, _ in self._parts)
 
     def scatter(
         self,
@@ -157,35 +139,22 @@ class _OneDtype:
         self._accumulated = beta
         return count
 
-    def take(
-        self,
-        beta: float,
-        share: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        limit: float,
-    ) -> torch.Tensor:
+    def take(self, beta: float, share: float, wire: Wire) -> torch.Tensor:
         count = self._new_count()
+        offsets, values, sent, limit = wire
         arguments = offsets, values, sent, count, beta, self._scale, share, limit
         self._launch(tiles.take_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
-        self._taken = beta, offsets, sent
+        self._taken = beta, wire
         return count
 
     def take_and_accumulate(
-        self,
-        beta: float,
-        offsets: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        limit: float,
-        choose: int,
-        chosen: torch.Tensor | None,
+        self, beta: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> torch.Tensor:
         count = self._new_count()
+        offsets, values, sent, limit = wire
         arguments = offsets, values, sent, chosen, count, beta, self._scale, limit
         self._launch_pass(tiles.take_and_accumulate_tiles, *arguments, CHOOSE=choose)
-        self._taken, self._accumulated = (beta, offsets, sent), beta
+        self._taken, self._accumulated = (beta, wire), beta
         return count
 
     def scatter(
@@ -206,10 +175,9 @@ class _OneDtype:
 
     def roll_back(self) -> None:
         if self._taken is not None:
-            beta, offsets, sent = self._taken
-            self._launch_pass(
-                tiles.roll_back_tiles, offsets, sent, beta, self._accumulated, self._scale
-            )
+            beta, wire = self._taken
+            arguments = wire.offsets, wire.sent, beta, self._accumulated, self._scale
+            self._launch_pass(tiles.roll_back_tiles, *arguments)
         elif self._accumulated:
             self.accumulate(-self._accumulated, CHOOSE_NOTHING, None)
         self._taken, self._accumulated = None, 0.0

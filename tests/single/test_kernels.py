@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from scalecom_hvd import ScaleComConfig
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.exchange.bucket import Bucket, finished
-from scalecom_hvd.exchange.kernels import NativeKernel, TensorSlot, TorchKernel, kernel_for
+from scalecom_hvd.exchange.kernels import NativeKernel, TensorSlot, TorchKernel, Wire, kernel_for
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
@@ -93,11 +93,11 @@ def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire):
     values, sent = torch.zeros(2, values_at, dtype=wire)
     if choose == CHOOSE_RESIDUE:  # look-ahead, after a first selection
         made.accumulate(0.0, CHOOSE_ACCUMULATOR, offsets)
-        bad = made.take_and_accumulate(beta, offsets, values, sent, 65504 / 4, choose, chosen)
+        bad = made.take_and_accumulate(beta, Wire(offsets, values, sent, 65504 / 4), choose, chosen)
     else:
         bad = made.accumulate(beta, choose, offsets)
         note(offsets)
-        made.take(beta, 1 - beta, offsets, values, sent, 65504 / 4)
+        made.take(beta, 1 - beta, Wire(offsets, values, sent, 65504 / 4))
     note(offsets, chosen, values, sent)
     outputs = [grad.clone() for grad in grads]
     made.scatter(outputs, offsets, values)
@@ -158,7 +158,7 @@ def test_kernels_agree_with_numpy(dtype, numel, selection):
             np.testing.assert_array_equal(residue.numpy(), m + beta * g)
 
             values, sent = torch.zeros(2, shape.k, dtype=dtype)
-            made.take(0.3, 0.7, offsets, values, sent, 1.0)
+            made.take(0.3, 0.7, Wire(offsets, values, sent, 1.0))
             m = m + beta * g
             want = m[at] + share * g[at]
             m[at] -= beta * want
@@ -177,7 +177,7 @@ def test_kernels_agree_with_numpy(dtype, numel, selection):
             made.begin([grad], [False], 1.0)
             residue.copy_(before)
             m = before.numpy().copy()
-            made.take_and_accumulate(0.3, offsets, values, sent, 1.0, CHOOSE_RESIDUE, chosen)
+            made.take_and_accumulate(0.3, Wire(offsets, values, sent, 1.0), CHOOSE_RESIDUE, chosen)
             want = m[at] + g[at]
             m[at] -= beta * want
             m += beta * g
@@ -206,7 +206,7 @@ def test_sent_plus_residue_is_what_came_in(numel, rate, dtype, seed, beta):
         values, copy = torch.empty(2, shape.k, dtype=torch.float16)
         made = kernel_on(kernel, grad, residue, shape)
         made.accumulate(beta, CHOOSE_ACCUMULATOR, offsets)
-        made.take(beta, 1 - beta, offsets, values, copy, 65504)
+        made.take(beta, 1 - beta, Wire(offsets, values, copy, 65504))
         assert torch.equal(values, copy)
         sent = torch.zeros(numel, dtype=torch.float64)
         sent[torch.from_numpy(shape.indices(offsets.view(offsets_dtype(shape)).numpy()))] = (
@@ -269,14 +269,14 @@ def test_a_value_beyond_the_largest_is_not_sent(kernel, dtype):
             assert (
                 int(
                     made.take_and_accumulate(
-                        1.0, new_offsets(shape), values, sent, 1.0, CHOOSE_NOTHING, None
+                        1.0, Wire(new_offsets(shape), values, sent, 1.0), CHOOSE_NOTHING, None
                     )
                 )
                 == 1
             )
         else:
             # accumulate counts
-            assert int(made.take(1.0, 1.0, new_offsets(shape), values, sent, 1.0)) == 0
+            assert int(made.take(1.0, 1.0, Wire(new_offsets(shape), values, sent, 1.0))) == 0
         assert values.tolist() == sent.tolist() == [taken * scale, 1]
         residue.fill_(1)
 
@@ -346,7 +346,7 @@ def test_float16_wire_saturates_and_keeps_the_rest(kernel):
     values, sent = torch.empty(2, 3, dtype=torch.float16)
     made = kernel_on(kernel, grad, residue, shape)
     made.accumulate(1.0, CHOOSE_NOTHING, None)
-    assert int(made.take(1.0, 0.0, new_offsets(shape), values, sent, 65504 / 2)) == 0
+    assert int(made.take(1.0, 0.0, Wire(new_offsets(shape), values, sent, 65504 / 2))) == 0
     assert values.tolist() == [32752, -32752, 3]
     torch.testing.assert_close(residue + values.float(), grad)
 
@@ -362,7 +362,7 @@ def test_a_residue_that_is_infinite_is_reported(kernel):
     made = kernel_on(kernel, grad, residue, shape)
     made.accumulate(1.0, CHOOSE_NOTHING, None)
     values, sent = torch.empty(2, 2)
-    assert int(made.take(1.0, 0.0, new_offsets(shape), values, sent, 1.0)) == 1
+    assert int(made.take(1.0, 0.0, Wire(new_offsets(shape), values, sent, 1.0))) == 1
     assert values.isfinite().all()
 
 
@@ -374,7 +374,7 @@ def test_every_float16_survives_the_wire():
         values, sent = torch.empty(2, source.numel(), dtype=torch.float16)
         shape = geometry(source.numel(), 1, "lanes")
         kernel_on(KERNELS[0], torch.zeros_like(source), source.clone(), shape).take(
-            1.0, 1.0, new_offsets(shape), values, sent, 65504
+            1.0, 1.0, Wire(new_offsets(shape), values, sent, 65504)
         )
         assert torch.equal(values, source.half())
         for dtype in (torch.float16, torch.bfloat16):
@@ -440,7 +440,7 @@ def test_denormal_gradients_are_numbers_like_others(kernel, dtype):
     chosen = shape.indices(offsets.numpy())
     np.testing.assert_array_equal(chosen, select(grad.to(kind).numpy(), shape, "lanes"))
     np.testing.assert_array_equal(residue.numpy(), grad.to(kind).numpy())
-    assert int(made.take(1.0, 0.0, offsets, values, sent, 1.0)) == 0
+    assert int(made.take(1.0, 0.0, Wire(offsets, values, sent, 1.0))) == 0
     np.testing.assert_array_equal(values.numpy(), grad.to(kind).numpy()[chosen])
     assert values.all()
 
@@ -452,7 +452,7 @@ def test_gradients_of_zero_send_zeros_of_the_first_rows(kernel, dtype):
     offsets, (values, sent) = new_offsets(shape) + 7, torch.ones(2, shape.k, dtype=residue.dtype)
     made = kernel_on(kernel, torch.zeros(6500, dtype=dtype), residue, shape)
     assert int(made.accumulate(1.0, CHOOSE_ACCUMULATOR, offsets)) == 0
-    assert int(made.take(1.0, 0.0, offsets, values, sent, 1.0)) == 0
+    assert int(made.take(1.0, 0.0, Wire(offsets, values, sent, 1.0))) == 0
     assert not any(tensor.any() for tensor in (offsets, values, sent, residue))
 
 
@@ -481,14 +481,18 @@ def test_offsets_outside_of_their_lanes_are_refused(numel, rate, selection, lane
     if selection == "exact":
         slot.offsets(offsets).copy_(torch.arange(shape.k))
     made = kernel_on(kernels_for(selection)[0], grad, residue, shape)
-    made.take(1.0, 0.0, offsets, values, sent, 1.0)
+    made.take(1.0, 0.0, Wire(offsets, values, sent, 1.0))
     made.roll_back()
     residue.copy_(before)
     slot.offsets(offsets)[lane] = offset
     for move in (
-        lambda: made.take(1.0, 0.0, offsets, values, sent, 1.0),
-        lambda: made.take_and_accumulate(1.0, offsets, values, sent, 1.0, CHOOSE_NOTHING, None),
-        lambda: made.take_and_accumulate(1.0, offsets, values, sent, 1.0, CHOOSE_RESIDUE, chosen),
+        lambda: made.take(1.0, 0.0, Wire(offsets, values, sent, 1.0)),
+        lambda: made.take_and_accumulate(
+            1.0, Wire(offsets, values, sent, 1.0), CHOOSE_NOTHING, None
+        ),
+        lambda: made.take_and_accumulate(
+            1.0, Wire(offsets, values, sent, 1.0), CHOOSE_RESIDUE, chosen
+        ),
         lambda: made.scatter([output], offsets, values),
     ):
         with pytest.raises(
@@ -685,7 +689,7 @@ def test_a_frozen_tensor_keeps_its_residue_and_sends_zeros(kernel):
         torch.ones(20),
         torch.ones(20),
     )
-    made.take_and_accumulate(0.5, offsets, values, sent, 1.0, CHOOSE_RESIDUE, chosen)
+    made.take_and_accumulate(0.5, Wire(offsets, values, sent, 1.0), CHOOSE_RESIDUE, chosen)
     assert torch.equal(residue, before)
     assert not values.any()
     np.testing.assert_array_equal(

@@ -15,7 +15,7 @@ from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange import kernels
 from scalecom_hvd.exchange.bucket import Bucket, finished
-from scalecom_hvd.exchange.kernels import TensorSlot, TorchKernel, kernel_for
+from scalecom_hvd.exchange.kernels import TensorSlot, TorchKernel, Wire, kernel_for
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.triton_kernel import TritonKernel
 from scalecom_hvd.lanes import geometry
@@ -166,7 +166,7 @@ def test_values_are_rounded_to_float16_as_everywhere(dtype):
     def take(kernel):
         values, sent = torch.zeros(2, shape.k, dtype=torch.float16)
         return (
-            kernel.take(0.7, 1.0, new_offsets(shape).to(values.device), values, sent, 65504),
+            kernel.take(0.7, 1.0, Wire(new_offsets(shape).to(values.device), values, sent, 65504)),
             values,
             sent,
         )
@@ -222,7 +222,7 @@ def test_what_is_beyond_the_largest_counts_as_not_finite(dtype, numel):
         chosen = offsets.to(DEVICE if isinstance(kernel, TritonKernel) else "cpu")
         bad = torch.as_tensor(kernel.accumulate(0.5, CHOOSE_ACCUMULATOR, chosen))
         values, sent = torch.zeros(2, shape.k, dtype=residue_dtype(dtype))
-        kernel.take(0.5, 0.5, chosen, values, sent, 1.0)
+        kernel.take(0.5, 0.5, Wire(chosen, values, sent, 1.0))
         kernel.roll_back()
         assert int(bad) == 2
         return bad, chosen, values
@@ -248,7 +248,7 @@ def test_what_was_done_is_rolled_back(accumulated, taken):
         if accumulated:
             kernel.accumulate(0.3, CHOOSE_NOTHING, None)
         if taken:
-            kernel.take(0.3, 0.7, offsets, *buffers, 1.0)
+            kernel.take(0.3, 0.7, Wire(offsets, *buffers, 1.0))
         kernel.roll_back()
         return ()
 
@@ -270,8 +270,8 @@ def test_a_launch_that_fails_is_not_rolled_back(move, monkeypatch):
     kernel.begin(grads, [False, False], 1.0)
     arguments = {
         "accumulate": (0.3, CHOOSE_NOTHING, None),
-        "take": (0.3, 0.7, offsets, values, sent, 1.0),
-        "take_and_accumulate": (0.3, offsets, values, sent, 1.0, CHOOSE_NOTHING, None),
+        "take": (0.3, 0.7, Wire(offsets, values, sent, 1.0)),
+        "take_and_accumulate": (0.3, Wire(offsets, values, sent, 1.0), CHOOSE_NOTHING, None),
     }[move]
 
     def no_memory():
