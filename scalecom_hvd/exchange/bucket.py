@@ -26,9 +26,9 @@ from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.collectives import Result, Step, Wait
 from scalecom_hvd.exchange.gradients import (
+    any_of,
     check_gradients,
     flat_gradient,
-    is_frozen,
     unflat_gradient,
 )
 from scalecom_hvd.exchange.kernel_thread import Job, KernelThread
@@ -322,7 +322,9 @@ class Bucket:
         like = {tensor.name: tensor.residue for tensor in self.tensors} | self._values.whole
         check_gradients(self.grads, like)
         own = [self.grads[name] for name in self.compressed]
-        self.frozen = [is_frozen(self.parameters[name]) for name in self.compressed]
+        trained = [self.parameters[name].requires_grad for name in self.compressed]
+        # A gradient that a script gave one that is not trained counts all the same.
+        self.frozen = [not t and not any_of(g) for t, g in zip(trained, own, strict=True)]
         dtypes = [grad.dtype for grad in own]
         if dtypes != self._grad_dtypes:  # torch allows gradients of another dtype than p has
             self._choose_kernels(dtypes)
@@ -346,7 +348,7 @@ class Bucket:
         if self.tensors and not (self.whole or self._in_place):
             self.accumulators  # noqa: B018 (a method may have asked for nothing)
         self._reduced = self._whole_values if self.whole else self._values
-        bad = self._reduced.fill(self.grads)
+        bad = self._reduced.fill(self.grads) if self._reduced.whole else 0
         self._reduced.buffer[-1] = (self.bad + bad) != 0
         skipped = 0 if self.whole or self._in_place else self._layout.n_values
         self._averaged = {"": self._reduced.buffer[skipped:]}
@@ -413,7 +415,7 @@ class Bucket:
             self.scatter({name: self.grads[name] for name in self.compressed})
         elif self._has_accumulators:
             self._commit_accumulators()
-        if self._reduced is not None:
+        if self._reduced is not None and self._reduced.whole:
             self._reduced.copy_to(self.grads)
 
     def scatter(self, outputs: Mapping[str, torch.Tensor], share: float | None = None) -> None:
@@ -553,16 +555,13 @@ class Values:
 
     def fill(self, grads: Mapping[str, torch.Tensor]) -> Count:
         """Copy in what is sent whole; gives whether it is not finite."""
-        if not self.whole:
-            return 0
         torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
         # Looked at in the wire dtype: what overflows there is not finite either.
         return ~self._all_whole.isfinite().all()
 
     def copy_to(self, grads: Mapping[str, torch.Tensor]) -> None:
         """The tensors sent whole <- their averages."""
-        if self.whole:
-            torch._foreach_copy_([grads[name] for name in self.whole], list(self.whole.values()))
+        torch._foreach_copy_([grads[name] for name in self.whole], list(self.whole.values()))
 
 
 def norm(tensors: Sequence[torch.Tensor]) -> float:

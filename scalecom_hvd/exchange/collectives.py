@@ -110,11 +110,6 @@ class Collectives(Protocol):
         ...
 
 
-def unchanged(result: Any) -> Any:
-    """What work gives, as it is."""
-    return result
-
-
 class Wait(Generic[Result]):
     """What a bucket's step yields when it waits; `result = yield from wait` gives the result.
 
@@ -124,7 +119,7 @@ class Wait(Generic[Result]):
         round: how many collectives of this step others must have waited for before they submit
             this one, itself included. 0: it needs nothing that others do in this step. LAST:
             nothing but the step's end follows, so that nobody hurries to look.
-        then: what is made of the work's result.
+        then: what is made of the work's result; None: it is given as it is.
     """
 
     def __init__(
@@ -132,13 +127,14 @@ class Wait(Generic[Result]):
         what: str,
         work: Work,
         round: int,
-        then: Callable[[Any], Result] = unchanged,
+        then: Callable[[Any], Result] | None = None,
     ) -> None:
         self.what, self.work, self.round, self._then = what, work, round, then
 
     def __iter__(self) -> Generator[Wait[Any], None, Result]:
         yield self
-        return self._then(self.work.wait())
+        result: Any = self.work.wait()
+        return result if self._then is None else self._then(result)
 
 
 Step = Generator[Wait[Any], None, Result]

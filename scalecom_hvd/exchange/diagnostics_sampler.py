@@ -19,7 +19,6 @@ import torch
 from scalecom_hvd.diagnostics import Diagnostics, Numbers, Piece, Writer, draw, look, share_sent
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Collectives
-from scalecom_hvd.exchange.gradients import is_frozen
 from scalecom_hvd.exchange.kernels import usable
 
 if TYPE_CHECKING:
@@ -77,11 +76,10 @@ class Sampler:
 
     def before(self, bucket: Bucket) -> None:
         """Look at a bucket whose gradients are at hand, before anything has moved."""
-        for name, tensor in bucket.compressed.items():
+        for (name, tensor), frozen in zip(bucket.compressed.items(), bucket.frozen, strict=True):
             places = self._places[name]
             residue = tensor.residue[places]
             gradient, _ = usable(bucket.grads[name][places], residue, bucket.scale)
-            frozen = is_frozen(bucket.parameters[name])
             self._before[name] = Before(residue, residue + gradient, bucket.scale, frozen)
 
     def look(

@@ -148,8 +148,9 @@ class Exchange:
         found = self._news.compare(list(self._parameters))
         if found is Found.SET_BY_HAND:
             return True
-        for name in self._parameters:
-            self._fill_in(name)
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                self._fill_in(name)
         if found is Found.CHANGED:
             self._average_again()
         elif self._collectives.share == 1:  # the sum of what is the same on all ranks
@@ -186,10 +187,8 @@ class Exchange:
     def _fill_in(self, name: str) -> None:
         """A gradient that is missing becomes zero: another rank may have it."""
         parameter = self._parameters[name]
-        if parameter.grad is None:
-            is_sparse = name in self._sparse
-            make = empty_sparse_gradient if is_sparse else torch.zeros_like
-            parameter.grad = make(parameter)
+        make = empty_sparse_gradient if name in self._sparse else torch.zeros_like
+        parameter.grad = make(parameter)
 
     def ready(self, parameter: torch.Tensor) -> None:
         """A gradient is complete on this rank. Called from backward's hooks: waits for nothing."""
@@ -200,7 +199,8 @@ class Exchange:
                 if not self._arrived:
                     self._begin_step()
                 self._arrived[name] = None
-                self._fill_in(name)
+                if parameter.grad is None:
+                    self._fill_in(name)
                 if name in self._sparse and not parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_sparse(1)
                 may_be_sparse = not (self._sparse_as_dense or self._agreed)

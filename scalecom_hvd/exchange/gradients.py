@@ -55,12 +55,3 @@ def empty_sparse_gradient(parameter: torch.Tensor) -> torch.Tensor:
 def any_of(grad: torch.Tensor) -> bool:
     """Whether some element is not zero."""
     return bool((grad._values() if grad.is_sparse else grad).any())
-
-
-def is_frozen(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is no longer trained, so that its residue stays.
-
-    A gradient that its script gave it all the same counts.
-    """
-    trained = parameter.requires_grad
-    return not trained and (parameter.grad is None or not any_of(parameter.grad))

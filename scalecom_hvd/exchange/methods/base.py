@@ -20,15 +20,7 @@ from scalecom_hvd.agreement import digest_of
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import (
-    LAST,
-    Collectives,
-    Result,
-    Step,
-    Wait,
-    Work,
-    unchanged,
-)
+from scalecom_hvd.exchange.collectives import LAST, Collectives, Result, Step, Wait, Work
 from scalecom_hvd.exchange.quantisers import Float16, Quantiser, Unrounded, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues, every_step
 from scalecom_hvd.saved_state import check_local_steps, check_method
@@ -162,7 +154,7 @@ class BucketCollectives:
         work: Work,
         kind: str,
         buffer: torch.Tensor,
-        then: Callable[[Any], Result] = unchanged,
+        then: Callable[[Any], Result] | None = None,
     ) -> Wait[Result]:
         self._submitted[kind] += buffer.numel() * buffer.element_size()
         self._submitted["collectives"] += 1
