@@ -1,8 +1,8 @@
 """A method with state, whole in this file, on simulated ranks.
 
 Momentum before the choice, as Deep Gradient Compression has it (Lin et al., 2018, arXiv
-1712.01887): every tensor has a velocity u, which each rank keeps for itself; how often its elements
-were sent, which is the same on all ranks; and the method counts its steps.
+1712.01887): every tensor has a velocity u, which each rank keeps for itself, and how often its
+elements were sent; the method counts its steps. Both counts are the same on all ranks.
 """
 
 import copy
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 class MomentumTopK(Method):
     """u <- mu*u + g; each rank's own largest of m + u; u <- 0 where they were sent."""
 
-    equal_state = ("sent",)
+    equal_state = ("sent", "steps")
 
     def __init__(self, *, mu=0.5, **fields):
         super().__init__(**fields)
@@ -332,6 +332,10 @@ MISFITS = {
     "a kind is missing": (without("velocity"), "the method's state of (first|second|third) is"),
     "a kind of another name": (renamed, "the method's state of (first|second|third) is"),
     "a tensor is missing": (without("sent", "third"), "the method's state of third is"),
+    "the method's own is missing": (
+        lambda state: state["method_state"]["method"].pop("whole"),
+        r"the state of the whole method is \['steps'\] in the state and \['steps', 'whole'\] now",
+    ),
     "another shape": (
         cut,
         r"the method's state of second is \{'velocity': \(2999,\), 'sent': \(3000,\)\} in the "
@@ -396,7 +400,7 @@ def test_what_must_be_equal_begins_anew_where_ranks_disagree(caplog):
             truth.residues[rank][name] = own["residues"][name].numpy()
             truth.velocities[rank][name] = own["tensors"][name]["velocity"].numpy()
     truth.check(again, averages, truth.step(made_up(2, 5)))  # `sent` counts from zero
-    assert [own.method_state["steps"] for own in again.compressors] == [4, 6]
+    assert [own.method_state["steps"] for own in again.compressors] == [1, 1]
     assert [own.residues.step for own in again.compressors] == [6, 6]
 
 
@@ -416,10 +420,11 @@ def test_an_error_in_mid_step_leaves_what_ranks_have_of_their_own(monkeypatch):
             simulation.step(made_up(2, 3))
     after = everything(simulation)
     for own in before:
+        own["method"]["steps"] = 0
         for kept in own["tensors"].values():
             kept["sent"] = torch.zeros_like(kept["sent"])
     assert_same(after, before)
     for step in range(3, 6):
         assert_same(*simulation.step(made_up(2, step)))
     assert_same(*(own["tensors"]["first"]["sent"] for own in everything(simulation)))
-    assert simulation.compressors[0].method_state["steps"] == 6
+    assert [own.method_state["steps"] for own in simulation.compressors] == [3, 3]

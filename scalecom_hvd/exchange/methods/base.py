@@ -252,8 +252,8 @@ class Method:
     always_gathers: bool = False
     """Whether ranks choose different places, so that no sum can be made of their values."""
     equal_state: ClassVar[tuple[str, ...]] = ()
-    """What of its tensors' state is the same on all ranks. Where it is not, because one of them
-    comes from another step, all ranks begin it anew (`init`)."""
+    """What of its state, its tensors' or its own, is the same on all ranks. Where it is not,
+    because one of them comes from another step, all ranks begin it anew."""
 
     def __init__(
         self,
@@ -519,7 +519,7 @@ class Method:
             self._check_local(state, self._local)
         self.residues.check(state)
         if self.residues.attached:
-            self.check_tensor_states(_saved_states(state))
+            self._check_states(state)
         self.residues.load_state_dict(state)
         extra = {key: state[key] for key in (*_STATE_KEYS, "local_steps") if key in state}
         if self._averager is None:
@@ -551,11 +551,21 @@ class Method:
             saved["method_state"] = {"tensors": by_kind, "method": dict(self.method_state)}
         return saved
 
+    def _check_states(self, state: Mapping[str, Any]) -> None:
+        self.check_tensor_states(_saved_states(state))
+        found = state.get("method_state", {}).get("method")
+        expected = self.init_method()
+        if found is not None and found.keys() != expected.keys():
+            raise ValueError(
+                f"the state of the whole method is {sorted(found)} in the state and "
+                f"{sorted(expected)} now: it belongs to another version of {type(self).__name__}"
+            )
+
     def _take_up_states(self, state: Mapping[str, Any], check: bool = True) -> None:
         """Begin with this saved state, or anew where there is none."""
         by_kind = _saved_states(state)
         if check:
-            self.check_tensor_states(by_kind)
+            self._check_states(state)
         self.begin_state_anew()
         for what, values in by_kind.items():
             for name, value in values.items():
@@ -574,6 +584,8 @@ class Method:
 
     def begin_equal_state_anew(self) -> None:
         """What must be the same on all ranks (`equal_state`) is not: begin it anew on all."""
+        first_own = self.init_method()
+        self.method_state |= {w: first_own[w] for w in self.equal_state if w in first_own}
         for name, state in self.tensor_states.items():
             first = self.init(self.residues.tensors[name]) if self.equal_state else {}
             for what in self.equal_state:
@@ -590,10 +602,11 @@ class Method:
 
     def digest_of_state(self) -> str | None:
         """For ranks to compare: of what must be the same on all; None where there is nothing."""
+        states = self.tensor_states | {"": self.method_state}
         return digest_of(
             {
-                f"{what} {name}": state[what].cpu().numpy()
-                for name, state in self.tensor_states.items()
+                f"{what} {name}": torch.as_tensor(state[what]).cpu().numpy()
+                for name, state in states.items()
                 for what in self.equal_state
                 if what in state
             }
