@@ -321,19 +321,21 @@ def steps(device, lookahead, wire):
         bucket.begin(0.5, grads=grads)
         if lookahead and step == 0:
             ahead = bucket.choose_without_accumulating()
+            bucket.commit()
+            bucket.begin(0.5, grads=grads)
         if lookahead:
             offsets = ahead
-            values, ahead = finished(bucket.take_and_accumulate(offsets, choose=True))
+            values, chosen = finished(bucket.take_and_accumulate(offsets, choose=True))
         else:
-            offsets = finished(bucket.accumulate(choose=True))
+            offsets = chosen = finished(bucket.accumulate(choose=True))
             values = finished(bucket.take(offsets))
-            ahead = offsets
-        seen += [torch.as_tensor(bucket.bad), offsets, ahead, values]
+        seen += [torch.as_tensor(bucket.bad), offsets, chosen, values]
         if step == 2:
             bucket.roll_back()
         else:
             bucket.receive(offsets, values)
             bucket.commit()
+            ahead = chosen
         seen += [*grads.values(), *(tensor.residue for tensor in bucket.tensors)]
         bucket.forget()
         seen = [
