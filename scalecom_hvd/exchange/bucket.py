@@ -119,7 +119,6 @@ class Bucket:
         # What is sent whole needs its own dtype, in which it is averaged, so buckets are split.
         assert not dense or wire == wide, "float16 values and tensors sent whole share no bucket"
         self._share = share if wire == torch.float16 else 1.0
-        self._limit = float16_limit(ranks, factor)
 
         self._layout = Layout({tensor.name: tensor.geometry for tensor in self.tensors})
         self._slots = [
@@ -142,7 +141,9 @@ class Bucket:
         ]
         self._has_chosen = False
         self._values = Values(self._layout.n_values, dense, wire, self._device)
-        self._sent: torch.Tensor | None = None
+        values = self._values.compressed
+        limit = float16_limit(ranks, factor)
+        self._wire = Wire(self._offsets[0], values, torch.zeros_like(values), limit)
         self._kernels: list[tuple[Kernel, list[int]]] = []
         self._grad_dtypes: list[torch.dtype] | None = None
         self._whole_values: Values | None = None
@@ -206,7 +207,7 @@ class Bucket:
         Comes after `accumulate`. Gives v (k,) as it travels, rounded to the wire dtype, of which
         the residue keeps the error.
         """
-        wire = self._wire(offsets)
+        wire = self._wire._replace(offsets=offsets)
         yield from self._run("take", self._beta, 1 - self._beta, wire)
         return wire.values
 
@@ -218,7 +219,7 @@ class Bucket:
         The other order would make the same of m, since (1 - beta)*m is left at I either way. Gives
         v, and, if it is to choose, the offsets of the largest |m| afterwards.
         """
-        wire = self._wire(offsets)
+        wire = self._wire._replace(offsets=offsets)
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_RESIDUE if choose else CHOOSE_NOTHING
         yield from self._run("take_and_accumulate", self._beta, wire, mode, chosen)
@@ -477,12 +478,6 @@ class Bucket:
             for kernel, chosen in members.items()
         ]
         self._grad_dtypes = dtypes
-
-    def _wire(self, offsets: torch.Tensor) -> Wire:
-        values = self._values.compressed
-        if self._sent is None:
-            self._sent = torch.zeros_like(values)
-        return Wire(offsets, values, self._sent, self._limit)
 
     def _run(self, move: str, *arguments: Any) -> Step[None]:
         """Make a move; on the thread, if no kernel needs Python and the move takes long enough."""
