@@ -80,6 +80,7 @@ class Bucket:
         frozen: which compressed tensors are no longer trained: their residues stay as they are.
         bad: how many elements of this step's gradients and values are not finite, or too large.
             They count as zero here, and make the step void for all ranks.
+        has_received: whether this step's averages were told.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class Bucket:
         self._reduced: Values | None
         self._received: tuple[torch.Tensor, torch.Tensor] | None
         self._in_place: bool
+        self._has_accumulated: bool
         self._has_accumulators: bool
         self._committed: bool
         self.forget()
@@ -199,6 +201,7 @@ class Bucket:
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_ACCUMULATOR if choose else CHOOSE_NOTHING
         yield from self._run("accumulate", self._beta, mode, chosen)
+        self._has_accumulated = True
         return chosen
 
     def take(self, offsets: torch.Tensor) -> Step[torch.Tensor]:
@@ -207,6 +210,8 @@ class Bucket:
         Comes after `accumulate`. Gives v (k,) as it travels, rounded to the wire dtype, of which
         the residue keeps the error.
         """
+        if not self._has_accumulated:
+            raise RuntimeError("take() comes after `yield from bucket.accumulate()`")
         wire = self._wire._replace(offsets=offsets)
         yield from self._run("take", self._beta, 1 - self._beta, wire)
         return wire.values
@@ -278,7 +283,16 @@ class Bucket:
         return torch.cat([own + at for own, at in zip(positions, self._starts, strict=True)])
 
     def send(self, places: Places, values: torch.Tensor) -> None:
-        """This worker sent these values at these places: the rest stays in its residue."""
+        """This worker sent these values at these places: the rest stays in its residue.
+
+        Args:
+            places: each at most once.
+            values: as many.
+
+        Raises:
+            ValueError: there are more or fewer values than places.
+        """
+        self._check_places(places, values)
         self.accumulators[places] -= values
 
     def receive(self, where: Places, averages: torch.Tensor) -> None:
@@ -287,15 +301,38 @@ class Bucket:
         Args:
             where: places, where values of a place that is there several times add up; after moves
                 in place the offsets that values were taken at.
-            averages: as many; after moves in place what `take` gave, averaged in place.
+            averages: as many, and the same on every rank; after moves in place what `take` gave,
+                averaged in place.
+
+        Raises:
+            ValueError: there are more or fewer averages than places.
         """
+        self.has_received = True
         if self._in_place:
             assert isinstance(where, torch.Tensor), "moves in place receive at offsets"
             self._received = where, averages
-        elif isinstance(where, slice):
+            return
+        self._check_places(where, averages)
+        if isinstance(where, slice):
             self._average[where] += averages
         else:
             self._average.index_add_(0, where, averages.to(self._residue_dtype))
+
+    def _check_places(self, places: Places, values: torch.Tensor) -> None:
+        if not isinstance(values, torch.Tensor):
+            raise TypeError(f"values must be a tensor, not {values!r}: was it `yield from`?")
+        shape = self.accumulators[places].shape if isinstance(places, slice) else places.shape
+        if values.shape != shape:
+            raise ValueError(
+                f"there are {tuple(values.shape)} values for {tuple(shape)} places of bucket "
+                f"{self.number}: each place needs its value"
+            )
+
+    def will_overwrite(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in what the next step writes to: it is a view of it."""
+        own = [t for t in (self._flat, self._average) if t is not None]
+        address = tensor.untyped_storage().data_ptr()
+        return any(t.untyped_storage().data_ptr() == address for t in [*own, *self.grads.values()])
 
     # What the exchange asks for.
 
@@ -460,6 +497,7 @@ class Bucket:
         self._averaged = {}
         self._reduced = self._received = None
         self._in_place = self._has_accumulators = self._committed = False
+        self._has_accumulated = self.has_received = False
         self._job = None
 
     def drop_whole_buffer(self) -> None:

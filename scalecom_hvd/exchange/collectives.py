@@ -120,6 +120,9 @@ class Wait(Generic[Result]):
             this one, itself included. 0: it needs nothing that others do in this step. LAST:
             nothing but the step's end follows, so that nobody hurries to look.
         then: what is made of the work's result; None: it is given as it is.
+
+    Attributes:
+        is_over: whether its result was given.
     """
 
     def __init__(
@@ -130,10 +133,12 @@ class Wait(Generic[Result]):
         then: Callable[[Any], Result] | None = None,
     ) -> None:
         self.what, self.work, self.round, self._then = what, work, round, then
+        self.is_over = False
 
     def __iter__(self) -> Generator[Wait[Any], None, Result]:
         yield self
         result: Any = self.work.wait()
+        self.is_over = True
         return result if self._then is None else self._then(result)
 
 

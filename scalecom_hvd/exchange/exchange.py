@@ -25,6 +25,7 @@ diagnostics_sampler, new_gradients, bucket and the rooms below.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,9 +43,12 @@ from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.gradients import empty_sparse_gradient, flat_gradient
 from scalecom_hvd.exchange.kernel_thread import KernelThread
 from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.checked_step import checked_step
 from scalecom_hvd.exchange.new_gradients import Found, NewGradients
 from scalecom_hvd.exchange.residue import Residues, describe_tensors
 from scalecom_hvd.schedule import leader
+
+log = logging.getLogger("scalecom_hvd")
 
 Groups = Sequence[Sequence[str]]
 SparseAverage = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
@@ -330,15 +334,16 @@ class Exchange:
             self._submitted,
         )
         if bucket.compressed:
-            run = self._method.whole_step if self._whole else self._method.step
-            step.new_state = yield from run(bucket, collectives, self._state(bucket))
+            state = self._state(bucket)
+            step.new_state = yield from checked_step(self._method, bucket, collectives, state)
         if not collectives.sent_values:
             yield from collectives.average_values()
 
     def _state(self, bucket: Bucket) -> State:
         method, now = self._method, self.residues.step
-        own = {name: method.tensor_states[name] for name in bucket.compressed}
-        return State(now, own, method.method_state, now + 1 < self.residues.warmup)
+        # Copies: a method that changes a dictionary in place changes only what it was given.
+        own = {name: dict(method.tensor_states[name]) for name in bucket.compressed}
+        return State(now, own, dict(method.method_state), now + 1 < self.residues.warmup)
 
     def _finish(self) -> None:
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
@@ -450,6 +455,7 @@ class Exchange:
         everyone = gather_objects(self._collectives, mine, "agreement")
         residues.step = agree(everyone, tuple(compared), self.names)
         if len({other["state"] for other in everyone}) > 1:
+            log.warning("ranks come with different states of their method: all begin it anew")
             method.begin_equal_state_anew()
         for name in sorted({name for other in everyone for name in other["sparse"]}):
             if self._sparse.get(name) is None:  # none arrived here: an empty one takes part

@@ -95,6 +95,14 @@ class Quantiser:
             return torch.rand(chunks.shape, generator=random).to(values)
 
         scales, levels = self.quantise(chunks, lengths, uniform)
+        # Both travel as bytes, which say nothing of a dtype.
+        expected = (lengths.shape, values.dtype), (chunks.shape, torch.int8)
+        given = (scales.shape, scales.dtype), (levels.shape, levels.dtype)
+        if given != expected:
+            raise ValueError(
+                f"{type(self).__name__}.quantise gave scales and levels of {given}, and they must "
+                f"be of {expected}"
+            )
         return torch.cat([scales.view(torch.uint8), pack_levels(layout.collect(levels), self.bits)])
 
     def unpack(

@@ -120,7 +120,7 @@ class ScaleCom(methods.ScaleCom):
         """
         if self._averager is not None:
             return
-        if self._quantised:
+        if self._quantiser_settings:
             raise TypeError(
                 f"quantiser={self.quantiser!r} works in this package's DistributedOptimizer only: "
                 "import scalecom_hvd.torch as hvd"

@@ -64,7 +64,9 @@ class BucketCollectives:
         bucket: the bucket's number.
         step: the step's.
         size, position: the number of ranks, and this one's place.
-        share: what a sum over ranks is multiplied by: 1 / size, or 1 for sums.
+        share: what a sum over ranks is multiplied by: 1 / size, or 1 for sums. `average` does it;
+            who adds up what was gathered must.
+        waits: all that was submitted.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class BucketCollectives:
         self._collectives, self._name, self._submitted = collectives, name, submitted
         self._bucket, self.step = bucket, step
         self._staggered, self._senders = staggered, senders
-        self._round = 0
+        self.waits: list[Wait[Any]] = []
         self.sent_values = False
         self.bucket = bucket.number
         self.size, self.position = collectives.size, collectives.position
@@ -135,12 +137,23 @@ class BucketCollectives:
         self._submitted["collectives"] += len(works)
         self.sent_values = True
         work = works[0] if len(works) == 1 else _All(works)
-        return Wait("values", work, LAST, lambda _: values)
+        wait: Wait[torch.Tensor] = Wait("values", work, LAST, lambda _: values)
+        self.waits.append(wait)
+        return wait
 
     def gather(self, tensor: torch.Tensor, name: str) -> Wait[list[torch.Tensor]]:
-        """Every rank's tensor, all of one shape, in order of position."""
+        """Every rank's tensor, all of one shape, in order of position.
+
+        Raises:
+            ValueError: ranks brought tensors of other lengths.
+        """
 
         def parts(joined: torch.Tensor) -> list[torch.Tensor]:
+            if len(joined) != self.size * len(tensor):
+                raise ValueError(
+                    f"gather({name!r}): this rank brought {len(tensor)} rows, and all together "
+                    f"{len(joined)}: bring as many on every rank, padded where there are fewer"
+                )
             # Copies: bytes are viewed as other dtypes only where they begin on a word, and
             # simulated ranks share what is joined.
             return [part.clone() for part in joined.split(len(tensor))]
@@ -158,8 +171,9 @@ class BucketCollectives:
     ) -> Wait[Result]:
         self._submitted[kind] += buffer.numel() * buffer.element_size()
         self._submitted["collectives"] += 1
-        self._round += 1
-        return Wait(what, work, self._round, then)
+        wait = Wait(what, work, len(self.waits) + 1, then)
+        self.waits.append(wait)
+        return wait
 
 
 class _All:
@@ -207,7 +221,7 @@ class Averager(Protocol):
         ...
 
 
-class Rounds(Protocol):
+class LocalRounds(Protocol):
     """What a method asks of local steps (local_steps.py), where there are any."""
 
     newcomer: bool
@@ -247,7 +261,7 @@ class Method:
     """Whether one rank chooses for all, so that stats() name it."""
     sends_all: ClassVar[bool] = False
     """Whether every element travels, so that stats()["rate"] is 1."""
-    rounds: ClassVar[bool] = False
+    takes_quantiser: ClassVar[bool] = False
     """Whether it takes a quantiser for its values."""
     always_gathers: bool = False
     """Whether ranks choose different places, so that no sum can be made of their values."""
@@ -265,10 +279,10 @@ class Method:
         **fields: Any,
     ) -> None:
         name = type(self).__name__
-        if quantiser is not None and not self.rounds:
+        if quantiser is not None and not self.takes_quantiser:
             raise ValueError(
                 f"a quantiser means nothing to {name}: leave it out, or take ScaleCom, LocalTopK "
-                "or RandomK"
+                "or RandomK (a method of your own: set takes_quantiser)"
             )
         config = config if config is not None else ScaleComConfig.from_env()
         self.config = self._checked(config.replace(**fields))
@@ -286,7 +300,7 @@ class Method:
         self.loss_scale = _scale_reader(loss_scale)
         self.diagnostics = Diagnostics.of(diagnostics)
         self._averager: Averager | None = None
-        self._local: Rounds | None = None
+        self._local: LocalRounds | None = None
         self._loaded: dict[str, Any] | None = None
 
     # What a new method says.
@@ -303,7 +317,9 @@ class Method:
         Returns:
             The next State, by dataclasses.replace(state, tensors=...), or None: it stays.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define step(self, bucket, collectives, state)"
+        )
 
     def whole_step(
         self, bucket: Bucket, collectives: BucketCollectives, state: State
@@ -332,7 +348,7 @@ class Method:
     @property
     def settings(self) -> dict[str, Any]:
         """What ranks, and a state and who loads it, must have in common besides the config."""
-        return {"method": type(self).__name__} | self._quantised
+        return {"method": type(self).__name__} | self._quantiser_settings
 
     def check_tensor_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Raise ValueError unless saved {what: {name: tensor}} fit these tensors."""
@@ -355,7 +371,7 @@ class Method:
     # What its settings come to.
 
     def _checked(self, config: ScaleComConfig) -> ScaleComConfig:
-        """The settings as this method uses them."""
+        """The settings as this method uses them; of those given to `__init__`."""
         return config
 
     @property
@@ -365,9 +381,9 @@ class Method:
         return self.config.wire_dtype == "float16" or sums
 
     @property
-    def _quantised(self) -> dict[str, Any]:
-        rounds = not isinstance(self.quantiser, Unrounded)
-        return {"quantiser": repr(self.quantiser)} if rounds else {}
+    def _quantiser_settings(self) -> dict[str, Any]:
+        rounded = not isinstance(self.quantiser, Unrounded)
+        return {"quantiser": repr(self.quantiser)} if rounded else {}
 
     # What optimizers ask.
 
@@ -375,7 +391,7 @@ class Method:
         self,
         parameters: Mapping[str, torch.Tensor],
         averager: Averager,
-        local: Rounds | None = None,
+        local: LocalRounds | None = None,
     ) -> None:
         """Bind to an optimizer's parameters; called by DistributedOptimizer.
 
@@ -404,7 +420,7 @@ class Method:
         self._loaded = None
 
     @staticmethod
-    def _check_local(state: Mapping[str, Any], local: Rounds | None) -> None:
+    def _check_local(state: Mapping[str, Any], local: LocalRounds | None) -> None:
         check_local_steps(state, local is not None)
         if local is not None:
             local.check_state(state["local_steps"])
@@ -415,7 +431,7 @@ class Method:
         self.residues.synchronisations_in = every_step
 
     @property
-    def local(self) -> Rounds | None:
+    def local(self) -> LocalRounds | None:
         """The local steps, where the optimizer takes them."""
         return self._local
 

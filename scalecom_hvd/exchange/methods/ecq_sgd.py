@@ -7,7 +7,7 @@ from typing import Any
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
-from scalecom_hvd.exchange.methods.quantised_values import average_values
+from scalecom_hvd.exchange.methods.quantised_values import average_at
 from scalecom_hvd.exchange.quantisers import CHUNK, QSGD
 
 
@@ -50,4 +50,4 @@ class ECQSGD(Method):
     def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """All accumulators, rounded."""
         everything, counts = slice(None), [len(bucket.accumulators)]
-        yield from average_values(bucket, collectives, everything, self.quantiser, counts)
+        yield from average_at(bucket, collectives, everything, self.quantiser, counts)

@@ -25,7 +25,7 @@ class LocalTopK(Method):
         **fields: of ScaleComConfig; leader, lookahead and wire_dtype mean nothing here.
     """
 
-    rounds = always_gathers = True
+    takes_quantiser = always_gathers = True
 
     def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """Choose, send to all, add up."""

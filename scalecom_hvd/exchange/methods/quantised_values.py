@@ -27,7 +27,7 @@ def rounded(
     return payload, quantiser.unpack(payload, values, counts)
 
 
-def average_values(
+def average_at(
     bucket: Bucket,
     collectives: BucketCollectives,
     places: Places,

@@ -11,7 +11,7 @@ import torch
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
-from scalecom_hvd.exchange.methods.quantised_values import average_values, rounded
+from scalecom_hvd.exchange.methods.quantised_values import average_at, rounded
 from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.lanes import Lanes, Positions
 
@@ -33,7 +33,7 @@ class RandomK(Method):
         **fields: of ScaleComConfig; leader, lookahead and wire_dtype mean nothing here.
     """
 
-    rounds = True
+    takes_quantiser = True
 
     def __init__(self, *, seed: int = 0, shared: bool = True, **fields: Any) -> None:
         super().__init__(**fields)
@@ -51,7 +51,7 @@ class RandomK(Method):
         numbers = self.seed, collectives.step, collectives.bucket
         if self.shared:
             places = self._draw(bucket, generator(*numbers))
-            yield from average_values(bucket, collectives, places, self.quantiser)
+            yield from average_at(bucket, collectives, places, self.quantiser)
             return
         # A number more than rounding has, so that the two do not draw alike.
         randoms = [generator(*numbers, rank, 0) for rank in range(collectives.size)]

@@ -1,0 +1,242 @@
+"""Methods as users might write them, each with one mistake: all are refused with what to do.
+
+None of them hangs, and none gives wrong numbers without a word.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from scalecom_hvd.exchange import Method, Quantiser, ScaleCom, Simulation
+
+pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
+
+
+class Right(Method):
+    """The leader's choice, with a count per tensor, and one for all."""
+
+    def init(self, tensor):
+        return {"sent": torch.zeros(tensor.residue.numel())}
+
+    def init_method(self):
+        return {"steps": 0}
+
+    def step(self, bucket, collectives, state):
+        chosen = bucket.choose()
+        offsets = yield from collectives.broadcast(chosen, collectives.leader())
+        places = bucket.places_at(offsets)
+        values = bucket.accumulators[places]
+        bucket.send(places, values)
+        bucket.receive(places, (yield from collectives.average(values)))
+        return self.next_state(bucket, state, places)
+
+    def next_state(self, bucket, state, places):
+        count = torch.cat([own["sent"] for own in state.tensors.values()])
+        count[places] += 1
+        parts = zip(bucket.compressed, count.split(bucket.sizes), strict=True)
+        own = {name: {"sent": part.clone()} for name, part in parts}
+        method = {"steps": state.method["steps"] + 1}
+        return dataclasses.replace(state, tensors=own, method=method)
+
+
+def right(bucket, collectives):
+    """What a bucket sends and receives."""
+    places = torch.arange(10)
+    values = bucket.accumulators[places]
+    bucket.send(places, values)
+    bucket.receive(places, (yield from collectives.average(values)))
+
+
+class NoStep(Method):
+    pass
+
+
+class NoGenerator(Right):
+    def step(self, bucket, collectives, state):
+        return state
+
+
+class ReturnsATensor(Right):
+    def next_state(self, bucket, state, places):
+        return places
+
+
+class ReceivesNothing(Right):
+    def step(self, bucket, collectives, state):
+        places = torch.arange(10)
+        values = bucket.accumulators[places]
+        bucket.send(places, values)
+        yield from collectives.average(values)
+
+
+class DoesNotReceiveInPlace(Right):
+    def step(self, bucket, collectives, state):
+        yield from bucket.accumulate()
+        offsets = yield from collectives.broadcast(torch.zeros_like(bucket.new_offsets()), 0)
+        values = yield from bucket.take(offsets)
+        yield from collectives.average_values(values)
+
+
+class DoesNotWait(Right):
+    def step(self, bucket, collectives, state):
+        yield from right(bucket, collectives)
+        collectives.average(torch.ones(3), "mean")
+
+
+class DoesNotAccumulate(Right):
+    def step(self, bucket, collectives, state):
+        bucket.accumulate()
+        offsets = yield from collectives.broadcast(torch.zeros_like(bucket.new_offsets()), 0)
+        bucket.receive(offsets, (yield from bucket.take(offsets)))
+
+
+class ReceivesAWait(Right):
+    def step(self, bucket, collectives, state):
+        places = torch.arange(10)
+        bucket.receive(places, collectives.average(bucket.accumulators[places]))
+        yield
+
+
+class SendsLess(Right):
+    def step(self, bucket, collectives, state):
+        bucket.send(torch.arange(10), bucket.accumulators[:1])
+        yield from right(bucket, collectives)
+
+
+class ReceivesLess(Right):
+    def step(self, bucket, collectives, state):
+        bucket.receive(slice(None), (yield from collectives.average(torch.ones(1))))
+
+
+class GathersUnequally(Right):
+    def step(self, bucket, collectives, state):
+        rows = 5 + collectives.position
+        for theirs in (yield from collectives.gather(torch.ones(rows), "values")):
+            bucket.receive(torch.arange(len(theirs)), theirs)
+
+
+class ChangesItsState(Right):
+    def next_state(self, bucket, state, places):
+        for own in state.tensors.values():
+            own["sent"].add_(1)
+        return state
+
+
+class StateOfAnotherShape(Right):
+    def next_state(self, bucket, state, places):
+        return dataclasses.replace(state, tensors={"a": {"sent": places}})
+
+
+class StateOfNoTensor(Right):
+    def next_state(self, bucket, state, places):
+        return dataclasses.replace(state, tensors={"a": {"sent": 3.0}})
+
+
+class StateOfAnotherTensor(Right):
+    def next_state(self, bucket, state, places):
+        return dataclasses.replace(state, tensors={"b": state.tensors["a"]})
+
+
+class StateThatIsAView(Right):
+    def next_state(self, bucket, state, places):
+        return dataclasses.replace(state, tensors={"a": {"sent": bucket.parts[0]}})
+
+
+class AnotherMethodState(Right):
+    def next_state(self, bucket, state, places):
+        return dataclasses.replace(state, method={"count": 1})
+
+
+WRONG = {
+    NoStep: (NotImplementedError, "NoStep must define step"),
+    NoGenerator: (TypeError, "NoGenerator.step must be a generator"),
+    ReturnsATensor: (TypeError, "must return the next State.*or None, not Tensor"),
+    ReceivesNothing: (RuntimeError, r"ended without bucket\.receive"),
+    DoesNotReceiveInPlace: (RuntimeError, r"ended without bucket\.receive"),
+    DoesNotWait: (RuntimeError, "did not wait for 'mean'"),
+    DoesNotAccumulate: (RuntimeError, "comes after `yield from bucket.accumulate"),
+    ReceivesAWait: (TypeError, "was it `yield from`"),
+    SendsLess: (ValueError, r"there are \(1,\) values for \(10,\) places"),
+    ReceivesLess: (ValueError, r"there are \(1,\) values for \(3000,\) places"),
+    GathersUnequally: (ValueError, "brought [56] rows, and all together 11"),
+    ChangesItsState: (RuntimeError, "changed its state in place"),
+    StateOfAnotherShape: (ValueError, r"'sent' of a became \(150,\), torch.int64"),
+    StateOfNoTensor: (ValueError, "'sent' of a must be a tensor, not 3.0"),
+    StateOfAnotherTensor: (ValueError, "as the state of 'b', and init.* gave None"),
+    StateThatIsAView: (ValueError, "is a view of the bucket's accumulators.*clone it"),
+    AnotherMethodState: (ValueError, r"returned \['count'\] for the whole method"),
+}
+
+
+def simulate(method, **settings):
+    return Simulation(
+        2,
+        lambda rank: {"a": torch.nn.Parameter(torch.zeros(30, 100))},
+        compression=method,
+        rate=20,
+        dense=[],
+        warmup_steps=0,
+        **settings,
+    )
+
+
+def gradients():
+    generator = torch.Generator().manual_seed(3)
+    return [{"a": torch.randn(30, 100, generator=generator)} for _ in range(2)]
+
+
+def test_without_a_mistake_it_is_taken():
+    simulation = simulate(Right)
+    for _ in range(3):
+        one, other = simulation.step(gradients())
+        assert torch.equal(one["a"], other["a"])
+        assert one["a"].count_nonzero() == 150
+    assert simulation.compressors[1].method_state == {"steps": 3}
+
+
+@pytest.mark.parametrize("method", WRONG, ids=lambda method: method.__name__)
+def test_a_mistake_is_refused_and_the_step_rolled_back(method):
+    kind, message = WRONG[method]
+    simulation = simulate(method)
+    with pytest.raises(kind, match=message):
+        simulation.step(gradients())
+    for compressor in simulation.compressors:
+        assert not compressor.residues.tensors["a"].residue.any()
+
+
+class OfWords(Quantiser):
+    """Its levels are of 32 bits, of which the wire would take each byte for one."""
+
+    bits = 8
+
+    def quantise(self, chunks, lengths, uniform):
+        return torch.ones_like(lengths, dtype=chunks.dtype), chunks.int()
+
+    def restore(self, scales, levels):
+        return scales * levels
+
+
+def test_a_quantiser_of_other_words_is_refused():
+    with pytest.raises(ValueError, match=r"OfWords\.quantise gave scales and levels of"):
+        simulate(ScaleCom, quantiser=OfWords()).step(gradients())
+
+
+class Own(ScaleCom):
+    """ScaleCom with a state of its own."""
+
+    def init(self, tensor):
+        return {"seen": torch.zeros(2)}
+
+
+def test_the_state_of_a_subclass_of_scalecom_is_checked():
+    simulations = [simulate(kind) for kind in (Own, ScaleCom)]
+    for simulation in simulations:
+        simulation.step(gradients())
+    own, plain = (simulation.compressors[0] for simulation in simulations)
+    with pytest.raises(ValueError, match="made by another method"):
+        plain.load_state_dict(own.state_dict())
+    state = own.state_dict()
+    state["method_state"]["tensors"]["seen"]["a"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="the method's state of a is"):
+        own.load_state_dict(state)
