@@ -10,6 +10,9 @@ ScaleCom's leader does. Their numbers, (1) and (2), are those of reference.py. `
 `choose`, `send` and `receive` serve any places and any values: simple rather than fast, on two
 tensors as large as the bucket. A method uses one form or the other.
 
+An *offset* is a row in a lane, as it travels; a *position* an index into one tensor; a *place* an
+index into the accumulators of the whole bucket.
+
 Imports residue, gradients, kernels, kernel_thread and collectives.
 """
 
@@ -167,8 +170,7 @@ class Bucket:
     def new_offsets(self) -> torch.Tensor:
         """A buffer of bytes for this step's choice of every tensor's lanes.
 
-        There are two, which take turns from step to step; a step that does not count does not end
-        a turn. So state may hold views of one until the next choice is committed. Asked again in
+        It is one of two, since state may hold views of the last choice that counted. Asked again in
         one step, it is the same.
         """
         self._has_chosen = True
@@ -292,6 +294,7 @@ class Bucket:
         Raises:
             ValueError: there are more or fewer values than places.
         """
+        self._refuse_whole("sends")
         self._check_places(places, values)
         self.accumulators[places] -= values
 
@@ -307,6 +310,7 @@ class Bucket:
         Raises:
             ValueError: there are more or fewer averages than places.
         """
+        self._refuse_whole("receives")
         self.has_received = True
         if self._in_place:
             assert isinstance(where, torch.Tensor), "moves in place receive at offsets"
@@ -317,6 +321,12 @@ class Bucket:
             self._average[where] += averages
         else:
             self._average.index_add_(0, where, averages.to(self._residue_dtype))
+
+    def _refuse_whole(self, what: str) -> None:
+        if self.whole:
+            raise RuntimeError(
+                f"a step that is sent whole {what} nothing by a method: see whole_step"
+            )
 
     def _check_places(self, places: Places, values: torch.Tensor) -> None:
         if not isinstance(values, torch.Tensor):
@@ -411,7 +421,7 @@ class Bucket:
         the gradients' dtype.
         """
         averages = list(self._averaged.values())
-        if self._has_accumulators:
+        if self._has_accumulators and not self.whole:
             averages.append(self._average)
         # The smallest and the largest tell of all: one pass, and nothing large is made.
         ends = [end for average in averages if average.numel() for end in torch.aminmax(average)]
@@ -451,7 +461,7 @@ class Bucket:
             self._offsets.reverse()
         if self._received is not None:
             self.scatter({name: self.grads[name] for name in self.compressed})
-        elif self._has_accumulators:
+        elif self._has_accumulators and not self.whole:
             self._commit_accumulators()
         if self._reduced is not None and self._reduced.whole:
             self._reduced.copy_to(self.grads)
@@ -519,6 +529,7 @@ class Bucket:
 
     def _run(self, move: str, *arguments: Any) -> Step[None]:
         """Make a move; on the thread, if no kernel needs Python and the move takes long enough."""
+        self._refuse_whole("moves")
         assert not self._has_accumulators, "a move in place was asked for after accumulators"
         self._in_place = True
 

@@ -45,18 +45,23 @@ class Collectives(Protocol):
 
     Which meet: those of one name. Every rank must submit each, with buffers of equal dtype and
     (but for `gather`'s first dimension) shape. They may be submitted in another order on each
-    rank, from any thread, but not two of one name at a time.
+    rank, from any thread, but not two of one name at a time: a name is used again when this rank's
+    `Work.wait` has returned, which may be before another's has.
 
     Which block: none. Only `Work.wait` does, so a rank that may wait for others calls that, and
     must be sure that all of them submit the collective without waiting for something that this
     rank does later.
 
     Who owns a buffer: from `broadcast` and `average` until the work is done the transport does;
-    nobody reads or writes it. `gather` leaves its tensor as it is, and it must stay so.
+    nobody reads or writes it. `gather` leaves its tensor as it is, and so must the caller until
+    then; the result may be one that ranks share, and is not written to.
+
+    When a rank fails, the `wait` of all others must raise an error: they would wait for ever.
 
     Attributes:
         spins: set by the exchange: whether waiting may keep a core busy. That is quickest, but
-            takes the core from kernels, and from the thread that is to send.
+            takes the core from kernels, and from the thread that is to send. A transport may
+            ignore it.
     """
 
     spins: bool
@@ -83,7 +88,10 @@ class Collectives(Protocol):
 
     @property
     def numbers(self) -> Numbers:
-        """Counts the exchanges of this process, so that each has names of its own."""
+        """Counts the exchanges of this process, so that each has names of its own.
+
+        One `agreement.Numbers()` for all its sets of ranks.
+        """
         ...
 
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> Work:

@@ -318,6 +318,7 @@ class NativeKernel:
         self._table["grad"] = [grad.data_ptr() for grad in grads]
         self._table["frozen"] = frozen
         self._grads, self._scale = grads, scale
+        self._accumulated, self._taken = 0.0, None
 
     def commit(self) -> None:
         self._grads, self._accumulated, self._taken = (), 0.0, None

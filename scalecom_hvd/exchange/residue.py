@@ -130,6 +130,16 @@ class Residues:
             self._copy_in(self._loaded)
             self._loaded = None
 
+    @property
+    def loaded(self) -> dict[str, torch.Tensor] | None:
+        """Residues that were loaded, and wait for parameters."""
+        return self._loaded
+
+    def detach(self, loaded: dict[str, torch.Tensor] | None) -> None:
+        """Forget the parameters. Those that are attached next begin with these residues."""
+        self.attached, self.tensors, self.rates = False, {}, {}
+        self._loaded = loaded
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's residues and step: plain tensors, which are not copied, and numbers."""
         state: dict[str, Any] = {

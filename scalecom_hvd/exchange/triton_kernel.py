@@ -129,6 +129,7 @@ class _OneDtype:
     def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
         self._grads, self._frozen, self._scale = grads, frozen, scale
         self._step = self._step_table(grads)
+        self._accumulated, self._taken = 0.0, None
 
     def commit(self) -> None:
         self._grads, self._step, self._accumulated, self._taken = (), None, 0.0, None

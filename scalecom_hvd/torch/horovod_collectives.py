@@ -52,7 +52,8 @@ class HorovodWork:
     def __init__(self, collectives: HorovodCollectives, handle: int) -> None:
         self._collectives = collectives
         self._handle: int | None = handle
-        self._result: torch.Tensor
+        self._result: torch.Tensor | None = None
+        self._error: Exception | None = None
 
     def done(self) -> bool:
         """Whether waiting would return at once."""
@@ -81,9 +82,10 @@ class HorovodWork:
             try:
                 self._result = horovod.synchronize(handle)
             except horovod.HorovodInternalError as error:
-                if "join" in str(error).lower():
-                    raise RuntimeError(JOIN_REFUSED) from error
-                raise
+                joined = "join" in str(error).lower()
+                self._error = RuntimeError(JOIN_REFUSED) if joined else error
+        if self._error is not None:
+            raise self._error
         return self._result
 
 

@@ -138,6 +138,7 @@ class ScaleCom(methods.ScaleCom):
         if self.config.wire_dtype == "float16":
             self._check_predivision(collectives.size)
         self.attach(parameters, PerTensor(parameters, self, collectives, self._fresh))
+        self._waiting = None, None  # nobody detaches it from Horovod's own optimizer
         warn_of_half_sums(self.sums_halves, horovod)
 
     def _check_predivision(self, ranks: int) -> None:
@@ -367,6 +368,11 @@ class PerTensor:
             bad = ~average.isfinite().all()
             output = average.view(sent.shape)
         else:
+            if sent.name not in self._buckets:
+                raise RuntimeError(
+                    f"the step in which {sent.name} was sent failed, and was rolled back: load a "
+                    "state, or call zero_grad() and backward() again"
+                )
             bucket, tensor = self._buckets[sent.name], self._residues.tensors[sent.name]
             share = 1 / self._factor
             average = result.to(tensor.residue.dtype) * (share / self._scale)

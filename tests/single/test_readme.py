@@ -1,4 +1,4 @@
-"""What the README shows works as it stands there: its example of a method of one's own."""
+"""What the README shows works as it stands there: its examples of methods of one's own."""
 
 import re
 from pathlib import Path
@@ -12,14 +12,20 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 @pytest.mark.usefixtures("one_thread_per_rank")
-def test_the_method_of_ones_own():
-    (example,) = [
-        block
-        for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-        if "(hvd.Method)" in block
-    ]
+def test_methods_of_ones_own():
+    section = README.read_text().split("**One of your own** is a class")[1]
     scope = {}
-    exec(example, scope)
+    for example in re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.S):
+        exec(example, scope)
+    counting = Simulation(
+        2,
+        lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))},
+        compression=scope["Counting"],
+        dense=[],
+        warmup_steps=0,
+    )
+    counting.step([{"w": torch.ones(60, 50)}] * 2)
+    assert counting.compressors[0].tensor_states["w"]["steps"] == 1
     ranks = 3
     # Two widths of offsets in one bucket, the wider of an odd number of bytes in all.
     simulation = Simulation(

@@ -334,8 +334,13 @@ MISFITS = {
     "a tensor is missing": (without("sent", "third"), "the method's state of third is"),
     "the method's own is missing": (
         lambda state: state["method_state"]["method"].pop("whole"),
-        r"the state of the whole method is \['steps'\] in the state and \['steps', 'whole'\] now",
+        r"the state of the whole method is \{'steps': None\} in the state and .*'whole'.* now",
     ),
+    "the method's own of another shape": (
+        lambda state: state["method_state"]["method"].update(whole=torch.zeros(3)),
+        r"the state of the whole method is .*'whole': \(3,\)",
+    ),
+    "no state of the method": (lambda state: state.pop("method_state"), "the method's state of"),
     "another shape": (
         cut,
         r"the method's state of second is \{'velocity': \(2999,\), 'sent': \(3000,\)\} in the "
@@ -428,3 +433,119 @@ def test_an_error_in_mid_step_leaves_what_ranks_have_of_their_own(monkeypatch):
         assert_same(*simulation.step(made_up(2, step)))
     assert_same(*(own["tensors"]["first"]["sent"] for own in everything(simulation)))
     assert [own.method_state["steps"] for own in simulation.compressors] == [3, 3]
+
+
+class Chooses(Method):
+    """Keeps what the leader chose last as state, in views of the bucket's buffer, and counts in
+    bfloat16. Only the first bucket counts for the method.
+    """
+
+    equal_state = ("count",)
+
+    def init(self, tensor):
+        return {
+            "chosen": torch.zeros(tensor.geometry.k, dtype=tensor.offset_dtype),
+            "count": torch.zeros(1, dtype=torch.bfloat16),
+        }
+
+    def init_method(self):
+        return {"steps": torch.zeros(1, dtype=torch.int64)}
+
+    def step(self, bucket, collectives, state):
+        offsets = yield from collectives.broadcast(bucket.choose(), collectives.leader())
+        places = bucket.places_at(offsets)
+        values = bucket.accumulators[places]
+        bucket.send(places, values)
+        bucket.receive(places, (yield from collectives.average(values)))
+        own = {
+            name: {"chosen": chosen, "count": state.tensors[name]["count"] + 1}
+            for name, chosen in bucket.split_offsets(offsets).items()
+        }
+        method = state.method
+        if collectives.bucket == 0:
+            method = {"steps": state.method["steps"] + 1}
+        return dataclasses.replace(state, tensors=own, method=method)
+
+    def whole_step(self, bucket, collectives, state):
+        """Looks at accumulators, which changes nothing."""
+        assert bucket.choose().numel()
+        return None
+        yield
+
+
+def test_views_of_the_choice_are_saved_as_copies():
+    """Offsets of two widths share a buffer, which torch.save would refuse."""
+    simulation = simulate(2, compression=Chooses, rates={"third": 999})
+    for step in range(3):
+        simulation.step(made_up(2, step))
+    (kept, _), (first, _) = saved(simulation), copy.deepcopy(saved(simulation))
+    torch.save(simulation.compressors[0].state_dict(), io.BytesIO())
+    for step in range(3, 6):
+        simulation.step(made_up(2, step))
+    assert_same(kept["method_state"], first["method_state"])
+
+
+def test_what_one_bucket_changes_of_the_methods_own_state_is_kept():
+    simulation = simulate(2, compression=Chooses)
+    for step in range(3):
+        simulation.step(made_up(2, step))
+    assert [int(method.method_state["steps"]) for method in simulation.compressors] == [3, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_whole_step_may_look_at_accumulators(dtype):
+    simulation = Simulation(
+        2,
+        lambda rank: {"a": torch.nn.Parameter(torch.zeros(3000, dtype=dtype))},
+        compression=Chooses,
+        rate=20,
+        dense=[],
+        warmup_steps=1,
+    )
+    averages = simulation.step(
+        [{"a": torch.full((3000,), rank + 1, dtype=dtype)} for rank in (0, 1)]
+    )
+    assert_same(averages[0]["a"], torch.full((3000,), 1.5, dtype=dtype))
+    assert not any(method.residues.norm() for method in simulation.compressors)
+
+
+class AtTheEndOfTheWorld:
+    """What averages for an optimizer that could not be made."""
+
+    def watch(self, diagnostics):
+        raise AssertionError
+
+
+def test_what_was_loaded_is_kept_where_no_optimizer_could_be_made():
+    """The script corrects its mistake, and tries again with the same object."""
+    simulation = simulate(1)
+    for step in range(3):
+        simulation.step(made_up(1, step))
+    (state,) = saved(simulation)
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    settings = {"rate": 20, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0}
+
+    def check(method):
+        method.attach(parameters, AtTheEndOfTheWorld())
+        found = method.residues.tensors
+        for name, residue in state["residues"].items():
+            assert_same(found[name].residue, residue.view(-1))
+        assert_same(method.tensor_states, simulation.compressors[0].tensor_states)
+
+    method = MomentumTopK(**settings)
+    method.load_state_dict(copy.deepcopy(state))
+    for _ in range(2):
+        check(method)
+        method.detach()
+    method.load_state_dict(copy.deepcopy(state))
+    check(method)
+
+    # A state that did not fit, and then the right one.
+    for case in ("a kind is missing", "another model"):
+        method, wrong = MomentumTopK(**settings), copy.deepcopy(state)
+        MISFITS[case][0](wrong)
+        method.load_state_dict(wrong)
+        with pytest.raises(ValueError, match=MISFITS[case][1]):
+            method.attach(parameters, AtTheEndOfTheWorld())
+        method.load_state_dict(copy.deepcopy(state))
+        check(method)

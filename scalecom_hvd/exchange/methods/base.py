@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 
 from scalecom_hvd.agreement import digest_of
@@ -40,10 +41,11 @@ class State:
     Attributes:
         step: the number of this step.
         tensors: {name: {what: tensor}} of this bucket's compressed tensors.
-        method: {what: tensor or number} of the whole method. Where several buckets give
-            different ones, that of the last bucket counts.
-        whole_next: whether the next step is sent whole.
-        arrives: the collective that completes the state in the next step, if one is under way.
+        method: {what: tensor or number} of the whole method. All buckets of a step are given the
+            same. Where several change it, the last bucket's counts.
+        whole_next: whether the next step is sent whole. Look-ahead chooses for it only if not.
+        arrives: the collective that completes the state in the next step, if the method left one
+            under way, as look-ahead does.
     """
 
     step: int
@@ -98,19 +100,24 @@ class BucketCollectives:
         return self.leader(later) == self.position
 
     def broadcast(self, offsets: torch.Tensor, root: int) -> Wait[torch.Tensor]:
-        """The offsets of the rank at position `root`, in place: others bring a buffer as large."""
-        name = self._name(f"offsets.{self.bucket}")
-        return self._wait(
-            "offsets", self._collectives.broadcast(offsets, root, name), "offsets", offsets
-        )
+        """The offsets, or anything else, of the rank at position `root`, in place.
+
+        Others bring a buffer of the same size and dtype, which is overwritten. One at a time: it
+        has a fixed name.
+        """
+        work = self._collectives.broadcast(offsets, root, self._name(f"offsets.{self.bucket}"))
+        return self._wait("offsets", work, "offsets", offsets)
 
     def average(
         self, values: torch.Tensor, name: str = "values", dtype: torch.dtype = torch.float32
     ) -> Wait[torch.Tensor]:
-        """The average over ranks (or sum), in place.
+        """The average over ranks, or their sum where the optimizer asks for sums, in place.
 
-        Values in float16 are summed in it. Their average is not in place, but a new tensor of
-        dtype `dtype`.
+        Args:
+            values: any that need not be kept.
+            name: one that no other collective of this step has.
+            dtype: float16 is summed in float16, which no division would survive, so the result is
+                a new tensor of this dtype. Others keep theirs.
         """
 
         def divided(total: torch.Tensor) -> torch.Tensor:
@@ -120,9 +127,9 @@ class BucketCollectives:
         return self._wait(name, work, "values", values, divided)
 
     def average_values(self, values: torch.Tensor | None = None) -> Wait[torch.Tensor]:
-        """What the bucket took, averaged in place, in one all-reduce with what it sends whole.
+        """What the bucket took in place, averaged, with the tensors that it sends whole behind it.
 
-        In float16 it is the sum: the bucket multiplies it.
+        Of values in float16 the result is the sum, as the bucket knows: give it to `receive`.
 
         Args:
             values: what `take` gave, which comes back as the result. None: nothing was taken.
@@ -302,6 +309,8 @@ class Method:
         self._averager: Averager | None = None
         self._local: LocalRounds | None = None
         self._loaded: dict[str, Any] | None = None
+        # What was loaded before it was attached, until the first step: (states, residues).
+        self._waiting: tuple[dict[str, Any] | None, dict[str, torch.Tensor] | None] = (None, None)
 
     # What a new method says.
 
@@ -331,10 +340,14 @@ class Method:
         `step` does.
         """
         return None
-        yield
+        yield  # which makes it a generator
 
     def init(self, tensor: CompressedTensor) -> dict[str, torch.Tensor]:
-        """The state of a tensor at the start, {what: tensor}; the shapes are the same later on."""
+        """The state of a tensor at the start, {what: tensor}; the shapes are the same later on.
+
+        Args:
+            tensor: tensor.residue is m (N,), tensor.geometry its lanes, tensor.name its name.
+        """
         return {}
 
     def init_method(self) -> dict[str, Any]:
@@ -360,7 +373,7 @@ class Method:
         for what, values in states.items():
             for name, value in values.items():
                 found.setdefault(name, {})[what] = tuple(value.shape)
-        if found != expected and any(states.values()):
+        if found != expected:
             name = next(n for n in [*found, *expected] if found.get(n) != expected.get(n))
             raise ValueError(
                 f"the method's state of {name} is {found.get(name)} in the state and "
@@ -405,19 +418,25 @@ class Method:
                 f"this {type(self).__name__} already serves an optimizer; make one for each: "
                 "their residues are different"
             )
-        loaded = self._loaded or {}
-        if self._loaded is not None:
-            self._check_local(loaded, local)
-        if self.diagnostics is not None:
-            averager.watch(self.diagnostics)
-        if local is not None:
-            self.residues.synchronisations_in = local.synchronisations_in
-        self.residues.attach(parameters)
-        self._take_up_states(loaded)
-        self._averager, self._local = averager, local
-        if local is not None and "local_steps" in loaded:
-            local.load_state_dict(loaded["local_steps"])
-        self._loaded = None
+        loaded, has_residues = self._loaded or {}, bool(self.residues.loaded)
+        self._waiting = self._loaded, self.residues.loaded
+        try:
+            if self._loaded is not None:
+                self._check_local(loaded, local)
+            if self.diagnostics is not None:
+                averager.watch(self.diagnostics)
+            if local is not None:
+                self.residues.synchronisations_in = local.synchronisations_in
+            self.residues.attach(parameters)
+            if has_residues:
+                self._check_states(loaded)
+            self._take_up_states(loaded)
+            if local is not None and "local_steps" in loaded:
+                local.load_state_dict(loaded["local_steps"])
+        except BaseException:
+            self.detach()
+            raise
+        self._averager, self._local, self._loaded = averager, local, None
 
     @staticmethod
     def _check_local(state: Mapping[str, Any], local: LocalRounds | None) -> None:
@@ -426,9 +445,11 @@ class Method:
             local.check_state(state["local_steps"])
 
     def detach(self) -> None:
-        """Serve nobody again; called when the optimizer could not be made."""
+        """Serve nobody again, with what was loaded; called when no optimizer could be made."""
         self._averager = self._local = None
         self.residues.synchronisations_in = every_step
+        self._loaded, residues = self._waiting
+        self.residues.detach(residues)
 
     @property
     def local(self) -> LocalRounds | None:
@@ -534,14 +555,14 @@ class Method:
         if self._averager is not None:
             self._check_local(state, self._local)
         self.residues.check(state)
-        if self.residues.attached:
+        if self._averager is not None:
             self._check_states(state)
         self.residues.load_state_dict(state)
         extra = {key: state[key] for key in (*_STATE_KEYS, "local_steps") if key in state}
         if self._averager is None:
             self._loaded = extra
         else:
-            self._take_up_states(state, check=False)
+            self._take_up_states(state)
             self._averager.agree_anew()
         if self._local is not None:
             self._local.load_state_dict(state["local_steps"])
@@ -559,38 +580,42 @@ class Method:
         by_kind: dict[str, dict[str, torch.Tensor]] = {}
         for name, state in self.tensor_states.items():
             for what, value in state.items():
-                by_kind.setdefault(what, {})[name] = value
+                # A copy: it may be a view of a buffer that later steps use again.
+                by_kind.setdefault(what, {})[name] = value.clone()
         saved: dict[str, Any] = {}
         if "offsets" in by_kind:
-            saved["offsets"] = {n: value.clone() for n, value in by_kind.pop("offsets").items()}
+            saved["offsets"] = by_kind.pop("offsets")
         if by_kind or self.method_state:
-            saved["method_state"] = {"tensors": by_kind, "method": dict(self.method_state)}
+            own = {what: _copied(value) for what, value in self.method_state.items()}
+            saved["method_state"] = {"tensors": by_kind, "method": own}
         return saved
 
     def _check_states(self, state: Mapping[str, Any]) -> None:
+        if not state.get("residues", True):
+            return  # it was saved before the first step, or by a single process
         self.check_tensor_states(_saved_states(state))
-        found = state.get("method_state", {}).get("method")
-        expected = self.init_method()
-        if found is not None and found.keys() != expected.keys():
+        expected = {what: _shape(value) for what, value in self.init_method().items()}
+        given = state.get("method_state", {}).get("method", {})
+        found = {what: _shape(value) for what, value in given.items()}
+        if found != expected:
             raise ValueError(
-                f"the state of the whole method is {sorted(found)} in the state and "
-                f"{sorted(expected)} now: it belongs to another version of {type(self).__name__}"
+                f"the state of the whole method is {found} in the state and {expected} now: it "
+                f"belongs to another version of {type(self).__name__}"
             )
 
-    def _take_up_states(self, state: Mapping[str, Any], check: bool = True) -> None:
+    def _take_up_states(self, state: Mapping[str, Any]) -> None:
         """Begin with this saved state, or anew where there is none."""
-        by_kind = _saved_states(state)
-        if check:
-            self._check_states(state)
         self.begin_state_anew()
-        for what, values in by_kind.items():
+        for what, values in _saved_states(state).items():
             for name, value in values.items():
                 # A copy: it may be on another device, and the script may keep the state it read.
-                device = self.residues.tensors[name].residue.device
-                self.tensor_states[name][what] = value.to(device, copy=True)
+                own, residue = self.tensor_states[name], self.residues.tensors[name].residue
+                dtype = own[what].dtype if what in own else value.dtype
+                own[what] = value.to(own.get(what, residue).device, dtype, copy=True)
         for what, value in state.get("method_state", {}).get("method", {}).items():
-            is_tensor = isinstance(value, torch.Tensor)
-            self.method_state[what] = value.clone() if is_tensor else value
+            first = self.method_state[what]
+            is_tensor = isinstance(first, torch.Tensor)
+            self.method_state[what] = value.to(first, copy=True) if is_tensor else value
 
     def begin_state_anew(self) -> None:
         """All state is as at the start."""
@@ -611,17 +636,20 @@ class Method:
 
     def take_state(self, states: Sequence[State]) -> None:
         """A step counted: what its buckets gave is the state now."""
+        self._waiting = None, None
+        before = dict(self.method_state)
         for state in states:
             for name, values in state.tensors.items():
                 self.tensor_states[name] = dict(values)
-            self.method_state |= state.method
+            changed = {what: v for what, v in state.method.items() if v is not before[what]}
+            self.method_state |= changed
 
     def digest_of_state(self) -> str | None:
         """For ranks to compare: of what must be the same on all; None where there is nothing."""
         states = self.tensor_states | {"": self.method_state}
         return digest_of(
             {
-                f"{what} {name}": torch.as_tensor(state[what]).cpu().numpy()
+                f"{what} {name}": _bytes_of(state[what])
                 for name, state in states.items()
                 for what in self.equal_state
                 if what in state
@@ -655,6 +683,18 @@ def _saved_states(state: Mapping[str, Any]) -> dict[str, Mapping[str, torch.Tens
     """{what: {name: tensor}} in a saved state."""
     by_kind = dict(state.get("method_state", {}).get("tensors", {}))
     return by_kind | ({"offsets": state["offsets"]} if state.get("offsets") else {})
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _bytes_of(value: Any) -> np.ndarray:
+    return torch.as_tensor(value).cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _scale_reader(loss_scale: Any) -> Callable[[], float]:

@@ -125,7 +125,7 @@ class ScaleCom(Method):
         leads = collectives.leads(later=1)
         chosen = bucket.choose_without_accumulating() if leads else None
         return self._broadcast_ahead(bucket, collectives, state, chosen)
-        yield
+        yield  # which makes it a generator
 
     def _broadcast_ahead(
         self,
@@ -139,7 +139,8 @@ class ScaleCom(Method):
         travelling = collectives.broadcast(offsets, collectives.leader(later=1))
         # In the next step every rank has submitted it already.
         arrives: Wait[torch.Tensor] = Wait("offsets", travelling.work, round=0)
-        own = {name: {"offsets": part} for name, part in bucket.split_offsets(offsets).items()}
+        parts = bucket.split_offsets(offsets)
+        own = {name: {**old, "offsets": parts[name]} for name, old in state.tensors.items()}
         return dataclasses.replace(state, tensors=own, arrives=arrives)
 
     def is_ready(self, names: Collection[str]) -> bool:
