@@ -7,7 +7,7 @@ from models import feed, gradients, parameters, same_on_all_ranks
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd import agreement
-from scalecom_hvd.torch.horovod_collectives import HorovodWork
+from scalecom_hvd.torch.horovod_collectives import HorovodCollectives, HorovodWork
 
 SHAPES = {"first": (60, 50), "second": (5000,)}
 
@@ -264,3 +264,10 @@ def test_half_values_over_gloo_are_warned_of(library, caplog):
         assert (float(total) != 1.0) == (not hvd.mpi_enabled()), (
             "Gloo has changed: is the warning still true?"
         )
+
+
+def test_a_collective_that_failed_fails_the_same_way_when_asked_again():
+    work = HorovodCollectives().average(torch.ones(3 + hvd.rank()), "of unequal shapes")
+    for _ in range(2):
+        with pytest.raises(hvd.HorovodInternalError, match="shape"):
+            work.wait()
