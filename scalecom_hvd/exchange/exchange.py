@@ -11,13 +11,14 @@ The only room that knows of time. Nearly all is done while backward goes on. One
     all values are here     -> every rank sees whether any gradient was not finite; commit the
                                step, or roll it back
 
-Why this cannot deadlock: a rank waits for others only in `_finish`. There it goes round by round:
-it waits for no bucket's second collective before it has submitted that of all buckets that follow
-their first. Every rank does so in the same order of rounds and buckets, so whoever waits for a
-collective knows that no rank waits for a later one before it has submitted this one.
-`complete_state` waits only for what every rank submitted in its last step. Nothing is waited for
-in a hook, so ranks may see their gradients in any order, or not at all (those take part with
-zeros).
+Why this cannot deadlock: a rank waits for others only in `_finish`, after it has begun the steps of
+all buckets. There it goes round by round. Take two buckets in ScaleCom's cyclic form: it waits for
+both buckets' offsets (round 1), in the order of buckets; as each arrives, that bucket submits its
+values, and then it waits for both buckets' values (the last round). A rank that waits in one round
+has submitted all collectives of this round, and waits for none of a later one; so has every other
+rank, and each collective is completed. `complete_state` waits only for what every rank submitted in
+its last step. Nothing is waited for in a hook, so ranks may see their gradients in any order, or
+not at all (those take part with zeros).
 
 Optimizers call `ready` from hooks and `result` from synchronize(). Imports methods/base,
 diagnostics_sampler, new_gradients, bucket and the rooms below.
@@ -195,7 +196,15 @@ class Exchange:
         parameter.grad = make(parameter)
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """A gradient is complete on this rank. Called from backward's hooks: waits for nothing."""
+        """A gradient is complete on this rank. Called from backward's hooks: waits for nothing.
+
+        Args:
+            parameter: one of those given; its .grad is read, and filled with zeros if it is None.
+
+        Raises:
+            RuntimeError: gradients of other sizes than their parameters had; or what failed on
+                the kernel's thread meanwhile. The step is rolled back.
+        """
         name = self._name_of[parameter]
         with self._lock:
             try:
@@ -214,14 +223,27 @@ class Exchange:
                     step = self._step_of[name]
                     step.waiting.discard(name)
                     if not step.waiting:
-                        step.start(self._average(step))
+                        step.start(self._bucket_step(step))
                 self._advance()
             except BaseException:
                 self._abort()
                 raise
 
     def result(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The averaged gradient. Called when every gradient of this rank was reported."""
+        """The averaged gradient. Called when every gradient of this rank was reported.
+
+        The first call of a step waits for all ranks.
+
+        Args:
+            parameter: each reported one once.
+
+        Returns:
+            What .grad must become: of its shape and dtype; NaN in a step that does not count.
+
+        Raises:
+            RuntimeError: ranks were started differently; at the first step, on all of them.
+            Exception: what the transport raises where a collective failed. The step is rolled back.
+        """
         name = self._name_of[parameter]
         with self._lock:
             if name not in self._outputs:
@@ -315,7 +337,7 @@ class Exchange:
         looks = self._sampler is not None and self._sampler.due(self.residues.step)
         return looks and not self._whole
 
-    def _average(self, step: BucketStep) -> Step[None]:
+    def _bucket_step(self, step: BucketStep) -> Step[None]:
         """One bucket's step, from its gradients to their averages. All gradients are here."""
         bucket = step.bucket
         if step.state_arrives is not None:
@@ -356,14 +378,14 @@ class Exchange:
             self._agree()
         self._advance()
         for step in self._steps:
-            step.start(self._average(step))
+            step.start(self._bucket_step(step))
         # All buckets wait for what comes in one round before any waits for the next: then what
         # follows is submitted early, and by every rank in the same order.
-        patience = 0
+        up_to_round = 0
         while any(step.waits and step.waits.round < LAST for step in self._steps):
             for step in self._steps:
-                step.advance(patience)
-            patience += 1
+                step.advance(up_to_round)
+            up_to_round += 1
         for step in self._steps:
             step.advance(LAST)
         sparse = {name: wait() for name, wait in self._sparse.items()}
@@ -538,6 +560,7 @@ class BucketStep:
         waiting: names of its gradients that are not here yet.
         new_state: what the method's state becomes if the step counts.
         state_arrives: what must arrive before its state can be used.
+        waits: what its generator waits for now; None: it has not begun, or is over.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -545,25 +568,25 @@ class BucketStep:
         self.waiting = set(bucket.names)
         self.new_state: State | None = None
         self.state_arrives: Wait[torch.Tensor] | None = None
-        self._steps: Step[None] | None = None
+        self._generator: Step[None] | None = None
         self.waits: Wait[Any] | None = None
 
-    def start(self, steps: Step[None]) -> None:
+    def start(self, generator: Step[None]) -> None:
         """Begin, unless it has begun."""
-        if self._steps is None:
-            self._steps = steps
-            self.waits = next(steps, None)
+        if self._generator is None:
+            self._generator = generator
+            self.waits = next(generator, None)
 
-    def advance(self, patience: int = -1) -> None:
-        """Go on as far as no waiting is needed, or only up to this round of collectives."""
+    def advance(self, up_to_round: int = -1) -> None:
+        """Go on as far as no waiting is needed; wait for collectives up to this round."""
         while self.waits is not None:
-            patient = self.waits.round <= patience
+            patient = self.waits.round <= up_to_round
             if not patient and (self.waits.round == LAST or not self.waits.work.done()):
                 return
             if patient:
                 with record_function(f"scalecom.wait for {self.waits.what}"):
                     self.waits.work.wait()
-            self.waits = next(self._steps, None)
+            self.waits = next(self._generator, None)
 
     @property
     def waits_for_others(self) -> bool:
@@ -584,5 +607,5 @@ class BucketStep:
     def end(self) -> dict[str, torch.Tensor]:
         """Close the step; gives {name: what p.grad must become}."""
         self.waiting = set(self.bucket.names)
-        self.new_state = self._steps = self.waits = None
+        self.new_state = self._generator = self.waits = None
         return self.bucket.end()
