@@ -118,7 +118,7 @@ def test_a_step_waits_for_no_round_that_others_have_not_come_to():
     step.advance()
     assert waited == []
     assert not step.waits_for_others
-    step.advance(patience=0)
+    step.advance(up_to_round=0)
     assert waited == ["kernel"]
     assert step.waits_for_others
     step.advance()
@@ -128,11 +128,11 @@ def test_a_step_waits_for_no_round_that_others_have_not_come_to():
     assert waited == ["kernel"]
     assert step.waits.what == "values"
     assert not step.waits_for_others  # nothing follows: nobody hurries to look
-    step.advance(patience=10)
+    step.advance(up_to_round=10)
     values.came = True
     step.advance()
     assert not over
-    step.advance(patience=LAST)
+    step.advance(up_to_round=LAST)
     assert waited == ["kernel"]
     assert over
     assert step.waits is None
@@ -140,7 +140,7 @@ def test_a_step_waits_for_no_round_that_others_have_not_come_to():
     assert step.waiting == {"weight", "bias"}
 
 
-def test_a_step_waits_for_what_its_patience_allows():
+def test_a_step_waits_for_what_it_is_let():
     step, waited = BucketStep(new_bucket(3000)), []
     first, second, last = (Made(what, waited) for what in ("first", "second", "last"))
 
@@ -150,13 +150,13 @@ def test_a_step_waits_for_what_its_patience_allows():
         yield from Wait("last", last, LAST)
 
     step.start(moves())
-    step.advance(patience=0)
+    step.advance(up_to_round=0)
     assert waited == []
-    step.advance(patience=1)
+    step.advance(up_to_round=1)
     assert waited == ["first"]
-    step.advance(patience=2)
+    step.advance(up_to_round=2)
     assert waited == ["first", "second"]
-    step.advance(patience=LAST)
+    step.advance(up_to_round=LAST)
     assert waited == ["first", "second", "last"]
     step.end()
 
