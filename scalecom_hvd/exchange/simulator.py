@@ -12,6 +12,7 @@ and the rooms below.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -181,16 +182,21 @@ class Network:
     def _next(self) -> None:
         """Hand the turn on; it comes back to the caller when all ranks have finished."""
         if not self._ready and self._unfinished:
-            waited_for = self._waiting.values()
-            names = sorted(name for name, one in self._meetings.items() if one in waited_for)
-            self._fail(
-                RuntimeError(
-                    "simulated ranks wait for each other for ever; not all have submitted "
-                    f"{', '.join(names)}"
-                )
-            )
+            self._fail(RuntimeError(self._who_waits()))
         self._running = self._ready.popleft() if self._ready else None
         self._gates[-1 if self._running is None else self._running].release()
+
+    def _who_waits(self) -> str:
+        lines = []
+        for name, meeting in sorted(self._meetings.items()):
+            waiting = [rank for rank, one in sorted(self._waiting.items()) if one is meeting]
+            if waiting:
+                missing = [rank for rank in range(self.n) if rank not in meeting.brought]
+                lines.append(f"ranks {waiting} wait for {name}, which {missing} have not submitted")
+        return (
+            f"simulated ranks wait for each other for ever: {'; '.join(lines)}. All ranks must ask "
+            "for the same collectives in the same order"
+        )
 
     def _wake(self, ranks: Sequence[int]) -> None:
         for rank in sorted(ranks):
@@ -299,6 +305,14 @@ def _reduce(buffers: list[torch.Tensor], divide: bool, predivide: float) -> None
         buffer.copy_(total)
 
 
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """To the bit, so that NaN equals NaN. Sparse ones are not looked at."""
+    if one.is_sparse or one.numel() == 0:
+        return True
+    ours, theirs = (t.contiguous().view(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(ours, theirs)
+
+
 class Simulation:
     """n ranks, each with its parameters, its method and its Exchange.
 
@@ -379,12 +393,20 @@ class Simulation:
 
         Raises:
             Exception: that of any rank. It ends the step on all, which is rolled back.
+            RuntimeError: ranks have different averages, as a method of one's own may give them.
         """
         n = self.network.n
         orders = [list(reversed(self.parameters[0]))] * n if order is None else order
-        return self._run(
+        averages = self._run(
             [functools.partial(self._step, rank, grads[rank], orders[rank]) for rank in range(n)]
         )
+        for rank, name in itertools.product(range(1, n), averages[0]):
+            if not _are_same(averages[0][name], averages[rank][name]):
+                raise RuntimeError(
+                    f"the averages of {name} differ between ranks 0 and {rank}: every rank must "
+                    "receive the same, at the same places"
+                )
+        return averages
 
     def take_steps(self, takes: Sequence[Callable[[], Any]]) -> list[Any]:
         """Take one local step on all ranks, and synchronise them if that is due.

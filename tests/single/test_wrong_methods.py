@@ -116,6 +116,22 @@ class GathersUnequally(Right):
             bucket.receive(torch.arange(len(theirs)), theirs)
 
 
+class ReceivesItsOwn(Right):
+    def step(self, bucket, collectives, state):
+        places = torch.arange(10)
+        values = bucket.accumulators[places]
+        bucket.receive(places, values)
+        yield from collectives.average(values.clone())
+
+
+class AsksInAnotherOrder(Right):
+    def step(self, bucket, collectives, state):
+        names = ["one", "other"][:: 1 - 2 * collectives.position]
+        for name in names:
+            yield from collectives.average(torch.ones(3), name)
+        yield from right(bucket, collectives)
+
+
 class ChangesItsState(Right):
     def next_state(self, bucket, state, places):
         for own in state.tensors.values():
@@ -160,6 +176,10 @@ WRONG = {
     SendsLess: (ValueError, r"there are \(1,\) values for \(10,\) places"),
     ReceivesLess: (ValueError, r"there are \(1,\) values for \(3000,\) places"),
     GathersUnequally: (ValueError, "brought [56] rows, and all together 11"),
+    AsksInAnotherOrder: (
+        RuntimeError,
+        r"ranks \[0\] wait for scalecom.*one.0, which \[1\] have not submitted; ranks \[1\] wait",
+    ),
     ChangesItsState: (RuntimeError, "changed its state in place"),
     StateOfAnotherShape: (ValueError, r"'sent' of a became \(150,\), torch.int64"),
     StateOfNoTensor: (ValueError, "'sent' of a must be a tensor, not 3.0"),
@@ -203,6 +223,11 @@ def test_a_mistake_is_refused_and_the_step_rolled_back(method):
         simulation.step(gradients())
     for compressor in simulation.compressors:
         assert not compressor.residues.tensors["a"].residue.any()
+
+
+def test_averages_that_differ_between_ranks_are_noticed():
+    with pytest.raises(RuntimeError, match="averages of a differ between ranks 0 and 1"):
+        simulate(ReceivesItsOwn).step(gradients())
 
 
 class OfWords(Quantiser):
