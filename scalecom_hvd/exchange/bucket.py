@@ -211,6 +211,9 @@ class Bucket:
 
         Comes after `accumulate`. Gives v (k,) as it travels, rounded to the wire dtype, of which
         the residue keeps the error.
+
+        Raises:
+            RuntimeError: it does not.
         """
         if not self._has_accumulated:
             raise RuntimeError("take() comes after `yield from bucket.accumulate()`")

@@ -26,7 +26,6 @@ diagnostics_sampler, new_gradients, bucket and the rooms below.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -48,8 +47,6 @@ from scalecom_hvd.exchange.methods.checked_step import checked_step
 from scalecom_hvd.exchange.new_gradients import Found, NewGradients
 from scalecom_hvd.exchange.residue import Residues, describe_tensors
 from scalecom_hvd.schedule import leader
-
-log = logging.getLogger("scalecom_hvd")
 
 Groups = Sequence[Sequence[str]]
 SparseAverage = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
@@ -153,9 +150,8 @@ class Exchange:
         found = self._news.compare(list(self._parameters))
         if found is Found.SET_BY_HAND:
             return True
-        for name, parameter in self._parameters.items():
-            if parameter.grad is None:
-                self._fill_in(name)
+        for name in self._parameters:
+            self._fill_in(name)
         if found is Found.CHANGED:
             self._average_again()
         elif self._collectives.share == 1:  # the sum of what is the same on all ranks
@@ -192,8 +188,9 @@ class Exchange:
     def _fill_in(self, name: str) -> None:
         """A gradient that is missing becomes zero: another rank may have it."""
         parameter = self._parameters[name]
-        make = empty_sparse_gradient if name in self._sparse else torch.zeros_like
-        parameter.grad = make(parameter)
+        if parameter.grad is None:
+            make = empty_sparse_gradient if name in self._sparse else torch.zeros_like
+            parameter.grad = make(parameter)
 
     def ready(self, parameter: torch.Tensor) -> None:
         """A gradient is complete on this rank. Called from backward's hooks: waits for nothing.
@@ -212,8 +209,7 @@ class Exchange:
                 if not self._arrived:
                     self._begin_step()
                 self._arrived[name] = None
-                if parameter.grad is None:
-                    self._fill_in(name)
+                self._fill_in(name)
                 if name in self._sparse and not parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_sparse(1)
                 may_be_sparse = not (self._sparse_as_dense or self._agreed)
@@ -476,9 +472,7 @@ class Exchange:
         }
         everyone = gather_objects(self._collectives, mine, "agreement")
         residues.step = agree(everyone, tuple(compared), self.names)
-        if len({other["state"] for other in everyone}) > 1:
-            log.warning("ranks come with different states of their method: all begin it anew")
-            method.begin_equal_state_anew()
+        method.compare_states([other["state"] for other in everyone])
         for name in sorted({name for other in everyone for name in other["sparse"]}):
             if self._sparse.get(name) is None:  # none arrived here: an empty one takes part
                 parameter = self._parameters[name]

@@ -52,6 +52,13 @@ def empty_sparse_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's numbers as bytes, to be compared to the bit: NaN equals NaN."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    # None or one element count as contiguous with any stride, and another dtype wants 1.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
 def any_of(grad: torch.Tensor) -> bool:
     """Whether some element is not zero."""
     return bool((grad._values() if grad.is_sparse else grad).any())

@@ -27,7 +27,7 @@ from torch.utils.weak import TensorWeakRef
 
 from scalecom_hvd.agreement import Names
 from scalecom_hvd.exchange.collectives import Collectives, Work, gather_objects
-from scalecom_hvd.exchange.gradients import any_of
+from scalecom_hvd.exchange.gradients import any_of, as_bytes
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -177,6 +177,5 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
             tensor = tensor.coalesce()
             parts = [tensor.indices(), tensor.values()]
         for part in parts:
-            flat = part.detach().cpu().contiguous().view(-1)
-            found.update(flat.view(torch.uint8).numpy().data)
+            found.update(as_bytes(part).numpy().data)
     return found.hexdigest()

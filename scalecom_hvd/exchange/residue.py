@@ -75,6 +75,7 @@ class Residues:
         buckets: names per bucket, once ranks have agreed on them.
         ranks: how many there are, once this is known.
         rates: {name: rate} of all parameters, once they are known (`attached`).
+        loaded: {name: residue} that was loaded, and waits for parameters; None: nothing was.
     """
 
     def __init__(self, config: ScaleComConfig) -> None:
@@ -89,7 +90,7 @@ class Residues:
         # How many synchronisations there are in so many steps: with local steps, fewer.
         self.synchronisations_in: Callable[[int], int] = every_step
         self.attached = False
-        self._loaded: dict[str, torch.Tensor] | None = None
+        self.loaded: dict[str, torch.Tensor] | None = None
 
     @property
     def warmup(self) -> int:
@@ -125,20 +126,15 @@ class Residues:
         check_length(planned, self.warmup, self.rates.values())
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         check_share_whole(self.rates, sizes)
-        if self._loaded is not None:
-            self._check_fits(self._loaded)
-            self._copy_in(self._loaded)
-            self._loaded = None
-
-    @property
-    def loaded(self) -> dict[str, torch.Tensor] | None:
-        """Residues that were loaded, and wait for parameters."""
-        return self._loaded
+        if self.loaded is not None:
+            self._check_fits(self.loaded)
+            self._copy_in(self.loaded)
+            self.loaded = None
 
     def detach(self, loaded: dict[str, torch.Tensor] | None) -> None:
         """Forget the parameters. Those that are attached next begin with these residues."""
         self.attached, self.tensors, self.rates = False, {}, {}
-        self._loaded = loaded
+        self.loaded = loaded
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residues and step: plain tensors, which are not copied, and numbers."""
@@ -148,8 +144,8 @@ class Residues:
             "config": self.config.to_dict(),
             "residues": {name: t.residue.view(t.shape) for name, t in self.tensors.items()},
         }
-        if self._loaded is not None:
-            state["residues"] = self._loaded
+        if self.loaded is not None:
+            state["residues"] = self.loaded
         if self.buckets is not None:
             state["buckets"] = self.buckets
         if self.ranks is not None:
@@ -171,7 +167,7 @@ class Residues:
         if self.attached:
             self._copy_in(state["residues"])
         else:
-            self._loaded = dict(state["residues"])
+            self.loaded = dict(state["residues"])
         self.ranks = state.get("ranks")
         # Where buckets of another size are asked for, those of the state are not taken over.
         as_saved = state["config"]["bucket_bytes"] == self.config.bucket_bytes

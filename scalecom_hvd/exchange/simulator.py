@@ -24,6 +24,7 @@ import torch
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.exchange import Exchange, Groups
+from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.schedule import Schedule
@@ -307,10 +308,7 @@ def _reduce(buffers: list[torch.Tensor], divide: bool, predivide: float) -> None
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """To the bit, so that NaN equals NaN. Sparse ones are not looked at."""
-    if one.is_sparse or one.numel() == 0:
-        return True
-    ours, theirs = (t.contiguous().view(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(ours, theirs)
+    return one.is_sparse or torch.equal(as_bytes(one), as_bytes(other))
 
 
 class Simulation:

@@ -82,8 +82,10 @@ class HorovodWork:
             try:
                 self._result = horovod.synchronize(handle)
             except horovod.HorovodInternalError as error:
-                joined = "join" in str(error).lower()
-                self._error = RuntimeError(JOIN_REFUSED) if joined else error
+                self._error = error
+                if "join" in str(error).lower():
+                    self._error = RuntimeError(JOIN_REFUSED)
+                    self._error.__cause__ = error
         if self._error is not None:
             raise self._error
         return self._result

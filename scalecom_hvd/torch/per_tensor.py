@@ -287,8 +287,7 @@ class PerTensor:
         mine = {"step": residues.step, "state": method.digest_of_state()}
         everyone = gather_objects(self._collectives, mine, "elastic")
         residues.step = latest_step([other["step"] for other in everyone])
-        if len({other["state"] for other in everyone}) > 1:
-            method.begin_equal_state_anew()
+        method.compare_states([other["state"] for other in everyone])
         residues.ranks = self._collectives.size
         self._agreed = False
 

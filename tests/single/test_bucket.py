@@ -11,6 +11,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.bucket import Bucket, finished
 from scalecom_hvd.exchange.collectives import LAST, Wait
 from scalecom_hvd.exchange.exchange import BucketStep
+from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.kernel_thread import KernelThread
 from scalecom_hvd.exchange.residue import Residues
 
@@ -331,3 +332,13 @@ def test_buckets_get_smaller_towards_the_end_and_hold_every_name_once():
                 for size, bucket in zip(filled[:-1], buckets[:-1], strict=True)
             )
     assert [len(bucket) for bucket in cut([1] * 100, list(range(100)), 40)] == [40, 30, 15, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool], ids=str
+)
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_any_strides_are_the_same_bytes(size, dtype):
+    tensor = torch.tensor(1).to(dtype).expand(size)
+    assert torch.equal(as_bytes(tensor), as_bytes(torch.ones(size).to(dtype)))
+    assert as_bytes(tensor).numel() == size * dtype.itemsize

@@ -11,10 +11,10 @@ Imports bucket, residue and the rooms below.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch
 
 from scalecom_hvd.agreement import digest_of
@@ -22,10 +22,13 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import LAST, Collectives, Result, Step, Wait, Work
+from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.quantisers import Float16, Quantiser, Unrounded, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues, every_step
 from scalecom_hvd.saved_state import check_local_steps, check_method
 from scalecom_hvd.schedule import leader
+
+log = logging.getLogger("scalecom_hvd")
 
 TensorStates = Mapping[str, Mapping[str, torch.Tensor]]
 """{name of a compressed tensor: {what: tensor}}."""
@@ -623,8 +626,14 @@ class Method:
         self.tensor_states = {name: dict(self.init(tensor)) for name, tensor in tensors.items()}
         self.method_state = dict(self.init_method())
 
+    def compare_states(self, digests: Collection[str | None]) -> None:
+        """Begin anew what must be the same on all ranks, if their digests say that it is not."""
+        if len(set(digests)) > 1:
+            log.warning("ranks come with different states of their method: all begin it anew")
+            self.begin_equal_state_anew()
+
     def begin_equal_state_anew(self) -> None:
-        """What must be the same on all ranks (`equal_state`) is not: begin it anew on all."""
+        """What must be the same on all ranks (`equal_state`) may not be: begin it anew."""
         first_own = self.init_method()
         self.method_state |= {w: first_own[w] for w in self.equal_state if w in first_own}
         for name, state in self.tensor_states.items():
@@ -649,7 +658,7 @@ class Method:
         states = self.tensor_states | {"": self.method_state}
         return digest_of(
             {
-                f"{what} {name}": _bytes_of(state[what])
+                f"{what} {name}": as_bytes(torch.as_tensor(state[what])).numpy()
                 for name, state in states.items()
                 for what in self.equal_state
                 if what in state
@@ -691,10 +700,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _bytes_of(value: Any) -> np.ndarray:
-    return torch.as_tensor(value).cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _scale_reader(loss_scale: Any) -> Callable[[], float]:
