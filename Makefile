@@ -23,17 +23,17 @@ help:
 # The script itself finds out what is missing; a second call takes well under a second.
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.11, or name it: make setup PYTHON=/path/to/python3.11"; exit 1; }
-	@$(PYTHON) scripts/setup_environment.py --venv $(VENV)
+	@$(PYTHON) scripts/setup/setup_environment.py --venv $(VENV)
 
 setup-gpu:
 	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.11, or name it: make setup-gpu PYTHON=/path/to/python3.11"; exit 1; }
-	@$(PYTHON) scripts/setup_environment.py --venv $(VENV) --gpu
+	@$(PYTHON) scripts/setup/setup_environment.py --venv $(VENV) --gpu
 
 demo: setup
-	@$(RUN) scripts/demo.py
+	@$(RUN) scripts/examples/demo.py
 
 test: setup
-	@$(RUN) scripts/run_tests.py
+	@$(RUN) scripts/checks/run_tests.py
 
 lint: setup
 	@$(RUN) -m ruff check .
@@ -41,28 +41,28 @@ lint: setup
 	@$(RUN) -m mypy
 
 soak: setup
-	@$(RUN) scripts/soak.py --minutes $(or $(MINUTES),3)
+	@$(RUN) scripts/checks/soak.py --minutes $(or $(MINUTES),3)
 
 accuracy: setup
-	@$(RUN) scripts/accuracy.py
+	@$(RUN) scripts/study/accuracy.py
 
 study: setup
-	@$(RUN) scripts/study.py $(if $(QUICK),--quick --output study/quick)
+	@$(RUN) scripts/study/study.py $(if $(QUICK),--quick --output study/quick)
 
 bench: setup
-	@$(RUN) scripts/bench.py
+	@$(RUN) scripts/bench/bench.py
 
 scaling: setup
-	@$(RUN) scripts/scaling_model.py
+	@$(RUN) scripts/bench/scaling_model.py
 
 bench-keras: setup
-	@$(RUN) scripts/bench_keras.py
+	@$(RUN) scripts/bench/bench_keras.py
 
 bench-gpu: setup
-	@$(RUN) scripts/bench_gpu.py
+	@$(RUN) scripts/bench/bench_gpu.py
 
 bench-kernels: setup
-	@$(RUN) scripts/bench_kernels.py
+	@$(RUN) scripts/bench/bench_kernels.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info demo bench study scalecom_hvd/native/_*.so

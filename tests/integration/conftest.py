@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(path) for path in ((ROOT / "scripts"), *(ROOT / "scripts").glob("*/"))]
 
 import launch  # noqa: E402
 

@@ -20,7 +20,8 @@ K, SMALL = 248_190, 35_000
 def test_the_smallest_benchmark(run, tmp_path):
     hosts.install()
     output = run(
-        [sys.executable, ROOT / "scripts" / "bench.py", "--quick", "--output", tmp_path], limit=250
+        [sys.executable, ROOT / "scripts" / "bench" / "bench.py", "--quick", "--output", tmp_path],
+        limit=250,
     )
     assert "ScaleCom look-ahead" in output
     assert (tmp_path / "steps.png").stat().st_size > 10_000
@@ -39,7 +40,7 @@ def test_the_smallest_benchmark(run, tmp_path):
 
     scaling = ["--results", tmp_path / "results.json", "--output", tmp_path / "scaling.png"]
     assert "where the gain ends" in run(
-        [sys.executable, ROOT / "scripts" / "scaling_model.py", *scaling]
+        [sys.executable, ROOT / "scripts" / "bench" / "scaling_model.py", *scaling]
     )
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
@@ -48,7 +49,7 @@ def test_without_results_the_model_says_what_to_do(run, tmp_path):
     output = run(
         [
             sys.executable,
-            ROOT / "scripts" / "scaling_model.py",
+            ROOT / "scripts" / "bench" / "scaling_model.py",
             "--results",
             tmp_path / "none.json",
         ],

@@ -1,5 +1,5 @@
-"""scripts/train_keras.py as a user runs it: both loops, both launchers, resuming, wrong input; and
-whether it learns.
+"""train_keras.py as a user runs it: both loops, both launchers, resuming, wrong input; and whether
+it learns.
 """
 
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from conftest import ROOT
 
-SCRIPT = ROOT / "scripts" / "train_keras.py"
+SCRIPT = ROOT / "scripts" / "examples" / "train_keras.py"
 WORKER = Path(__file__).with_name("worker_keras.py")
 # Points of acc9 that may be lost against dense, at 8 sends per coordinate (400 steps at rate 50)
 # and a small learning rate.

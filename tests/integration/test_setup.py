@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-SCRIPT = ROOT / "scripts" / "setup_environment.py"
+SCRIPT = ROOT / "scripts" / "setup" / "setup_environment.py"
 
 
 @pytest.fixture

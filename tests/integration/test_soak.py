@@ -13,7 +13,7 @@ import soak
 from conftest import ROOT
 from tqdm import tqdm
 
-SOAK = [sys.executable, ROOT / "scripts" / "soak.py"]
+SOAK = [sys.executable, ROOT / "scripts" / "checks" / "soak.py"]
 
 
 @pytest.mark.timeout(1000)

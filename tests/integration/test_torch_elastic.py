@@ -1,8 +1,8 @@
 """Elastic training with PyTorch: workers are killed in the worst places, another one comes, and
 every rank keeps its own residues.
 
-The workers are those of scripts/soak_worker.py, which check after every step that nothing was lost;
-here their course is known beforehand. Other ways of using ScaleCom come in test_soak.py.
+The workers are those of soak_worker.py, which check after every step that nothing was lost; here
+their course is known beforehand. Other ways of using ScaleCom come in test_soak.py.
 """
 
 import os

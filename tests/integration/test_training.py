@@ -15,7 +15,7 @@ import training
 import training_torch
 from conftest import ROOT
 
-SCRIPTS = ROOT / "scripts"
+SCRIPTS = ROOT / "scripts" / "examples"
 SHORT = ["--batch-size", "8", "--no-progress", "--evaluate-every", "20"]
 
 

@@ -15,7 +15,7 @@ from tensorflow import keras
 import scalecom_hvd.tensorflow as hvd
 from scalecom_hvd.tensorflow.bucket import Bucket
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "examples"))
 import train_keras  # noqa: E402
 import training  # noqa: E402
 

@@ -7,7 +7,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 # fuzz_model.py is for tests on one process and on several; parallel.made_up is a module of theirs.
-sys.path[:0] = [str(TESTS.parent / "scripts"), str(TESTS)]
+sys.path[:0] = [*map(str, (TESTS.parent / "scripts").glob("*/")), str(TESTS)]
 
 
 @pytest.fixture

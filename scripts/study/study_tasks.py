@@ -4,7 +4,7 @@ brings.
 A task of your own is a file that defines TASK, an object like these: a subclass of `Task` with a
 model, batches, a loss and an evaluation.
 
-    python scripts/study.py --task my_task.py
+    python scripts/study/study.py --task my_task.py
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ import functools
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import train_char_lm
-import train_image
-import training
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
-from training_torch import generator
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.append(str(EXAMPLES))  # they are scripts to copy, and no package
+
+import train_char_lm  # noqa: E402
+import train_image  # noqa: E402
+import training  # noqa: E402
+from training_torch import generator  # noqa: E402
 
 
 class Task:

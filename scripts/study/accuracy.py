@@ -1,9 +1,9 @@
 """The accuracy table of the README: ScaleCom against dense training and against its controls, on 4
 ranks.
 
-    python scripts/accuracy.py                      everything: three seeds; minutes on two cores
-    python scripts/accuracy.py --quick              one seed and shorter runs, a few minutes
-    python scripts/accuracy.py --only group --seeds 1,2
+    python scripts/study/accuracy.py               everything: three seeds; minutes on two cores
+    python scripts/study/accuracy.py --quick       one seed and shorter runs, a few minutes
+    python scripts/study/accuracy.py --only group --seeds 1,2
 
 Every finished run leaves a JSON file in --output, and a second call does only what is missing. This
 script starts itself under mpirun; the ranks then do all runs of one training script
@@ -24,6 +24,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # what ranks train
 
 import launch
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
+
 import launch
 
 # The tests in the C code, and what stands there without them.
@@ -133,8 +135,8 @@ def compile_kernel(folder: Path, name: str) -> None:
         for test, nothing in TESTS.get(path.name, []):
             if test not in text:
                 sys.exit(
-                    f"{path.name} no longer says {test!r}: tell scripts/bench_checks.py what the "
-                    "test is now"
+                    f"{path.name} no longer says {test!r}: tell scripts/bench/bench_checks.py "
+                    "what the test is now"
                 )
             text = text if name == "checked" else text.replace(test, nothing)
         (folder / name / path.name).write_text(text)

@@ -394,8 +394,11 @@ def fingerprint() -> str:
     """Of the code that a result depends on."""
     root = Path(hvd.__file__).resolve().parents[1]
     own = [
-        Path(__file__).with_name(f"{name}.py")
-        for name in ("study_run", "study_tasks", "train_image", "train_char_lm", "digits")
+        study_tasks.EXAMPLES.parent / f"{name}.py"
+        for name in (
+            *("study/study_run", "study/study_tasks"),
+            *("examples/train_image", "examples/train_char_lm", "examples/digits"),
+        )
     ]
     sources = [path for path in sorted(root.rglob("*")) if path.suffix in (".py", ".c", ".h")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, *own])).hexdigest()[:16]

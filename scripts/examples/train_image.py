@@ -1,9 +1,9 @@
 """Train a ResNet or a MobileNetV2 on images with Horovod, dense or with ScaleCom.
 
-    horovodrun -np 2 python scripts/train_image.py --compression scalecom --rate 100
-    mpirun -np 4 python scripts/train_image.py --dataset cifar10 \\
+    horovodrun -np 2 python scripts/examples/train_image.py --compression scalecom --rate 100
+    mpirun -np 4 python scripts/examples/train_image.py --dataset cifar10 \\
         --data-dir ~/cifar-10-batches-py --epochs 30 --lr 0.05
-    python scripts/train_image.py --steps 200      (one process, to try things out)
+    python scripts/examples/train_image.py --steps 200      (one process, to try things out)
 
 An example to copy: `train` is the whole of it. The lines that differ from a script without Horovod
 call `hvd`, and the one that differs from a script with Horovod is `compression=`.

@@ -1,8 +1,8 @@
 """Train a ResNet on handwritten digits with Keras and Horovod, dense or with ScaleCom.
 
-    horovodrun -np 2 python scripts/train_keras.py --compression scalecom --rate 100
-    mpirun -np 4 python scripts/train_keras.py --loop custom --norm group --steps 1000
-    python scripts/train_keras.py --steps 200      (one process, to try things out)
+    horovodrun -np 2 python scripts/examples/train_keras.py --compression scalecom --rate 100
+    mpirun -np 4 python scripts/examples/train_keras.py --loop custom --norm group --steps 1000
+    python scripts/examples/train_keras.py --steps 200      (one process, to try things out)
 
 An example to copy: `train` sets up, then `fit` trains with Keras's model.fit, or `custom_loop` with
 a gradient tape. The lines that differ from a script without Horovod call `hvd` or `keras_hvd`, and

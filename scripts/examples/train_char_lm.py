@@ -1,9 +1,9 @@
 """Train an LSTM or a Transformer to predict the next character of text with Horovod, dense or with
 ScaleCom.
 
-    horovodrun -np 2 python scripts/train_char_lm.py --compression scalecom --rate 100
-    mpirun -np 4 python scripts/train_char_lm.py --model transformer --text-dir ~/books --steps 5000
-    python scripts/train_char_lm.py --steps 200      (one process, to try things out)
+    horovodrun -np 2 python scripts/examples/train_char_lm.py --compression scalecom --rate 100
+    mpirun -np 4 python scripts/examples/train_char_lm.py --model transformer --text-dir ~/books
+    python scripts/examples/train_char_lm.py --steps 200      (one process, to try things out)
 
 Without --text-dir the text is the source of Python's own standard library, which is on every
 machine. An example to copy: `train` is the whole of it. The metric is bits per character on files

@@ -6,9 +6,10 @@ A host h1..h8 is a network, mount and UTS namespace with its own interface e0, h
 h1:1,h2:1` reach it over ssh as they would reach any other machine. Files and processors are those
 of this machine. Tests and benchmarks use the class, people the command line:
 
-    python scripts/hosts.py --hosts 4 --mbit 1000 --launcher mpirun -- scripts/train_image.py
-    --steps 20 python scripts/hosts.py --hosts 2 --mbit 100 --shell python scripts/hosts.py
-    --install
+    python scripts/bench/hosts.py --hosts 4 --mbit 1000 --launcher mpirun -- \\
+        scripts/examples/train_image.py --steps 20
+    python scripts/bench/hosts.py --hosts 2 --mbit 100 --shell
+    python scripts/bench/hosts.py --install
 
 The hosts stand in one PID and mount namespace, whose first process waits for the end of a pipe that
 this process holds: when this process closes it, or ends in whatever way, the kernel ends that
@@ -29,6 +30,8 @@ import sys
 import time
 from pathlib import Path
 from typing import IO
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
 
@@ -121,7 +124,7 @@ class Hosts:
             packages = " ".join(sorted(set(absent.values())))
             raise FileNotFoundError(
                 f"hosts need {', '.join(absent)}: apt-get install {packages}, or python "
-                "scripts/hosts.py --install"
+                "scripts/bench/hosts.py --install"
             )
         self.names: list[str] = [f"h{i + 1}" for i in range(n)]
         # In a session of its own, so that a Ctrl-C at the terminal ends the cluster only when this

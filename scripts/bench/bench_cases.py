@@ -6,10 +6,15 @@ Run by bench_worker.py on every rank.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # scripts to copy
+
 import train_image
 
 

@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import launch
 from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
+
+import launch
 
 SCRIPTS = Path(__file__).resolve().parent
 METHODS = {"none": "dense", "scalecom": "ScaleCom"}
@@ -291,7 +294,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         type=Path,
-        default=SCRIPTS.parent / "demo",
+        default=SCRIPTS.parents[1] / "demo",
         help="folder for results (default: %(default)s)",
     )
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")

@@ -21,9 +21,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
+
 import launch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PYTEST = ["-m", "pytest", "-q", "--color=no"]
 # Tests side by side, the longest first: see tests/integration/conftest.py.
 SHARED = [

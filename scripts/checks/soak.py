@@ -7,8 +7,8 @@ read: weights must be equal on all ranks at every commit, losses must fall, memo
 Ends with a table of faults, and with exit code 1 if any was not survived. Of a job with complaints
 the folder is kept, which has its log, and every worker's diary and checkpoint.
 
-    python scripts/soak.py --minutes 3 --ranks 4
-    python scripts/soak.py --minutes 3 --only "local steps" --seed 5
+    python scripts/checks/soak.py --minutes 3 --ranks 4
+    python scripts/checks/soak.py --minutes 3 --only "local steps" --seed 5
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import launch
 import torch
 from soak_faults import Plan
 from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
+
+import launch
 
 # Faults are to meet compressed steps, from the first one on.
 COMPRESSED = {"rate": 20, "dense": [], "warmup_steps": 0}

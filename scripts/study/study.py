@@ -1,14 +1,15 @@
-"""Does ScaleCom keep accuracy, when not, and against what else: trains what study_questions.py
-names, and writes a page of answers.
+"""Does ScaleCom keep accuracy, when not, and against what else: trains every method on several
+tasks, and writes what came out as tables and pictures.
 
-    python scripts/study.py                      everything: about an hour and a half on two cores
-    python scripts/study.py --quick              the same questions, smaller
-    python scripts/study.py --task my_task.py   of a model of your own (see study_tasks.py)
-    python scripts/study.py --only accuracy      one experiment
+    python scripts/study/study.py                      everything: an hour and a half on two cores
+    python scripts/study/study.py --quick              the same questions, smaller
+    python scripts/study/study.py --task my_task.py    of a model of your own (see study_tasks.py)
+    python scripts/study/study.py --only accuracy      one experiment
 
-Every finished run leaves a file in --output/runs, and a second call does only what is missing. The
-page is --output/answers.md, with its pictures beside it. Workers are simulated: n of them in one
-process, by the very exchange that real ranks run; one process per core.
+Every finished run leaves a file in --output/runs, and a second call does only what is missing. In
+--output are results.csv (a row per case), curves.csv (losses and bytes over steps), tables.md and
+pictures. What they mean stands in docs/results.md. Workers are simulated: n of them in one process,
+by the very exchange that real ranks run; one process per core.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import study_page
-import study_questions
+import study_cases
+import study_pictures
+import study_results
 import study_run
 import study_tasks
 import training
@@ -60,7 +62,7 @@ def study(args: argparse.Namespace) -> None:
         study_tasks.find(task)
     cases = [
         case
-        for case in study_questions.cases(tasks, args.seeds, args.quick)
+        for case in study_cases.cases(tasks, args.seeds, args.quick)
         if not args.only or case.experiment in args.only
     ]
     if not cases:
@@ -81,9 +83,13 @@ def study(args: argparse.Namespace) -> None:
             f"{folder} to make them anew",
             file=sys.stderr,
         )
-    page = study_page.write(args.output, cases, results, args.bench)
-    print(page.read_text())
-    print(f"written to {page}, pictures beside it")
+    found = study_results.Study(cases, results)
+    pictures = set(study_pictures.draw(found, args.output))
+    study_results.write_csv(found, args.output / "results.csv")
+    study_results.write_curves(found, args.output / "curves.csv")
+    study_results.write_tables(found, args.output / "tables.md", pictures)
+    print((args.output / "tables.md").read_text())
+    print(f"written to {args.output}: results.csv, curves.csv, tables.md and pictures")
 
 
 def train_missing(runs: Iterable[Run], folder: Path, processes: int) -> None:
@@ -144,7 +150,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         default=Path("study"),
-        help="folder for runs, page and pictures (default: %(default)s)",
+        help="folder for runs, tables and pictures (default: %(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="one seed, shorter runs")
     parser.add_argument(
@@ -169,12 +175,6 @@ def argument_parser() -> argparse.ArgumentParser:
         type=int,
         default=os.cpu_count() or 1,
         help="runs at a time (default: one per core)",
-    )
-    parser.add_argument(
-        "--bench",
-        type=Path,
-        default=Path("bench/results.json"),
-        help="what make bench measured (default: %(default)s)",
     )
     return parser
 

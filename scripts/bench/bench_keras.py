@@ -15,6 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
 

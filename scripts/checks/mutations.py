@@ -1,0 +1,230 @@
+"""Which tests notice which mistake: takes one line of behaviour out at a time, and runs the tests.
+
+    python scripts/checks/mutations.py                 all of them: about an hour on two cores
+    python scripts/checks/mutations.py --only leader   those whose name contains it
+    python scripts/checks/mutations.py --check         only whether each line is still there
+
+The mutations are in mutations.toml. Each is made in a copy of the working tree, one copy per core.
+Every finished one leaves a file in --output, and a second call does only what is missing. The table
+is --output/table.md. A mutation that no test notices makes the exit code 1.
+
+On one process all tests run. On several ranks a file ends with its first failure, as ranks no
+longer wait for each other after it; so of each file the first test that notices is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.append(str(HERE.parent))
+
+import launch  # noqa: E402
+
+PYTEST = ["-m", "pytest", "-v", "--color=no", "-rfE", "-p", "no:cacheprovider"]
+# Parametrised tests are told by their functions: their values fill pages.
+TEST = r"(tests/[\w/.]+(?:::\w+)*)"
+FAILED = re.compile(rf"\b(?:FAILED|ERROR) {TEST}")
+SKIPPED = {  # what cannot notice a change outside of native code takes a third of the time
+    "native": ["tests/single/test_sanitizers.py"],
+    "triton": ["tests/single/test_triton.py"],
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of the package, as mutations.toml has it."""
+
+    name: str
+    file: str
+    was: str
+    becomes: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> None:
+        """Make it in a tree.
+
+        Raises:
+            ValueError: the text is not there, or not once.
+        """
+        path = root / "scalecom_hvd" / self.file
+        text = path.read_text()
+        if text.count(self.was) != 1:
+            raise ValueError(
+                f"mutations.toml: {self.name!r}: {self.was!r} stands {text.count(self.was)} times "
+                f"in scalecom_hvd/{self.file}, and must once: bring the mutation up to date"
+            )
+        path.write_text(text.replace(self.was, self.becomes))
+
+    @property
+    def file_name(self) -> str:
+        return re.sub(r"\W+", "_", self.name) + ".json"
+
+
+def mutations() -> list[Mutation]:
+    """Those of mutations.toml, in its order."""
+    found = tomllib.loads((HERE / "mutations.toml").read_text())["mutation"]
+    return [Mutation(**one | {"tests": tuple(one["tests"])}) for one in found]
+
+
+def build(root: Path) -> None:
+    """Compile the native kernel of a tree."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+
+
+def copy(root: Path) -> None:
+    """The files of the working tree, and its libraries."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\n")
+    libraries = (str(path.relative_to(ROOT)) for path in ROOT.glob("scalecom_hvd/native/*.so"))
+    for name in {*listed, *libraries} - {""}:
+        if (ROOT / name).is_file():  # one that is deleted is still listed
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+
+
+def notice(mutation: Mutation, root: Path, core: int) -> dict[str, list[str]]:
+    """{group: the tests that fail} with this mutation."""
+    noticed = {}
+    for group in mutation.tests:
+        if group in ("single", "integration"):
+            skipped = [
+                f"--ignore={file}"
+                for part, files in SKIPPED.items()
+                if not mutation.file.startswith(part)
+                for file in files
+            ]
+            program = [sys.executable, *PYTEST, "--timeout=100", *skipped, f"tests/{group}"]
+            noticed[group] = failing(program, root, core)
+        else:
+            noticed[group] = list(failing_on_ranks(group, root, core))
+    return noticed
+
+
+def failing_on_ranks(group: str, root: Path, core: int) -> Iterator[str]:
+    """Of each file of a framework the first test that fails."""
+    framework, _, ranks = group.partition(" ")
+    files = [
+        str(file.relative_to(root))
+        for file in sorted((root / "tests" / "parallel").glob("test_*.py"))
+        if ("tensorflow" in file.name) == (framework == "tensorflow")
+    ]
+    while files:
+        program = [*PYTEST, "-x", "--timeout=40", "--timeout-method=thread", *files]
+        tests = failing(launch.command("mpirun", int(ranks or 2), program), root, core)
+        yield from tests
+        reached = [n for n, file in enumerate(files) if any(file in test for test in tests)]
+        # Where ranks die without a word, nobody knows where they were.
+        files = files[max(reached) + 1 :] if reached else []
+
+
+def failing(command: Sequence[str], root: Path, core: int) -> list[str]:
+    """The tests that fail in a run, parametrised ones by their functions."""
+    process = subprocess.run(
+        command,
+        cwd=root,
+        env=launch.environment(PYTHONPATH=str(root), OMPI_MCA_mpi_yield_when_idle="1"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=3600,
+        preexec_fn=lambda: os.sched_setaffinity(0, [core]),
+    )
+    tests = list(dict.fromkeys(FAILED.findall(process.stdout)))
+    if process.returncode != 0 and not tests:  # it hung or died: in the last test that began
+        tests = re.findall(TEST, process.stdout)[-1:]
+    return tests
+
+
+def run(mutation: Mutation, cores: queue.SimpleQueue[int], output: Path) -> None:
+    """Make one mutation, run its tests, and write down which notice."""
+    core, began = cores.get(), time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="mutation.") as folder:
+            root = Path(folder)
+            copy(root)
+            mutation.apply(root)
+            if mutation.file.startswith("native"):
+                build(root)
+            noticed = notice(mutation, root, core)
+    finally:
+        cores.put(core)
+    (output / mutation.file_name).write_text(json.dumps(noticed, indent=1) + "\n")
+    count = sum(map(len, noticed.values()))
+    took = time.monotonic() - began
+    print(f"{mutation.name}: noticed by {count or 'NONE'} ({took:.0f} s)", flush=True)
+
+
+def table(wanted: Sequence[Mutation], output: Path) -> str:
+    """Every mutation, and how many tests notice it: by group, with some of their names."""
+    groups = list(dict.fromkeys(group for mutation in wanted for group in mutation.tests))
+    lines = [
+        f"| what goes wrong | {' | '.join(groups)} | among them |",
+        "|---|" + "---|" * (len(groups) + 1),
+    ]
+    for mutation in wanted:
+        noticed = json.loads((output / mutation.file_name).read_text())
+        counts = [str(len(noticed[group])) if group in noticed else "" for group in groups]
+        names = [name.removeprefix("tests/") for names in noticed.values() for name in names[:2]]
+        lines.append(f"| {mutation.name} | {' | '.join(counts)} | {', '.join(names[:3])} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="mutations whose name contains this")
+    parser.add_argument("--check", action="store_true", help="run nothing: are the lines there?")
+    parser.add_argument("--output", type=Path, default=Path("mutations"))
+    arguments = parser.parse_args()
+    wanted = [mutation for mutation in mutations() if arguments.only in mutation.name]
+    if not wanted:
+        parser.error(f"no mutation's name contains {arguments.only!r}: see mutations.toml")
+    if arguments.check:
+        for mutation in wanted:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "scalecom_hvd" / mutation.file
+                path.parent.mkdir(parents=True)
+                shutil.copy(ROOT / "scalecom_hvd" / mutation.file, path)
+                mutation.apply(Path(folder))
+        return 0
+
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    missing = [one for one in wanted if not (arguments.output / one.file_name).exists()]
+    available = sorted(os.sched_getaffinity(0))
+    cores: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for core in available:
+        cores.put(core)
+    with concurrent.futures.ThreadPoolExecutor(len(available)) as pool:
+        for job in [pool.submit(run, one, cores, arguments.output) for one in missing]:
+            job.result()
+    text = table(wanted, arguments.output)
+    (arguments.output / "table.md").write_text(text)
+    print(text)
+    found = [json.loads((arguments.output / one.file_name).read_text()) for one in wanted]
+    return 0 if all(any(noticed.values()) for noticed in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Which runs the study makes: eight experiments, each a list of cases.
+
+A case is runs that differ in their seeds alone. Its `group` is the picture's panel it belongs to,
+`what` the curve, `x` the place on it. `--quick` keeps one seed, shorter runs, and the rates and
+numbers of workers that matter most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from study_run import Run
+
+RATES = (25, 100, 400)
+METHODS = ("ScaleCom", "LocalTopK", "GTopK", "RandomK", "GlobalTopK")
+BETAS = (1.0, 0.3, 0.1, 0.03)
+WORKERS = (4, 8, 16, 64)
+RATE = 100
+# Tasks that only the first experiment asks.
+SECOND = ("mobilenet", "transformer")
+# Where beta = 1 breaks: a large learning rate, held, and no batch normalisation, which would hide
+# it.
+LARGE_RATE = {"lr": 0.15, "schedule": "constant", "steps": 300}
+LARGE_BATCH = {"lr": 0.25, "schedule": "constant", "steps": 150, "batch_size": 64, "norm": "group"}
+MANY = {"steps": 250, "batch_size": 8, "norm": "group"}
+FILTER = 0.1
+# Local steps between synchronisations, what the sent values become, and who chooses them.
+STEPS = (1, 4, 16)
+QUANTISERS = ("none", "sign", "4 bits", "8 bits")
+WIDTHS = ("none", "8 bits", "4 bits", "2 bits", "sign")
+SELECTIONS = {"leader": "ScaleCom", "local": "LocalTopK"}
+CONTROLS = ("residues thrown away", "compressed tensors frozen")
+# What every choice is compared with, in experiments where it is not dense training.
+RECOMMENDED = "as recommended"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Runs that differ in their seeds alone; see the module."""
+
+    experiment: str
+    group: str
+    what: str
+    x: float | None
+    runs: tuple[Run, ...]
+
+
+def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[Case]:
+    """All cases of all experiments; cases of several experiments may share runs."""
+    shorter = {"steps": 150} if quick else {}
+    own = [task for task in tasks if task not in SECOND][: 1 if quick else None]
+    digits = "resnet" in tasks
+    found = [*accuracy(tasks, quick, shorter)]
+    if digits:
+        found += [*large(quick), *workers(quick)]
+    found += [*similarity(own, quick, shorter, digits), *choices(own, quick, shorter)]
+    if "lstm" in tasks:
+        found += [*bounded(quick), *([] if quick else lstm_betas())]
+    found += [*local(own, quick), *(widths() if digits and not quick else [])]
+    return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
+
+
+def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]:
+    """All seeds where methods are compared, two elsewhere.
+
+    One is enough for whether something stays bounded over 10 000 steps, and all that there is time
+    for with 64 workers.
+    """
+    (run,) = case.runs
+    wanted = len(seeds) if case.experiment in ("accuracy", "local") else 2
+    if quick or case.experiment == "bounded" or run.workers >= 64:
+        wanted = 1
+    for seed in seeds[:wanted]:
+        yield dataclasses.replace(run, seed=seed).resolved()
+
+
+def case(
+    experiment: str,
+    group: str,
+    what: str,
+    task: str,
+    method: str = "dense",
+    x: float | None = None,
+    rate: float | None = RATE,
+    **fields: Any,
+) -> Case:
+    """A case whose run has these fields; those that are not of Run are options of the method."""
+    own = {field.name for field in dataclasses.fields(Run)}
+    options = {name: value for name, value in fields.items() if name not in own}
+    if method not in ("dense", "ECQSGD") and rate is not None:
+        options = {"rate": rate} | options
+    chosen = {name: value for name, value in fields.items() if name in own}
+    run = Run(task=task, method=method, options=tuple(options.items()), **chosen)
+    return Case(experiment, group, what, x, (run,))
+
+
+def accuracy(tasks: tuple[str, ...], quick: bool, shorter: dict[str, Any]) -> Iterator[Case]:
+    """1. The standard batch: every method at every rate, and controls that tell what it tells."""
+    for task in tasks:
+        yield case("accuracy", task, "dense", task, **shorter)
+        for rate in (RATE,) if quick else RATES:
+            for method in METHODS:
+                yield case("accuracy", task, method, task, method, rate, rate, **shorter)
+        yield case("accuracy", task, "ECQSGD 4 bits", task, "ECQSGD", bits=4, **shorter)
+        if not quick:
+            flops = {"rates": "from_flops", "dense": ()}
+            name = "ScaleCom, rates from flops"
+            yield case("accuracy", task, name, task, "ScaleCom", rate=None, **flops)
+        for control in CONTROLS:
+            yield case("accuracy", task, control, task, "ScaleCom", control=control, **shorter)
+
+
+def large(quick: bool) -> Iterator[Case]:
+    """2. Large batches and rates: when the filter rescues, and whether it is just momentum."""
+    settings = {"large learning rate, group norm": LARGE_RATE | {"norm": "group"}}
+    if not quick:
+        warm = LARGE_RATE | {"norm": "group", "lr_warmup": 0.2}
+        settings |= {
+            "large learning rate, group norm, warm-up": warm,
+            "large learning rate, batch norm": LARGE_RATE,
+            "batch of 256, group norm": LARGE_BATCH,
+            "standard": {},
+        }
+    for name, fields in settings.items():
+        yield case("large", name, "dense", "resnet", **fields)
+        for beta in (1.0, 0.1) if quick else BETAS:
+            yield case("large", name, "ScaleCom", "resnet", "ScaleCom", beta, beta=beta, **fields)
+        if "group norm" in name and "warm-up" not in name:
+            # The same filter on gradients, in the place of the residues' own: if it does the same,
+            # ScaleCom's is a momentum.
+            filtered = {"control": FILTER} | fields
+            yield case("large", name, "dense, gradients filtered", "resnet", **filtered)
+            what = "beta 1, gradients filtered"
+            yield case("large", name, what, "resnet", "ScaleCom", **filtered)
+            if not quick:
+                yield case("large", name, "RandomK", "resnet", "RandomK", **fields)
+
+
+def lstm_betas() -> Iterator[Case]:
+    """2. What the filter costs where nothing has to be rescued."""
+    for beta in BETAS:
+        yield case("large", "LSTM", "ScaleCom", "lstm", "ScaleCom", beta, beta=beta)
+
+
+def workers(quick: bool) -> Iterator[Case]:
+    """3. More workers: accuracy, similarity, build-up, bytes."""
+    fields = MANY | ({"steps": 60} if quick else {})
+    for n in (4, 16) if quick else WORKERS:
+        for method in ("dense", "ScaleCom", "LocalTopK", "RandomK"):
+            looks = {"diagnostics": 20} if method in ("ScaleCom", "LocalTopK") else {}
+            name = "digits, plain CNN, group norm"
+            yield case("workers", name, method, "plain", method, n, workers=n, **looks, **fields)
+
+
+def similarity(
+    tasks: list[str], quick: bool, shorter: dict[str, Any], digits: bool
+) -> Iterator[Case]:
+    """4. Over time; and where workers should be unlike: tiny batches, shards of unlike data."""
+    for task in tasks:
+        for beta in (1.0, 0.1):
+            fields = {"beta": beta, "diagnostics": 10} | shorter
+            yield case("similarity", task, f"beta {beta:g}", task, "ScaleCom", **fields)
+    settings = {
+        "batch of 2": {"batch_size": 2, "norm": "group"},
+        "batch of 16": {"norm": "group"},
+        "unlike shards": {"unlike": True, "norm": "group"},
+    }
+    for name, fields in settings.items() if digits else ():
+        for method in ("dense", "ScaleCom", "LocalTopK", "RandomK"):
+            looks = {"diagnostics": 10} if method == "ScaleCom" else {}
+            own = looks | shorter | fields
+            yield case("similarity", name, method, "resnet", method, **own)
+
+
+def choices(tasks: list[str], quick: bool, shorter: dict[str, Any]) -> Iterator[Case]:
+    """5. What each choice costs or gains, one at a time, at rate 100."""
+    variants: dict[str, dict[str, Any]] = {
+        RECOMMENDED: {},
+        "nothing sent whole": {"dense": (), "warmup": 0.0},
+        "no dense warm-up": {"warmup": 0.0},
+        "output layer compressed": {"dense": ()},
+    }
+    if not quick:
+        staggered = {"leader": "staggered", "bucket_bytes": 200_000}
+        variants |= {
+            "the library's defaults": {"warmup": None},
+            "first layer whole too": {"dense": ("auto:first", "auto:output")},
+            "look-ahead": {"lookahead": True},
+            "staggered leaders": staggered,
+            "both": {"lookahead": True} | staggered,
+            "float16 values": {"wire_dtype": "float16"},
+            "exact top-k": {"selection": "exact"},
+            "clipping after the exchange": {"clip": 1.0},
+            "clipping before the exchange": {"clip_first": 1.0},
+            "momentum before the exchange": {"momentum_first": True},
+            "weight decay before the exchange": {"decay_first": True},
+        }
+    for task in tasks:
+        for name, fields in variants.items():
+            if name.startswith("weight decay") and task == "lstm":
+                continue  # it has none
+            yield case("choices", task, name, task, "ScaleCom", **shorter, **fields)
+        if not quick:
+            yield case("choices", task, "dense, clipped", task, clip=1.0)
+
+
+def bounded(quick: bool) -> Iterator[Case]:
+    """7. Residues over ten thousand steps, where gradients do not vanish.
+
+    Text that is never seen twice, at a learning rate that does not fall.
+    """
+    steps = 300 if quick else 10_000
+    fields = {"steps": steps, "batch_size": 1, "schedule": "constant", "warmup": 0.0, "lr": 0.3}
+    for beta in (1.0,) if quick else (1.0, 0.1):
+        own = {"beta": beta, "diagnostics": steps // 50} | fields
+        yield case("bounded", "LSTM", f"beta {beta:g}", "lstm", "ScaleCom", **own)
+
+
+def local(tasks: list[str], quick: bool) -> Iterator[Case]:
+    """8. Local steps, and quantised values of both choices, with as many gradients for all."""
+    for task in tasks:
+        # A whole number of rounds. Smaller tensors are compressed too, so that what is sent whole
+        # hides less of what bits save.
+        steps = 144 if quick else {"lstm": 496}.get(task, 400)
+        for h in STEPS[1:] if quick else STEPS:
+            fields = {"local_steps": h, "steps": steps}
+            yield case("local", task, "sent whole", task, "dense", h, **fields)
+            fields["min_numel"] = 256
+            for quantiser in ("none", "sign") if quick else QUANTISERS:
+                for selection, method in SELECTIONS.items():
+                    options = {} if quantiser == "none" else {"quantiser": quantiser}
+                    what = f"{selection} top-k, {quantiser}"
+                    yield case("local", task, what, task, method, h, **fields, **options)
+
+
+def widths() -> Iterator[Case]:
+    """8. How the levels of a quantiser and k play together."""
+    fields = {"local_steps": 4, "steps": 400, "min_numel": 256}
+    for rate in RATES:
+        for width in WIDTHS:
+            own = fields | ({} if width == "none" else {"quantiser": width})
+            yield case("widths", "digits, H = 4", width, "resnet", "ScaleCom", rate, rate, **own)

@@ -1,0 +1,233 @@
+"""The study's pictures, one file each: what study_results.py knows, over what was varied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from study_cases import RATE
+from study_results import NAMES, NUMBERS, Scores, Study, smooth, title_of
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen first)
+
+COLOURS = {
+    "dense": "black",
+    "sent whole": "black",
+    "ScaleCom": "C0",
+    "LocalTopK": "C1",
+    "GTopK": "C2",
+    "RandomK": "C3",
+    "GlobalTopK": "C4",
+    "ECQSGD 4 bits": "C5",
+}
+LINES = ("--", ":", "-.", (0, (5, 1)), (0, (1, 3)))
+Point = tuple[float, float, float]  # x, y, deviation of y
+
+
+def name_of(what: str) -> str:
+    """What a legend calls it."""
+    return NAMES.get(what, what)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a picture."""
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def panels(titles: Sequence[str], width: float = 4.6, height: float = 3.8) -> tuple[Any, Any]:
+    """A figure with a row of panels."""
+    figure, axes = plt.subplots(
+        1,
+        len(titles),
+        figsize=(width * len(titles), height),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis, title in zip(axes[0], titles, strict=True):
+        axis.set_title(title, fontsize=10)
+    return figure, axes[0]
+
+
+def curves(axis: Any, cases: Sequence[Scores], point: Callable[[Scores], Point | None]) -> None:
+    """A curve for each `what`, over what was varied; a line across where nothing was."""
+    lines = iter(LINES * len(cases))
+    for what in dict.fromkeys(s.case.what for s in cases):
+        own = [s for s in cases if s.case.what == what]
+        points = sorted(p for s in own if (p := point(s)) is not None)
+        if not points:
+            continue
+        style = {"label": name_of(what)} | ({"color": COLOURS[what]} if what in COLOURS else {})
+        xs, ys, deviations = zip(*points, strict=True)
+        if own[0].case.x is None:
+            line = "-" if what == "dense" else next(lines)
+            axis.axhline(ys[0], linestyle=line, **({"color": "grey"} | style))
+        else:
+            axis.errorbar(xs, ys, deviations, marker="o", markersize=4, capsize=2, **style)
+
+
+def over_x(study: Study, experiment: str, xlabel: str) -> Any:
+    """Scores over what was varied, a panel for each group."""
+    groups = study.groups(experiment)
+    figure, axes = panels([title_of(group) for group in groups])
+    for axis, group in zip(axes, groups, strict=True):
+        cases = study.of(experiment, group)
+        curves(axis, cases, lambda s: mean_at(s, s.case.x))
+        ticks = sorted({s.case.x for s in cases if s.case.x is not None})
+        axis.set(
+            xscale="log", xlabel=xlabel, ylabel=f"{cases[0].task.metric}, {cases[0].task.unit}"
+        )
+        axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axis.minorticks_off()
+        axis.legend(fontsize=7)
+    return figure
+
+
+def mean_at(scores: Scores, x: float | None) -> Point | None:
+    """A case's place in a picture; None where it came apart."""
+    return None if scores.mean is None else (x or 0, scores.mean, scores.deviation or 0)
+
+
+def workers(study: Study, experiment: str) -> Any:
+    """Scores, bytes, similarity and build-up over the number of workers."""
+    names = {
+        "kB per step": "kB per worker and step",
+        "residue distance": "cosine distance of residues",
+        "sent density": "share of elements that the average holds",
+    }
+    figure, axes = panels(["acc9, %", *names.values()], 3.8, 3.6)
+    cases = study.of(experiment)
+    ticks = sorted({s.case.x for s in cases})
+
+    def point(s: Scores, name: str) -> Point | None:
+        value = NUMBERS[name](study, s)
+        return None if value is None else (s.case.x, value, 0)
+
+    curves(axes[0], cases, lambda s: mean_at(s, s.case.x))
+    for axis, name in zip(axes[1:], names, strict=True):
+        curves(axis, cases, lambda s, name=name: point(s, name))
+    axes[1].set_yscale("log")
+    for axis in axes:
+        axis.set(xlabel="workers", xscale="log")
+        axis.set_xticks(ticks, [f"{n:g}" for n in ticks])
+        axis.minorticks_off()
+        axis.legend(fontsize=7)
+    return figure
+
+
+def similarity(study: Study, experiment: str) -> Any:
+    """What diagnostics saw, over the steps."""
+    names = {
+        "residue_distance": "cosine distance of residues",
+        "distance_to_top_k": "d/k to the true top-k",
+        "energy_sent": "share of energy sent",
+        "quantile_correlation": "Q-Q correlation of residues",
+    }
+    figure, axes = panels(list(names.values()))
+    for axis, name in zip(axes, names, strict=True):
+        for s in study.of(experiment):
+            if looks := s.looks(name):
+                axis.plot(*zip(*looks, strict=True), label=f"{s.case.group}, {s.case.what}")
+        axis.set_xlabel("step")
+    axes[0].legend(fontsize=7)
+    return figure
+
+
+def choices(study: Study, experiment: str) -> Any:
+    """How much better or worse than what is recommended each choice is, a mark for each seed."""
+    groups = study.groups(experiment)
+    figure, axes = panels([title_of(group) for group in groups], 6.4, 4.6)
+    for axis, group in zip(axes, groups, strict=True):
+        cases = study.of(experiment, group)
+        bars = [(s, s.better_than(study.reference(s))) for s in reversed(cases[1:])]
+        bars = [(s, better) for s, better in bars if better is not None]
+        axis.barh([s.case.what for s, _ in bars], [better for _, better in bars])
+        usual, sign = cases[0], 1 if cases[0].task.higher_is_better else -1
+        for place, (s, _) in enumerate(bars):
+            each = [sign * (result["score"] - usual.mean) for result in s.results]
+            axis.plot(each, [place] * len(each), "k|")
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.axvspan(-(usual.deviation or 0), usual.deviation or 0, color="grey", alpha=0.2)
+        axis.set_xlabel(f"change against what is recommended, {usual.task.unit}; right is better")
+    return figure
+
+
+def loss_over_bytes(study: Study, experiment: str) -> Any:
+    """Training loss over what a worker has sent; what is left of the line came to it earlier."""
+    groups = study.groups(experiment)
+    figure, axes = panels([title_of(group) for group in groups])
+    for axis, group in zip(axes, groups, strict=True):
+        for s in study.of(experiment, group):
+            if s.case.what in COLOURS and s.case.x in (None, RATE):
+                found = s.results[0]
+                spent = [traffic / 1e6 for _, traffic in found["bytes"]]
+                losses = [loss for _, loss in smooth(found["losses"])]
+                colour = COLOURS[s.case.what]
+                axis.plot(spent, losses, color=colour, label=name_of(s.case.what))
+        target = study.target(study.of(experiment, group)[0])
+        if target is not None:
+            axis.axhline(target, color="grey", linewidth=0.8)
+        axis.set(xscale="log", yscale="log", xlabel="MB sent per worker", ylabel="training loss")
+        axis.legend(fontsize=7)
+    return figure
+
+
+def bounded(study: Study, experiment: str) -> Any:
+    """The largest residue of a worker over the steps, and what it is expected to stay below."""
+    figure, (axis,) = panels(["the largest residue of a worker, and its bound (dashed)"], 6.4, 4.0)
+    for i, s in enumerate(study.of(experiment)):
+        norms = s.results[0]["norms"]
+        steps, largest = [step for step, *_ in norms], [norm for _, norm, _ in norms]
+        axis.plot(steps, largest, color=f"C{i}", label=f"{s.case.group}, {s.case.what}")
+        axis.axhline(s.bound, color=f"C{i}", linestyle="--")
+    axis.set(yscale="log", xlabel="step", ylabel="norm")
+    axis.legend(fontsize=7)
+    return figure
+
+
+def local(study: Study, experiment: str) -> Any:
+    """Scores over what is sent, a curve for each choice and quantiser along H, the points' number.
+
+    Of those that choose without what is sent whole.
+    """
+    groups = study.groups(experiment)
+    figure, axes = panels([title_of(group) for group in groups], 5.2, 4.6)
+    for axis, group in zip(axes, groups, strict=True):
+        cases = study.of(experiment, group)
+
+        def point(s: Scores) -> Point | None:
+            number = "kB per step" if s.case.what == "sent whole" else "kB compressed"
+            return mean_at(s, NUMBERS[number](study, s))
+
+        curves(axis, cases, point)
+        for s in cases:
+            if (place := point(s)) is not None:
+                axis.annotate(f"{s.case.x:g}", place[:2], fontsize=6)
+        axis.set(xscale="log", xlabel="kB per worker and step, compressed")
+        axis.set_ylabel(f"{cases[0].task.metric}, {cases[0].task.unit}")
+        axis.legend(fontsize=6)
+    return figure
+
+
+PICTURES: dict[str, tuple[str, Callable[[Study, str], Any]]] = {  # name: experiment, by what
+    "accuracy": ("accuracy", lambda study, name: over_x(study, name, "rate")),
+    "bytes": ("accuracy", loss_over_bytes),
+    "large": ("large", lambda study, name: over_x(study, name, "beta")),
+    "workers": ("workers", workers),
+    "similarity": ("similarity", similarity),
+    "choices": ("choices", choices),
+    "bounded": ("bounded", bounded),
+    "local": ("local", local),
+    "widths": ("widths", lambda study, name: over_x(study, name, "rate")),
+}
+
+
+def draw(study: Study, folder: Path) -> Iterator[str]:
+    """Draw all pictures that there are runs for; gives their names."""
+    for name, (experiment, make) in PICTURES.items():
+        if study.of(experiment):
+            save(make(study, experiment), folder / f"{name}.png")
+            yield name

@@ -1,0 +1,289 @@
+"""What the study found: numbers of every case, as a CSV file and as Markdown tables.
+
+NUMBERS is all that is known of a case; results.csv has a column for each, and a table those of its
+experiment. What the numbers mean is not said here: see docs/results.md.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import study_tasks
+from study_cases import RATE, RECOMMENDED, Case
+
+NAMES = {
+    "LocalTopK": "local top-k",
+    "GTopK": "gTop-k",
+    "RandomK": "random-k",
+    "GlobalTopK": "global top-k",
+    "ECQSGD 4 bits": "ECQ-SGD, 4 bits",
+}
+# The model that times are told of, make bench's: its elements, its compute, and what of a link's
+# nominal speed is reached.
+NUMEL, COMPUTE_SECONDS, REACHED = 24_800_000, 0.150, 0.95
+
+
+def title_of(group: str) -> str:
+    """A task's title, or the group's own name."""
+    return study_tasks.TASKS[group].title if group in study_tasks.TASKS else group
+
+
+class Scores:
+    """One case, and the results of its runs.
+
+    `mean` is None where any of them came apart: what is left would be a flattering choice.
+    """
+
+    def __init__(self, case: Case, results: Sequence[dict[str, Any]]) -> None:
+        self.case, self.results, self.run = case, results, case.runs[0]
+        self.task = study_tasks.find(self.run.task)
+        self.diverged = sum(result["diverged"] or result["score"] is None for result in results)
+        scores = [result["score"] for result in results]
+        self.mean = None if self.diverged else statistics.mean(scores)
+        self.deviation = statistics.stdev(scores) if len(scores) > 1 and not self.diverged else None
+        self.bytes = results[0]["bytes_per_step"]
+
+    def better_than(self, other: Scores | None) -> float | None:
+        """By how much, in the metric's units; negative is worse. None: one of both has no mean."""
+        if other is None or self.mean is None or other.mean is None:
+            return None
+        return (self.mean - other.mean) * (1 if self.task.higher_is_better else -1)
+
+    def looks(self, name: str) -> list[tuple[int, float]]:
+        """[(step, mean over seeds)] of a diagnostic."""
+        by_step: dict[int, list[float]] = {}
+        for result in self.results:
+            for look in result["looks"]:
+                if look.get(name) is not None:
+                    by_step.setdefault(look["step"], []).append(look[name])
+        return [(step, statistics.mean(values)) for step, values in sorted(by_step.items())]
+
+    def typical(self, name: str) -> float | None:
+        """A diagnostic's median over the second half of the run."""
+        half = (self.run.steps or 0) / 2
+        values = [value for step, value in self.looks(name) if step >= half]
+        return statistics.median(values) if values else None
+
+    def reaches(self, target: float | None) -> tuple[float, float] | None:
+        """(steps, bytes) that a worker had spent when the training loss came to `target`.
+
+        None: it never did, on some seed.
+        """
+        spent = []
+        for result in self.results:
+            rows = zip(smooth(result["losses"]), result["bytes"], strict=True)
+            there = ((step, n) for (step, loss), (_, n) in rows if loss <= (target or -math.inf))
+            spent.append(next(there, None))
+        if self.diverged or None in spent:
+            return None
+        return tuple(map(statistics.mean, zip(*spent, strict=True)))
+
+    @property
+    def bound(self) -> float:
+        """Which norm of a residue is to be expected at most.
+
+        If every step sends at least a share d of the accumulator's energy, |acc - sent|^2 <=
+        (1 - d) |m + g|^2, then with the filter |m'| <= (1 - beta) |m| + beta sqrt(1 - d) (|m| +
+        |g|), so |m| cannot grow where |m| (1 - sqrt(1 - d)) >= sqrt(1 - d) |g|. Hence |m| <=
+        sqrt(1 - d) / (1 - sqrt(1 - d)) max |g|, whatever beta, which is about 2/d for small d (the
+        bound of error feedback: Stich et al., 2018, Karimireddy et al., 2019). A leader sends the
+        largest of each lane of its own, so its d is at least 1/rate in each tensor. For the others
+        that holds if the leader's places carry at least the energy that places drawn at random
+        would, which is 1/rate on average: an expectation, not a guarantee.
+        """
+        share = math.sqrt(1 - 1 / dict(self.run.options)["rate"])
+        return share / (1 - share) * max(g for *_, g in self.results[0]["norms"])
+
+
+def smooth(losses: list[list[float]]) -> list[tuple[float, float]]:
+    """Means of three points each."""
+    values = [loss for _, loss in losses]
+    return [
+        (step, statistics.mean(values[max(0, i - 2) : i + 1])) for i, (step, _) in enumerate(losses)
+    ]
+
+
+class Study:
+    """All cases of all experiments, with their results."""
+
+    def __init__(self, cases: Sequence[Case], results: dict[str, dict[str, Any]]) -> None:
+        self.scores = [Scores(case, [results[run.name] for run in case.runs]) for case in cases]
+
+    def of(self, experiment: str, group: str | None = None) -> list[Scores]:
+        """The cases of an experiment, or of one of its groups."""
+        wanted = (s for s in self.scores if s.case.experiment == experiment)
+        return [s for s in wanted if group is None or s.case.group == group]
+
+    def groups(self, experiment: str) -> list[str]:
+        """The names of an experiment's groups."""
+        return list(dict.fromkeys(s.case.group for s in self.of(experiment)))
+
+    def reference(self, scores: Scores) -> Scores | None:
+        """What a case is compared with: the recommended choice, or values as they are, or dense."""
+        whats = (RECOMMENDED, "none", "dense", "sent whole")
+        if scores.case.what in whats:
+            return None
+        own = self.of(scores.case.experiment, scores.case.group)
+        # In the same place if there is one: as many workers, or local steps.
+        own.sort(key=lambda s: (s.case.x != scores.case.x, s.case.x or 0))
+        return next((s for what in whats for s in own if s.case.what == what), None)
+
+    def target(self, scores: Scores) -> float | None:
+        """A training loss that dense training and ScaleCom both come to, in all that is compared.
+
+        None: one of them came apart.
+        """
+        common = {"accuracy": ("dense", "ScaleCom"), "local": ("leader top-k, none",)}
+        case = scores.case
+        among = [
+            s
+            for s in self.of(case.experiment, case.group)
+            if s.case.what in common.get(case.experiment, ())
+            and (case.experiment != "accuracy" or s.case.x in (None, RATE))
+        ]
+        if not among or any(s.diverged for s in among):
+            return None
+        return 1.05 * max(smooth(r["losses"])[-1][1] for s in among for r in s.results)
+
+
+def seconds(share_of_model: float, steps: float, gbit: float) -> float:
+    """Steps of make bench's model, in each of which a worker sends such a share of its bytes.
+
+    Nothing is hidden behind backward, and no method's processor time is counted, for all alike.
+    """
+    return steps * (COMPUTE_SECONDS + share_of_model * 4 * NUMEL * 8 / (gbit * 1e9 * REACHED))
+
+
+def to_loss(study: Study, scores: Scores, number: Callable[[float, float], float]) -> float | None:
+    """A number of (steps, bytes) until the target loss."""
+    spent = scores.reaches(study.target(scores))
+    return None if spent is None else number(*spent)
+
+
+def seconds_to_loss(study: Study, scores: Scores, gbit: float) -> float | None:
+    """`seconds` until the target loss."""
+    model = 4 * scores.results[0]["parameters"]
+    return to_loss(study, scores, lambda n, spent: seconds(spent / n / model, n, gbit))
+
+
+def residue_norm(scores: Scores, which: Callable[[list[float]], float]) -> float:
+    """One of the largest norms of a worker's residue, over the first seed's run."""
+    return which([norm for _, norm, _ in scores.results[0]["norms"]])
+
+
+Number = Callable[[Study, Scores], float | None]
+LOOKS = {
+    "residue distance": "residue_distance",
+    "d/k": "distance_to_top_k",
+    "contraction": "contraction",
+    "contraction of top-k": "contraction_top_k",
+    "energy sent": "energy_sent",
+    "Q-Q": "quantile_correlation",
+    "union density": "union_density",
+    "sent density": "sent_density",
+}
+NUMBERS: dict[str, Number] = {
+    "better": lambda study, s: s.better_than(study.reference(s)),
+    "kB per step": lambda study, s: s.bytes / 1000,
+    "kB compressed": lambda study, s: (s.bytes - s.results[0]["bytes_whole_per_step"]) / 1000,
+    **{
+        head: lambda study, s, name=name: s.typical(name)  # type: ignore[misc]
+        for head, name in LOOKS.items()
+    },
+    "target loss": lambda study, s: study.target(s),
+    "steps to loss": lambda study, s: to_loss(study, s, lambda steps, spent: steps),
+    "MB to loss": lambda study, s: to_loss(study, s, lambda steps, spent: spent / 1e6),
+    "s to loss, 1 Gbit/s": lambda study, s: seconds_to_loss(study, s, 1),
+    "s to loss, 10 Gbit/s": lambda study, s: seconds_to_loss(study, s, 10),
+    "largest residue": lambda study, s: residue_norm(s, max),
+    "last residue": lambda study, s: residue_norm(s, lambda norms: norms[-1]),
+    "residue bound": lambda study, s: s.bound if "rate" in dict(s.run.options) else None,
+}
+TIMES = ("target loss", "steps to loss", "MB to loss")
+TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # experiment: title, what x is, NUMBERS
+    "accuracy": ("Accuracy at the standard batch", "rate", ("better", "kB per step")),
+    "large": ("Large batches and learning rates", "beta", ("better",)),
+    "workers": ("More workers", "workers", ("better", "kB per step", *list(LOOKS)[:2], *LOOKS)),
+    "similarity": ("Similarity, and where workers are unlike", "", ("better", *LOOKS)),
+    "choices": ("What each choice costs or gains", "", ("better", "kB per step")),
+    "bounded": ("Residues over many steps", "", tuple(NUMBERS)[-3:]),
+    "local": ("Local steps and quantised values", "H", ("kB per step", "kB compressed", *TIMES)),
+    "widths": ("Levels and k", "rate", ("better", "kB compressed")),
+}
+SECOND_TABLES = {"accuracy": ("Bytes and time to a loss", (*TIMES, *list(NUMBERS)[-5:-3]))}
+
+
+def shown(name: str, number: float | None) -> str:
+    """A number in a table."""
+    if number is None:
+        return ""
+    return f"{number:+.3g}" if name == "better" else f"{number:.4g}"
+
+
+def result(scores: Scores) -> str:
+    """Its mean, and the deviation over seeds."""
+    if scores.mean is None:
+        return f"came apart ({scores.diverged} of {len(scores.results)})"
+    digits = scores.task.digits
+    spread = "" if scores.deviation is None else f" ± {scores.deviation:.{digits}f}"
+    return f"{scores.mean:.{digits}f}{spread} {scores.task.unit}"
+
+
+def table(study: Study, experiment: str, numbers: Sequence[str]) -> Iterator[str]:
+    """The lines of a Markdown table; columns of which no case knows a number are left out."""
+    cases = study.of(experiment)
+    columns = {name: [NUMBERS[name](study, s) for s in cases] for name in dict.fromkeys(numbers)}
+    columns = {name: found for name, found in columns.items() if any(n is not None for n in found)}
+    places = any(s.case.x is not None for s in cases)
+    head = ["", "", *([TABLES[experiment][1]] if places else []), "result", *columns]
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for i, s in enumerate(cases):
+        place = [shown("", s.case.x)] if places else []
+        cells = [shown(name, found[i]) for name, found in columns.items()]
+        name = NAMES.get(s.case.what, s.case.what)
+        yield f"| {' | '.join([title_of(s.case.group), name, *place, result(s), *cells])} |"
+
+
+def write_tables(study: Study, path: Path, pictures: set[str]) -> None:
+    """All tables, each with its picture, as one Markdown file."""
+    lines = ["Made by `make study`; docs/results.md says what it means. `better`: by how much, in"]
+    lines += ["the result's unit, than dense training, or than what is recommended.", ""]
+    for experiment, (title, _, numbers) in TABLES.items():
+        if study.of(experiment):
+            lines += [f"## {title}", ""]
+            lines += [f"![{title}]({experiment}.png)", ""] if experiment in pictures else []
+            lines += [*table(study, experiment, numbers), ""]
+            for more, own in [SECOND_TABLES[experiment]] if experiment in SECOND_TABLES else []:
+                lines += [f"### {more}", "", "![loss over bytes](bytes.png)", ""]
+                lines += [*table(study, experiment, own), ""]
+    path.write_text("\n".join(lines))
+
+
+def write_csv(study: Study, path: Path) -> None:
+    """One row per case, with all its numbers."""
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        head = ("experiment", "group", "what", "x", "task", "steps", "workers", "seeds", "diverged")
+        rows.writerow([*head, "unit", "mean", "deviation", *NUMBERS])
+        for s in study.scores:
+            case, run = s.case, s.run
+            own = [case.experiment, case.group, case.what, case.x, run.task, run.steps, run.workers]
+            own += [len(s.results), s.diverged, s.task.unit, s.mean, s.deviation]
+            rows.writerow([*own, *(number(study, s) for number in NUMBERS.values())])
+
+
+def write_curves(study: Study, path: Path) -> None:
+    """One row per run and point: training loss and traffic of a worker so far."""
+    by_name = {run.name: r for s in study.scores for run, r in zip(s.case.runs, s.results)}  # noqa: B905
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["run", "step", "loss", "bytes"])
+        for name, found in by_name.items():
+            for (step, loss), (_, spent) in zip(found["losses"], found["bytes"], strict=True):
+                rows.writerow([name, step, loss, spent])

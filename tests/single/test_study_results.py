@@ -1,0 +1,82 @@
+"""The study's numbers, on results whose numbers are known."""
+
+import csv
+
+import pytest
+import study_cases
+import study_results
+
+
+def result(score, losses, **more):
+    """What a run leaves: 100 bytes and one step between two losses."""
+    return {
+        "score": score,
+        "diverged": score is None,
+        "losses": [[i + 1, loss] for i, loss in enumerate(losses)],
+        "bytes": [[i + 1, 100 * (i + 1)] for i in range(len(losses))],
+        "norms": [[1, 2.0, 0.5], [2, 3.0, 0.25]],
+        "looks": [],
+        "bytes_per_step": 100,
+        "bytes_whole_per_step": 40,
+        "parameters": 1000,
+    } | more
+
+
+@pytest.fixture
+def study():
+    make = study_cases.case
+    cases = [
+        make("accuracy", "lstm", "dense", "lstm"),
+        make("accuracy", "lstm", "ScaleCom", "lstm", "ScaleCom", 100, 100),
+        make("accuracy", "lstm", "RandomK", "lstm", "RandomK", 100, 100),
+        make("accuracy", "lstm", "GTopK", "lstm", "GTopK", 100, 100),
+    ]
+    found = [
+        result(2.0, [4, 2, 1, 1, 1]),
+        result(2.5, [4, 4, 2, 2, 2], looks=[{"step": 400, "energy_sent": 0.3}]),
+        result(3.0, [4, 4, 4, 4, 4]),
+        result(None, [4, 2]),
+    ]
+    return study_results.Study(
+        cases, {case.runs[0].name: own for case, own in zip(cases, found, strict=True)}
+    )
+
+
+def numbers(study, which):
+    scores = study.scores[which]
+    return {name: number(study, scores) for name, number in study_results.NUMBERS.items()}
+
+
+def test_better_is_better_also_where_less_is_better(study):
+    assert [numbers(study, i)["better"] for i in range(4)] == [None, -0.5, -1.0, None]
+
+
+def test_what_was_spent_until_the_loss_that_dense_and_scalecom_come_to(study):
+    dense, scalecom, random, _ = (numbers(study, i) for i in range(4))
+    assert dense["target loss"] == pytest.approx(1.05 * 2.0)  # where ScaleCom ends, smoothed
+    # Means of three: 4, 3, 7/3, 4/3; and 4, 4, 10/3, 8/3, 2.
+    assert (dense["steps to loss"], scalecom["steps to loss"]) == (4, 5)
+    assert scalecom["MB to loss"] == pytest.approx(5e-4)
+    assert random["steps to loss"] is None
+    # 1 Gbit/s: 150 ms, and a fortieth of 99.2 MB at 95 % of it.
+    assert dense["s to loss, 1 Gbit/s"] == pytest.approx(4 * (0.15 + 99.2e6 / 40 * 8 / 0.95e9))
+
+
+def test_other_numbers_of_a_case(study):
+    found = numbers(study, 1)
+    assert (found["kB per step"], found["kB compressed"]) == (0.1, 0.06)
+    assert (found["largest residue"], found["last residue"]) == (3.0, 3.0)
+    assert found["residue bound"] == pytest.approx(2 * 100 * 0.5, rel=0.02)
+    assert (found["energy sent"], found["d/k"]) == (0.3, None)
+
+
+def test_what_came_apart_is_said_and_the_csv_holds_all_numbers(study, tmp_path):
+    study_results.write_csv(study, tmp_path / "results.csv")
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [row["mean"] for row in rows] == ["2.0", "2.5", "3.0", ""]
+    assert rows[1]["better"] == "-0.5"
+    study_results.write_tables(study, tmp_path / "tables.md", set())
+    assert (
+        "| source code, LSTM | gTop-k | 100 | came apart (1 of 1) |"
+        in (tmp_path / "tables.md").read_text()
+    )
