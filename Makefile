@@ -1,19 +1,22 @@
-# make demo: train for real, dense and with ScaleCom.   make test: everything CI runs.   make setup: only the environment.
+# make demo: train for real, dense and with ScaleCom.   make test: the tests of every day.   make setup: only the environment.
 PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python3.11)
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu demo test soak lint accuracy study bench bench-keras bench-kernels bench-gpu scaling clean
+.PHONY: setup setup-gpu demo test test-long mutations soak lint accuracy study bench bench-keras bench-kernels bench-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup         .venv with pinned packages, Horovod built from source, this package"
 	@echo "make setup-gpu     the same with NCCL (HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME)"
 	@echo "make demo          trains a ResNet, a Keras ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
-	@echo "make test          ruff and all tests, on 1, 2 and 4 ranks"
+	@echo "make test          ruff, mypy and the tests, on 1, 2 and 4 ranks (ten minutes on two cores)"
+	@echo "make test-long     what takes longer: kills, hosts, elastic jobs, random programs, study (half an hour)"
+	@echo "make lint          ruff and mypy alone"
+	@echo "make mutations     takes 50 lines of the package out, one at a time, and says which tests notice (hours)"
 	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
 	@echo "make accuracy      the accuracy table of the README (minutes)"
-	@echo "make study         trains every method on four tasks, and writes study/answers.md with pictures (an hour and a half; QUICK=1: minutes)"
+	@echo "make study         trains every method on four tasks; tables and pictures in study/ (an hour and a half; QUICK=1: minutes)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
 	@echo "make scaling       the scaling model, from what make bench measured"
 	@echo "make bench-keras   step times of Keras on this machine's ranks, dense and with ScaleCom, in one run"
@@ -34,6 +37,12 @@ demo: setup
 
 test: setup
 	@$(RUN) scripts/checks/run_tests.py
+
+test-long: setup
+	@$(RUN) scripts/checks/run_tests.py --long
+
+mutations: setup
+	@$(RUN) scripts/checks/mutations.py
 
 lint: setup
 	@$(RUN) -m ruff check .
@@ -65,4 +74,4 @@ bench-kernels: setup
 	@$(RUN) scripts/bench/bench_kernels.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info demo bench study scalecom_hvd/native/_*.so
+	rm -rf $(VENV) build *.egg-info demo bench study mutations scalecom_hvd/native/_*.so

@@ -6,6 +6,6 @@ framework: only the hyper-parameters, which are the same for all of them.
 
 __version__ = "0.1.0"
 
-from scalecom_hvd.config import ScaleComConfig  # noqa: E402 (rooms below ask for the version)
+from scalecom_hvd.config import ScaleComConfig  # rooms below ask for the version
 
 __all__ = ["ScaleComConfig", "__version__"]

@@ -391,8 +391,13 @@ def _mean(values: Array) -> float | None:
 class Summary(Protocol):
     """What is asked of TensorBoard's SummaryWriter."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None: ...
-    def flush(self) -> None: ...
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None:
+        """Write one number."""
+        ...
+
+    def flush(self) -> None:
+        """Let others read what was written."""
+        ...
 
 
 class Writer:

@@ -508,7 +508,7 @@ class LocalSteps:
             self.put_back()
 
     def stats(self) -> dict[str, Any]:
-        """What the method's stats() say of local steps.
+        """What the method's `stats` say of local steps.
 
         Returns:
             "local_steps": the schedule; "steps_taken": by this rank's optimizer; "steps_skipped":

@@ -154,7 +154,7 @@ class Bucket:
                 own, residues, self._units(now), self._chooses(now, 1)
             )
             chosen = self._split_offsets(self._from_leader(offered))
-        return Result(averages, _all_finite(averages), residues, chosen)
+        return Result(averages, all_finite(averages), residues, chosen)
 
     def _average_values(self, grads: Mapping[str, tf.Tensor], now: Now) -> Result:
         own = [grads[tensor.name] for tensor in self.compressed]
@@ -185,7 +185,7 @@ class Bucket:
         if self.dense:
             dense = tf.concat([tf.cast(grads[name], self.wire_dtype) for name in self.dense], 0)
             parts.append(dense)
-            bad += tf.cast(~_all_finite([dense]), tf.int64)
+            bad += tf.cast(~all_finite([dense]), tf.int64)
         parts.append(tf.cast(bad + now.zero > 0, self.wire_dtype)[None])
         averaged = self._transport.average(
             tf.concat(parts, 0), f"values.{self.number}", now.size, self._average_dtype
@@ -195,7 +195,7 @@ class Bucket:
         values, *dense, count = tf.split(averaged, sizes)
         # Not ==, which in TensorFlow 1's graphs compares objects.
         none_is_bad = tf.equal(count[0], 0)
-        sound = _all_finite([averaged]) & none_is_bad & self._fits(values, dense, grads, units)
+        sound = all_finite([averaged]) & none_is_bad & self._fits(values, dense, grads, units)
         averages = {
             name: tf.cast(average, grads[name].dtype)
             for name, average in zip(self.dense, dense, strict=True)
@@ -227,7 +227,7 @@ class Bucket:
             half.append(
                 values if units.scale is None else values / tf.cast(units.scale, tf.float32)
             )
-        return _all_finite([tf.cast(part, tf.float16) for part in half])
+        return all_finite([tf.cast(part, tf.float16) for part in half])
 
     def _units(self, now: Now) -> Units:
         if self.wire_dtype != tf.float16:
@@ -266,6 +266,6 @@ class Bucket:
         ]
 
 
-def _all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+def all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Whether all elements are finite."""
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors] or [True])

@@ -42,7 +42,7 @@ from scalecom_hvd.agreement import (
 from scalecom_hvd.bucket_layout import group_names, split, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.schedule import leader
-from scalecom_hvd.tensorflow.bucket import Bucket, Now
+from scalecom_hvd.tensorflow.bucket import Bucket, Now, all_finite
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
     Progress,
@@ -517,35 +517,25 @@ def reduction(
                 tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad
                 for grad in grads
             ]
-        ours: list[int] = []
-        present: list[tf.Variable] = []
-        sparse: list[tf.Variable] = []
-        others: list[int] = []
-        for i, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
-            if isinstance(grad, tf.IndexedSlices):
-                sparse.append(variable)
-                others.append(i)
-            elif not isinstance(variable, tf.Variable):
-                others.append(i)
-            else:
-                ours.append(i)
-                if grad is not None:
-                    present.append(variable)
-
+        is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
+        is_ours = [
+            isinstance(variable, tf.Variable) and not is_slices
+            for variable, is_slices in zip(variables, is_sparse, strict=True)
+        ]
+        ours = [i for i, here in enumerate(is_ours) if here]
+        others = [i for i, here in enumerate(is_ours) if not here]
         finite = tf.constant(True)
         if others:
-            reduced = itself(
-                [grads[i] for i in others], [variables[i] for i in others], use_generic_names
-            )
+            its = [grads[i] for i in others], [variables[i] for i in others]
+            reduced = itself(*its, use_generic_names)
             for i, grad in zip(others, reduced, strict=True):
                 grads[i] = grad
-            slices = [grad.values for grad in reduced if isinstance(grad, tf.IndexedSlices)]
-            finite = tf.reduce_all(
-                [tf.reduce_all(tf.math.is_finite(values)) for values in slices] or [True]
-            )
+            finite = all_finite([grads[i].values for i in others if is_sparse[i]])
         if not ours:
             return grads
 
+        present = [variables[i] for i in ours if grads[i] is not None]
+        sparse = [variables[i] for i in others if is_sparse[i]]
         exchange, names = exchange_for([variables[i] for i in ours], present, sparse, arguments)
         own = {name: grads[i] for i, name in zip(ours, names, strict=True) if grads[i] is not None}
         run = exchange.function if tf.executing_eagerly() else exchange.average

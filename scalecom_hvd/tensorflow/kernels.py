@@ -322,7 +322,7 @@ def operations() -> ModuleType | None:
 
 
 def _as_number(value: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """A number or tensor as a scalar of this dtype. (tf.cast makes a number a float32 first.)"""
+    """A number or tensor as a scalar of this dtype: tf.cast makes a number a float32 first."""
     return tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
 
 

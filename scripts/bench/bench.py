@@ -26,7 +26,7 @@ from bench_worker import LOCAL, METHODS
 from tqdm import tqdm
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen first)
+import matplotlib.pyplot as plt  # the backend is chosen first
 
 SCRIPTS = Path(__file__).resolve().parent
 Result = dict[str, Any]

@@ -32,7 +32,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen first)
+import matplotlib.pyplot as plt  # the backend is chosen first
 
 METHODS = ["dense", "fp16", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"]
 BACKWARD = 2 / 3

@@ -2,7 +2,6 @@
 
     python scripts/checks/mutations.py                 all of them: about an hour on two cores
     python scripts/checks/mutations.py --only leader   those whose name contains it
-    python scripts/checks/mutations.py --check         only whether each line is still there
 
 The mutations are in mutations.toml. Each is made in a copy of the working tree, one copy per core.
 Every finished one leaves a file in --output, and a second call does only what is missing. The table
@@ -35,11 +34,10 @@ ROOT = HERE.parents[1]
 sys.path.append(str(HERE.parent))
 
 import launch  # noqa: E402
+from diary import failed_tests  # noqa: E402
 
-PYTEST = ["-m", "pytest", "-v", "--color=no", "-rfE", "-p", "no:cacheprovider"]
-# Parametrised tests are told by their functions: their values fill pages.
-TEST = r"(tests/[\w/.]+(?:::\w+)*)"
-FAILED = re.compile(rf"\b(?:FAILED|ERROR) {TEST}")
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+NOT_LONG = ["-m", "not long"]
 SKIPPED = {  # what cannot notice a change outside of native code takes a third of the time
     "native": ["tests/single/test_sanitizers.py"],
     "triton": ["tests/single/test_triton.py"],
@@ -56,20 +54,19 @@ class Mutation:
     becomes: str
     tests: tuple[str, ...]
 
-    def apply(self, root: Path) -> None:
-        """Make it in a tree.
+    def applied(self, root: Path) -> str:
+        """The text of its file in a tree, with the mutation.
 
         Raises:
-            ValueError: the text is not there, or not once.
+            ValueError: what it replaces is not there, or not once.
         """
-        path = root / "scalecom_hvd" / self.file
-        text = path.read_text()
+        text = (root / "scalecom_hvd" / self.file).read_text()
         if text.count(self.was) != 1:
             raise ValueError(
-                f"mutations.toml: {self.name!r}: {self.was!r} stands {text.count(self.was)} times "
+                f"mutations.toml, {self.name!r}: {self.was!r} stands {text.count(self.was)} times "
                 f"in scalecom_hvd/{self.file}, and must once: bring the mutation up to date"
             )
-        path.write_text(text.replace(self.was, self.becomes))
+        return text.replace(self.was, self.becomes)
 
     @property
     def file_name(self) -> str:
@@ -115,7 +112,9 @@ def notice(mutation: Mutation, root: Path, core: int) -> dict[str, list[str]]:
                 if not mutation.file.startswith(part)
                 for file in files
             ]
-            program = [sys.executable, *PYTEST, "--timeout=100", *skipped, f"tests/{group}"]
+            marks = [] if group == "integration" else NOT_LONG
+            program = [*PYTEST, *marks, "--timeout=100", *skipped, f"tests/{group}"]
+            program = [sys.executable, *program]
             noticed[group] = failing(program, root, core)
         else:
             noticed[group] = list(failing_on_ranks(group, root, core))
@@ -131,7 +130,7 @@ def failing_on_ranks(group: str, root: Path, core: int) -> Iterator[str]:
         if ("tensorflow" in file.name) == (framework == "tensorflow")
     ]
     while files:
-        program = [*PYTEST, "-x", "--timeout=40", "--timeout-method=thread", *files]
+        program = [*PYTEST, *NOT_LONG, "-x", "--timeout=40", "--timeout-method=thread", *files]
         tests = failing(launch.command("mpirun", int(ranks or 2), program), root, core)
         yield from tests
         reached = [n for n, file in enumerate(files) if any(file in test for test in tests)]
@@ -140,22 +139,21 @@ def failing_on_ranks(group: str, root: Path, core: int) -> Iterator[str]:
 
 
 def failing(command: Sequence[str], root: Path, core: int) -> list[str]:
-    """The tests that fail in a run, parametrised ones by their functions."""
-    process = subprocess.run(
+    """The functions whose tests fail in a run: values of parameters would fill pages."""
+    diary = root / "diary"
+    diary.unlink(missing_ok=True)
+    subprocess.run(
         command,
         cwd=root,
-        env=launch.environment(PYTHONPATH=str(root), OMPI_MCA_mpi_yield_when_idle="1"),
+        env=launch.environment(
+            PYTHONPATH=str(root), TEST_DIARY=str(diary), OMPI_MCA_mpi_yield_when_idle="1"
+        ),
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
-        errors="replace",
         timeout=3600,
         preexec_fn=lambda: os.sched_setaffinity(0, [core]),
     )
-    tests = list(dict.fromkeys(FAILED.findall(process.stdout)))
-    if process.returncode != 0 and not tests:  # it hung or died: in the last test that began
-        tests = re.findall(TEST, process.stdout)[-1:]
-    return tests
+    return list(dict.fromkeys(test.partition("[")[0] for test in failed_tests(diary)))
 
 
 def run(mutation: Mutation, cores: queue.SimpleQueue[int], output: Path) -> None:
@@ -165,7 +163,7 @@ def run(mutation: Mutation, cores: queue.SimpleQueue[int], output: Path) -> None
         with tempfile.TemporaryDirectory(prefix="mutation.") as folder:
             root = Path(folder)
             copy(root)
-            mutation.apply(root)
+            (root / "scalecom_hvd" / mutation.file).write_text(mutation.applied(root))
             if mutation.file.startswith("native"):
                 build(root)
             noticed = notice(mutation, root, core)
@@ -195,21 +193,11 @@ def table(wanted: Sequence[Mutation], output: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="mutations whose name contains this")
-    parser.add_argument("--check", action="store_true", help="run nothing: are the lines there?")
     parser.add_argument("--output", type=Path, default=Path("mutations"))
     arguments = parser.parse_args()
     wanted = [mutation for mutation in mutations() if arguments.only in mutation.name]
     if not wanted:
         parser.error(f"no mutation's name contains {arguments.only!r}: see mutations.toml")
-    if arguments.check:
-        for mutation in wanted:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "scalecom_hvd" / mutation.file
-                path.parent.mkdir(parents=True)
-                shutil.copy(ROOT / "scalecom_hvd" / mutation.file, path)
-                mutation.apply(Path(folder))
-        return 0
-
     arguments.output.mkdir(parents=True, exist_ok=True)
     missing = [one for one in wanted if not (arguments.output / one.file_name).exists()]
     available = sorted(os.sched_getaffinity(0))

@@ -1,29 +1,42 @@
-"""All that `make test` and CI check: ruff, the tests on one process, on several ranks under every
-launcher, and end to end.
+"""What `make test` and `make test-long` run, and CI one after the other.
 
-Each part has a time limit, after which it is ended with all its ranks; its output is shown when it
-fails. Parts that compute all the time run side by side, on cores of their own; then come those that
-start launchers, and wait for them.
+    python scripts/checks/run_tests.py                       ruff, mypy and the tests: ten minutes
+    python scripts/checks/run_tests.py --long                the others: faults, hosts, fuzz, study
+    python scripts/checks/run_tests.py "torch, mpirun"       parts that begin so
+    python scripts/checks/run_tests.py "torch, mpirun" --test tests/parallel/test_torch_amp.py
+
+A part has a time limit, after which it is ended with all its ranks. When one fails its output is
+shown, and the command that runs the test that failed once more. Parts that compute all the time run
+side by side, on cores of their own; then come those that start launchers, and wait for them.
+
+Tests that are marked `long` are those of --long. Others run where they tell something new:
+PyTorch's all on 4 ranks under mpirun, and under Gloo on 2 where the launcher matters; TensorFlow's
+all on 2 ranks under mpirun, as tracing takes it most of its time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
+from diary import failed_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = ["-m", "pytest", "-q", "--color=no"]
@@ -39,86 +52,130 @@ SHARED = [
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
-def parallel(*patterns: str, without: tuple[str, ...] = ()) -> list[str]:
-    """Files of tests/parallel, for pytest.
+@dataclass(frozen=True)
+class Part:
+    """A command of --long, or of the other tests.
+
+    Attributes:
+        command: what is run; pytest's takes files, or tests, at its end.
+        limit: seconds.
+        environment: variables that it needs besides.
+        alone: whether it has all cores to itself.
+    """
+
+    command: tuple[str, ...]
+    limit: int = 900
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    alone: bool = False
+
+    def of(self, tests: list[str]) -> Part:
+        """The same, of these tests alone."""
+        options = (word for word in self.command if not word.startswith("tests/"))
+        options = ("" if word in ("long", "not long") else word for word in options)
+        return dataclasses.replace(self, command=(*options, *tests))
+
+
+def of_pytest(*files: str, options: Sequence[str], wanted: str = "not long") -> list[str]:
+    """Arguments of Python that run these files, or folders; `wanted` chooses by marks."""
+    return [*PYTEST, "-m", wanted, *options, *(f"tests/{file}" for file in files)]
+
+
+def on_ranks(launcher: str, ranks: int, files: list[str], *options: str, **more: Any) -> Part:
+    """Tests of tests/parallel, on every rank.
 
     A rank that waits for ever is ended with a traceback of where it waits.
     """
-    found, left_out = (
-        {
-            file
-            for pattern in some
-            for file in (ROOT / "tests" / "parallel").glob(f"test_{pattern}.py")
-        }
-        for some in (patterns, without)
+    options = ("-x", "--timeout=100", "--timeout-method=thread", *options)
+    program = of_pytest(*files, options=options)
+    return Part(
+        tuple(launch.command(launcher, ranks, program, tagged=launcher == "mpirun")), **more
     )
-    files = [str(file.relative_to(ROOT)) for file in sorted(found - left_out)]
-    return [*PYTEST, "-x", "--timeout=100", "--timeout-method=thread", *files]
 
 
-# Frameworks apart: side by side in one process they run, but slowly. All files pass under each
-# launcher; those that take long do not run under every one. PyTorch's run on 4 ranks and under at
-# least one other launcher; Gloo is held to the reference by
-# tests/integration/test_frameworks_agree.py too. Tracing takes TensorFlow most of its time: its
-# files are shared out among the launchers.
-TORCH = ("torch_*", "local_topk")
-TAPES = "tests/parallel/test_tensorflow_tape.py::test_"
-SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # which need 4 ranks
+def parallel(pattern: str, *, without: Collection[str] = ()) -> list[str]:
+    """Files of tests/parallel, by what stands between test_ and .py."""
+    found = sorted((ROOT / "tests" / "parallel").glob(f"test_{pattern}.py"))
+    return [f"parallel/{file.name}" for file in found if file.stem[5:] not in without]
+
+
+def named(*names: str) -> list[str]:
+    """The same, by the names themselves."""
+    return [f"parallel/test_{name}.py" for name in names]
+
+
+TORCH = [*parallel("torch_*"), *named("local_topk")]
+# Where the launcher decides: the order in which collectives end, what fails and how, numbers
+# that Gloo sums otherwise. The rest runs under Gloo in --long.
+UNDER_GLOO = named(
+    *("torch_differential", "torch_half_sums", "torch_optimizer", "torch_orders"),
+    *("torch_refusals", "torch_state", "torch_stock"),
+)
+PROGRAMS = named("torch_differential", "torch_fuzz", "torch_local_differential")
+TAPES = "parallel/test_tensorflow_tape.py::test_"
+# What Gloo, and more than two ranks, may change for TensorFlow.
 UNLIKE = [
     f"{TAPES}{name}"
     for name in ("gradients_that_come_later_on_one_rank_alone", "float16_values_keep_what_is_tiny")
 ]
-PARALLEL = {  # the longest first
-    ("torch", "mpirun", 4): parallel(*TORCH),
-    ("torch", "horovodrun --gloo", 2): parallel(*TORCH, without=("torch_parity",)),
-    ("tensorflow", "mpirun", 2): parallel(
-        "tensorflow_differential", "tensorflow_keras", "tensorflow_refusals", "tensorflow_tape"
-    ),
-    ("tensorflow", "mpirun", 4): [
-        *parallel("tensorflow_differential", "tensorflow_parity"),
-        SETS,
-        *UNLIKE,
-    ],
-    ("tensorflow", "horovodrun --gloo", 2): [
-        *parallel("tensorflow_amp", "tensorflow_differential", "tensorflow_state"),
-        *UNLIKE,
-    ],
-    ("torch", "mpirun", 2): parallel(*TORCH, without=("torch_methods", "torch_fuzz")),
-}
+SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # which need 4 ranks
+GLOO = "horovodrun --gloo"
+RUFF = (sys.executable, "-m", "ruff")
 
-PARTS = {  # {name: (command, its limit in seconds)}
-    "ruff check": ([sys.executable, "-m", "ruff", "check", "."], 60),
-    "ruff format": ([sys.executable, "-m", "ruff", "format", "--check", "."], 60),
-    "mypy": ([sys.executable, "-m", "mypy"], 300),
-    "single": ([sys.executable, *PYTEST, "--timeout=200", "tests/single"], 1200),
-    **{
-        f"{framework}, {launcher} -np {ranks}": (
-            launch.command(launcher, ranks, program, tagged=launcher == "mpirun"),
-            1200,
-        )
-        for (framework, launcher, ranks), program in PARALLEL.items()
-    },
-    "integration": (
-        [sys.executable, *PYTEST, *SHARED, "--timeout=1000", "tests/integration"],
-        3000,
+SHORT = {
+    "ruff check": Part((*RUFF, "check", "."), 60),
+    "ruff format": Part((*RUFF, "format", "--check", "."), 60),
+    "mypy": Part((sys.executable, "-m", "mypy"), 300),
+    # The longest first.
+    "torch, mpirun -np 4": on_ranks("mpirun", 4, TORCH),
+    "tensorflow, mpirun -np 2": on_ranks("mpirun", 2, parallel("tensorflow_*")),
+    "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, UNDER_GLOO),
+    "single": Part((sys.executable, *of_pytest("single", options=["--timeout=200"]))),
+    "integration": Part(
+        (sys.executable, *of_pytest("integration", options=[*SHARED, "--timeout=300"])), alone=True
     ),
 }
-# Parts that have all cores to themselves.
-ALONE = ["integration"]
+FUZZ = ("-k", "test_random_programs")
+MINUTE = {"FUZZ_SECONDS": "60"}
+LONG = {
+    "torch, horovodrun --gloo -np 2, the rest": on_ranks(
+        GLOO, 2, [file for file in TORCH if file not in UNDER_GLOO]
+    ),
+    "tensorflow, mpirun -np 4": on_ranks(
+        "mpirun", 4, [*named("tensorflow_differential", "tensorflow_parity"), SETS, *UNLIKE]
+    ),
+    "tensorflow, horovodrun --gloo -np 2": on_ranks(
+        GLOO, 2, [*named("tensorflow_differential", "tensorflow_state"), *UNLIKE]
+    ),
+    "programs, mpirun -np 3": on_ranks("mpirun", 3, PROGRAMS, *FUZZ, environment=MINUTE),
+    "programs, horovodrun --gloo -np 4": on_ranks(GLOO, 4, PROGRAMS, *FUZZ, environment=MINUTE),
+    "long tests of one process": Part(
+        (sys.executable, *of_pytest("single", wanted="long", options=["--timeout=300"]))
+    ),
+    "long integration": Part(
+        (
+            sys.executable,
+            *of_pytest("integration", wanted="long", options=[*SHARED, "--timeout=1000"]),
+        ),
+        2400,
+        alone=True,
+    ),
+}
+PARTS = SHORT | LONG
 
 
-class Part:
+class Running:
     """A part that runs, on some cores only, and all that it starts."""
 
-    def __init__(self, name: str, cores: list[int], show: bool) -> None:
-        self.name, self.cores = name, cores
-        self.command, self.limit = PARTS[name]
+    def __init__(self, name: str, part: Part, cores: list[int], show: bool) -> None:
+        self.name, self.part, self.cores = name, part, cores
         self.begun = time.time()
+        self._folder = tempfile.TemporaryDirectory(prefix="run_tests.")
+        self.diary = Path(self._folder.name) / "diary"
         self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            self.command,
+            part.command,
             cwd=ROOT,
-            env=launch.environment(**YIELD),
+            env=launch.environment(TEST_DIARY=str(self.diary), **YIELD, **part.environment),
             stdin=subprocess.DEVNULL,
             stdout=None if show else self._output,
             stderr=subprocess.STDOUT,
@@ -127,7 +184,7 @@ class Part:
         )
 
     def goes_on(self) -> bool:
-        return self._process.poll() is None and time.time() < self.begun + self.limit
+        return self._process.poll() is None and time.time() < self.begun + self.part.limit
 
     def end(self, gently: bool = True) -> tuple[int | None, str]:
         """The exit code (None: out of time), and the output; nothing that it started is left."""
@@ -144,44 +201,65 @@ class Part:
 
 
 def run(
-    names: list[str], shares: list[list[int]], show: bool
-) -> Iterator[tuple[Part, int | None, str]]:
+    parts: Mapping[str, Part], shares: list[list[int]], show: bool
+) -> Iterator[tuple[Running, int | None, str]]:
     """Run parts side by side, one on each share of the cores; gives each with its exit code (None:
     out of time) and output when it ends.
     """
-    waiting, free, running = list(names), list(shares), []
+    waiting, free, running = list(parts.items()), list(shares), []
     try:
         while waiting or running:
             while waiting and free:
-                running.append(Part(waiting.pop(0), free.pop(0), show))
+                running.append(Running(*waiting.pop(0), free.pop(0), show))
             time.sleep(0.1)
-            for part in [part for part in running if not part.goes_on()]:
-                running.remove(part)
-                free.append(part.cores)
-                yield part, *part.end()
+            for one in [one for one in running if not one.goes_on()]:
+                running.remove(one)
+                free.append(one.cores)
+                yield one, *one.end()
     finally:
-        for part in running:
-            part.end(gently=False)
+        for one in running:
+            one.end(gently=False)
+
+
+def tell(one: Running, code: int | None, output: str) -> int:
+    """A line about a part that ended, and all about one that failed; gives how many passed."""
+    # Ranks run the same tests: the smallest count is the number of tests that passed on all of
+    # them.
+    counts = [int(n) for n in re.findall(r"(\d+) passed", output)]
+    verdict = "ok" if code == 0 else f"FAILED: exit code {code}"
+    if code is None:
+        verdict = f"FAILED: not done after {one.part.limit} s"
+    took, count = time.time() - one.begun, f"{min(counts)} tests" if counts else ""
+    print(f"{one.name:42s} {verdict:8s} {count:12s} {took:5.0f} s", flush=True)
+    if code != 0:
+        print(f"--- output of: {' '.join(one.part.command)}\n{output}")
+        print(f"--- end of the output of {one.name}")
+        for test in failed_tests(one.diary):
+            again = [".venv/bin/python", "scripts/checks/run_tests.py", one.name, "--test", test]
+            print(f"--- run it again: {shlex.join(again)}", flush=True)
+    return min(counts, default=1 if code == 0 else 0)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "parts", nargs="*", help=f"some of: {', '.join(PARTS)}; a beginning is enough; default: all"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--show",
-        action="store_true",
-        help="show all output at once instead of that of failing parts",
-    )
+    names = "; ".join(PARTS)
+    parser.add_argument("parts", nargs="*", help=f"beginnings of some of: {names}; default: all")
+    parser.add_argument("--long", action="store_true", help="the tests that take long")
+    parser.add_argument("--test", action="append", help="of the part: this file, or test, alone")
+    parser.add_argument("--show", action="store_true", help="show all output, at once")
     arguments = parser.parse_args()
-    wanted = [
-        name
-        for name in PARTS
-        if not arguments.parts or any(name.startswith(part) for part in arguments.parts)
-    ]
+    among = PARTS if arguments.parts else LONG if arguments.long else SHORT
+    wanted = {
+        name: part.of(arguments.test) if arguments.test else part
+        for name, part in among.items()
+        if not arguments.parts or name.startswith(tuple(arguments.parts))
+    }
+    if arguments.test:  # what is asked for by its whole name
+        wanted = {name: part for name, part in wanted.items() if name in arguments.parts} or wanted
     if not wanted:
-        parser.error(f"no part begins so; there are: {', '.join(PARTS)}")
+        parser.error(f"no part begins so; there are: {names}")
 
     failed, passed, started = [], 0, time.time()
     # A part on one core takes little longer than on two, between which its ranks would wake each
@@ -189,39 +267,16 @@ def main() -> int:
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[first::4] for first in range(min(len(cores), 4))]
     together, alone = (
-        [name for name in wanted if (name in ALONE) == apart] for apart in (False, True)
+        {name: part for name, part in wanted.items() if part.alone == apart}
+        for apart in (False, True)
     )
-    for part, code, output in itertools.chain(
+    for one, code, output in itertools.chain(
         run(together, shares, arguments.show), run(alone, [cores], arguments.show)
     ):
-        # Ranks run the same tests: the smallest count is the number of tests that passed on all of
-        # them.
-        counts = [int(n) for n in re.findall(r"(\d+) passed", output)]
-        passed += min(counts, default=1 if code == 0 else 0)
-        verdict = (
-            "ok"
-            if code == 0
-            else f"FAILED: exit code {code}"
-            if code is not None
-            else f"FAILED: not done after {part.limit} s"
-        )
-        took = time.time() - part.begun
-        print(
-            f"{part.name:36s} {verdict:8s} {f'{min(counts)} tests' if counts else '':12s} "
-            f"{took:5.0f} s",
-            flush=True,
-        )
-        if code != 0:
-            failed.append(part.name)
-            print(
-                f"--- output of: {' '.join(part.command)}\n{output}\n--- end of the output of "
-                f"{part.name}",
-                flush=True,
-            )
-    print(
-        f"all of it took {time.time() - started:.0f} "
-        f"s{'; failed: ' + ', '.join(failed) if failed else ''}"
-    )
+        passed += tell(one, code, output)
+        failed += [one.name] * (code != 0)
+    took = f"all of it took {time.time() - started:.0f} s"
+    print(f"{took}{'; failed: ' + ', '.join(failed) if failed else ''}")
     print(f"{passed} passed, {len(failed)} failed")
     return 1 if failed else 0
 

@@ -11,7 +11,7 @@ from study_cases import RATE
 from study_results import NAMES, NUMBERS, Scores, Study, smooth, title_of
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen first)
+import matplotlib.pyplot as plt  # the backend is chosen first
 
 COLOURS = {
     "dense": "black",

@@ -280,7 +280,8 @@ def write_csv(study: Study, path: Path) -> None:
 
 def write_curves(study: Study, path: Path) -> None:
     """One row per run and point: training loss and traffic of a worker so far."""
-    by_name = {run.name: r for s in study.scores for run, r in zip(s.case.runs, s.results)}  # noqa: B905
+    pairs = (pair for s in study.scores for pair in zip(s.case.runs, s.results, strict=True))
+    by_name = {run.name: found for run, found in pairs}
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["run", "step", "loss", "bytes"])

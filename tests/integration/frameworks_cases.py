@@ -12,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
 
-from made_up import gradients  # noqa: E402, F401
+from made_up import gradients  # noqa: F401
 
 STEPS = 50
 SHAPES = {

@@ -14,6 +14,7 @@ from conftest import ROOT
 K, SMALL = 248_190, 35_000
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("hosts")
 @pytest.mark.skipif(os.geteuid() != 0, reason="hosts are namespaces, which need root")

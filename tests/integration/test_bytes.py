@@ -36,14 +36,12 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("framework", "launcher", "settings"),
     [
-        ("torch", "mpirun", {"rate": 100}),
         ("torch", "horovodrun --gloo", {"rate": 100}),
         (
             "torch",
             "horovodrun",
             {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000},
         ),
-        ("torch", "mpirun", {"rate": 50, "wire_dtype": "float16", "dense": ["auto:output"]}),
         ("torch", "mpirun", {"rate": 100, "warmup_steps": STEPS}),
         (
             "tensorflow",
@@ -55,7 +53,6 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
             "horovodrun --gloo",
             {"rate": 50, "wire_dtype": "float16", "dense": ["auto:output"]},
         ),
-        ("tensorflow", "mpirun", {"rate": 100, "warmup_steps": STEPS}),
     ],
     ids=str,
 )

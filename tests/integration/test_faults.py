@@ -9,12 +9,14 @@ import pytest
 WORKER = Path(__file__).with_name("worker_faults.py")
 
 
+@pytest.mark.long
 def test_a_rank_comes_half_a_minute_late(launched):
     """The others wait, longer than a message in Gloo may take (30 s)."""
     output = launched("horovodrun --gloo", 2, [WORKER, "late", 31], limit=90)
     assert "everything is as if it had not" in output
 
 
+@pytest.mark.long
 def test_horovod_says_what_it_waits_for(launched):
     output = launched(
         "mpirun", 2, [WORKER, "late", 7], limit=60, HOROVOD_STALL_CHECK_TIME_SECONDS="3"

@@ -21,7 +21,11 @@ SCRIPT = hosts.__file__
 WORKER = str(Path(__file__).with_name("worker_hosts.py"))
 
 # They look at what else is on the machine, so one after the other.
-pytestmark = [pytest.mark.timeout(180, func_only=True), pytest.mark.xdist_group("hosts")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(180, func_only=True),
+    pytest.mark.xdist_group("hosts"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,7 @@ def checkout(tmp_path):
     return tmp_path / "checkout"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiler", [True, False])
 def test_pip_install(run, launched, checkout, tmp_path, compiler):
     place = tmp_path / "place"

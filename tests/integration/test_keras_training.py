@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from conftest import ROOT
 
@@ -18,6 +19,7 @@ WORKER = Path(__file__).with_name("worker_keras.py")
 BOUND = 9
 
 
+@pytest.mark.long
 def test_stopped_and_resumed_is_as_never_stopped_under_either_launcher(launched, tmp_path):
     options = [
         "--batch-size",
@@ -64,6 +66,7 @@ def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.long
 def test_both_loops_learn_resume_and_refuse_and_the_bound_catches_lost_residues(launched, tmp_path):
     output = launched("mpirun", 2, [WORKER, tmp_path], limit=280)
     reached, refused = (
@@ -98,6 +101,7 @@ def test_wrong_input_ends_all_ranks_with_a_message(launched):
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_one_process_without_a_launcher(run):
     output = run(
         [

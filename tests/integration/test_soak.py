@@ -16,6 +16,7 @@ from tqdm import tqdm
 SOAK = [sys.executable, ROOT / "scripts" / "checks" / "soak.py"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1000)
 def test_three_minutes(run):
     # A job lasts until the last fault in it is over, which may take a minute where a worker was

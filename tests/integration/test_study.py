@@ -45,6 +45,7 @@ TASK = Lines()
 
 
 # About 150 s on two quiet cores; CI's are shared with another job, and were three times slower.
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 @pytest.mark.xdist_group("study")
 def test_the_short_study_knows_every_number(run, tmp_path):
@@ -88,6 +89,7 @@ def test_the_short_study_knows_every_number(run, tmp_path):
     assert {**again, "seconds": 0} == {**same, "seconds": 0}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1000)
 def test_a_model_of_ones_own(run, tmp_path):
     task = tmp_path / "lines.py"

@@ -15,7 +15,7 @@ WORKER = Path(__file__).with_name("worker_tensorflow_elastic.py")
 # the last commit before the kill, and what the worker calls so
 COMMITTED, GROWN_AT, LAST = 10, 20, 40
 
-pytestmark = pytest.mark.timeout(150, func_only=True)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150, func_only=True)]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import soak
 
 COMMIT_EVERY, KILLED_AT, LEADER_KILLED_AT, GROWN_AT, LAST = 5, 12, 22, 35, 60
 
-pytestmark = pytest.mark.timeout(300, func_only=True)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300, func_only=True)]
 
 
 @pytest.fixture

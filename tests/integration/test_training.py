@@ -19,6 +19,7 @@ SCRIPTS = ROOT / "scripts" / "examples"
 SHORT = ["--batch-size", "8", "--no-progress", "--evaluate-every", "20"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "script", "options"),
     [
@@ -65,6 +66,7 @@ def test_stopped_and_resumed_is_as_never_stopped(launched, tmp_path, launcher, s
     assert compared >= 3
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_path):
     """A checkpoint after every step, so that kills fall in the midst of writing one."""
     folder, ranks, steps = tmp_path / "killed", 2, 60
@@ -177,6 +179,7 @@ def same(a, b) -> bool:
     return a == b
 
 
+@pytest.mark.long
 def test_one_process_without_a_launcher(run):
     output = run(
         [
@@ -207,6 +210,7 @@ def test_one_process_without_a_launcher(run):
     assert '"bits_per_character"' in output
 
 
+@pytest.mark.long
 def test_other_compressions(launched):
     for compression in ("none", "fp16"):
         output = launched(

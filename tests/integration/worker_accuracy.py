@@ -17,7 +17,7 @@ from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "examples"))
-from train_image import augment, load_digits, shift  # noqa: E402
+from train_image import augment, load_digits, shift
 
 STEPS, BATCH = 400, 32
 

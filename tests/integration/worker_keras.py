@@ -16,8 +16,8 @@ import scalecom_hvd.tensorflow as hvd
 from scalecom_hvd.tensorflow.bucket import Bucket
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "examples"))
-import train_keras  # noqa: E402
-import training  # noqa: E402
+import train_keras
+import training
 
 RESUMED = ["--loop", "custom", "--steps", "12", "--rate", "20", "--beta", "0.3"]
 BOUND = [

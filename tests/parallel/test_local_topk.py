@@ -12,7 +12,7 @@ from models import feed, gradients, parameters, same_on_all_ranks
 import scalecom_hvd.torch as hvd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from local_topk import LocalTopK  # noqa: E402 (the path comes first)
+from local_topk import LocalTopK  # the path comes first
 
 SHAPES = {"matrix": (300, 50), "vector": (4000,), "small": (10,)}
 

@@ -66,7 +66,7 @@ def assert_same_run(scaled, plain, compression, other, scale):
     assert float(scale) == 2.0**20 / 2**4 * 2**2
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("mode", MODES[1:], ids=str)
 def test_a_fit_with_overflows_ends_where_one_without_them_ends(mode):
     kind = (
         tf.keras.optimizers.legacy
@@ -118,7 +118,7 @@ def test_a_custom_loop_with_overflows_ends_where_one_without_them_ends():
     assert_same_run(scaled, plain, compression, other, scaling.loss_scale)
 
 
-@pytest.mark.parametrize("mode", MODES[:2], ids=str)
+@pytest.mark.parametrize("mode", MODES[:1], ids=str)
 def test_residues_do_not_depend_on_the_loss_scale(mode):
     shapes = {"first": (60, 50), "bias": (60,)}
     scale = tf.Variable(1.0)

@@ -215,14 +215,9 @@ def hold_to_the_oracle(
     return compressor
 
 
-@pytest.mark.parametrize(
-    ("method", "fields", "beta", "steps"),
-    [(*one, 0.3, 20) for one in METHODS + BITS + EXACT + QUANTISED]
-    + [(*one, 1.0, 6) for one in METHODS],
-    ids=described,
-)
-def test_parity(method, fields, beta, steps):
-    compressor = hold_to_the_oracle(method, fields, steps, beta=beta)
+@pytest.mark.parametrize(("method", "fields"), METHODS + BITS + EXACT + QUANTISED, ids=described)
+def test_parity(method, fields):
+    compressor = hold_to_the_oracle(method, fields, steps=12, beta=0.3)
     assert len(compressor.residues.buckets) >= 3
     assert compressor.residues.tensors.keys() == ODD_SHAPES.keys() - {"whole"}
 

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from scalecom_hvd.exchange import kernels
 from scalecom_hvd.exchange.simulator import Simulation
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", 0))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 60))
 EXAMPLES = 90
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
@@ -221,7 +221,7 @@ def test_random_programs():
     check(derandomize=True, phases=[Phase.generate])
 
 
-@pytest.mark.skipif(not SECONDS, reason="FUZZ_SECONDS says for how long")
+@pytest.mark.long
 @pytest.mark.timeout(0)
 def test_new_random_programs():
     begun = time.monotonic()

@@ -71,8 +71,9 @@ class RandomK(Method):
 
 
 def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:
-    """k positions (int64) in a tensor, at random: one in each lane, uniformly; in exact geometry
-    any, without repeats.
+    """k positions (int64) in a tensor, at random.
+
+    One in each lane, uniformly; in exact geometry any, without repeats.
     """
     if isinstance(geometry, Positions):
         return torch.randperm(geometry.numel, generator=random)[: geometry.k]

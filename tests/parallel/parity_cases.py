@@ -1,0 +1,38 @@
+"""Settings under which real ranks are held to reference.py, for every framework alike.
+
+Each setting stands in some case, and those that meet in one move stand together: which kernel, who
+leads, what travels. Cross products of them would tell the same again.
+"""
+
+import numpy as np
+
+STAGGERED = {"rate": 20, "beta": 0.5, "leader": "staggered", "bucket_bytes": 20_000}
+HALVES = {"rate": 30, "beta": 0.3, "wire_dtype": "float16"}
+CASES = {
+    "few are left": {"rate": 400, "beta": 0.5},
+    "many are sent, look-ahead": {"rate": 2.5, "lookahead": True},
+    "beta 1": {"rate": 100},
+    "a small beta, look-ahead": {"rate": 7, "beta": 0.1, "lookahead": True},
+    "float16 gradients, look-ahead": {
+        "dtype": np.float16,
+        "rate": 50,
+        "beta": 0.3,
+        "lookahead": True,
+        "tolerance": 1e-3,
+    },
+    "float64 gradients": {"dtype": np.float64, "rate": 50, "beta": 0.3, "tolerance": 1e-12},
+    "staggered leaders of many buckets": STAGGERED,
+    "the same, look-ahead": STAGGERED | {"lookahead": True},
+    "exact": {"rate": 30, "beta": 0.3, "selection": "exact"},
+    "exact, look-ahead": {"rate": 30, "beta": 0.3, "selection": "exact", "lookahead": True},
+    # Horovod sums in float16, the oracle in float32.
+    "float16 values": HALVES | {"tolerance": 2e-2},
+    "float16 values, look-ahead": HALVES | {"lookahead": True, "tolerance": 2e-2},
+    "warm-up, rates, dense; look-ahead": {
+        "rate": 100,
+        "rates": {"n64*": 10, "matrix": 1000},
+        "dense": ["embedding", "auto:first"],
+        "warmup_steps": 5,
+        "lookahead": True,
+    },
+}
