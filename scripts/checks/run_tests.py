@@ -134,7 +134,7 @@ SHORT = {
         (sys.executable, *of_pytest("integration", options=[*SHARED, "--timeout=300"])), alone=True
     ),
 }
-FUZZ = ("-k", "test_random_programs")
+FUZZ = ("-m", "", "-k", "test_random_programs")
 MINUTE = {"FUZZ_SECONDS": "60"}
 LONG = {
     "torch, horovodrun --gloo -np 2, the rest": on_ranks(

@@ -145,6 +145,7 @@ class Training:
         return {name: parameter.grad for name, parameter in self.model.items()}
 
 
+@pytest.mark.long  # tests/single/test_fuzz.py has the same programs on simulated ranks
 @pytest.mark.timeout(SECONDS + 100)
 def test_random_programs():
     # torch imports much of itself when it makes its first optimizer
