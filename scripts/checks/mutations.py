@@ -14,6 +14,7 @@ longer wait for each other after it; so of each file the first test that notices
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import json
 import os
@@ -105,14 +106,14 @@ def notice(mutation: Mutation, root: Path, core: int) -> dict[str, list[str]]:
     """{group: the tests that fail} with this mutation."""
     noticed = {}
     for group in mutation.tests:
-        if group in ("single", "integration"):
+        if group == "single" or "/" in group:
             skipped = [
                 f"--ignore={file}"
                 for part, files in SKIPPED.items()
                 if not mutation.file.startswith(part)
                 for file in files
             ]
-            marks = [] if group == "integration" else NOT_LONG
+            marks = NOT_LONG if group == "single" else []
             program = [*PYTEST, *marks, "--timeout=100", *skipped, f"tests/{group}"]
             program = [sys.executable, *program]
             noticed[group] = failing(program, root, core)
@@ -175,25 +176,43 @@ def run(mutation: Mutation, cores: queue.SimpleQueue[int], output: Path) -> None
     print(f"{mutation.name}: noticed by {count or 'NONE'} ({took:.0f} s)", flush=True)
 
 
-def table(wanted: Sequence[Mutation], output: Path) -> str:
-    """Every mutation, and how many tests notice it: by group, with some of their names."""
-    groups = list(dict.fromkeys(group for mutation in wanted for group in mutation.tests))
+def table(wanted: Sequence[Mutation], output: Path, before: Path | None) -> str:
+    """Every mutation, and how many tests notice it, by file; beside those of another run's folder.
+
+    Below it the tests that alone notice something, which so cannot go.
+    """
+    compared = before is not None
     lines = [
-        f"| what goes wrong | {' | '.join(groups)} | among them |",
-        "|---|" + "---|" * (len(groups) + 1),
+        f"| what goes wrong | {'before | ' * compared}noticed by | in |",
+        f"|---|---|---|{'---|' * compared}",
     ]
+    alone = []
     for mutation in wanted:
-        noticed = json.loads((output / mutation.file_name).read_text())
-        counts = [str(len(noticed[group])) if group in noticed else "" for group in groups]
-        names = [name.removeprefix("tests/") for names in noticed.values() for name in names[:2]]
-        lines.append(f"| {mutation.name} | {' | '.join(counts)} | {', '.join(names[:3])} |")
+        tests = noticed_in(output, mutation)
+        files = collections.Counter(test.partition("::")[0] for test in tests)
+        names = ", ".join(
+            f"{file.removeprefix('tests/')}{f' ({n})' if n > 1 else ''}"
+            for file, n in files.items()
+        )
+        earlier = f"{len(noticed_in(before, mutation)) or '**none**'} | " if compared else ""
+        lines.append(f"| {mutation.name} | {earlier}{len(tests) or '**none**'} | {names} |")
+        alone += [f"| {mutation.name} | {tests[0]} |"] if len(tests) == 1 else []
+    lines += ["", "| noticed by one test alone | which |", "|---|---|", *alone] if alone else []
     return "\n".join(lines) + "\n"
+
+
+def noticed_in(folder: Path, mutation: Mutation) -> list[str]:
+    """The tests that noticed a mutation; none where it was not tried."""
+    path = folder / mutation.file_name
+    groups = json.loads(path.read_text()) if path.exists() else {}
+    return list(dict.fromkeys(test for tests in groups.values() for test in tests))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="mutations whose name contains this")
     parser.add_argument("--output", type=Path, default=Path("mutations"))
+    parser.add_argument("--before", type=Path, help="show the numbers of this folder beside")
     arguments = parser.parse_args()
     wanted = [mutation for mutation in mutations() if arguments.only in mutation.name]
     if not wanted:
@@ -207,11 +226,10 @@ def main() -> int:
     with concurrent.futures.ThreadPoolExecutor(len(available)) as pool:
         for job in [pool.submit(run, one, cores, arguments.output) for one in missing]:
             job.result()
-    text = table(wanted, arguments.output)
+    text = table(wanted, arguments.output, arguments.before)
     (arguments.output / "table.md").write_text(text)
     print(text)
-    found = [json.loads((arguments.output / one.file_name).read_text()) for one in wanted]
-    return 0 if all(any(noticed.values()) for noticed in found) else 1
+    return 0 if all(noticed_in(arguments.output, mutation) for mutation in wanted) else 1
 
 
 if __name__ == "__main__":

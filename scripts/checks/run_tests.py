@@ -104,13 +104,10 @@ def named(*names: str) -> list[str]:
 
 
 TORCH = [*parallel("torch_*"), *named("local_topk")]
-# Where the launcher decides: the order in which collectives end, what fails and how, numbers
-# that Gloo sums otherwise. The rest runs under Gloo in --long.
-UNDER_GLOO = named(
-    *("torch_differential", "torch_half_sums", "torch_optimizer", "torch_orders"),
-    *("torch_refusals", "torch_state", "torch_stock"),
-)
-PROGRAMS = named("torch_differential", "torch_fuzz", "torch_local_differential")
+# Where the launcher decides: the order in which collectives end, what fails and how. The rest runs
+# under Gloo in --long.
+UNDER_GLOO = named("torch_differential", "torch_optimizer", "torch_orders", "torch_refusals")
+PROGRAMS = named("torch_differential", "torch_local_differential")
 TAPES = "parallel/test_tensorflow_tape.py::test_"
 # What Gloo, and more than two ranks, may change for TensorFlow.
 UNLIKE = [
@@ -126,25 +123,29 @@ SHORT = {
     "ruff format": Part((*RUFF, "format", "--check", "."), 60),
     "mypy": Part((sys.executable, "-m", "mypy"), 300),
     # The longest first.
-    "torch, mpirun -np 4": on_ranks("mpirun", 4, TORCH),
     "tensorflow, mpirun -np 2": on_ranks("mpirun", 2, parallel("tensorflow_*")),
+    "torch, mpirun -np 4": on_ranks("mpirun", 4, TORCH),
     "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, UNDER_GLOO),
     "single": Part((sys.executable, *of_pytest("single", options=["--timeout=200"]))),
     "integration": Part(
         (sys.executable, *of_pytest("integration", options=[*SHARED, "--timeout=300"])), alone=True
     ),
 }
-FUZZ = ("-m", "", "-k", "test_random_programs")
+ALL = ("-m", "")
+FUZZ = ("-k", "test_random_programs")
 MINUTE = {"FUZZ_SECONDS": "60"}
 LONG = {
     "torch, horovodrun --gloo -np 2, the rest": on_ranks(
         GLOO, 2, [file for file in TORCH if file not in UNDER_GLOO]
     ),
     "tensorflow, mpirun -np 4": on_ranks(
-        "mpirun", 4, [*named("tensorflow_differential", "tensorflow_parity"), SETS, *UNLIKE]
+        "mpirun", 4, [*named("tensorflow_differential", "tensorflow_parity"), SETS, *UNLIKE], *ALL
     ),
     "tensorflow, horovodrun --gloo -np 2": on_ranks(
-        GLOO, 2, [*named("tensorflow_differential", "tensorflow_state"), *UNLIKE]
+        GLOO, 2, [*named("tensorflow_differential", "tensorflow_state"), *UNLIKE], *ALL
+    ),
+    "tensorflow, mpirun -np 2, the rest": on_ranks(
+        "mpirun", 2, named("tensorflow_keras", "tensorflow_tape"), "-m", "long"
     ),
     "programs, mpirun -np 3": on_ranks("mpirun", 3, PROGRAMS, *FUZZ, environment=MINUTE),
     "programs, horovodrun --gloo -np 4": on_ranks(GLOO, 4, PROGRAMS, *FUZZ, environment=MINUTE),

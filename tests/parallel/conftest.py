@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # fuzz_model.py
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # momentum.py
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

@@ -26,7 +26,7 @@ import scalecom_hvd.tensorflow.keras as keras
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 20))
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
-PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 6
+PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 4
 SHAPES = {"a": (300,), "b": (20, 15), "c": (7,), "d": (150,)}
 TABLE = (30, 10)
 MODES = (

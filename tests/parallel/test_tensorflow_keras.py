@@ -348,6 +348,7 @@ def test_stats_count_what_is_sent():
     assert stats["residue_norm"] > 0
 
 
+@pytest.mark.long
 def test_models_that_were_saved(tmp_path):
     """As far as Horovod loads its own, which are not those in Keras's own format: with the
     optimizer wrapped, and from .h5 its state.

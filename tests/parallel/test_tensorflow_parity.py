@@ -6,8 +6,17 @@ import pytest
 from parity_cases import CASES
 from tensorflow_parity import run_against_reference
 
+# Tracing takes seconds. On 4 ranks make test-long runs these too.
+LONG = ("few", "many", "float16 values", "the same", "exact, look-ahead")
 
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=[pytest.mark.long] * name.startswith(LONG))
+        for name, settings in CASES.items()
+    ],
+)
 def test_parity(settings):
     compressor = run_against_reference(**settings)
     assert len(compressor.exchanges()[0].buckets) >= 4 or "leader" not in settings

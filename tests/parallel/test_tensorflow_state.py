@@ -234,6 +234,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_a_saved_model_loads_without_this_package_and_horovod(tmp_path):
     """Not in Keras's own format, in which Horovod's optimizers cannot be loaded either."""
     model = net()

@@ -643,6 +643,7 @@ def behaviour_of_tensorflow_1():
         getattr(tf.compat.v1, f"enable_{change}")()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "mode"), [({"passes": 2}, MODES[0]), ({"monitored": True}, MODES[1])], ids=str
 )
@@ -651,6 +652,7 @@ def test_nothing_is_lost_with_the_behaviour_of_tensorflow_1(options, mode):
     test_nothing_is_lost_in_graphs_and_sessions(options, mode)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("traced", [True, False])
 def test_residues_that_keep_growing_are_reported_once(traced, capfd, caplog):
     """A gradient that never changes, at a rate of 400: after 200 steps most coordinates have never

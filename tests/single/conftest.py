@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-# fuzz_model.py is for tests on one process and on several; parallel.made_up is a module of theirs.
+# momentum.py is for tests on one process and on several; parallel.made_up is a module of theirs.
 sys.path[:0] = [*map(str, (TESTS.parent / "scripts").glob("*/")), str(TESTS)]
 
 

@@ -1,8 +1,7 @@
-"""Random programs of training steps, and what should be true of each step: for the simulated
-workers and for real ranks alike.
+"""Random programs of training steps on simulated workers, and what should be true of each step.
 
 `draw_setting` and `draw_step` make everything by choosing from sequences, so that hypothesis can
-choose (and shrink), or a seeded random.Random on every rank. `Truth` is reference.py with what that
+choose, and shrink. `Truth` is reference.py with what that
 leaves out: loss scales, frozen parameters, gradients that did not arrive, half precision.
 """
 
