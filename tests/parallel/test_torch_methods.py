@@ -1,8 +1,7 @@
-"""The methods beside ScaleCom, and one that a user wrote: each held to its oracle, and to what
-holds for ScaleCom in the files beside this.
+"""The methods beside ScaleCom, and one that a user wrote: each held to its oracle.
 
-What all methods share is tested with every one of them: a method that says what it sends wrongly
-loses gradients, or spoils a step.
+What all methods share is tested with every one of them, ScaleCom too: a method that says what it
+sends wrongly loses gradients, or spoils a step.
 """
 
 import copy
@@ -93,6 +92,10 @@ def described(value):
 
 every_method = pytest.mark.parametrize(
     ("method", "fields"), METHODS + SOME_QUANTISED, ids=described
+)
+SCALECOM = [(hvd.ScaleCom, {}), (hvd.ScaleCom, {"lookahead": True})]
+and_scalecom = pytest.mark.parametrize(
+    ("method", "fields"), METHODS + SOME_QUANTISED + SCALECOM, ids=described
 )
 
 
@@ -260,7 +263,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank(method, fields):
     assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (4, 7)
 
 
-@every_method
+@and_scalecom
 def test_averages_of_compressed_tensors_that_overflow(method, fields):
     """Sums of finite float16 gradients; their residues are float32 and would hold them."""
     model = parameters_of({"half": (3000,), "whole": (10,)})
@@ -283,7 +286,7 @@ def test_averages_of_compressed_tensors_that_overflow(method, fields):
     assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (2, 2)
 
 
-@every_method
+@and_scalecom
 def test_accumulators_whose_sum_overflows(method, fields):
     """Float32: with gradients that a residue takes up this needs residues near the largest number
     there is.
@@ -323,7 +326,7 @@ def test_nothing_is_lost(method, fields):
     assert_nothing_is_lost(model, compressor, came_in(range(30), skips=skips), hvd.size())
 
 
-@every_method
+@and_scalecom
 def test_a_frozen_parameters_residue_stays(method, fields):
     model = parameters(SHAPES)
     optimizer, compressor = make(model, method, fields)
@@ -459,7 +462,7 @@ def test_one_rank_is_started_with_another(one, other, message):
         optimizer.step()
 
 
-@every_method
+@and_scalecom
 def test_residues_do_not_depend_on_the_loss_scale(method, fields):
     plain, scaled = parameters(SHAPES), parameters(SHAPES)
     scale = 1.0
