@@ -20,6 +20,10 @@ ODD_SHAPES = {
 }
 
 
+# A vector that is sent whole at most settings, and matrices that are not.
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
+
+
 def gradients(shapes: dict, rank: int, step: int, dtype=np.float32) -> dict[str, np.ndarray]:
     """What worker `rank` computed at a step: the same numbers wherever this is called."""
     random = np.random.default_rng([rank, step])
@@ -27,6 +31,16 @@ def gradients(shapes: dict, rank: int, step: int, dtype=np.float32) -> dict[str,
         name: np.asarray(random.standard_normal(shape) * 2.0 ** random.integers(-3, 4), dtype)
         for name, shape in shapes.items()
     }
+
+
+def came_in(ranks, steps, shapes: dict = SHAPES, skips=lambda rank, step: ()) -> dict:
+    """{name: the sum of these ranks' gradients of these steps}, without those that were skipped."""
+    total = {name: np.zeros(shape, np.float64) for name, shape in shapes.items()}
+    for rank in ranks:
+        for step in steps:
+            for name, grad in gradients(shapes, rank, step).items():
+                total[name] += 0 if name in skips(rank, step) else grad
+    return total
 
 
 # Where half precision is coarse: below 6e-5 its unit is 6e-8. "lone": on rank 0 only.  "huge":

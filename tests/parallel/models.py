@@ -2,11 +2,13 @@
 
 import numpy as np
 import torch
-from made_up import ODD_SHAPES, gradients
+from made_up import ODD_SHAPES, SHAPES, came_in, gradients
 
 __all__ = [
     "ODD_SHAPES",
+    "SHAPES",
     "assert_nothing_is_lost",
+    "came_in",
     "feed",
     "gradients",
     "parameters",

@@ -7,14 +7,13 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
-from made_up import gradients
+from made_up import SHAPES, gradients
 from tensorflow_models import examples, net, same_on_all_ranks
 from tensorflow_parity import Step, variables
 
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as keras
 
-SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 SETTINGS = {"rate": 20, "beta": 0.5, "min_numel": 100}
 MODES = [
     {},

@@ -6,14 +6,13 @@ import horovod.tensorflow as stock
 import numpy as np
 import pytest
 import tensorflow as tf
-from made_up import gradients
+from made_up import SHAPES, gradients
 from tensorflow_models import examples, net, same_on_all_ranks, total_residue
 from tensorflow_parity import Step, variables
 
 import scalecom_hvd.tensorflow as hvd
 from scalecom_hvd.tensorflow.compressor import shared
 
-SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 MODES = [{}, {"lookahead": True}, {"leader": "staggered", "bucket_bytes": 10_000}]
 
 

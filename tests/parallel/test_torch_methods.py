@@ -12,13 +12,20 @@ import numpy as np
 import pytest
 import rules
 import torch
-from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+from models import (
+    SHAPES,
+    assert_nothing_is_lost,
+    came_in,
+    feed,
+    gradients,
+    parameters,
+    same_on_all_ranks,
+)
 from oracles import methods as oracle
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 
-SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
 DTYPES = {"double": torch.float64, "half": torch.float16}
 # Around a group of lanes and a chunk of ECQSGD; every dtype; "one" and "scalar" compressed too.
@@ -134,16 +141,6 @@ def run(optimizer, model, steps, shapes=SHAPES, skips=lambda rank, step: []):
         optimizer.zero_grad()
         feed(model, gradients(shapes, hvd.rank(), step), skip=skips(hvd.rank(), step))
         optimizer.step()
-
-
-def came_in(steps, shapes=SHAPES, skips=lambda rank, step: []):
-    """{name: the sum of all ranks' gradients}."""
-    total = {name: np.zeros(shape, np.float64) for name, shape in shapes.items()}
-    for rank in range(hvd.size()):
-        for step in steps:
-            for name, grad in gradients(shapes, rank, step).items():
-                total[name] += 0 if name in skips(rank, step) else grad
-    return total
 
 
 def residues_of(compressor):
@@ -323,7 +320,9 @@ def test_nothing_is_lost(method, fields):
     optimizer, compressor = make(model, method, fields, bucket_bytes=10_000)
     run(optimizer, model, range(30), skips=skips)
     assert same_on_all_ranks(model.values())
-    assert_nothing_is_lost(model, compressor, came_in(range(30), skips=skips), hvd.size())
+    assert_nothing_is_lost(
+        model, compressor, came_in(range(hvd.size()), range(30), skips=skips), hvd.size()
+    )
 
 
 @and_scalecom
@@ -342,7 +341,9 @@ def test_a_frozen_parameters_residue_stays(method, fields):
     model["second"].requires_grad_(True)
     run(optimizer, model, range(6, 9))
     assert same_on_all_ranks(model.values())
-    total = came_in(range(9), skips=lambda rank, step: ["second"] if 3 <= step < 6 else [])
+    total = came_in(
+        range(hvd.size()), range(9), skips=lambda rank, step: ["second"] if 3 <= step < 6 else []
+    )
     assert_nothing_is_lost(model, compressor, total, hvd.size())
 
 

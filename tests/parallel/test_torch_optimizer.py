@@ -9,7 +9,9 @@ import pytest
 import torch
 from models import (
     ODD_SHAPES,
+    SHAPES,
     assert_nothing_is_lost,
+    came_in,
     feed,
     gradients,
     parameters,
@@ -18,7 +20,6 @@ from models import (
 
 import scalecom_hvd.torch as hvd
 
-SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 MODES = [{}, {"lookahead": True}, {"leader": "staggered", "bucket_bytes": 10_000}]
 STOCK = "Horovod's own optimizer"
 
@@ -63,16 +64,6 @@ def run(
                 skip=skips(hvd.rank(), step),
             )
         optimizer.step()
-
-
-def came_in(ranks, steps, shapes=SHAPES, skips=lambda rank, step: []):
-    """{name: the sum of these ranks' gradients}."""
-    total = {name: np.zeros(shape, np.float64) for name, shape in shapes.items()}
-    for rank in ranks:
-        for step in range(steps):
-            for name, grad in gradients(shapes, rank, step).items():
-                total[name] += 0 if name in skips(rank, step) else grad
-    return total
 
 
 OPTIONS = [
@@ -122,7 +113,9 @@ def test_nothing_is_lost(options, mode):
     run(make(model, library, compression=compressor, **options), model, steps, passes=passes)
     assert same_on_all_ranks(model.values())
     divisor = 1 if options.get("op") == hvd.Sum else hvd.size()
-    assert_nothing_is_lost(model, compressor, came_in(range(hvd.size()), steps * passes), divisor)
+    assert_nothing_is_lost(
+        model, compressor, came_in(range(hvd.size()), range(steps * passes)), divisor
+    )
 
 
 @pytest.mark.parametrize("rate", [1, 20])
@@ -139,7 +132,7 @@ def test_each_rank_skips_other_layers(mode, rate):
     run(make(model, library, compression=compressor), model, 8, skips=skips)
     assert same_on_all_ranks(model.values())
     assert_nothing_is_lost(
-        model, compressor, came_in(range(hvd.size()), 8, skips=skips), hvd.size()
+        model, compressor, came_in(range(hvd.size()), range(8), skips=skips), hvd.size()
     )
 
 
@@ -212,7 +205,7 @@ def test_process_sets_have_leaders_of_their_own(process_sets, mode, rate):
     model = parameters(SHAPES)
     library, compressor = scalecom(mode, model, rate=rate, min_numel=100, process_set=mine)
     run(make(model, library, compression=compressor, process_set=mine), model, 6)
-    assert_nothing_is_lost(model, compressor, came_in(mine.ranks, 6), mine.size(), mine)
+    assert_nothing_is_lost(model, compressor, came_in(mine.ranks, range(6)), mine.size(), mine)
     everyone = hvd.allgather(
         torch.cat([p.detach().reshape(-1) for p in model.values()]).unsqueeze(0),
         name="members",
@@ -252,7 +245,9 @@ def test_two_models_in_one_process(mode):
             optimizer.step()
     for model, (_, compressor), each in zip(models, made, shapes, strict=True):
         assert same_on_all_ranks(model.values())
-        assert_nothing_is_lost(model, compressor, came_in(range(hvd.size()), 6, each), hvd.size())
+        assert_nothing_is_lost(
+            model, compressor, came_in(range(hvd.size()), range(6), each), hvd.size()
+        )
 
 
 @pytest.mark.parametrize("sparse_as_dense", [False, True])

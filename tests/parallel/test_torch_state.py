@@ -7,12 +7,11 @@ import horovod.torch as stock
 import numpy as np
 import pytest
 import torch
-from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+from models import SHAPES, assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.torch.horovod_collectives import HorovodWork
 
-SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 SETTINGS = {"rate": 20, "beta": 0.5, "min_numel": 100}
 MODES = [
     {},

@@ -8,13 +8,11 @@ import io
 import numpy as np
 import pytest
 import torch
-from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+from models import SHAPES, assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 from momentum import Momentum
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.bucket import Bucket
-
-SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 
 
 def make(model, lr=0.1, momentum=0.9, **settings):

@@ -6,12 +6,10 @@ import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
+from models import SHAPES, assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 from parity import run_against_reference
 
 from scalecom_hvd.torch import ScaleCom
-
-SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 
 
 @pytest.mark.parametrize(("rate", "beta"), [(100, 1.0), (7, 0.3)])

@@ -10,6 +10,7 @@ import torch
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.residue import Residues
+from scalecom_hvd.torch.horovod_collectives import Restarts
 
 
 def test_it_is_horovod_torch_and_more():
@@ -143,3 +144,13 @@ def test_offsets_that_are_damaged_are_refused(case, loaded_first):
     if not loaded_first:
         assert method.residues.step == 0
         assert method.tensor_states == {"weight": {}}
+
+
+def test_another_init_is_noticed_once():
+    """As elastic runs make it: then no collective from before is alive."""
+    hvd.init()
+    restarts = Restarts()
+    assert not restarts.noticed()
+    hvd.shutdown()
+    hvd.init()
+    assert [restarts.noticed(), restarts.noticed()] == [True, False]
