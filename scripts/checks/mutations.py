@@ -1,6 +1,6 @@
 """Which tests notice which mistake: takes one line of behaviour out at a time, and runs the tests.
 
-    python scripts/checks/mutations.py                 all of them: about an hour on two cores
+    python scripts/checks/mutations.py                 all of them: two hours on two cores
     python scripts/checks/mutations.py --only leader   those whose name contains it
 
 The mutations are in mutations.toml. Each is made in a copy of the working tree, one copy per core.
