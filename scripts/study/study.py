@@ -84,10 +84,10 @@ def study(args: argparse.Namespace) -> None:
             file=sys.stderr,
         )
     found = study_results.Study(cases, results)
-    pictures = set(study_pictures.draw(found, args.output))
+    study_pictures.draw(found, args.output)
     study_results.write_csv(found, args.output / "results.csv")
     study_results.write_curves(found, args.output / "curves.csv")
-    study_results.write_tables(found, args.output / "tables.md", pictures)
+    study_results.write_tables(found, args.output / "tables.md")
     print((args.output / "tables.md").read_text())
     print(f"written to {args.output}: results.csv, curves.csv, tables.md and pictures")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from study_cases import RATE
-from study_results import NAMES, NUMBERS, Scores, Study, smooth, title_of
+from study_results import NUMBERS, TABLES, Scores, Study, Table, name_of, smooth
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # the backend is chosen first
@@ -25,17 +25,6 @@ COLOURS = {
 }
 LINES = ("--", ":", "-.", (0, (5, 1)), (0, (1, 3)))
 Point = tuple[float, float, float]  # x, y, deviation of y
-
-
-def name_of(what: str) -> str:
-    """What a legend calls it."""
-    return NAMES.get(what, what)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a picture."""
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def panels(titles: Sequence[str], width: float = 4.6, height: float = 3.8) -> tuple[Any, Any]:
@@ -69,20 +58,36 @@ def curves(axis: Any, cases: Sequence[Scores], point: Callable[[Scores], Point |
             axis.errorbar(xs, ys, deviations, marker="o", markersize=4, capsize=2, **style)
 
 
-def over_x(study: Study, experiment: str, xlabel: str) -> Any:
+def by_group(
+    study: Study, table: Table, *size: float
+) -> tuple[Any, list[tuple[Any, list[Scores]]]]:
+    """A figure with a panel for each group of an experiment, and [(panel, the group's cases)]."""
+    groups = [study.of(table.experiment, group) for group in study.groups(table.experiment)]
+    figure, axes = panels([cases[0].title for cases in groups], *size)
+    return figure, list(zip(axes, groups, strict=True))
+
+
+def show_metric(axis: Any, cases: Sequence[Scores]) -> None:
+    """What is drawn upwards is the cases' score."""
+    axis.set_ylabel(f"{cases[0].task.metric}, {cases[0].task.unit}")
+
+
+def show_varied(axis: Any, cases: Sequence[Scores], xlabel: str) -> None:
+    """What is drawn to the right is what was varied."""
+    ticks = sorted({s.case.x for s in cases if s.case.x is not None})
+    axis.set(xscale="log", xlabel=xlabel)
+    axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axis.minorticks_off()
+    axis.legend(fontsize=7)
+
+
+def over_x(study: Study, table: Table) -> Any:
     """Scores over what was varied, a panel for each group."""
-    groups = study.groups(experiment)
-    figure, axes = panels([title_of(group) for group in groups])
-    for axis, group in zip(axes, groups, strict=True):
-        cases = study.of(experiment, group)
+    figure, groups = by_group(study, table)
+    for axis, cases in groups:
         curves(axis, cases, lambda s: mean_at(s, s.case.x))
-        ticks = sorted({s.case.x for s in cases if s.case.x is not None})
-        axis.set(
-            xscale="log", xlabel=xlabel, ylabel=f"{cases[0].task.metric}, {cases[0].task.unit}"
-        )
-        axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
-        axis.minorticks_off()
-        axis.legend(fontsize=7)
+        show_metric(axis, cases)
+        show_varied(axis, cases, table.x)
     return figure
 
 
@@ -91,7 +96,7 @@ def mean_at(scores: Scores, x: float | None) -> Point | None:
     return None if scores.mean is None else (x or 0, scores.mean, scores.deviation or 0)
 
 
-def workers(study: Study, experiment: str) -> Any:
+def workers(study: Study, table: Table) -> Any:
     """Scores, bytes, similarity and build-up over the number of workers."""
     names = {
         "kB per step": "kB per worker and step",
@@ -99,8 +104,7 @@ def workers(study: Study, experiment: str) -> Any:
         "sent density": "share of elements that the average holds",
     }
     figure, axes = panels(["acc9, %", *names.values()], 3.8, 3.6)
-    cases = study.of(experiment)
-    ticks = sorted({s.case.x for s in cases})
+    cases = study.of(table.experiment)
 
     def point(s: Scores, name: str) -> Point | None:
         value = NUMBERS[name](study, s)
@@ -111,14 +115,11 @@ def workers(study: Study, experiment: str) -> Any:
         curves(axis, cases, lambda s, name=name: point(s, name))
     axes[1].set_yscale("log")
     for axis in axes:
-        axis.set(xlabel="workers", xscale="log")
-        axis.set_xticks(ticks, [f"{n:g}" for n in ticks])
-        axis.minorticks_off()
-        axis.legend(fontsize=7)
+        show_varied(axis, cases, table.x)
     return figure
 
 
-def similarity(study: Study, experiment: str) -> Any:
+def similarity(study: Study, table: Table) -> Any:
     """What diagnostics saw, over the steps."""
     names = {
         "residue_distance": "cosine distance of residues",
@@ -128,20 +129,18 @@ def similarity(study: Study, experiment: str) -> Any:
     }
     figure, axes = panels(list(names.values()))
     for axis, name in zip(axes, names, strict=True):
-        for s in study.of(experiment):
+        for s in study.of(table.experiment):
             if looks := s.looks(name):
-                axis.plot(*zip(*looks, strict=True), label=f"{s.case.group}, {s.case.what}")
+                axis.plot(*zip(*looks, strict=True), label=f"{s.title}, {s.case.what}")
         axis.set_xlabel("step")
     axes[0].legend(fontsize=7)
     return figure
 
 
-def choices(study: Study, experiment: str) -> Any:
+def choices(study: Study, table: Table) -> Any:
     """How much better or worse than what is recommended each choice is, a mark for each seed."""
-    groups = study.groups(experiment)
-    figure, axes = panels([title_of(group) for group in groups], 6.4, 4.6)
-    for axis, group in zip(axes, groups, strict=True):
-        cases = study.of(experiment, group)
+    figure, groups = by_group(study, table, 6.4, 4.6)
+    for axis, cases in groups:
         bars = [(s, s.better_than(study.reference(s))) for s in reversed(cases[1:])]
         bars = [(s, better) for s, better in bars if better is not None]
         axis.barh([s.case.what for s, _ in bars], [better for _, better in bars])
@@ -155,19 +154,18 @@ def choices(study: Study, experiment: str) -> Any:
     return figure
 
 
-def loss_over_bytes(study: Study, experiment: str) -> Any:
+def loss_over_bytes(study: Study, table: Table) -> Any:
     """Training loss over what a worker has sent; what is left of the line came to it earlier."""
-    groups = study.groups(experiment)
-    figure, axes = panels([title_of(group) for group in groups])
-    for axis, group in zip(axes, groups, strict=True):
-        for s in study.of(experiment, group):
+    figure, groups = by_group(study, table)
+    for axis, cases in groups:
+        for s in cases:
             if s.case.what in COLOURS and s.case.x in (None, RATE):
                 found = s.results[0]
                 spent = [traffic / 1e6 for _, traffic in found["bytes"]]
                 losses = [loss for _, loss in smooth(found["losses"])]
                 colour = COLOURS[s.case.what]
                 axis.plot(spent, losses, color=colour, label=name_of(s.case.what))
-        target = study.target(study.of(experiment, group)[0])
+        target = study.target(cases[0])
         if target is not None:
             axis.axhline(target, color="grey", linewidth=0.8)
         axis.set(xscale="log", yscale="log", xlabel="MB sent per worker", ylabel="training loss")
@@ -175,10 +173,10 @@ def loss_over_bytes(study: Study, experiment: str) -> Any:
     return figure
 
 
-def bounded(study: Study, experiment: str) -> Any:
+def bounded(study: Study, table: Table) -> Any:
     """The largest residue of a worker over the steps, and what it is expected to stay below."""
     figure, (axis,) = panels(["the largest residue of a worker, and its bound (dashed)"], 6.4, 4.0)
-    for i, s in enumerate(study.of(experiment)):
+    for i, s in enumerate(study.of(table.experiment)):
         norms = s.results[0]["norms"]
         steps, largest = [step for step, *_ in norms], [norm for _, norm, _ in norms]
         axis.plot(steps, largest, color=f"C{i}", label=f"{s.case.group}, {s.case.what}")
@@ -188,15 +186,13 @@ def bounded(study: Study, experiment: str) -> Any:
     return figure
 
 
-def local(study: Study, experiment: str) -> Any:
+def local(study: Study, table: Table) -> Any:
     """Scores over what is sent, a curve for each choice and quantiser along H, the points' number.
 
     Of those that choose without what is sent whole.
     """
-    groups = study.groups(experiment)
-    figure, axes = panels([title_of(group) for group in groups], 5.2, 4.6)
-    for axis, group in zip(axes, groups, strict=True):
-        cases = study.of(experiment, group)
+    figure, groups = by_group(study, table, 5.2, 4.6)
+    for axis, cases in groups:
 
         def point(s: Scores) -> Point | None:
             number = "kB per step" if s.case.what == "sent whole" else "kB compressed"
@@ -207,27 +203,28 @@ def local(study: Study, experiment: str) -> Any:
             if (place := point(s)) is not None:
                 axis.annotate(f"{s.case.x:g}", place[:2], fontsize=6)
         axis.set(xscale="log", xlabel="kB per worker and step, compressed")
-        axis.set_ylabel(f"{cases[0].task.metric}, {cases[0].task.unit}")
+        show_metric(axis, cases)
         axis.legend(fontsize=6)
     return figure
 
 
-PICTURES: dict[str, tuple[str, Callable[[Study, str], Any]]] = {  # name: experiment, by what
-    "accuracy": ("accuracy", lambda study, name: over_x(study, name, "rate")),
-    "bytes": ("accuracy", loss_over_bytes),
-    "large": ("large", lambda study, name: over_x(study, name, "beta")),
-    "workers": ("workers", workers),
-    "similarity": ("similarity", similarity),
-    "choices": ("choices", choices),
-    "bounded": ("bounded", bounded),
-    "local": ("local", local),
-    "widths": ("widths", lambda study, name: over_x(study, name, "rate")),
+PICTURES: dict[str, Callable[[Study, Table], Any]] = {
+    "accuracy": over_x,
+    "bytes": loss_over_bytes,
+    "large": over_x,
+    "workers": workers,
+    "similarity": similarity,
+    "choices": choices,
+    "bounded": bounded,
+    "local": local,
+    "widths": over_x,
 }
 
 
-def draw(study: Study, folder: Path) -> Iterator[str]:
-    """Draw all pictures that there are runs for; gives their names."""
-    for name, (experiment, make) in PICTURES.items():
-        if study.of(experiment):
-            save(make(study, experiment), folder / f"{name}.png")
-            yield name
+def draw(study: Study, folder: Path) -> None:
+    """Draw the pictures of all tables that there are runs for."""
+    for name, make in PICTURES.items():
+        if study.of(TABLES[name].experiment):
+            figure = make(study, TABLES[name])
+            figure.savefig(folder / f"{name}.png", dpi=110)
+            plt.close(figure)

@@ -10,6 +10,7 @@ import csv
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ NAMES = {
 NUMEL, COMPUTE_SECONDS, REACHED = 24_800_000, 0.150, 0.95
 
 
-def title_of(group: str) -> str:
-    """A task's title, or the group's own name."""
-    return study_tasks.TASKS[group].title if group in study_tasks.TASKS else group
+def name_of(what: str) -> str:
+    """What tables and legends call it."""
+    return NAMES.get(what, what)
 
 
 class Scores:
@@ -47,6 +48,11 @@ class Scores:
         self.mean = None if self.diverged else statistics.mean(scores)
         self.deviation = statistics.stdev(scores) if len(scores) > 1 and not self.diverged else None
         self.bytes = results[0]["bytes_per_step"]
+
+    @property
+    def title(self) -> str:
+        """Its group's: the task's, or the setting's own name."""
+        return self.task.title if self.case.group == self.run.task else self.case.group
 
     def better_than(self, other: Scores | None) -> float | None:
         """By how much, in the metric's units; negative is worse. None: one of both has no mean."""
@@ -187,35 +193,58 @@ LOOKS = {
     "union density": "union_density",
     "sent density": "sent_density",
 }
+SECONDS = {"s to loss, 1 Gbit/s": 1, "s to loss, 10 Gbit/s": 10}
 NUMBERS: dict[str, Number] = {
     "better": lambda study, s: s.better_than(study.reference(s)),
     "kB per step": lambda study, s: s.bytes / 1000,
     "kB compressed": lambda study, s: (s.bytes - s.results[0]["bytes_whole_per_step"]) / 1000,
-    **{
-        head: lambda study, s, name=name: s.typical(name)  # type: ignore[misc]
-        for head, name in LOOKS.items()
-    },
+    **{head: lambda study, s, name=name: s.typical(name) for head, name in LOOKS.items()},
     "target loss": lambda study, s: study.target(s),
     "steps to loss": lambda study, s: to_loss(study, s, lambda steps, spent: steps),
     "MB to loss": lambda study, s: to_loss(study, s, lambda steps, spent: spent / 1e6),
-    "s to loss, 1 Gbit/s": lambda study, s: seconds_to_loss(study, s, 1),
-    "s to loss, 10 Gbit/s": lambda study, s: seconds_to_loss(study, s, 10),
+    **{
+        head: lambda study, s, gbit=gbit: seconds_to_loss(study, s, gbit)
+        for head, gbit in SECONDS.items()
+    },
     "largest residue": lambda study, s: residue_norm(s, max),
     "last residue": lambda study, s: residue_norm(s, lambda norms: norms[-1]),
     "residue bound": lambda study, s: s.bound if "rate" in dict(s.run.options) else None,
 }
-TIMES = ("target loss", "steps to loss", "MB to loss")
-TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {  # experiment: title, what x is, NUMBERS
-    "accuracy": ("Accuracy at the standard batch", "rate", ("better", "kB per step")),
-    "large": ("Large batches and learning rates", "beta", ("better",)),
-    "workers": ("More workers", "workers", ("better", "kB per step", *list(LOOKS)[:2], *LOOKS)),
-    "similarity": ("Similarity, and where workers are unlike", "", ("better", *LOOKS)),
-    "choices": ("What each choice costs or gains", "", ("better", "kB per step")),
-    "bounded": ("Residues over many steps", "", tuple(NUMBERS)[-3:]),
-    "local": ("Local steps and quantised values", "H", ("kB per step", "kB compressed", *TIMES)),
-    "widths": ("Levels and k", "rate", ("better", "kB compressed")),
+TO_LOSS = ("target loss", "steps to loss", "MB to loss")
+RESIDUES = ("largest residue", "last residue", "residue bound")
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is shown of an experiment: `x` says what was varied, `numbers` are some of NUMBERS."""
+
+    title: str
+    experiment: str
+    x: str
+    numbers: tuple[str, ...]
+
+
+# {name of its picture: table}
+TABLES = {
+    "accuracy": Table(
+        "Accuracy at the standard batch", "accuracy", "rate", ("better", "kB per step")
+    ),
+    "bytes": Table("Bytes and time to a loss", "accuracy", "rate", (*TO_LOSS, *SECONDS)),
+    "large": Table("Large batches and learning rates", "large", "beta", ("better",)),
+    "workers": Table("More workers", "workers", "workers", ("better", "kB per step", *LOOKS)),
+    "similarity": Table(
+        "Similarity, and where workers are unlike", "similarity", "", ("better", *LOOKS)
+    ),
+    "choices": Table("What each choice costs or gains", "choices", "", ("better", "kB per step")),
+    "bounded": Table("Residues over many steps", "bounded", "", RESIDUES),
+    "local": Table(
+        "Local steps and quantised values",
+        "local",
+        "H",
+        ("kB per step", "kB compressed", *TO_LOSS),
+    ),
+    "widths": Table("Levels and k", "widths", "rate", ("better", "kB compressed")),
 }
-SECOND_TABLES = {"accuracy": ("Bytes and time to a loss", (*TIMES, *list(NUMBERS)[-5:-3]))}
 
 
 def shown(name: str, number: float | None) -> str:
@@ -234,34 +263,28 @@ def result(scores: Scores) -> str:
     return f"{scores.mean:.{digits}f}{spread} {scores.task.unit}"
 
 
-def table(study: Study, experiment: str, numbers: Sequence[str]) -> Iterator[str]:
+def lines_of(study: Study, table: Table) -> Iterator[str]:
     """The lines of a Markdown table; columns of which no case knows a number are left out."""
-    cases = study.of(experiment)
-    columns = {name: [NUMBERS[name](study, s) for s in cases] for name in dict.fromkeys(numbers)}
+    cases = study.of(table.experiment)
+    columns = {name: [NUMBERS[name](study, s) for s in cases] for name in table.numbers}
     columns = {name: found for name, found in columns.items() if any(n is not None for n in found)}
-    places = any(s.case.x is not None for s in cases)
-    head = ["", "", *([TABLES[experiment][1]] if places else []), "result", *columns]
+    head = ["", "", *([table.x] if table.x else []), "result", *columns]
     yield f"| {' | '.join(head)} |"
     yield "|" + "---|" * len(head)
     for i, s in enumerate(cases):
-        place = [shown("", s.case.x)] if places else []
+        place = [shown("", s.case.x)] if table.x else []
         cells = [shown(name, found[i]) for name, found in columns.items()]
-        name = NAMES.get(s.case.what, s.case.what)
-        yield f"| {' | '.join([title_of(s.case.group), name, *place, result(s), *cells])} |"
+        yield f"| {' | '.join([s.title, name_of(s.case.what), *place, result(s), *cells])} |"
 
 
-def write_tables(study: Study, path: Path, pictures: set[str]) -> None:
-    """All tables, each with its picture, as one Markdown file."""
+def write_tables(study: Study, path: Path) -> None:
+    """All tables that there are runs for, each with its picture, as one Markdown file."""
     lines = ["Made by `make study`; docs/results.md says what it means. `better`: by how much, in"]
     lines += ["the result's unit, than dense training, or than what is recommended.", ""]
-    for experiment, (title, _, numbers) in TABLES.items():
-        if study.of(experiment):
-            lines += [f"## {title}", ""]
-            lines += [f"![{title}]({experiment}.png)", ""] if experiment in pictures else []
-            lines += [*table(study, experiment, numbers), ""]
-            for more, own in [SECOND_TABLES[experiment]] if experiment in SECOND_TABLES else []:
-                lines += [f"### {more}", "", "![loss over bytes](bytes.png)", ""]
-                lines += [*table(study, experiment, own), ""]
+    for picture, table in TABLES.items():
+        if study.of(table.experiment):
+            lines += [f"## {table.title}", "", f"![{table.title}]({picture}.png)", ""]
+            lines += [*lines_of(study, table), ""]
     path.write_text("\n".join(lines))
 
 

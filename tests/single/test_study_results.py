@@ -75,7 +75,7 @@ def test_what_came_apart_is_said_and_the_csv_holds_all_numbers(study, tmp_path):
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert [row["mean"] for row in rows] == ["2.0", "2.5", "3.0", ""]
     assert rows[1]["better"] == "-0.5"
-    study_results.write_tables(study, tmp_path / "tables.md", set())
+    study_results.write_tables(study, tmp_path / "tables.md")
     assert (
         "| source code, LSTM | gTop-k | 100 | came apart (1 of 1) |"
         in (tmp_path / "tables.md").read_text()
