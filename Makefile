@@ -45,9 +45,7 @@ mutations: setup
 	@$(RUN) scripts/checks/mutations.py
 
 lint: setup
-	@$(RUN) -m ruff check .
-	@$(RUN) -m ruff format --check .
-	@$(RUN) -m mypy
+	@$(RUN) scripts/checks/run_tests.py ruff mypy
 
 soak: setup
 	@$(RUN) scripts/checks/soak.py --minutes $(or $(MINUTES),3)

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 def test_cases():
     """On a GPU if there is one, else in Triton's interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1"}
+    environment.pop("TEST_DIARY", None)  # which is of tests that can be run again by themselves
     command = [
         sys.executable,
         "-m",
