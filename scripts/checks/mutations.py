@@ -39,6 +39,8 @@ from diary import failed_tests  # noqa: E402
 
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
 NOT_LONG = ["-m", "not long"]
+# It asks whether the mutations fit the code, so it would notice every one.
+NEVER = "--ignore=tests/single/test_mutations.py"
 SKIPPED = {  # what cannot notice a change outside of native code takes a third of the time
     "native": ["tests/single/test_sanitizers.py"],
     "triton": ["tests/single/test_triton.py"],
@@ -114,7 +116,7 @@ def notice(mutation: Mutation, root: Path, core: int) -> dict[str, list[str]]:
                 for file in files
             ]
             marks = NOT_LONG if group == "single" else []
-            program = [*PYTEST, *marks, "--timeout=100", *skipped, f"tests/{group}"]
+            program = [*PYTEST, *marks, "--timeout=100", NEVER, *skipped, f"tests/{group}"]
             program = [sys.executable, *program]
             noticed[group] = failing(program, root, core)
         else:
@@ -194,7 +196,11 @@ def table(wanted: Sequence[Mutation], output: Path, before: Path | None) -> str:
             f"{file.removeprefix('tests/')}{f' ({n})' if n > 1 else ''}"
             for file, n in files.items()
         )
-        earlier = f"{len(noticed_in(before, mutation)) or '**none**'} | " if compared else ""
+        earlier = ""
+        if before is not None:
+            tried = (before / mutation.file_name).exists()
+            count = len(noticed_in(before, mutation)) or "**none**"
+            earlier = f"{count if tried else 'not tried'} | "
         lines.append(f"| {mutation.name} | {earlier}{len(tests) or '**none**'} | {names} |")
         alone += [f"| {mutation.name} | {tests[0]} |"] if len(tests) == 1 else []
     lines += ["", "| noticed by one test alone | which |", "|---|---|", *alone] if alone else []
