@@ -13,6 +13,7 @@ that were held out.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sysconfig
 from pathlib import Path
@@ -40,10 +41,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     steps = training.total_steps(args, len(text.train) // WINDOW, hvd.size())
 
     torch.manual_seed(args.seed)
-    model = LSTM() if args.model == "lstm" else Transformer()
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=args.lr, momentum=args.momentum, weight_decay=args.weight_decay
-    )
+    model = MODELS[args.model]()
+    optimizer = training_torch.optimizer_from(args, model.parameters())
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
@@ -229,6 +228,14 @@ class Transformer(nn.Module):
         )
 
 
+MODELS = {
+    "lstm": LSTM,
+    "transformer": Transformer,
+    # 4.8 million parameters.
+    "transformer-large": functools.partial(Transformer, width=256, heads=8, inner=1024, layers=6),
+}
+
+
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Train a character language model with Horovod, dense or with ScaleCom."
@@ -237,7 +244,7 @@ def argument_parser() -> argparse.ArgumentParser:
         "--text-dir", type=Path, help="a folder of text files (default: Python's standard library)"
     )
     parser.add_argument(
-        "--model", choices=("lstm", "transformer"), default="lstm", help="default: %(default)s"
+        "--model", choices=tuple(MODELS), default="lstm", help="default: %(default)s"
     )
     training.add_training_options(
         parser, lr=0.25, steps=500, batch_size=16, weight_decay=0.0, clip_norm=1.0

@@ -45,9 +45,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     # Keras clips averaged gradients; it decays weights beside the gradient, so that momentum does
     # not amplify the decay as in PyTorch.
     clip_norm = None if args.clip_norm == math.inf else args.clip_norm
-    optimizer = keras.optimizers.SGD(
-        momentum=args.momentum, weight_decay=args.weight_decay, global_clipnorm=clip_norm
-    )
+    shared = {"weight_decay": args.weight_decay, "global_clipnorm": clip_norm}
+    if args.optimizer == "adamw":
+        optimizer = keras.optimizers.AdamW(**shared)
+    else:
+        optimizer = keras.optimizers.SGD(momentum=args.momentum, **shared)
     if args.loop == "fit":
         optimizer = keras_hvd.DistributedOptimizer(optimizer, compression=compression)
     optimizer.build(model.trainable_variables)

@@ -45,7 +45,11 @@ def add_training_options(
     weight_decay: float,
     clip_norm: float | None = None,
 ) -> None:
-    """The options of any training script; the keywords are this script's defaults."""
+    """The options of any training script; the keywords are this script's defaults.
+
+    lr: SGD's; AdamW's is 0.001.
+    """
+    parser.set_defaults(default_lr={"sgd": lr, "adamw": 0.001})
     group = parser.add_argument_group("training")
     length = group.add_mutually_exclusive_group()
     length.add_argument(
@@ -58,10 +62,13 @@ def add_training_options(
         "--batch-size", type=int, default=batch_size, help="per rank (default: %(default)s)"
     )
     group.add_argument(
+        "--optimizer", choices=("sgd", "adamw"), default="sgd", help="default: %(default)s"
+    )
+    group.add_argument(
         "--lr",
         type=float,
-        default=lr,
-        help="learning rate of one rank; multiplied by the number of ranks (default: %(default)s)",
+        help="learning rate of one rank; multiplied by the number of ranks (default: "
+        f"{lr:g} for SGD, 0.001 for AdamW)",
     )
     group.add_argument(
         "--no-scale-lr",
@@ -80,7 +87,7 @@ def add_training_options(
         default="cosine",
         help="after the warm-up (default: %(default)s)",
     )
-    group.add_argument("--momentum", type=float, default=0.9)
+    group.add_argument("--momentum", type=float, default=0.9, help="SGD's (default: %(default)s)")
     group.add_argument(
         "--weight-decay", type=float, default=weight_decay, help="default: %(default)s"
     )
@@ -254,7 +261,8 @@ def learning_rate(args: argparse.Namespace, step: int, steps: int, ranks: int) -
     """The learning rate of `step`: scaled by the number of ranks, warmed up, then constant or a
     half cosine down to zero.
     """
-    peak = args.lr if args.no_scale_lr else args.lr * ranks
+    rate = args.default_lr[args.optimizer] if args.lr is None else args.lr
+    peak = rate if args.no_scale_lr else rate * ranks
     if step < args.lr_warmup_steps:
         return peak / ranks * (1 + (ranks - 1) * step / args.lr_warmup_steps)
     if args.lr_schedule == "constant":

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ def start() -> None:
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def optimizer_from(
+    args: argparse.Namespace, parameters: Iterable[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer that the options ask for; the rate is set at every step."""
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, weight_decay=args.weight_decay)
+    return torch.optim.SGD(
+        parameters, lr=0.0, momentum=args.momentum, weight_decay=args.weight_decay
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

@@ -48,7 +48,7 @@ class Run:
         g from f = g on, before anything else.
     clip, clip_first: clipping norm after the exchange, or before it.  momentum_first: momentum, and
         with it weight decay, before the exchange; decay_first: weight decay alone.  local_steps: H,
-        after which workers average their parameters' changes.
+        after which workers average their parameters' changes.  optimizer: "sgd" or "adamw".
     """
 
     task: str
@@ -71,16 +71,19 @@ class Run:
     unlike: bool = False
     diagnostics: int = 0
     local_steps: int | None = None
+    optimizer: str = "sgd"
 
     def resolved(self) -> Run:
         """With the task's own numbers in the place of None."""
         task = study_tasks.find(self.task)
         own = {
-            name: getattr(task, name)
-            for name in ("steps", "batch_size", "lr")
-            if getattr(self, name) is None
+            "steps": task.steps,
+            "batch_size": task.batch_size,
+            "lr": task.lr if self.optimizer == "sgd" else task.adamw_lr,
         }
-        return dataclasses.replace(self, **own)
+        return dataclasses.replace(
+            self, **{name: value for name, value in own.items() if getattr(self, name) is None}
+        )
 
     @property
     def name(self) -> str:
@@ -191,8 +194,7 @@ class Together:
             self.model,
             lambda worker: {n: nn.Parameter(p.detach()) for n, p in self._named.items()},
         )
-        inside = not run.momentum_first  # momentum, and with it weight decay, in the optimizer
-        self._optimizer = sgd(self._task, self._parameters, inside, inside and not run.decay_first)
+        self._optimizer = optimizer_of(run, self._task, self._parameters)
         self._before = Before(run, self._task, self._parameters)
 
     def step(self, step: int, lr: float) -> tuple[list[float], float]:
@@ -246,7 +248,7 @@ class Apart:
             run, self.model, lambda worker: dict(self._models[worker].named_parameters())
         )
         self._optimizers = [
-            sgd(self._task, list(model.parameters()), True, True) for model in self._models
+            optimizer_of(run, self._task, list(model.parameters())) for model in self._models
         ]
 
     def step(self, step: int, lr: float) -> tuple[list[float], float]:
@@ -271,16 +273,16 @@ class Apart:
         return evaluate(self._task, self.model)
 
 
-def sgd(
-    task: study_tasks.Task, parameters: list[torch.Tensor], momentum: bool, decay: bool
-) -> torch.optim.SGD:
-    """With the task's momentum and weight decay, or without; the rate is set at every step."""
-    return torch.optim.SGD(
-        parameters,
-        lr=0.0,
-        momentum=task.momentum if momentum else 0.0,
-        weight_decay=task.weight_decay if decay else 0.0,
-    )
+def optimizer_of(
+    run: Run, task: study_tasks.Task, parameters: list[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """The run's, but for what it does before the exchange; the rate is set at every step."""
+    inside = not run.momentum_first  # momentum, and with it weight decay
+    decay = task.weight_decay if inside and not run.decay_first else 0.0
+    if run.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, weight_decay=decay)
+    momentum = task.momentum if inside else 0.0
+    return torch.optim.SGD(parameters, lr=0.0, momentum=momentum, weight_decay=decay)
 
 
 def batch_of(run: Run, task: study_tasks.Task, step: int, worker: int) -> Any:

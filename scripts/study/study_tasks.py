@@ -36,7 +36,8 @@ class Task:
     """A model, its data, and how it is trained on 4 workers unless an experiment says otherwise.
 
     title: for tables.  metric, higher_is_better, unit, digits: what `evaluate` gives, and how it is
-    written. steps, batch_size (per worker), lr (of all workers together), momentum, weight_decay.
+    written. steps, batch_size (per worker), lr (of all workers together), momentum, weight_decay;
+    adamw_lr: lr with AdamW in the place of SGD.
     """
 
     title = ""
@@ -47,12 +48,13 @@ class Task:
     steps = 500
     batch_size = 16
     lr = 0.1
+    adamw_lr = 0.003
     momentum = 0.9
     weight_decay = 0.0
 
     def model(self, norm: str) -> nn.Module:
-        """A new model, its parameters drawn from torch's generator; norm: "batch" or "group", where
-        it has any.
+        """A new model, its parameters drawn from torch's generator; norm: "batch", "group", "layer"
+        or "none", where it has a choice.
         """
         raise NotImplementedError
 
@@ -154,8 +156,11 @@ class Characters(Task):
     metric, unit, digits, higher_is_better = "bits_per_character", "bits", 3, False
     batch_size = 4
 
-    def __init__(self, title: str, make: type[nn.Module], steps: int, lr: float) -> None:
-        self.title, self._make, self.steps, self.lr = title, make, steps, lr
+    def __init__(
+        self, title: str, make: type[nn.Module], steps: int, lr: float, adamw_lr: float
+    ) -> None:
+        self.title, self._make, self.steps = title, make, steps
+        self.lr, self.adamw_lr = lr, adamw_lr
 
     @functools.cached_property
     def _text(self) -> train_char_lm.Text:
@@ -204,12 +209,16 @@ TASKS: dict[str, Task] = {
     "resnet": Images("digits, ResNet", "resnet", steps=400, lr=0.02),
     "mobilenet": Images("digits, MobileNetV2", "mobilenetv2", steps=200, lr=0.05),
     "plain": Images("digits, plain CNN", "plain", steps=300, lr=0.02),
-    "lstm": Characters("source code, LSTM", train_char_lm.LSTM, steps=500, lr=2.0),
+    "lstm": Characters("source code, LSTM", train_char_lm.LSTM, steps=500, lr=2.0, adamw_lr=0.01),
     "cifar10": Images(
         "CIFAR-10, ResNet", "resnet", steps=1000, lr=0.1, metric="accuracy", load=load_cifar10
     ),
     "transformer": Characters(
-        "source code, Transformer", train_char_lm.Transformer, steps=250, lr=0.2
+        "source code, Transformer",
+        train_char_lm.Transformer,
+        steps=250,
+        lr=0.2,
+        adamw_lr=0.003,
     ),
 }
 

@@ -24,7 +24,7 @@ SHORT = ["--batch-size", "8", "--no-progress", "--evaluate-every", "20"]
     ("launcher", "script", "options"),
     [
         ("mpirun", "train_image.py", ["--lookahead", "--leader", "staggered"]),
-        ("horovodrun --gloo", "train_char_lm.py", ["--beta", "0.3"]),
+        ("horovodrun --gloo", "train_char_lm.py", ["--beta", "0.3", "--optimizer", "adamw"]),
     ],
 )
 def test_stopped_and_resumed_is_as_never_stopped(launched, tmp_path, launcher, script, options):
