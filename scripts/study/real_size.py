@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,8 +43,7 @@ METHODS = {
     "ScaleCom, AdamW": (*ADAMW, *SCALECOM),
 }
 GBIT = 1
-# Points of a curve are means of so many lines of the metrics, which have one for ten steps.
-POINT = 5
+POINTS = 50
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,10 @@ def train(args: argparse.Namespace, method: str, options: Sequence[str], metrics
 
 
 def curve(lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
-    """The points of a run's curve.
+    """The points of a run's curve, POINTS of them or fewer.
 
-    What a step sends is known of the last one. The first tenth is sent whole, by ScaleCom too.
+    Losses are means of the lines since the last point. What a step sends is known of the last
+    one. The first tenth is sent whole, by ScaleCom too.
     """
     start, end = next(line for line in lines if line["event"] == "start"), lines[-1]
     ranks, scalecom = start["ranks"], start["options"]["compression"] == "scalecom"
@@ -104,9 +105,10 @@ def curve(lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
     warmup = start["steps"] // 10 if scalecom else start["steps"]
     losses = {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
     steps = sorted(losses)
-    for at in range(POINT - 1, len(steps), POINT):
-        step = steps[at]
-        loss = sum(losses[s] for s in steps[at - POINT + 1 : at + 1]) / POINT
+    lines_per_point = max(len(steps) // POINTS, 1)
+    for at in range(lines_per_point, len(steps) + 1, lines_per_point):
+        step = steps[at - 1]
+        loss = statistics.mean(losses[s] for s in steps[at - lines_per_point : at])
         sent = min(step, warmup) * whole + max(step - warmup, 0) * end["bytes_per_step"]
         share = sent / step / (4 * end["parameters"])
         yield Point(step, loss, sent, study_results.seconds(share, step, GBIT))
