@@ -40,10 +40,15 @@ class ScaleComConfig:
     # N/k: one element in `rate` is sent. Higher: less traffic, and each coordinate is sent more
     # rarely, steps / rate times.
     rate: float = 100
-    # The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1. 1: classic error feedback.
-    # Lower: stabler with large batches and large learning rates, but what was not sent arrives
-    # later, over about rate / beta steps.
-    beta: float = 1.0
+    # The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1: how much of what waits at a
+    # chosen place is sent at once. 1: all, classic error feedback, which breaks training without
+    # batch norm. Lower: stabler, but what was not sent arrives later, over about rate / beta steps.
+    beta: float = 0.2
+    # True: all that waits is sent at a chosen place where the worker's gradient does not point
+    # against it, and beta of it elsewhere, so that short runs lose less. False: beta of it
+    # everywhere, as in the paper. None: True with beta at its default, and False with any other, so
+    # that who sets beta has the paper's filter.
+    flush: bool | None = None
     # Tensors with fewer elements are sent whole: biases and norms cost nothing and matter much.
     # Higher: more tensors are sent whole, and traffic grows.
     min_numel: int = 2048
@@ -98,6 +103,8 @@ class ScaleComConfig:
             fix("planned_steps", _integer("planned_steps", self.planned_steps))
         if not isinstance(self.lookahead, bool):
             raise TypeError(f"lookahead must be True or False, not {self.lookahead!r}")
+        if self.flush is not None and not isinstance(self.flush, bool):
+            raise TypeError(f"flush must be True, False or None, not {self.flush!r}")
         listed = isinstance(self.dense, Iterable) and not isinstance(self.dense, str)
         if listed:
             fix("dense", tuple(self.dense))
@@ -125,8 +132,8 @@ class ScaleComConfig:
                 )
         if not 0 < self.beta <= 1:
             raise ValueError(
-                f"beta must be in (0, 1], not {self.beta}: 1 is classic error feedback, 0.1 suits "
-                "large batches"
+                f"beta must be in (0, 1], not {self.beta}: 1 is classic error feedback, lower is "
+                "stabler"
             )
         least = {"min_numel": 0, "warmup_steps": 0, "bucket_bytes": 1, "planned_steps": 1}
         for name, minimum in least.items():
@@ -180,6 +187,16 @@ class ScaleComConfig:
             None if self.rates is None else [list(pair) for pair in self.rates.items()]
         )
         return fields
+
+    @property
+    def flushes(self) -> bool:
+        """What `flush` comes to."""
+        return self.beta == type(self).beta if self.flush is None else self.flush
+
+    @property
+    def extra(self) -> float:
+        """How many times a residue is sent besides its accumulator where all that waits is sent."""
+        return 1 / self.beta - 1 if self.flushes else 0.0
 
     @classmethod
     def from_env(cls, base: ScaleComConfig | None = None) -> ScaleComConfig:

@@ -15,6 +15,11 @@ same operations makes the same selections for ever:
     (2)  v  = m[I] + (1 - beta) * grad[I]  equals acc at I
          m[I] <- m[I] - beta * v̂           v̂: what was really sent, v rounded to the wire dtype
 
+In these units a residue holds beta times what waits, and acc the whole gradient and beta of that.
+With `flush` (not of the paper) a worker sends all that waits at the chosen places where its
+new gradient does not point the other way: v is larger by (1 / beta - 1) * m there, m as it was
+before (1).
+
 `_cyclic` makes them in this order, and `_look_ahead` in the other. Slow and short on purpose.
 Imports NumPy, config and lanes only.
 """
@@ -141,7 +146,9 @@ class ScaleComReference:
         sent = []
         for i in range(self.n_workers):
             m[i] += beta * grad[i]  # (1)
-            v = self._to_wire(m[i][I] + rest * grad[i][I])  # (2)
+            waited = m[i][I] - beta * grad[i][I]
+            more = self._more(waited, grad[i][I])
+            v = self._to_wire(m[i][I] + rest * grad[i][I] + more)  # (2)
             m[i][I] -= beta * v
             sent.append(v)
         return I, sent
@@ -154,13 +161,23 @@ class ScaleComReference:
         I = self._chosen_ahead[name]
         sent = []
         for i in range(self.n_workers):
-            v = self._to_wire(m[i][I] + grad[i][I])  # (2); before (1), m + grad is acc itself
+            more = self._more(m[i][I], grad[i][I])
+            v = self._to_wire(m[i][I] + grad[i][I] + more)  # (2); before (1), m + grad is acc
             m[i][I] -= beta * v
             m[i] += beta * grad[i]  # (1)
             sent.append(v)
-        # The next step's leader chooses from its residue as it is now.
-        self._chosen_ahead[name] = self._top_k(name, m[self.leader(name, self.step_number + 1)])
+        # The next step's leader chooses from its residue as it is now. Its gradient stands for the
+        # next one, which is not known: without it the choice follows mass that has turned stale.
+        j = self.leader(name, self.step_number + 1)
+        self._chosen_ahead[name] = self._top_k(name, m[j] + grad[j])
         return I, sent
+
+    def _more(self, waited: Array, grad: Array) -> Array:
+        """What is sent besides acc, of what waited at these places before this gradient came."""
+        extra = waited.dtype.type(self.config.extra)
+        with np.errstate(over="ignore"):
+            agrees = waited * grad >= 0
+        return np.where(agrees, extra * waited, waited.dtype.type(0))
 
     def _choose_first(self, name: str, m: list[Array], grad: list[Array]) -> None:
         """In a step that is sent whole, a look-ahead leader chooses by the gradient just seen.

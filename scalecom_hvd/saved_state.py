@@ -16,8 +16,8 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes
 
 STATE_VERSION = 1
-# Settings that may differ between a checkpoint and the run that loads it: they change no result.
-_FREE_SETTINGS = ("planned_steps",)
+# Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
+_FREE_SETTINGS = ("planned_steps", "flush")
 # What ScaleCom may change besides. Other methods and quantisers may not: they draw, or choose,
 # bucket by bucket. (Where leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)

@@ -14,8 +14,8 @@ BIN = Path(sys.executable).parent
 def command(launcher: str, ranks: int, program: list[str], tagged: bool = False) -> list[str]:
     """The command line that runs `python program...` on `ranks` ranks of this machine.
 
-    launcher: "mpirun", "horovodrun" (over MPI) or "horovodrun --gloo". More ranks than cores are
-        allowed.
+    launcher: "mpirun", "horovodrun" (over MPI), "horovodrun --gloo", or "torchrun". More ranks than
+        cores are allowed.
     tagged: mpirun puts the rank before every line of output, as horovodrun always does.
     """
     python = [sys.executable, *program]
@@ -51,6 +51,9 @@ def command(launcher: str, ranks: int, program: list[str], tagged: bool = False)
             f"localhost:{ranks}",
             *python,
         ]
+    if launcher == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*torchrun, "--nproc-per-node", str(ranks), *program]
     raise ValueError(f"unknown launcher {launcher!r}")
 
 

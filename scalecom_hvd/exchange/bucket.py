@@ -19,7 +19,7 @@ Imports residue, gradients, kernels, kernel_thread and collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,12 @@ from scalecom_hvd.exchange.kernels import (
     positions_of,
 )
 from scalecom_hvd.exchange.residue import Residues
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
+from scalecom_hvd.native import (
+    CHOOSE_ACCUMULATOR,
+    CHOOSE_AHEAD,
+    CHOOSE_NOTHING,
+    CHOOSE_RESIDUE,
+)
 
 # So many elements that a pass over them takes longer (about 0.1 ms) than handing it to a thread.
 WORTH_A_THREAD = 2**19
@@ -135,6 +140,7 @@ class Bucket:
             for tensor in self.tensors
         ]
         self._beta = self.tensors[0].beta if self.tensors else 1.0
+        self._extra = self.tensors[0].extra if self.tensors else 0.0
         # Residues of a bucket are of one dtype: that of what would travel.
         self._residue_dtype = self.tensors[0].residue.dtype if self.tensors else wide
         # Made once: what is allocated anew in every step can make the allocator give memory of
@@ -209,8 +215,8 @@ class Bucket:
     def take(self, offsets: torch.Tensor) -> Step[torch.Tensor]:
         """(2) v = m[I] + (1 - beta)*g[I], which is acc at I; m[I] <- m[I] - beta*v.
 
-        Comes after `accumulate`. Gives v (k,) as it travels, rounded to the wire dtype, of which
-        the residue keeps the error.
+        With config.flush v is larger, see reference.py. Comes after `accumulate`. Gives v (k,) as
+        it travels, rounded to the wire dtype, of which the residue keeps the error.
 
         Raises:
             RuntimeError: it does not.
@@ -218,7 +224,7 @@ class Bucket:
         if not self._has_accumulated:
             raise RuntimeError("take() comes after `yield from bucket.accumulate()`")
         wire = self._wire._replace(offsets=offsets)
-        yield from self._run("take", self._beta, 1 - self._beta, wire)
+        yield from self._run("take", self._beta, 1 - self._beta, self._extra, wire)
         return wire.values
 
     def take_and_accumulate(
@@ -227,12 +233,13 @@ class Bucket:
         """(2) then (1): v = m[I] + g[I], m[I] <- m[I] - beta*v, m <- m + beta*g, in one pass.
 
         The other order would make the same of m, since (1 - beta)*m is left at I either way. Gives
-        v, and, if it is to choose, the offsets of the largest |m| afterwards.
+        v, and, if it is to choose, the offsets of the largest |m + g| afterwards: g stands for the
+        next gradient.
         """
         wire = self._wire._replace(offsets=offsets)
         chosen = self.new_offsets() if choose else None
-        mode = CHOOSE_RESIDUE if choose else CHOOSE_NOTHING
-        yield from self._run("take_and_accumulate", self._beta, wire, mode, chosen)
+        mode = CHOOSE_AHEAD if choose else CHOOSE_NOTHING
+        yield from self._run("take_and_accumulate", self._beta, self._extra, wire, mode, chosen)
         return wire.values, chosen
 
     def choose_without_accumulating(self) -> torch.Tensor:
@@ -259,6 +266,20 @@ class Bucket:
     def parts(self) -> list[torch.Tensor]:
         """The tensors' views of `accumulators`."""
         return list(self.accumulators.split(self.sizes))
+
+    def sendable(self, places: Places) -> torch.Tensor:
+        """What this worker is to send at these places, a new tensor.
+
+        That is the accumulators there, and with config.flush all that waited where the gradient
+        does not point the other way.
+        """
+        values = self.accumulators[places].clone()
+        if self._extra:
+            waited = torch.cat([tensor.residue for tensor in self.tensors])[places]
+            # acc - m is the gradient. A frozen tensor's acc is zero, and so nothing is added.
+            agrees = waited * (values - waited) >= 0
+            values += torch.where(agrees, self._extra * waited, 0.0)
+        return values
 
     def choose(self) -> torch.Tensor:
         """The offsets of the largest accumulators, tensor by tensor."""
@@ -354,6 +375,7 @@ class Bucket:
         scale: float,
         whole: bool = False,
         grads: Mapping[str, torch.Tensor] | None = None,
+        unused: Collection[str] = (),
     ) -> None:
         """All gradients are at hand. They are kept until the step's end, to be rolled back.
 
@@ -361,6 +383,7 @@ class Bucket:
             scale: 1 / loss scale.
             whole: whether the step is sent whole.
             grads: {name: (N,) contiguous}; None: those of the parameters.
+            unused: tensors whose gradients are zero and whose residues stay as they are.
 
         Raises:
             RuntimeError: gradients that are not of the sizes and devices of the parameters.
@@ -373,15 +396,22 @@ class Bucket:
         like = {tensor.name: tensor.residue for tensor in self.tensors} | self._values.whole
         check_gradients(self.grads, like)
         own = [self.grads[name] for name in self.compressed]
-        trained = [self.parameters[name].requires_grad for name in self.compressed]
         # A gradient that a script gave one that is not trained counts all the same.
-        self.frozen = [not t and not any_of(g) for t, g in zip(trained, own, strict=True)]
+        self.frozen = [
+            name in unused or not (self.parameters[name].requires_grad or any_of(grad))
+            for name, grad in zip(self.compressed, own, strict=True)
+        ]
         dtypes = [grad.dtype for grad in own]
         if dtypes != self._grad_dtypes:  # torch allows gradients of another dtype than p has
             self._choose_kernels(dtypes)
         for kernel, members in self._kernels:
             frozen = [self.frozen[i] for i in members]
             kernel.begin([own[i] for i in members], frozen, scale)
+
+    def has_gradients(self) -> torch.Tensor:
+        """(number of compressed tensors,) float32: 1 where this rank's gradient is not all zero."""
+        grads = (self.parameters[name].grad for name in self.compressed)
+        return torch.tensor([float(any_of(grad)) for grad in grads])
 
     def fill(self) -> dict[str, torch.Tensor]:
         """What is all-reduced besides what a method did itself, {end of its name: tensor}.

@@ -44,8 +44,8 @@ class Collectives(Protocol):
     """The collectives of one set of ranks.
 
     Which meet: those of one name. Every rank must submit each, with buffers of equal dtype and
-    (but for `gather`'s first dimension) shape. They may be submitted in another order on each
-    rank, from any thread, but not two of one name at a time: a name is used again when this rank's
+    shape. Those of several buckets may be submitted in another order on each rank (`channel`), from
+    any thread, but not two of one name at a time: a name is used again when this rank's
     `Work.wait` has returned, which may be before another's has.
 
     Which block: none. Only `Work.wait` does, so a rank that may wait for others calls that, and
@@ -91,6 +91,14 @@ class Collectives(Protocol):
         """Counts the exchanges of this process, so that each has names of its own.
 
         One `agreement.Numbers()` for all its sets of ranks.
+        """
+        ...
+
+    def channel(self) -> Collectives:
+        """The same ranks, for the collectives of one bucket's steps.
+
+        In these, every rank submits the same ones in the same order, so that a transport need not
+        look at names. All ranks ask for it together. It may be this object.
         """
         ...
 
@@ -159,8 +167,11 @@ def gather_objects(collectives: Collectives, value: Any, name: str) -> list[Any]
 
     The name carries no exchange's number, as ranks may not have agreed on it yet.
     """
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    length = torch.tensor([payload.numel()])
-    lengths = collectives.gather(length, f"scalecom.{name}.sizes").wait()
-    joined = collectives.gather(payload, f"scalecom.{name}").wait()
-    return [json.loads(part.numpy().tobytes()) for part in joined.split(lengths.tolist())]
+    payload = json.dumps(value).encode()
+    length = torch.tensor([len(payload)])
+    lengths = collectives.gather(length, f"scalecom.{name}.sizes").wait().tolist()
+    longest = max(lengths)
+    padded = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8)
+    joined = collectives.gather(padded, f"scalecom.{name}").wait()
+    # JSON does not mind the spaces behind it.
+    return [json.loads(part.numpy().tobytes()) for part in joined.split(longest)]

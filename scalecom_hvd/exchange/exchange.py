@@ -67,6 +67,9 @@ class Exchange:
         settings: what ranks must have in common besides the method's.
         asks_for_news: whether a step begins only where some rank has new gradients
             (`must_exchange`).
+        asks_for_use: whether a tensor that no rank has a gradient for sends nothing, so that its
+            residue waits: where averages of such tensors are thrown away. Takes one more
+            collective per bucket.
         is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
 
     Attributes:
@@ -85,6 +88,7 @@ class Exchange:
         send_sparse: SparseAverage | None = None,
         settings: Mapping[str, Any] | None = None,
         asks_for_news: bool = False,
+        asks_for_use: bool = False,
         is_scaled: bool = True,
     ) -> None:
         self.residues: Residues = method.residues
@@ -100,7 +104,7 @@ class Exchange:
         self._groups = groups
         self._sparse_as_dense = sparse_as_dense
         self._send_sparse = send_sparse
-        self._is_scaled = is_scaled
+        self._is_scaled, self._asks_for_use = is_scaled, asks_for_use
         self._settings = method.settings | dict(settings or {})
         self._news = (
             NewGradients(collectives, self.names, self._parameters) if asks_for_news else None
@@ -112,6 +116,7 @@ class Exchange:
         self._failure: BaseException | None = None
         self._finishing = False
         self._agreed = False
+        self._channels: list[Collectives] = []
         self._steps: list[BucketStep] = []
         self._step_of: dict[str, BucketStep] = {}
         self._arrived: dict[str, None] = {}
@@ -276,6 +281,16 @@ class Exchange:
         Nothing to do: after a restart this exchange agrees anew at the next step.
         """
 
+    def start_over(self) -> None:
+        """The optimizer's state was loaded: the step in progress is forgotten, if there is one.
+
+        All ranks agree anew, as one that is in no step meets those that are.
+        """
+        if self.in_step():
+            self.abort()
+        else:
+            self.agree_anew()
+
     def abort(self) -> None:
         """Forget the step in progress: it is rolled back, so residues lose nothing."""
         with self._lock:
@@ -339,11 +354,8 @@ class Exchange:
         if step.state_arrives is not None:
             yield from step.state_arrives
             step.state_arrives = None
-        bucket.begin(self._scale, self._whole)
-        if self._look_due():
-            self._sampler.before(bucket)
         collectives = BucketCollectives(
-            self._collectives,
+            self._channels[bucket.number],
             self.names,
             bucket,
             self.residues.step,
@@ -351,6 +363,16 @@ class Exchange:
             self.senders,
             self._submitted,
         )
+        unused: list[str] = []
+        if self._asks_for_use and bucket.compressed and not self._whole:
+            used = bucket.has_gradients()
+            total = yield from collectives.average(used, "used")
+            unused = [
+                name for name, u in zip(bucket.compressed, total.tolist(), strict=True) if not u
+            ]
+        bucket.begin(self._scale, self._whole, unused=unused)
+        if self._look_due():
+            self._sampler.before(bucket)
         if bucket.compressed:
             state = self._state(bucket)
             step.new_state = yield from checked_step(self._method, bucket, collectives, state)
@@ -444,8 +466,9 @@ class Exchange:
         self._arrived.clear()
         self._sparse = dict.fromkeys(self._sparse)
         self._outputs.clear()
-        # Ranks may have submitted different parts of the step: with new buffers and new names,
-        # none of it meets what comes next.
+        # Ranks may have submitted different parts of the step: with new buffers, new names and new
+        # channels, none of it meets what comes next.
+        self._channels = []
         self.agree_anew()
 
     # The agreement, once, at the end of the first backward.
@@ -469,6 +492,7 @@ class Exchange:
             "step": residues.step,
             "buckets": residues.buckets,
             "state": method.digest_of_state(),
+            "channels": len(self._channels),
         }
         everyone = gather_objects(self._collectives, mine, "agreement")
         residues.step = agree(everyone, tuple(compared), self.names)
@@ -484,6 +508,10 @@ class Exchange:
         # Which of its devices a rank uses is its own affair, but not which tensors share one.
         plans = gather_objects(self._collectives, {"buckets": plan}, "agreement.buckets")
         compare_ranks(plans, ("buckets",))
+        if min(other["channels"] for other in everyone) <= len(plan):
+            self._channels = [self._collectives.channel() for _ in [*plan, "news"]]
+        if self._news is not None:
+            self._news.channel = self._channels[-1]
         self._make_buckets(plan)
         residues.note_ranks(self._collectives.size)
         self._agreed = True

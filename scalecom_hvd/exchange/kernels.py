@@ -21,7 +21,7 @@ import torch
 from scalecom_hvd import native
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import Lanes, Positions
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_RESIDUE
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -102,25 +102,32 @@ class Kernel(Protocol):
         Args:
             beta: that of the low-pass filter.
             choose: which winners `chosen` takes: CHOOSE_ACCUMULATOR, of |m_old + g|;
-                CHOOSE_RESIDUE, of |m_new|; CHOOSE_NOTHING.
+                CHOOSE_RESIDUE, of |m_new|; CHOOSE_AHEAD, of |m_new + g|; CHOOSE_NOTHING.
             chosen: the buffer for their offsets.
         """
         ...
 
-    def take(self, beta: float, share: float, wire: Wire) -> Count:
+    def take(self, beta: float, share: float, extra: float, wire: Wire) -> Count:
         """(2) values, sent <- v = m[I] + share*g[I]; m[I] <- m[I] - beta*sent.
 
         v is rounded to the wire dtype. Gives how many values are not finite; those are sent as
         zero.
+
+        Args:
+            beta: that of the low-pass filter.
+            share: of g, what is not in m yet: 1, or 1 - beta after `accumulate`.
+            extra: v is larger by so many times m before g came, where that m and g do not point
+                apart.
+            wire: where from and where to.
         """
         ...
 
     def take_and_accumulate(
-        self, beta: float, wire: Wire, choose: int, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> Count:
         """`take` with share 1, then `accumulate`: look-ahead's order. Gives the sum of both.
 
-        choose: CHOOSE_RESIDUE or CHOOSE_NOTHING.
+        choose: CHOOSE_AHEAD or CHOOSE_NOTHING.
         """
         ...
 
@@ -189,14 +196,16 @@ class TorchKernel:
             if choose == CHOOSE_ACCUMULATOR:
                 choose_by_torch(residue + g, slot.geometry, slot.offsets(chosen))
             if not step.frozen:
-                residue.add_(g.mul_(beta))
+                residue.add_(g * beta)
                 step.accumulated = beta
             if choose == CHOOSE_RESIDUE:
                 choose_by_torch(residue, slot.geometry, slot.offsets(chosen))
+            if choose == CHOOSE_AHEAD:
+                choose_by_torch(residue + g, slot.geometry, slot.offsets(chosen))
             bad = bad + n_bad
         return bad
 
-    def take(self, beta: float, share: float, wire: Wire) -> Count:
+    def take(self, beta: float, share: float, extra: float, wire: Wire) -> Count:
         bad: Count = 0
         for step in self._steps:
             slot, residue = step.slot, step.slot.residue
@@ -208,7 +217,10 @@ class TorchKernel:
             positions = _checked_positions(slot, wire.offsets)
             value = residue[positions]
             if share != 0:
-                value.add_(usable(step.grad[positions], residue, self._scale)[0].mul_(share))
+                g, _ = usable(step.grad[positions], residue, self._scale)
+                waited = value if share == 1 else value - beta * g
+                more = torch.where(waited * g >= 0, extra * waited, 0.0)
+                value = value + share * g + more
             finite = value.isfinite()
             value.masked_fill_(~finite, 0)
             if part.dtype == torch.float16:
@@ -221,9 +233,9 @@ class TorchKernel:
         return bad
 
     def take_and_accumulate(
-        self, beta: float, wire: Wire, choose: int, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> Count:
-        bad = self.take(beta, 1.0, wire)
+        bad = self.take(beta, 1.0, extra, wire)
         return bad + self.accumulate(beta, choose, chosen)
 
     def scatter(
@@ -329,17 +341,17 @@ class NativeKernel:
         self._accumulated = beta
         return bad
 
-    def take(self, beta: float, share: float, wire: Wire) -> int:
-        arguments = beta, self._scale, share, *_addresses(wire), wire.limit
+    def take(self, beta: float, share: float, extra: float, wire: Wire) -> int:
+        arguments = beta, self._scale, share, extra, *_addresses(wire), wire.limit
         bad = native.checked(self._library.scalecom_take(*self._tensors, *arguments))
         self._taken = beta, wire
         return bad
 
     def take_and_accumulate(
-        self, beta: float, wire: Wire, choose: int, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> int:
         to = _addresses(wire)
-        arguments = beta, self._scale, *to, wire.limit, choose, _address(chosen)
+        arguments = beta, self._scale, extra, *to, wire.limit, choose, _address(chosen)
         bad = native.checked(self._library.scalecom_take_and_accumulate(*self._tensors, *arguments))
         self._taken, self._accumulated = (beta, wire), beta
         return bad

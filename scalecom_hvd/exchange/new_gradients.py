@@ -55,12 +55,16 @@ class NewGradients:
         collectives: the other ranks.
         names: gives the full names of the optimizer's collectives.
         parameters: {name: parameter} of all that are trained.
+
+    Attributes:
+        channel: the other ranks, for what is said in hooks; set when ranks have agreed.
     """
 
     def __init__(
         self, collectives: Collectives, names: Names, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         self._collectives, self._names, self._parameters = collectives, names, parameters
+        self.channel = collectives
         self._work: Work | None = None
         self._told = self._warned = False
         self._left: dict[str, TensorWeakRef] = {}
@@ -81,7 +85,7 @@ class NewGradients:
     def _share(self, news: int) -> Work:
         # Of the average over ranks only one thing counts: whether it is zero.
         mine = torch.tensor([news], dtype=torch.float32)
-        return self._collectives.average(mine, self._names(_NAME))
+        return self.channel.average(mine, self._names(_NAME))
 
     def meet(self, fresh: bool) -> bool:
         """Whether any rank has news, before ranks have agreed on the name of their exchange.

@@ -23,6 +23,7 @@ from scalecom_hvd.training_warnings import (
     LOOK_EVERY,
     Health,
     check_length,
+    check_look_ahead,
     check_share_whole,
     growth_limit,
 )
@@ -48,6 +49,7 @@ class CompressedTensor:
         geometry: its lanes.
         wire_dtype, offset_dtype: in which values and offsets travel.
         beta: of the low-pass filter.
+        extra: how many times more of what waits is sent where the gradient agrees.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class CompressedTensor:
         self.residue = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
         self.wire_dtype = torch_dtype(config.wire_dtype) if config.wire_dtype else dtype
         self.offset_dtype = torch_dtype(self.geometry.offset_dtype)
-        self.beta = config.beta
+        self.beta, self.extra = config.beta, config.extra
         # A wrong SCALECOM_KERNEL is refused here, not in a hook.
         kernel_for(parameter.device, parameter.dtype, dtype, self.geometry)
 
@@ -126,6 +128,7 @@ class Residues:
         check_length(planned, self.warmup, self.rates.values())
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         check_share_whole(self.rates, sizes)
+        check_look_ahead(self.config)
         if self.loaded is not None:
             self._check_fits(self.loaded)
             self._copy_in(self.loaded)
@@ -192,7 +195,8 @@ class Residues:
     def look(self, norms: Sequence[tuple[float, float]]) -> None:
         """See whether residues grow: norms of residues and of a step's gradients, by bucket."""
         residues, grads = (math.hypot(*(pair[which] for pair in norms)) for which in (0, 1))
-        self.health.look(self.step, residues, grads, growth_limit(self.rates.values()))
+        waits, limit = residues / self.config.beta, growth_limit(self.rates.values(), self.config)
+        self.health.look(self.step, waits, grads, limit)
 
     def note_ranks(self, ranks: int) -> bool:
         """There are so many ranks; gives whether there were others before, which the log says."""

@@ -262,6 +262,10 @@ class SimulatedCollectives:
         """They are never started anew."""
         return lambda: False
 
+    def channel(self) -> SimulatedCollectives:
+        """They meet by name, in any order."""
+        return self
+
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> SimulatedWork:
         """The root's buffer, in place."""
         what = ("broadcast", root, buffer.dtype, tuple(buffer.shape))

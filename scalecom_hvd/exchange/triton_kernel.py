@@ -77,13 +77,14 @@ class TritonKernel:
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
         return _sum(part.accumulate(beta, choose, chosen) for part, _ in self._parts)
 
-    def take(self, beta: float, share: float, wire: Wire) -> Count:
-        return _sum(part.take(beta, share, wire) for part, _ in self._parts)
+    def take(self, beta: float, share: float, extra: float, wire: Wire) -> Count:
+        return _sum(part.take(beta, share, extra, wire) for part, _ in self._parts)
 
     def take_and_accumulate(
-        self, beta: float, wire: Wire, choose: int, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> Count:
-        return _sum(part.take_and_accumulate(beta, wire, choose, chosen) for part, _ in self._parts)
+        moves = (beta, extra, wire, choose, chosen)
+        return _sum(part.take_and_accumulate(*moves) for part, _ in self._parts)
 
     def scatter(
         self,
@@ -140,20 +141,21 @@ class _OneDtype:
         self._accumulated = beta
         return count
 
-    def take(self, beta: float, share: float, wire: Wire) -> torch.Tensor:
+    def take(self, beta: float, share: float, extra: float, wire: Wire) -> torch.Tensor:
         count = self._new_count()
         offsets, values, sent, limit = wire
-        arguments = offsets, values, sent, count, beta, self._scale, share, limit
+        within = 0.0 if share == 1 else beta
+        arguments = offsets, values, sent, count, beta, self._scale, within, share, extra, limit
         self._launch(tiles.take_tiles, self._step, *arguments, WITH_GRAD=share != 0, num_warps=2)
         self._taken = beta, wire
         return count
 
     def take_and_accumulate(
-        self, beta: float, wire: Wire, choose: int, chosen: torch.Tensor | None
+        self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> torch.Tensor:
         count = self._new_count()
         offsets, values, sent, limit = wire
-        arguments = offsets, values, sent, chosen, count, beta, self._scale, limit
+        arguments = offsets, values, sent, chosen, count, beta, self._scale, extra, limit
         self._launch_pass(tiles.take_and_accumulate_tiles, *arguments, CHOOSE=choose)
         self._taken, self._accumulated = (beta, wire), beta
         return count

@@ -34,7 +34,7 @@ OFFSETS_OUTSIDE = (
 
 # The codes of lanes.h.
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
-CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE = 0, 1, 2
+CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE, CHOOSE_AHEAD = 0, 1, 2, 3
 REFUSED = -1  # OFFSETS_OUTSIDE there
 
 # One compressed tensor as lanes.c reads it (`tensor` in lanes.h says what the fields are). An array
@@ -50,8 +50,8 @@ _TENSORS = [_POINTER, _LONG]
 _VALUES = [_POINTER, _POINTER, _POINTER, _INT, _REAL]  # offsets, values, sent, wire_float16, limit
 _SIGNATURES = {
     "scalecom_accumulate": [*_TENSORS, _REAL, _REAL, _INT, _POINTER],
-    "scalecom_take": [*_TENSORS, _REAL, _REAL, _REAL, *_VALUES],
-    "scalecom_take_and_accumulate": [*_TENSORS, _REAL, _REAL, *_VALUES, _INT, _POINTER],
+    "scalecom_take": [*_TENSORS, *[_REAL] * 4, *_VALUES],
+    "scalecom_take_and_accumulate": [*_TENSORS, *[_REAL] * 3, *_VALUES, _INT, _POINTER],
     "scalecom_scatter": [*_TENSORS, _REAL, _POINTER, _POINTER, _INT],
     "scalecom_roll_back": [*_TENSORS, _REAL, _REAL, _INT, _POINTER, _POINTER, _INT],
 }

@@ -231,19 +231,20 @@ int64_t scalecom_accumulate(const tensor *tensors, int64_t count, double beta, d
     return total;
 }
 int64_t scalecom_take(const tensor *tensors, int64_t count, double beta, double scale, double share,
-                      const void *offsets, void *values, void *sent, int wire_float16,
+                      double extra, const void *offsets, void *values, void *sent, int wire_float16,
                       double limit) {
     wire to = {offsets, values, sent, wire_float16, limit};
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
-    EACH(take, beta, scale, share, to)
+    EACH(take, beta, scale, share, extra, to)
     return total;
 }
 int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
-                                     double scale, const void *offsets, void *values, void *sent,
-                                     int wire_float16, double limit, int choose, void *chosen) {
+                                     double scale, double extra, const void *offsets, void *values,
+                                     void *sent, int wire_float16, double limit, int choose,
+                                     void *chosen) {
     wire to = {offsets, values, sent, wire_float16, limit};
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
-    EACH(take_and_accumulate, beta, scale, to, choose, chosen)
+    EACH(take_and_accumulate, beta, scale, extra, to, choose, chosen)
     return total;
 }
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets,

@@ -6,7 +6,7 @@
 #define LANES 64 /* lanes.LANES: columns of one tile */
 
 /* What a pass chooses on, and gradients' dtypes. Kept in step with native/__init__.py. */
-enum { CHOOSE_NOTHING = 0, CHOOSE_ACCUMULATOR = 1, CHOOSE_RESIDUE = 2 };
+enum { CHOOSE_NOTHING = 0, CHOOSE_ACCUMULATOR = 1, CHOOSE_RESIDUE = 2, CHOOSE_AHEAD = 3 };
 enum { FLOAT32 = 0, FLOAT64 = 1, FLOAT16 = 2, BFLOAT16 = 3 };
 
 /* What a move gives that was handed offsets outside of their lanes, and so did nothing.
@@ -27,23 +27,26 @@ typedef struct {
     int32_t padding;
 } tensor;
 
-/* m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g| or
- * |m_new|. Returns the number of bad gradient elements: NaN, or larger than
+/* m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g|,
+ * |m_new|, or |m_new + g|. Returns the number of bad gradient elements: NaN, or larger than
  * config.largest_gradient. Those count as zero. */
 int64_t scalecom_accumulate(const tensor *tensors, int64_t count, double beta, double scale,
                             int choose, void *chosen);
 /* values, sent <- m[I] + share * g[I], clamped and rounded to the wire dtype;
  * m[I] <- m[I] - beta * values.
+ * Where m before g came and g do not point apart, `extra` times that m is sent besides. share: of
+ * g, what is not in m yet: 1, or 1 - beta after scalecom_accumulate.
  * Returns how many values were not finite: those are sent as zero. Or OFFSETS_OUTSIDE, as all that
  * follow may. */
 int64_t scalecom_take(const tensor *tensors, int64_t count, double beta, double scale, double share,
-                      const void *offsets, void *values, void *sent, int wire_float16,
+                      double extra, const void *offsets, void *values, void *sent, int wire_float16,
                       double limit);
 /* Look-ahead's order: take (share 1), then accumulate, in one pass over memory.
  * Returns the sum of what both return. */
 int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
-                                     double scale, const void *offsets, void *values, void *sent,
-                                     int wire_float16, double limit, int choose, void *chosen);
+                                     double scale, double extra, const void *offsets, void *values,
+                                     void *sent, int wire_float16, double limit, int choose,
+                                     void *chosen);
 /* grad <- scale * values at I, zero elsewhere. */
 int64_t scalecom_scatter(const tensor *tensors, int64_t count, double scale, const void *offsets,
                          const void *values, int wire_float16);

@@ -29,19 +29,28 @@ INLINE void NAME(rows_of)(INTEGER *restrict rows, tile at, const void *offsets, 
         for (int l = 0; l < at.n; l++) rows[l] = (INTEGER)load_offset(offsets, 4, at.lane + l);
 }
 
+/* What a place sends: m + share * g, and `extra` times what waited there before g came, unless the
+ * two point apart. within: how many times g is in m already. */
+static inline REAL NAME(sendable)(REAL m, REAL g, REAL within, REAL share, REAL extra) {
+    REAL waited = m - within * g;
+    REAL more = waited * g >= 0 ? extra * waited : 0;
+    return m + share * g + more;
+}
+
 /* The row of each lane of a tile that is sent, and its value before it is rounded for the wire. */
 typedef struct { INTEGER row[LANES]; REAL value[LANES]; } NAME(picks);
 
 /* One row of a tile: `n` lanes side by side. With picks, the values to be sent are taken out
  * first. */
 INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, int n, REAL beta,
-                      REAL scale, NAME(picks) *restrict picks, int choose, INTEGER row,
-                      INTEGER *restrict best, INTEGER *restrict winner, INTEGER *restrict bad) {
+                      REAL scale, REAL extra, NAME(picks) *restrict picks, int choose,
+                      INTEGER row, INTEGER *restrict best, INTEGER *restrict winner,
+                      INTEGER *restrict bad) {
     for (int l = 0; l < n; l++) {
         REAL m = residue[l];
         REAL g = NAME(usable)(grad[l], scale, &bad[l]);
         if (picks) {
-            REAL value = m + g;
+            REAL value = NAME(sendable)(m, g, 0, 1, extra);
             INTEGER here = -(picks->row[l] == row);
             INTEGER finite = -((BITS(value) & EXPONENT) != EXPONENT);
             picks->value[l] = here ? value : picks->value[l];
@@ -50,7 +59,10 @@ INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, in
         REAL updated = m + beta * g;
         residue[l] = updated;
         if (choose != CHOOSE_NOTHING) {
-            INTEGER size = BITS(choose == CHOOSE_RESIDUE ? updated : m + g) & MAGNITUDE;
+            REAL key = choose == CHOOSE_ACCUMULATOR ? m + g
+                       : choose == CHOOSE_AHEAD     ? updated + g
+                                                    : updated;
+            INTEGER size = BITS(key) & MAGNITUDE;
             winner[l] = size > best[l] ? row : winner[l];
             best[l] = size > best[l] ? size : best[l];
         }
@@ -59,7 +71,7 @@ INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, in
 
 /* A tile over all its rows; in the same pass, each lane's winner where asked. */
 INLINE int64_t NAME(accumulate_tile)(const tensor *t, tile at, REAL beta, REAL scale,
-                                     NAME(picks) *picks, int choose, void *chosen) {
+                                     REAL extra, NAME(picks) *picks, int choose, void *chosen) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     INTEGER best[LANES], winner[LANES], bad[LANES];
@@ -68,11 +80,11 @@ INLINE int64_t NAME(accumulate_tile)(const tensor *t, tile at, REAL beta, REAL s
     int64_t i = at.start;
     if (at.n == LANES)
         for (; i + LANES <= at.end; i += at.stride, row++)
-            NAME(row)(grad + i, residue + i, LANES, beta, scale, picks, choose, row, best, winner,
-                      bad);
+            NAME(row)(grad + i, residue + i, LANES, beta, scale, extra, picks, choose, row, best,
+                      winner, bad);
     for (; i < at.end; i += at.stride, row++)
         NAME(row)(grad + i, residue + i, i + at.n <= at.end ? at.n : (int)(at.end - i), beta, scale,
-                  picks, choose, row, best, winner, bad);
+                  extra, picks, choose, row, best, winner, bad);
     int64_t total = 0;
     for (int l = 0; l < at.n; l++) {
         total += bad[l];
@@ -86,7 +98,7 @@ INLINE int64_t NAME(accumulate_tiles)(const tensor *t, REAL beta, REAL scale, in
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
-        bad += NAME(accumulate_tile)(t, at, beta, scale, 0, choose, chosen);
+        bad += NAME(accumulate_tile)(t, at, beta, scale, 0, 0, choose, chosen);
         lane += at.n;
     }
     return bad;
@@ -100,14 +112,16 @@ CLONES static int64_t NAME(accumulate)(const tensor *t, REAL beta, REAL scale, i
         return NAME(accumulate_tiles)(t, beta, scale, CHOOSE_ACCUMULATOR, chosen);
     if (choose == CHOOSE_RESIDUE)
         return NAME(accumulate_tiles)(t, beta, scale, CHOOSE_RESIDUE, chosen);
+    if (choose == CHOOSE_AHEAD)
+        return NAME(accumulate_tiles)(t, beta, scale, CHOOSE_AHEAD, chosen);
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     INTEGER bad[LANES] = {0};
     int64_t i = 0, total = 0;
     for (; i + LANES <= t->numel; i += LANES)
-        NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0, bad);
-    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0,
-              bad);
+        NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, 0, CHOOSE_NOTHING, 0, 0, 0, bad);
+    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, 0, CHOOSE_NOTHING, 0, 0,
+              0, bad);
     for (int l = 0; l < LANES; l++) total += bad[l];
     return total;
 }
@@ -139,11 +153,13 @@ static inline wire NAME(part)(const tensor *t, wire to) {
     return to;
 }
 
-static int64_t NAME(take)(const tensor *t, REAL beta, REAL scale, REAL share, wire to) {
+/* share: of g, what is not in m yet: all of it, or 1 - beta. */
+static int64_t NAME(take)(const tensor *t, REAL beta, REAL scale, REAL share, REAL extra, wire to) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     to = NAME(part)(t, to);
     if (t->frozen) return 0;
+    REAL within = share == 1 ? 0 : beta;
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
@@ -158,7 +174,10 @@ static int64_t NAME(take)(const tensor *t, REAL beta, REAL scale, REAL share, wi
             int64_t i = index[l];
             INTEGER ignored = 0;
             REAL value = residue[i];
-            if (share != 0) value += share * NAME(usable)(grad[i], scale, &ignored);
+            if (share != 0) {
+                REAL g = NAME(usable)(grad[i], scale, &ignored);
+                value = NAME(sendable)(value, g, within, share, extra);
+            }
             residue[i] -= beta * NAME(send)(value, to, lane + l, &bad);
         }
         lane += at.n;
@@ -166,32 +185,32 @@ static int64_t NAME(take)(const tensor *t, REAL beta, REAL scale, REAL share, wi
     return bad;
 }
 
-INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL scale, wire to,
-                                               int choose, void *chosen) {
+INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL scale, REAL extra,
+                                               wire to, int choose, void *chosen) {
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
         NAME(picks) picks = {{0}, {0}};
         NAME(rows_of)(picks.row, at, to.offsets, t->offset_width);
-        bad += NAME(accumulate_tile)(t, at, beta, scale, &picks, choose, chosen);
+        bad += NAME(accumulate_tile)(t, at, beta, scale, extra, &picks, choose, chosen);
         for (int l = 0; l < at.n; l++) NAME(send)(picks.value[l], to, lane + l, &bad);
         lane += at.n;
     }
     return bad;
 }
 
-CLONES static int64_t NAME(take_and_accumulate)(const tensor *t, REAL beta, REAL scale, wire to,
-                                                int choose, void *chosen) {
+CLONES static int64_t NAME(take_and_accumulate)(const tensor *t, REAL beta, REAL scale, REAL extra,
+                                                wire to, int choose, void *chosen) {
     /* A value rounded for the wire is not yet known when its row passes. */
     if (t->frozen || to.wire_float16) {
-        int64_t bad = NAME(take)(t, beta, scale, 1, to);
+        int64_t bad = NAME(take)(t, beta, scale, 1, extra, to);
         return bad + NAME(accumulate)(t, beta, scale, choose, chosen);
     }
     to = NAME(part)(t, to);
     if (choose == CHOOSE_NOTHING)
-        return NAME(take_and_accumulate_tiles)(t, beta, scale, to, CHOOSE_NOTHING, 0);
+        return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, CHOOSE_NOTHING, 0);
     chosen = (char *)chosen + t->offsets_at;
-    return NAME(take_and_accumulate_tiles)(t, beta, scale, to, CHOOSE_RESIDUE, chosen);
+    return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, CHOOSE_AHEAD, chosen);
 }
 
 static inline REAL NAME(value_of)(const void *values, int wire_float16, int64_t at) {

@@ -50,7 +50,7 @@ typedef struct {
     TF_Status *status;
     TF_Tensor **held;
     int n_held;
-    double beta, scale, limit;
+    double beta, scale, limit, extra;
 } call;
 
 static call begin(TF_OpKernelContext *context, int64_t most) {
@@ -118,8 +118,9 @@ static void scalar(call *now, int index, int64_t value) {
 }
 static void settings(call *now, int index) {
     double *found =
-        data(input(now, index, 3, "settings are beta, 1 / loss scale and float16's limit"));
-    if (found) now->beta = found[0], now->scale = found[1], now->limit = found[2];
+        data(input(now, index, 4, "settings are beta, 1 / loss scale, float16's limit and extra"));
+    if (!found) return;
+    now->beta = found[0], now->scale = found[1], now->limit = found[2], now->extra = found[3];
 }
 static int kind_of(TF_Tensor *grad) {
     switch (TF_TensorType(grad)) {
@@ -193,7 +194,7 @@ static void accumulate_with(int takes, const bucket *of, TF_OpKernelContext *con
     void *values = takes ? output(&now, n, of->n_values) : NULL;
     void *chosen = output(&now, n + takes, chooses && *chooses ? of->offsets_bytes : 0);
     int choose = CHOOSE_NOTHING;
-    if (chooses && *chooses) choose = takes ? CHOOSE_RESIDUE : CHOOSE_ACCUMULATOR;
+    if (chooses && *chooses) choose = takes ? CHOOSE_AHEAD : CHOOSE_ACCUMULATOR;
     int64_t bad = 0;
     for (int i = 0; i < n && !failed(&now); i++)
         for (int64_t lane = 0; lane < tensors[i].k && !failed(&now);) {
@@ -202,8 +203,8 @@ static void accumulate_with(int takes, const bucket *of, TF_OpKernelContext *con
             memcpy(piece.residue, (const char *)old[i] + start, piece.numel * residue_size(&piece));
             if (takes) {
                 int64_t result =
-                    scalecom_take_and_accumulate(&piece, 1, now.beta, now.scale, offsets, values,
-                                               values, half, now.limit, choose, chosen);
+                    scalecom_take_and_accumulate(&piece, 1, now.beta, now.scale, now.extra, offsets,
+                                                 values, values, half, now.limit, choose, chosen);
                 bad += checked(&now, result);
             } else {
                 bad += scalecom_accumulate(&piece, 1, now.beta, now.scale, choose, chosen);
@@ -251,8 +252,8 @@ static void take(void *kernel, TF_OpKernelContext *context) {
     int64_t bad = 0;
     if (!failed(&now)) {
         int half = TF_ExpectedOutputDataType(context, n) == TF_HALF;
-        bad = scalecom_take(tensors, n, now.beta, now.scale, 1 - now.beta, offsets, values,
-                              values, half, now.limit);
+        bad = scalecom_take(tensors, n, now.beta, now.scale, 1 - now.beta, now.extra, offsets,
+                            values, values, half, now.limit);
         checked(&now, bad);
     }
     scalar(&now, n + 1, bad);

@@ -230,12 +230,15 @@ class Bucket:
         return all_finite([tf.cast(part, tf.float16) for part in half])
 
     def _units(self, now: Now) -> Units:
+        return Units(self._config.beta, now.scale, self._limit(now.size), self._config.extra)
+
+    def _limit(self, size: int | tf.Tensor) -> float | tf.Tensor:
         if self.wire_dtype != tf.float16:
-            return Units(self._config.beta, now.scale)
-        if isinstance(now.size, int):
-            return Units(self._config.beta, now.scale, float16_limit(now.size))
+            return 0.0
+        if isinstance(size, int):
+            return float16_limit(size)
         table = [float16_limit(max(n, 1)) for n in range(_MOST_ELASTIC_RANKS + 1)]
-        return Units(self._config.beta, now.scale, tf.constant(table)[now.size])
+        return tf.constant(table)[size]
 
     def _chooses(self, now: Now, later: int) -> tf.Tensor:
         """Whether this rank is the leader so many steps later."""

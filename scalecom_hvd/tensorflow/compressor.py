@@ -378,8 +378,8 @@ class ScaleCom(tf.Module, Compressor):
             rate: elements of the model per element sent.
             collectives: how many, per step.
             residue_norm: Euclidean, over all residues (reads them all).
-            residue_ratio: the norm of residues to that of gradients, when it was last looked at
-                (every 100 steps; None before).
+            residue_ratio: the norm of residues / beta, what waits, to that of gradients, when it
+                was last looked at (every 100 steps; None before).
         """
         numbers = dict(_NOTHING_SENT)
         for n, exchange in enumerate(self.exchanges()):

@@ -57,6 +57,7 @@ from scalecom_hvd.training_warnings import (
     GROWTH_WARNING,
     LOOK_EVERY,
     check_length,
+    check_look_ahead,
     check_share_whole,
     growth_limit,
     keep_growing,
@@ -175,6 +176,7 @@ class Exchange:
         everyone = self._transport.gather_objects(mine, "agreement")
         step = agree(everyone, list(self._description), self._names)
         check_length(self.config.planned_steps, self.config.warmup_steps, self._rates.values())
+        check_look_ahead(self.config)
         check_share_whole(
             self._rates,
             {name: math.prod(shape_of(variable)) for name, variable in self.variables.items()},
@@ -411,9 +413,9 @@ class Exchange:
                 for grad in (grads[name] for name in names)
             ]
             gradients = norm(own) * (1.0 if now.scale is None else now.scale)
-            newest = tf.stack([[norm(residues)], [gradients]])
+            newest = tf.stack([[norm(residues) / self.config.beta], [gradients]])
             norms = tf.concat([read(self.progress.norms)[:, 1:], newest], 1)
-            limit = growth_limit(self._rates[name] for name in names)
+            limit = growth_limit((self._rates[name] for name in names), self.config)
             growing = keep_growing(tf.unstack(norms[0]), tf.unstack(norms[1]), limit)
             message = "scalecom_hvd: " + GROWTH_WARNING.replace("%d", "{}").replace("%.0f", "{}")
             ratio = tf.cast(tf.round(norms[0, -1] / tf.reduce_max(norms[1])), tf.int64)

@@ -37,11 +37,13 @@ class Units:
         beta: the low-pass filter's.
         scale: 1 / loss scale, a scalar; None for 1.
         limit: the largest magnitude that is sent as float16.
+        extra: how many times more of what waits is sent where g points the same way.
     """
 
     beta: float
     scale: tf.Tensor | None = None
     limit: float | tf.Tensor = 0.0
+    extra: float = 0.0
 
 
 class Kernel(Protocol):
@@ -153,7 +155,10 @@ class GraphKernel:
             m + _as_number(units.beta, m.dtype) * g for m, (g, _) in zip(taken, usable, strict=True)
         ]
         bad = bad_values + tf.add_n([bad for _, bad in usable])
-        return updated, values, self._chosen(chooses, lambda: updated), bad
+        chosen = self._chosen(
+            chooses, lambda: [m + g for m, (g, _) in zip(updated, usable, strict=True)]
+        )
+        return updated, values, chosen, bad
 
     def scatter(
         self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor
@@ -180,13 +185,19 @@ class GraphKernel:
         wire: tf.DType,
         share: float,
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """v = m[I] + share*g[I], and the residues with m[I] - beta*v."""
+        """v = m[I] + share*g[I], extra included, and the residues with m[I] - beta*v."""
         taken, values, bad = [], [], []
         for m, g, index in zip(residues, grads, self._indices(offsets), strict=True):
             value = tf.gather(m, index)
             if share != 0:
                 usable, _ = _usable(tf.gather(g, index), m.dtype, units.scale)
-                value += _as_number(share, m.dtype) * usable
+                waited = value
+                if share != 1:
+                    waited = waited - _as_number(units.beta, m.dtype) * usable
+                more = _as_number(units.extra, m.dtype) * waited
+                value = value + _as_number(share, m.dtype) * usable
+                # A sum of three in a row would be added up in another order.
+                value = tf.where(waited * usable >= 0, value + more, value)
             finite = tf.math.is_finite(value)
             value = tf.where(finite, value, tf.zeros_like(value))
             if wire == tf.float16:
@@ -241,7 +252,9 @@ class NativeKernel:
     @staticmethod
     def _settings(units: Units) -> tf.Tensor:
         scale = 1.0 if units.scale is None else units.scale
-        return tf.stack([_as_number(x, tf.float64) for x in (units.beta, scale, units.limit)])
+        return tf.stack(
+            [_as_number(x, tf.float64) for x in (units.beta, scale, units.limit, units.extra)]
+        )
 
     def accumulate(
         self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor

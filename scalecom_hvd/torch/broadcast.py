@@ -1,6 +1,6 @@
 """horovod.torch.broadcast_parameters, for models with local steps too.
 
-Imports exchange/local_steps only.
+Imports optimizers of exchange/ only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from horovod.torch import functions
 
-from scalecom_hvd.exchange.local_steps import any_held, rounds_of
+from scalecom_hvd.exchange.optimizers import common_parameters
 
 
 def broadcast_parameters(params: dict[str, Any] | list[Any], root_rank: int) -> None:
@@ -22,11 +22,5 @@ def broadcast_parameters(params: dict[str, Any] | list[Any], root_rank: int) -> 
         params: a state_dict, or a list of (name, tensor) or of tensors.
         root_rank: whose parameters are sent.
     """
-    held = [local for local in rounds_of(params) if local.held] if any_held() else []
-    for local in held:
-        local.show_common()
-    try:
+    with common_parameters(params):
         functions.broadcast_parameters(params, root_rank)
-    finally:
-        for local in held:
-            local.put_back()

@@ -144,6 +144,10 @@ class HorovodCollectives:
         """What `average` multiplies a sum over ranks by."""
         return 1 / self.size if self._reduction["op"] == horovod.Average else 1.0
 
+    def channel(self) -> HorovodCollectives:
+        """Horovod's meet by name, in any order."""
+        return self
+
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> HorovodWork:
         """Send the buffer of the rank at position `root` to all, in place."""
         # Horovod counts roots by global rank, also inside a process set.

@@ -6,16 +6,16 @@ optimizer.py:598). Here the same is done with its two reduce methods replaced. H
 clipping, closures and state stay Horovod's. So do synchronize and load_state_dict, but they look
 at the exchange first. With local steps there are no hooks, and `step` is replaced as well.
 
-Imports horovod_collectives, per_tensor, and exchange, local_steps, methods and undo of exchange/.
+Imports horovod_collectives, per_tensor, and exchange, local_steps, methods and optimizers of
+exchange/.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import horovod.torch as horovod
@@ -25,15 +25,20 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression, Compressor
 
 from scalecom_hvd.agreement import check_operation, warn_of_half_sums
-from scalecom_hvd.bucket_layout import group_names
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.local_steps import LocalSteps, NotFinite, check_gradients
+from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method
-from scalecom_hvd.exchange.undo import Remembered
+from scalecom_hvd.exchange.optimizers import (
+    is_method,
+    local_members,
+    names_of_groups,
+    trained_parameters,
+    zero_state,
+)
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
-from scalecom_hvd.torch.per_tensor import ScaleCom, without_ties
+from scalecom_hvd.torch.per_tensor import ScaleCom
 
 _Compression: TypeAlias = Compressor | type[Compressor] | Method | type[Method]
 
@@ -93,7 +98,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """
     if local_steps is not None:
         compression = _with_local_steps(compression)
-    if not _is_method(compression):
+    if not is_method(compression):
         return horovod_optimizer.DistributedOptimizer(
             optimizer,
             named_parameters,
@@ -117,9 +122,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     method = compression() if isinstance(compression, type) else compression
     if named_parameters is not None:
         named_parameters = list(named_parameters)
-    parameters = _trained_parameters(optimizer, named_parameters)
+    parameters = trained_parameters(optimizer, named_parameters)
     collectives = HorovodCollectives(process_set, op, gradient_predivide_factor)
-    in_groups = _group_names(groups, parameters)
+    in_groups = names_of_groups(groups, parameters)
     if local_steps is not None:
         local = LocalSteps(
             parameters,
@@ -127,9 +132,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             collectives,
             Schedule(local_steps),
             in_groups,
-            start_anew=lambda: _zero_state(this()),
+            start_anew=lambda: zero_state(this()),
         )
-        members = _members(local.exchange) | _local_members(local, type(optimizer), parameters)
+        own = local_members(local, type(optimizer), parameters.values())
+        members = _members(local.exchange) | own
     else:
         exchange = Exchange(
             parameters,
@@ -198,8 +204,7 @@ def _synchronize(self: Any) -> None:
 
 def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     """Do what Horovod's does, which drops what is under way (elastic restores load states)."""
-    if self._exchange.in_step():
-        self._exchange.abort()
+    self._exchange.start_over()
     horovod_optimizer._DistributedOptimizer.__dict__["load_state_dict"](self, *args, **kwargs)
 
 
@@ -220,115 +225,12 @@ def _members(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-def _local_members(
-    local: LocalSteps, base: type[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
-    """What local steps replace besides: no hooks, as gradients are not averaged, and `step`."""
-    known = {id(p) for p in parameters.values()}
-
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step on this rank's own parameters, and synchronise if that is due.
-
-        Every rank has to take every step. A gradient that is not finite, in any evaluation of the
-        closure, makes the step one that changes nothing on this rank.
-        """
-        trained = [p for group in self.param_groups for p in group["params"]]
-        if any(p.requires_grad and id(p) not in known for p in trained):
-            raise RuntimeError(
-                "a parameter was added, or made trainable, after DistributedOptimizer was made, "
-                "and ranks would never synchronise it: make the DistributedOptimizer anew, with "
-                "all parameters that shall be trained"
-            )
-        # A GradScaler leaves skipping and unscaling to an optimizer that says it can. If it
-        # skipped a step itself, this rank would miss its turn.
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None:
-            scale = float(scale)
-            for grad in (p.grad for p in trained if p.grad is not None):
-                grad.div_(scale)
-        if found is not None:
-            self.grad_scale = self.found_inf = None  # for the base class, which may know them too
-
-        def take() -> Any:
-            if found is not None and float(found):
-                raise NotFinite
-            if closure is None:
-                check_gradients(trained)
-                return base.step(self)
-
-            def checked() -> Any:
-                result = closure()
-                check_gradients(trained, result)
-                return result
-
-            # The bad gradient may be that of a later evaluation, when parameters and state were
-            # changed already.
-            before = Remembered(self.param_groups, self.state)
-            try:
-                return base.step(self, checked)
-            except NotFinite:
-                before.put_back()
-                raise
-
-        return local.step(take)
-
-    members: dict[str, Any] = {
-        "_local": local,
-        "_step_supports_amp_scaling": True,
-        "_register_hooks": lambda self: None,
-        "step": step,
-        "synchronize": _nothing_to_synchronize,
-        "skip_synchronize": _skip_nothing,
-        "synchronize_parameters": _synchronize_parameters,
-    }
-    # base.step calls a step's hooks. Without this mark torch would call them here too, with
-    # gradients that are still scaled.
-    members["step"].hooked = True
-    return members
-
-
-def _zero_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer forget momentum and moments."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    if any(isinstance(value, list) for value in values):
-        # A history, as LBFGS has: with zeros in it there would never be a step again.
-        optimizer.state.clear()
-        return
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-
-
-def _nothing_to_synchronize(self: Any) -> None:
-    """Do nothing: gradients are this rank's own. See synchronize_parameters."""
-
-
-@contextlib.contextmanager
-def _skip_nothing(self: Any) -> Iterator[None]:
-    """Skip nothing: step() averages parameters' changes when it is time."""
-    yield
-
-
-def _synchronize_parameters(self: Any) -> None:
-    """Average the parameters' changes now, whatever the schedule says.
-
-    All ranks must call it after the same step. Afterwards all have the same parameters, to be
-    evaluated or saved. A residue still holds what the method held back.
-    """
-    self._local.synchronise()
-
-
-def _is_method(compression: _Compression) -> bool:
-    kind = compression if isinstance(compression, type) else type(compression)
-    return issubclass(kind, Method)
-
-
 def _with_local_steps(compression: _Compression) -> Method | type[Method]:
     """The method that local steps send changes through."""
     if compression is Compression.none:
         # It sends all of them whole, whatever the environment says of ScaleCom.
         return ScaleCom(config=ScaleComConfig(dense=("*",), warmup_steps=0))
-    if _is_method(compression):
+    if is_method(compression):
         return compression
     raise ValueError(
         "local_steps send changes of parameters through ScaleCom, another method with error "
@@ -336,43 +238,3 @@ def _with_local_steps(compression: _Compression) -> Method | type[Method]:
         f"{getattr(compression, '__name__', type(compression).__name__)}: for half precision give "
         "hvd.ScaleCom(quantiser=hvd.Float16())"
     )
-
-
-def _trained_parameters(
-    optimizer: torch.optim.Optimizer, named_parameters: list[tuple[str, torch.Tensor]] | None
-) -> dict[str, torch.Tensor]:
-    """{name: parameter} of what the optimizer trains.
-
-    In the order of named_parameters, which is that of the model's layers.
-    """
-    trained = {
-        # Horovod's name for a nameless parameter (optimizer.py:49).
-        id(p): (f"allreduce.noname.{i}.{j}", p)
-        for i, group in enumerate(optimizer.param_groups)
-        for j, p in enumerate(group["params"])
-        if p.requires_grad
-    }
-    if named_parameters is None:
-        return dict(trained.values())
-    # What is no (name, parameter), and names that come twice, Horovod refuses; its words are clear.
-    pairs = [item for item in named_parameters if isinstance(item, tuple)]
-    return dict(without_ties([pair for pair in pairs if id(pair[1]) in trained]))
-
-
-def _group_names(
-    groups: int | list[list[torch.Tensor]] | None, parameters: Mapping[str, torch.Tensor]
-) -> list[list[str]] | None:
-    """Horovod's `groups` as lists of names."""
-    names = {id(p): name for name, p in parameters.items()}
-    if not isinstance(groups, list):
-        if groups is not None and not groups > 0:
-            raise ValueError(
-                "groups should be a non-negative integer or a list of list of torch.Tensor."
-            )
-        return group_names(groups, names)
-    listed = [p for group in groups for p in group]
-    if not all(isinstance(p, torch.Tensor) for p in listed):
-        raise ValueError("groups must consist of torch.Tensor.")
-    if len({id(p) for p in listed}) < len(listed):
-        raise ValueError("A parameter can only appear once in groups.")
-    return group_names([[id(p) for p in group] for group in groups], names)

@@ -39,6 +39,7 @@ from scalecom_hvd.exchange import methods
 from scalecom_hvd.exchange.bucket import Bucket, finished
 from scalecom_hvd.exchange.collectives import Collectives, Work, gather_objects
 from scalecom_hvd.exchange.new_gradients import Found, NewGradients, freshness, judge
+from scalecom_hvd.exchange.optimizers import without_ties
 from scalecom_hvd.exchange.residue import CompressedTensor, describe_tensors
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
@@ -574,14 +575,6 @@ class PerTensor:
             "sparse embeddings of one shape with sparse_as_dense use "
             "scalecom_hvd.torch.DistributedOptimizer"
         )
-
-
-def without_ties(
-    named_parameters: Sequence[tuple[str, torch.Tensor]],
-) -> list[tuple[str, torch.Tensor]]:
-    """Each parameter with the first of its names: a tied one has several, and one gradient."""
-    first = {id(item[1]): item for item in reversed(named_parameters)}
-    return [item for item in named_parameters if first[id(item[1])] is item]
 
 
 def _by_name(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ from scalecom_hvd.config import largest_gradient
 
 # What a kernel reads must be a constexpr.
 CHOOSE_NOTHING = tl.constexpr(native.CHOOSE_NOTHING)
+CHOOSE_ACCUMULATOR = tl.constexpr(native.CHOOSE_ACCUMULATOR)
 CHOOSE_RESIDUE = tl.constexpr(native.CHOOSE_RESIDUE)
 LANES = tl.constexpr(lanes.LANES)
 LAST_ROW = tl.constexpr(2**31 - 1)
@@ -93,8 +94,8 @@ def accumulate_tiles(
 ):
     """m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest element.
 
-    That is the largest |m_old + g| or |m_new|. Adds to `count` how many elements of g are bad: NaN,
-    or larger than config.largest_gradient. Those count as zero.
+    That is the largest |m_old + g|, |m_new|, or |m_new + g|. Adds to `count` how many
+    elements of g are bad: NaN, or larger than config.largest_gradient. Those count as zero.
     """
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     unused = tl.zeros((LANES,), REAL)
@@ -115,7 +116,9 @@ def take_tiles(
     count,
     beta: tl.float64,
     scale: tl.float64,
+    within: tl.float64,
     share: tl.float64,
+    extra: tl.float64,
     limit: tl.float64,
     WITH_GRAD: tl.constexpr,
     GRAD: tl.constexpr,
@@ -123,12 +126,13 @@ def take_tiles(
 ):
     """values, sent <- m[I] + share * g[I], clamped, in the wire dtype; m[I] <- m[I] - beta * sent.
 
-    WITH_GRAD: share is not 0. Adds to `count` how many values are not finite: those are sent as
-    zero.
+    within: how many times g is in m already. Where m without it and g do not point apart, `extra`
+    times that m is sent besides. WITH_GRAD: share is not 0. Adds to `count` how
+    many values are not finite: those are sent as zero.
     """
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
-    rest, bad = _send(tile, row, values, sent, beta, scale, share, limit, WITH_GRAD)
+    rest, bad = _send(tile, row, values, sent, beta, scale, within, share, extra, limit, WITH_GRAD)
     tl.store(tile.residue + _indices(tile, row), rest, mask=_is_lane(tile))
     _add(count, bad)
 
@@ -145,6 +149,7 @@ def take_and_accumulate_tiles(
     count,
     beta: tl.float64,
     scale: tl.float64,
+    extra: tl.float64,
     limit: tl.float64,
     CHOOSE: tl.constexpr,
     GRAD: tl.constexpr,
@@ -154,7 +159,7 @@ def take_and_accumulate_tiles(
     """`take_tiles` with share 1, then `accumulate_tiles`, in one pass; adds both counts."""
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
-    rest, not_sent = _send(tile, row, values, sent, beta, scale, 1.0, limit, True)
+    rest, not_sent = _send(tile, row, values, sent, beta, scale, 0.0, 1.0, extra, limit, True)
     tl.debug_barrier()  # all threads have read m[I] before one writes there
     winner, bad = _pass(tile, beta, scale, row, rest, True, CHOOSE, BLOCK)
     if CHOOSE != CHOOSE_NOTHING:
@@ -286,7 +291,10 @@ def _pass_rows(
         updated = m + beta * g
         tl.store(residue, updated, mask=exists)
         if CHOOSE != CHOOSE_NOTHING:
-            size = tl.where(exists, _magnitude(updated if CHOOSE == CHOOSE_RESIDUE else m + g), -1)
+            key = m if CHOOSE == CHOOSE_ACCUMULATOR else updated
+            if CHOOSE != CHOOSE_RESIDUE:
+                key += g
+            size = tl.where(exists, _magnitude(key), -1)
             size = tl.reshape(size, (BLOCK // SLOTS, SLOTS, LANES))
             row = tl.reshape(row, (BLOCK // SLOTS, SLOTS))[:, :, None]
             largest = tl.max(size, axis=0)
@@ -302,7 +310,19 @@ def _pass_rows(
 
 
 @triton.jit
-def _send(tile, row, values, sent, beta, scale, share, limit, WITH_GRAD: tl.constexpr):
+def _send(
+    tile,
+    row,
+    values,
+    sent,
+    beta,
+    scale,
+    within,
+    share,
+    extra,
+    limit,
+    WITH_GRAD: tl.constexpr,
+):
     """Writes a tile's values; gives what stays of m there, and how many values are not finite."""
     REAL: tl.constexpr = tile.residue.dtype.element_ty
     index, is_lane = _indices(tile, row), _is_lane(tile)
@@ -310,7 +330,9 @@ def _send(tile, row, values, sent, beta, scale, share, limit, WITH_GRAD: tl.cons
     value = m
     if WITH_GRAD:
         g, _ = _usable(tl.load(tile.grad + index, mask=is_lane, other=0), _real(scale, REAL))
-        value = m + _real(share, REAL) * g
+        waited = m - _real(within, REAL) * g
+        more = tl.where(waited * g >= 0, _real(extra, REAL) * waited, 0)
+        value = m + _real(share, REAL) * g + more
     value = tl.where(tile.frozen, 0, value)
     finite = _is_finite(value)
     value = _to_wire(tl.where(finite, value, 0), _real(limit, REAL), values.dtype.element_ty)

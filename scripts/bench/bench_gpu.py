@@ -20,9 +20,9 @@ import torch
 
 from scalecom_hvd.exchange.kernels import Kernel, TensorSlot, TorchKernel, Wire
 from scalecom_hvd.lanes import Lanes
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING
 
-BETA, LIMIT = 0.5, 65504.0
+BETA, EXTRA, LIMIT = 0.5, 1.0, 65504.0
 N_TENSORS = 75
 # Read before every move: many times what a cache holds, and long enough to keep the device busy
 # while the host queues the move.
@@ -88,10 +88,10 @@ class Workload:
             lambda: kernel.accumulate(BETA, CHOOSE_NOTHING, None),
             8 * self.numel + once,
         )
-        yield Candidate(f"{label}: take", lambda: kernel.take(BETA, 1 - BETA, wire), 0)
+        yield Candidate(f"{label}: take", lambda: kernel.take(BETA, 1 - BETA, EXTRA, wire), 0)
         yield Candidate(
             f"{label}: look-ahead's take + accumulate + choose",
-            lambda: kernel.take_and_accumulate(BETA, wire, CHOOSE_RESIDUE, self.chosen),
+            lambda: kernel.take_and_accumulate(BETA, EXTRA, wire, CHOOSE_AHEAD, self.chosen),
             8 * self.numel + once,
         )
         yield Candidate(

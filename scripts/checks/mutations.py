@@ -37,10 +37,12 @@ sys.path.append(str(HERE.parent))
 import launch  # noqa: E402
 from diary import failed_tests  # noqa: E402
 
-PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+PYTEST = [
+    *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
+    # It asks whether the mutations fit the code, so it would notice every one.
+    "--ignore=tests/single/test_mutations.py",
+]
 NOT_LONG = ["-m", "not long"]
-# It asks whether the mutations fit the code, so it would notice every one.
-NEVER = "--ignore=tests/single/test_mutations.py"
 SKIPPED = {  # what cannot notice a change outside of native code takes a third of the time
     "native": ["tests/single/test_sanitizers.py"],
     "triton": ["tests/single/test_triton.py"],
@@ -116,7 +118,7 @@ def notice(mutation: Mutation, root: Path, core: int) -> dict[str, list[str]]:
                 for file in files
             ]
             marks = NOT_LONG if group == "single" else []
-            program = [*PYTEST, *marks, "--timeout=100", NEVER, *skipped, f"tests/{group}"]
+            program = [*PYTEST, *marks, "--timeout=100", *skipped, f"tests/{group}"]
             program = [sys.executable, *program]
             noticed[group] = failing(program, root, core)
         else:
@@ -197,7 +199,7 @@ def table(wanted: Sequence[Mutation], output: Path, before: Path | None) -> str:
             for file, n in files.items()
         )
         earlier = ""
-        if before is not None:
+        if compared:
             tried = (before / mutation.file_name).exists()
             count = len(noticed_in(before, mutation)) or "**none**"
             earlier = f"{count if tried else 'not tried'} | "

@@ -10,8 +10,9 @@ shown, and the command that runs the test that failed once more. Parts that comp
 side by side, on cores of their own; then come those that start launchers, and wait for them.
 
 Tests that are marked `long` are those of --long. Others run where they tell something new:
-PyTorch's all on 4 ranks under mpirun, and under Gloo on 2 where the launcher matters; TensorFlow's
-all on 2 ranks under mpirun, as tracing takes it most of its time.
+PyTorch's all on 4 ranks under mpirun, and under Gloo on 2 where the launcher matters; those of
+torch.distributed's face on 2 under torchrun; TensorFlow's all on 2 ranks under mpirun, as tracing
+takes it most of its time.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ SHARED = [
 ]
 # Ranks of Open MPI that wait would else keep other processes from the cores.
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+# What torchrun sets too, with a warning.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,12 @@ UNLIKE = [
 ]
 SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # which need 4 ranks
 GLOO = "horovodrun --gloo"
+# Of torch.distributed's face: its own tests, and those of both faces.
+DDP = [
+    *parallel("ddp_*"),
+    *named("torch_amp", "torch_orders", "torch_parity", "torch_state", "torch_stateful_method"),
+]
+DDP_LONG = named("torch_diagnostics", "torch_local_steps", "torch_methods", "torch_simulator")
 RUFF = (sys.executable, "-m", "ruff")
 
 SHORT = {
@@ -126,6 +135,7 @@ SHORT = {
     "tensorflow, mpirun -np 2": on_ranks("mpirun", 2, parallel("tensorflow_*")),
     "torch, mpirun -np 4": on_ranks("mpirun", 4, TORCH),
     "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, UNDER_GLOO),
+    "ddp, torchrun -np 2": on_ranks("torchrun", 2, DDP, environment=ONE_THREAD),
     "single": Part((sys.executable, *of_pytest("single", options=["--timeout=200"]))),
     "integration": Part(
         (sys.executable, *of_pytest("integration", options=[*SHARED, "--timeout=300"])), alone=True
@@ -137,6 +147,10 @@ MINUTE = {"FUZZ_SECONDS": "60"}
 LONG = {
     "torch, horovodrun --gloo -np 2, the rest": on_ranks(
         GLOO, 2, [file for file in TORCH if file not in UNDER_GLOO]
+    ),
+    "ddp, torchrun -np 2, the rest": on_ranks("torchrun", 2, DDP_LONG, environment=ONE_THREAD),
+    "ddp, torchrun -np 4": on_ranks(
+        "torchrun", 4, parallel("ddp_*"), environment=ONE_THREAD | MINUTE
     ),
     "tensorflow, mpirun -np 4": on_ranks(
         "mpirun", 4, [*named("tensorflow_differential", "tensorflow_parity"), SETS, *UNLIKE], *ALL

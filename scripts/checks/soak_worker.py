@@ -268,17 +268,15 @@ class LocalTrainer(Trainer):
         return float(hvd.allreduce(loss))
 
     def check_changes(self, batch: int, before: Arrays) -> None:
-        """What left ranks' residues and changes, averaged, is what x moved by.
-
-        (Residues with beta = 1.)
-        """
+        """What left ranks' residues and changes, averaged, is what x moved by."""
         sent, moved, allowed, common = dict(self.changes), {}, {}, self.common()
+        beta = self.compression.config.beta
         for name, now in self.residues().items():
-            sent[name] = sent[name] + before.get(name, np.zeros_like(now)) - now
+            sent[name] = sent[name] + (before.get(name, np.zeros_like(now)) - now) / beta
         for name, x in self.x.items():
             moved[name] = x - common[name]
             size = float(np.abs(x).max()) + float(np.abs(before.get(name, np.zeros(1))).max())
-            allowed[name] = 1e-5 * size + 1e-12
+            allowed[name] = 1e-5 * size / beta + 1e-12
         self.compare(batch, sent, moved, allowed, "what left the ranks and what x moved by")
 
 

@@ -1,9 +1,9 @@
 """`make demo`: train a ResNet on handwritten digits, in PyTorch and in Keras, and an LSTM on source
 code with Horovod, dense and with ScaleCom, and compare.
 
-Starts train_image.py, train_keras.py and train_char_lm.py by `horovodrun -np 2` over MPI, shows
-their progress, prints a table, and writes demo/results.json and demo/curves.png. Needs no download.
-Run it with the Python of the environment that holds Horovod.
+Starts train_image.py, train_keras.py and train_char_lm.py by `horovodrun -np 2` over MPI, and the
+first by torchrun too, shows their progress, prints a table, and writes demo/results.json and
+demo/curves.png. Needs no download. Run it with the Python of the environment that holds Horovod.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 import launch
 
 SCRIPTS = Path(__file__).resolve().parent
-METHODS = {"none": "dense", "scalecom": "ScaleCom"}
-COLOURS = {"none": "tab:gray", "scalecom": "tab:blue"}
+METHODS = {"none": "dense", "scalecom": "ScaleCom", "torchrun": "ScaleCom, torchrun"}
+COLOURS = {"none": "tab:gray", "scalecom": "tab:blue", "torchrun": "tab:orange"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Task:
     label: str
     unit: str
     scale: float = 1.0
+    methods: tuple[str, ...] = ("none", "scalecom")
 
 
 TASKS = (
@@ -57,6 +58,7 @@ TASKS = (
         "accuracy over nine shifts of each test image (%)",
         "%",
         100.0,
+        tuple(METHODS),
     ),
     Task(
         "keras",
@@ -86,7 +88,7 @@ def main() -> None:
     args = argument_parser().parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    results = [run(task, method, args) for task in TASKS for method in METHODS]
+    results = [run(task, method, args) for task in TASKS for method in task.methods]
     print("\n" + table(results, args.ranks) + "\n")
     (args.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     plot(results, args.output / "curves.png", args.ranks)
@@ -109,7 +111,8 @@ def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
     metrics.unlink(missing_ok=True)
     steps = max(10, round(task.steps * args.length))
     program = [
-        *(str(SCRIPTS / task.script), *task.options, "--compression", method),
+        *(str(SCRIPTS / task.script), *task.options),
+        *("--compression", "none" if method == "none" else "scalecom"),
         *(
             "--steps",
             str(steps),
@@ -120,9 +123,10 @@ def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
             "--no-progress",
         ),
     ]
-    if method == "scalecom":
+    if method != "none":
         program += ["--rate", str(args.rate)]
-    command = launch.command("horovodrun", args.ranks, program)
+    launcher = "torchrun" if method == "torchrun" else "horovodrun"
+    command = launch.command(launcher, args.ranks, program)
 
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
@@ -147,7 +151,7 @@ def follow(process: subprocess.Popen, metrics: Path, title: str, steps: int) -> 
     """Show a progress bar, fed by the metrics file, until the run ends."""
     with tqdm(
         total=steps,
-        desc=f"{title:>32}",
+        desc=f"{title:>36}",
         unit="step",
         bar_format="{desc} {percentage:3.0f}%|{bar:30}| {elapsed}{postfix}",
     ) as bar:
@@ -182,7 +186,7 @@ def result(
     """
     summary = events[-1]
     dense_bytes = 2 * (ranks - 1) / ranks * 4 * summary["parameters"]
-    warmup = steps // 10 if method == "scalecom" else 0
+    warmup = 0 if method == "none" else steps // 10
 
     def sent(step: int) -> float:
         return (

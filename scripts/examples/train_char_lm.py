@@ -3,6 +3,7 @@ ScaleCom.
 
     horovodrun -np 2 python scripts/examples/train_char_lm.py --compression scalecom --rate 100
     mpirun -np 4 python scripts/examples/train_char_lm.py --model transformer --text-dir ~/books
+    torchrun --nproc-per-node 2 scripts/examples/train_char_lm.py             (without Horovod)
     python scripts/examples/train_char_lm.py --steps 200      (one process, to try things out)
 
 Without --text-dir the text is the source of Python's own standard library, which is on every
@@ -238,7 +239,8 @@ MODELS = {
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Train a character language model with Horovod, dense or with ScaleCom."
+        parents=[training_torch.backend_option],
+        description="Train a character language model with Horovod, dense or with ScaleCom.",
     )
     parser.add_argument(
         "--text-dir", type=Path, help="a folder of text files (default: Python's standard library)"

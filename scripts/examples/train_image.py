@@ -3,6 +3,7 @@
     horovodrun -np 2 python scripts/examples/train_image.py --compression scalecom --rate 100
     mpirun -np 4 python scripts/examples/train_image.py --dataset cifar10 \\
         --data-dir ~/cifar-10-batches-py --epochs 30 --lr 0.05
+    torchrun --nproc-per-node 2 scripts/examples/train_image.py             (without Horovod)
     python scripts/examples/train_image.py --steps 200      (one process, to try things out)
 
 An example to copy: `train` is the whole of it. The lines that differ from a script without Horovod
@@ -222,13 +223,12 @@ def build_model(name: str, norm: str, channels: int, classes: int = 10) -> nn.Mo
     return MODELS[name](norm, channels, classes)
 
 
-def normalisation(norm: str, width: int) -> nn.Module:
-    return {
-        "batch": nn.BatchNorm2d,
-        "group": functools.partial(nn.GroupNorm, 8),
-        "layer": functools.partial(nn.GroupNorm, 1),
-        "none": nn.Identity,
-    }[norm](width)
+NORMS = {
+    "batch": nn.BatchNorm2d,
+    "group": functools.partial(nn.GroupNorm, 8),
+    "layer": functools.partial(nn.GroupNorm, 1),
+    "none": nn.Identity,
+}
 
 
 def convolution(
@@ -237,7 +237,7 @@ def convolution(
     """A convolution without bias, and its normalisation."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, groups=groups, bias=False),
-        normalisation(norm, outputs),
+        NORMS[norm](outputs),
     )
 
 
@@ -356,12 +356,12 @@ MODELS = {
     "mobilenetv2": MobileNetV2,
     "plain": PlainNetwork,
 }
-NORMS = ("batch", "group", "layer", "none")
 
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Train an image classifier with Horovod, dense or with ScaleCom."
+        parents=[training_torch.backend_option],
+        description="Train an image classifier with Horovod, dense or with ScaleCom.",
     )
     parser.add_argument(
         "--dataset", choices=("digits", "cifar10"), default="digits", help="default: %(default)s"
@@ -374,7 +374,9 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", choices=tuple(MODELS), default="resnet", help="default: %(default)s"
     )
-    parser.add_argument("--norm", choices=NORMS, default="batch", help="default: %(default)s")
+    parser.add_argument(
+        "--norm", choices=tuple(NORMS), default="batch", help="default: %(default)s"
+    )
     training.add_training_options(parser, lr=0.025, steps=600, batch_size=32, weight_decay=1e-4)
     return parser
 

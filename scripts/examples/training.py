@@ -29,6 +29,9 @@ from tqdm import tqdm
 # options
 
 
+ADAMW_LR = 0.001
+
+
 class WrongInput(Exception):
     """The user asked for something that cannot be done; the message says what to do instead.
 
@@ -47,9 +50,9 @@ def add_training_options(
 ) -> None:
     """The options of any training script; the keywords are this script's defaults.
 
-    lr: SGD's; AdamW's is 0.001.
+    lr: SGD's; AdamW's is ADAMW_LR.
     """
-    parser.set_defaults(default_lr={"sgd": lr, "adamw": 0.001})
+    parser.set_defaults(default_lr={"sgd": lr, "adamw": ADAMW_LR})
     group = parser.add_argument_group("training")
     length = group.add_mutually_exclusive_group()
     length.add_argument(
@@ -68,7 +71,7 @@ def add_training_options(
         "--lr",
         type=float,
         help="learning rate of one rank; multiplied by the number of ranks (default: "
-        f"{lr:g} for SGD, 0.001 for AdamW)",
+        f"{lr:g} for SGD, {ADAMW_LR:g} for AdamW)",
     )
     group.add_argument(
         "--no-scale-lr",
@@ -110,7 +113,7 @@ def add_training_options(
     group.add_argument(
         "--beta",
         type=float,
-        help="ScaleCom: low-pass filter on the residue; 1 is classic error feedback",
+        help="ScaleCom: low-pass filter on the residue; 1 is classic error feedback (default: 0.2)",
     )
     group.add_argument(
         "--dense",

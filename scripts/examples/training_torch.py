@@ -13,11 +13,22 @@ from typing import Any
 import torch
 import training
 
-import scalecom_hvd.torch as hvd
+# To be known before there is a parser: which module of ranks and optimizers `hvd` is.
+backend_option = argparse.ArgumentParser(add_help=False)
+backend_option.add_argument(
+    "--backend",
+    choices=("horovod", "ddp"),
+    default="ddp" if "TORCHELASTIC_RUN_ID" in os.environ else "horovod",
+    help="ddp: torch.distributed, launched by torchrun (default: what it was launched by)",
+)
+if backend_option.parse_known_args()[0].backend == "ddp":
+    import training_ddp as hvd
+else:
+    import scalecom_hvd.torch as hvd
 
 
 def start() -> None:
-    """Start Horovod, and share this machine's cores fairly between its ranks."""
+    """Start Horovod, or torch.distributed; ranks share this machine's cores fairly."""
     hvd.init()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
 

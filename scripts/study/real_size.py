@@ -1,7 +1,7 @@
 """One task of real size: a Transformer of 4.8 million parameters on the standard library's source,
 on real ranks, dense and with ScaleCom, with SGD and with AdamW.
 
-    python scripts/study/real_size.py                 everything: two hours on two cores
+    python scripts/study/real_size.py                 four runs of 2000 steps
     python scripts/study/real_size.py --steps 200     shorter
 
 It starts scripts/examples/train_char_lm.py under mpirun, once per method. Runs that were cut off go
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -25,19 +26,17 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
-import matplotlib
+import study_pictures
 import study_results
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # the backend is chosen first
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_char_lm.py"
 TASK = ("--model", "transformer-large", "--batch-size", "16", "--clip-norm", "1", "--no-scale-lr")
 SGD = ("--optimizer", "sgd", "--lr", "0.2")
 ADAMW = ("--optimizer", "adamw", "--lr", "0.001", "--weight-decay", "0.01")
 SCALECOM = ("--compression", "scalecom", "--rate", "100")
+DENSE_SGD = "dense, SGD"
 METHODS = {
-    "dense, SGD": (*SGD, "--compression", "none"),
+    DENSE_SGD: (*SGD, "--compression", "none"),
     "ScaleCom, SGD": (*SGD, *SCALECOM),
     "dense, AdamW": (*ADAMW, "--compression", "none"),
     "ScaleCom, AdamW": (*ADAMW, *SCALECOM),
@@ -61,24 +60,29 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     results = {}
     for method, options in METHODS.items():
-        metrics = args.output / f"{method.replace(', ', '-')}.jsonl"
-        if finished(metrics, args.steps) is None:
+        # Runs of other lengths have other schedules: none goes on from another's checkpoint.
+        name = f"{method.replace(', ', '-')}-{args.steps}-ranks{args.ranks}-seed{args.seed}"
+        metrics = args.output / f"{name}.jsonl"
+        if finished(metrics) is None:
             print(method, file=sys.stderr, flush=True)
             train(args, method, [*TASK, *options], metrics)
-        results[method] = finished(metrics, args.steps)
-    write_curves(results, args.output / "curves.csv")
-    draw(results, args.output / "curves.png")
+        results[method] = finished(metrics)
+    curves = {method: list(curve(lines, results[DENSE_SGD])) for method, lines in results.items()}
+    write_curves(curves, args.output / "curves.csv")
+    draw(curves, args.output / "curves.png")
     print(table(results))
     print(f"\nwritten to {args.output}: curves.csv, curves.png")
 
 
-def finished(metrics: Path, steps: int) -> list[dict[str, Any]] | None:
-    """The lines of a run that came to its end; None: it did not, or had other steps."""
-    lines = (
-        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    )
-    ended = lines and lines[-1]["event"] == "end" and lines[-1]["step"] == steps
-    return lines if ended else None
+def finished(metrics: Path) -> list[dict[str, Any]] | None:
+    """The lines of a run that came to its end; None: it did not.
+
+    One that was cut between its last checkpoint and its end has no step left to be timed.
+    """
+    text = metrics.read_text() if metrics.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines()]
+    whole = lines and lines[-1]["event"] == "end" and lines[-1]["ms_per_step"] is not None
+    return lines if whole else None
 
 
 def train(args: argparse.Namespace, method: str, options: Sequence[str], metrics: Path) -> None:
@@ -91,18 +95,18 @@ def train(args: argparse.Namespace, method: str, options: Sequence[str], metrics
     returncode = subprocess.run(command, env=launch.environment()).returncode
     if returncode != 0:
         sys.exit(f"{method} ended with exit status {returncode}: a second call goes on from there")
+    if finished(metrics) is None:
+        sys.exit(f"{method} was cut after its last step: remove {folder} to train it anew")
 
 
-def curve(lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
-    """The points of a run's curve, POINTS of them or fewer.
+def curve(lines: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> Iterator[Point]:
+    """The points of a run's curve, POINTS of them or a few more.
 
     Losses are means of the lines since the last point. What a step sends is known of the last
-    one. The first tenth is sent whole, by ScaleCom too.
+    one. The first tenth is sent whole, by ScaleCom too, as it is in the run without compression.
     """
-    start, end = next(line for line in lines if line["event"] == "start"), lines[-1]
-    ranks, scalecom = start["ranks"], start["options"]["compression"] == "scalecom"
-    whole = 2 * (ranks - 1) / ranks * 4 * end["parameters"]
-    warmup = start["steps"] // 10 if scalecom else start["steps"]
+    start, end = lines[0], lines[-1]
+    whole, warmup = dense[-1]["bytes_per_step"], start["steps"] // 10
     losses = {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
     steps = sorted(losses)
     lines_per_point = max(len(steps) // POINTS, 1)
@@ -114,33 +118,31 @@ def curve(lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
         yield Point(step, loss, sent, study_results.seconds(share, step, GBIT))
 
 
-def write_curves(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def write_curves(curves: dict[str, list[Point]], path: Path) -> None:
     """One row per method and point."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["method", "step", "loss", "bytes", f"seconds at {GBIT} Gbit/s"])
-        for method, lines in results.items():
-            for p in curve(lines):
-                rows.writerow([method, p.step, p.loss, p.bytes, p.seconds])
+        for method, points in curves.items():
+            rows.writerows([method, *dataclasses.astuple(point)] for point in points)
 
 
-def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def draw(curves: dict[str, list[Point]], path: Path) -> None:
     """Loss over steps, over bytes, and over modelled time."""
-    figure, axes = plt.subplots(1, 3, figsize=(13.5, 4), layout="constrained", sharey=True)
-    for method, lines in results.items():
-        points = list(curve(lines))
+    titles = ("steps", "GB sent by a worker", f"s, modelled at {GBIT} Gbit/s")
+    figure, axes = study_pictures.panels([f"loss over {title}" for title in titles])
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set(xlabel=title, ylabel="training loss, nats")
+    axes[1].set_xscale("log")
+    for method, points in curves.items():
         style = {"linestyle": "--" if "dense" in method else "-", "label": method}
         style["color"] = "C0" if "SGD" in method else "C1"
-        losses = [p.loss for p in points]
-        axes[0].plot([p.step for p in points], losses, **style)
-        axes[1].plot([p.bytes / 1e9 for p in points], losses, **style)
-        axes[2].plot([p.seconds for p in points], losses, **style)
-    axes[0].set(xlabel="steps", ylabel="training loss, nats")
-    axes[1].set(xlabel="GB sent by a worker", xscale="log")
-    axes[2].set(xlabel=f"s, modelled at {GBIT} Gbit/s")
+        losses = [point.loss for point in points]
+        axes[0].plot([point.step for point in points], losses, **style)
+        axes[1].plot([point.bytes / 1e9 for point in points], losses, **style)
+        axes[2].plot([point.seconds for point in points], losses, **style)
     axes[0].legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:

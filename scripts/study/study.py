@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ import study_results
 import study_run
 import study_tasks
 import training
+from study_cases import Case
 from study_run import Run
 from tqdm import tqdm
 
@@ -45,7 +46,11 @@ EXPERIMENTS = (
     "bounded",
     "local",
     "widths",
+    "settings",
+    "tuned",
 )
+# What is trained first for an experiment.
+BEFORE = {"trials": "tuned"}
 
 
 def main() -> None:
@@ -63,7 +68,7 @@ def study(args: argparse.Namespace) -> None:
     cases = [
         case
         for case in study_cases.cases(tasks, args.seeds, args.quick)
-        if not args.only or case.experiment in args.only
+        if not args.only or BEFORE.get(case.experiment, case.experiment) in args.only
     ]
     if not cases:
         raise training.WrongInput(
@@ -72,10 +77,10 @@ def study(args: argparse.Namespace) -> None:
         )
     folder = args.output / "runs"
     folder.mkdir(parents=True, exist_ok=True)
-    train_missing(
-        {run.name: run for case in cases for run in case.runs}.values(), folder, args.processes
-    )
-    results = {run.name: load(run, folder) for case in cases for run in case.runs}
+    results = trained(cases, folder, args.processes)
+    best = study_results.Study(cases, results).best("trials")
+    cases += study_cases.tuned(best, args.seeds, args.quick)
+    results = trained(cases, folder, args.processes)
     stale = sum(result.get("code") != study_run.fingerprint() for result in results.values())
     if stale:
         print(
@@ -90,6 +95,13 @@ def study(args: argparse.Namespace) -> None:
     study_results.write_tables(found, args.output / "tables.md")
     print((args.output / "tables.md").read_text())
     print(f"written to {args.output}: results.csv, curves.csv, tables.md and pictures")
+
+
+def trained(cases: Sequence[Case], folder: Path, processes: int) -> dict[str, dict[str, Any]]:
+    """The results of all runs of these cases, by their names; what is missing is done."""
+    runs = {run.name: run for case in cases for run in case.runs}
+    train_missing(runs.values(), folder, processes)
+    return {name: load(run, folder) for name, run in runs.items()}
 
 
 def train_missing(runs: Iterable[Run], folder: Path, processes: int) -> None:
@@ -167,8 +179,8 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seeds",
         type=lambda text: tuple(int(seed) for seed in text.split(",")),
-        default=(1, 2, 3),
-        help="default: 1,2,3",
+        default=(1, 2, 3, 4, 5),
+        help="where methods are compared; elsewhere the first of them (default: 1,2,3,4,5)",
     )
     parser.add_argument(
         "--processes",

@@ -1,4 +1,4 @@
-"""Which runs the study makes: eight experiments, each a list of cases.
+"""Which runs the study makes: ten experiments, each a list of cases.
 
 A case is runs that differ in their seeds alone. Its `group` is the picture's panel it belongs to,
 `what` the curve, `x` the place on it. `--quick` keeps one seed, shorter runs, and the rates and
@@ -33,6 +33,56 @@ QUANTISERS = ("none", "sign", "4 bits", "8 bits")
 WIDTHS = ("none", "8 bits", "4 bits", "2 bits", "sign")
 SELECTIONS = {"leader": "ScaleCom", "local": "LocalTopK"}
 CONTROLS = ("residues thrown away", "compressed tensors frozen")
+# What a user trains, and what may be set: {name: (task, fields)} and {name: (method, fields)}.
+SITUATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ResNet, group norm": ("resnet", {"norm": "group"}),
+    "ResNet, layer norm": ("resnet", {"norm": "layer"}),
+    "plain CNN, no norm": ("plain", {"norm": "none", "lr": 0.1, "steps": 400}),
+    "ResNet, group norm, unlike data": ("resnet", {"norm": "group", "unlike": True}),
+    "ResNet, batch norm": ("resnet", {}),
+    "MobileNetV2, batch norm, 200 steps": ("mobilenet", {}),
+    "plain CNN, group norm, 16 workers": ("plain", MANY | {"workers": 16}),
+    "LSTM, 500 steps": ("lstm", {}),
+    "Transformer, 250 steps": ("transformer", {}),
+}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("dense", {}),
+    "ScaleCom": ("ScaleCom", {}),
+    "ScaleCom, beta 1": ("ScaleCom", {"beta": 1.0}),
+    "ScaleCom, no flush": ("ScaleCom", {"flush": False}),
+    "ScaleCom, look-ahead": ("ScaleCom", {"lookahead": True}),
+    "look-ahead, beta 1": ("ScaleCom", {"lookahead": True, "beta": 1.0}),
+    "LocalTopK": ("LocalTopK", {}),
+    "RandomK": ("RandomK", {}),
+}
+# What is compared on all seeds; the rest shows what a setting costs, on fewer.
+COMPARED = ("dense", "ScaleCom", "ScaleCom, look-ahead", "LocalTopK", "RandomK")
+# Where the rate, the length, the optimizer or the number of workers is another, no method is
+# compared with another.
+OTHER_SITUATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ResNet, group norm, rate 25": ("resnet", {"norm": "group", "rate": 25}),
+    "ResNet, group norm, rate 400": ("resnet", {"norm": "group", "rate": 400}),
+    "LSTM, 500 steps, rate 25": ("lstm", {"rate": 25}),
+    "LSTM, 500 steps, rate 400": ("lstm", {"rate": 400}),
+    "plain CNN, group norm, 64 workers": ("plain", MANY | {"workers": 64}),
+    "LSTM, 2000 steps": ("lstm", {"steps": 2000}),
+    "LSTM, 4000 steps": ("lstm", {"steps": 4000}),
+    "LSTM, 500 steps, AdamW": ("lstm", {"optimizer": "adamw"}),
+    "LSTM, 2000 steps, AdamW": ("lstm", {"steps": 2000, "optimizer": "adamw"}),
+    "Transformer, 250 steps, AdamW": ("transformer", {"optimizer": "adamw"}),
+}
+FEWER = ("dense", "ScaleCom", "ScaleCom, beta 1")
+# What every method may choose from where each is compared at its best, and on which seed it does.
+TUNED = (
+    "ResNet, group norm",
+    "plain CNN, group norm, 16 workers",
+    "LSTM, 500 steps",
+    "LSTM, 500 steps, AdamW",
+)
+TUNED_METHODS = ("ScaleCom", "LocalTopK", "RandomK")
+FILTERS: dict[str, dict[str, Any]] = {"the default": {}, "beta 1": {"beta": 1.0}}
+FACTORS = (0.5, 1, 2)
+TRIAL_SEED = 11
 # What every choice is compared with, in experiments where it is not dense training.
 RECOMMENDED = "as recommended"
 
@@ -59,21 +109,26 @@ def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[C
     found += [*similarity(own, quick, shorter, digits), *choices(own, quick, shorter)]
     if "lstm" in tasks:
         found += [*bounded(quick), *([] if quick else lstm_betas())]
+    found += [*settings(tasks, quick), *trials(tasks, quick)]
     found += [*local(own, quick), *(widths() if digits and not quick else [])]
     return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
 
 
 def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]:
-    """All seeds where methods are compared, two elsewhere.
+    """All seeds where defaults and methods are held against each other, three or two elsewhere.
 
     One is enough for whether something stays bounded over 10 000 steps, and all that there is time
     for with 64 workers.
     """
     (run,) = case.runs
-    wanted = len(seeds) if case.experiment in ("accuracy", "local") else 2
+    wanted = {"local": 3, "tuned": len(seeds)}.get(case.experiment, 2)
+    if case.experiment == "accuracy" and case.x in (None, RATE):
+        wanted = 3
+    if case.experiment == "settings" and case.what in COMPARED:
+        wanted = len(seeds)
     if quick or case.experiment == "bounded" or run.workers >= 64:
         wanted = 1
-    for seed in seeds[:wanted]:
+    for seed in (TRIAL_SEED,) if case.experiment == "trials" else seeds[:wanted]:
         yield dataclasses.replace(run, seed=seed).resolved()
 
 
@@ -217,6 +272,52 @@ def bounded(quick: bool) -> Iterator[Case]:
     for beta in (1.0,) if quick else (1.0, 0.1):
         own = {"beta": beta, "diagnostics": steps // 50} | fields
         yield case("bounded", "LSTM", f"beta {beta:g}", "lstm", "ScaleCom", **own)
+
+
+def settings(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """9. What a user should set, by what is trained."""
+    asked = [(SITUATIONS, tuple(SETTINGS)), (OTHER_SITUATIONS, FEWER)]
+    for situations, whats in asked[: 1 if quick else None]:
+        for situation, (task, fields) in situations.items():
+            if not asked_about(task, tasks, quick):
+                continue
+            for what in whats:
+                method, options = SETTINGS[what]
+                own = fields | options | ({"steps": 150} if quick else {})
+                yield case("settings", situation, what, task, method, **own)
+
+
+def asked_about(task: str, tasks: tuple[str, ...], quick: bool) -> bool:
+    """Whether a situation's task is among those asked for.
+
+    As in the third experiment, the plain CNN comes with the other digits.
+    """
+    return ("resnet" if task == "plain" else task) in tasks and (task == "lstm" or not quick)
+
+
+def trials(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """10. Each method with every filter and learning rate, on a seed that is not reported."""
+    filters = dict([*FILTERS.items()][: 1 if quick else None])
+    for situation in TUNED[2:3] if quick else TUNED:
+        task, fields = (SITUATIONS | OTHER_SITUATIONS)[situation]
+        if not asked_about(task, tasks, quick):
+            continue
+        fields = fields | ({"steps": 150} if quick else {})
+        asked = [("dense", "dense", {})]
+        for method in TUNED_METHODS[: 1 if quick else None]:
+            asked += [(f"{method}, {name}", method, options) for name, options in filters.items()]
+        for what, method, options in asked:
+            one = case("trials", situation, what, task, method, **fields, **options)
+            lr = one.runs[0].resolved().lr
+            for factor in FACTORS[1 if quick else 0 :]:
+                run = dataclasses.replace(one.runs[0], lr=factor * lr)
+                yield dataclasses.replace(one, x=factor, runs=(run,))
+
+
+def tuned(best: list[Case], seeds: tuple[int, ...], quick: bool) -> list[Case]:
+    """10. What was best of each method's trials, on the seeds that are reported."""
+    found = [dataclasses.replace(case, experiment="tuned") for case in best]
+    return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
 
 
 def local(tasks: list[str], quick: bool) -> Iterator[Case]:

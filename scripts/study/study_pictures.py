@@ -28,17 +28,21 @@ Point = tuple[float, float, float]  # x, y, deviation of y
 
 
 def panels(titles: Sequence[str], width: float = 4.6, height: float = 3.8) -> tuple[Any, Any]:
-    """A figure with a row of panels."""
+    """A figure with a panel for each title, in rows of four at most."""
+    columns = min(len(titles), 4)
+    rows = -(-len(titles) // columns)
     figure, axes = plt.subplots(
-        1,
-        len(titles),
-        figsize=(width * len(titles), height),
+        rows,
+        columns,
+        figsize=(width * columns, height * rows),
         layout="constrained",
         squeeze=False,
     )
-    for axis, title in zip(axes[0], titles, strict=True):
+    for axis in axes.flat[len(titles) :]:
+        axis.remove()
+    for axis, title in zip(axes.flat, titles, strict=False):
         axis.set_title(title, fontsize=10)
-    return figure, axes[0]
+    return figure, axes.flat[: len(titles)]
 
 
 def curves(axis: Any, cases: Sequence[Scores], point: Callable[[Scores], Point | None]) -> None:
@@ -138,7 +142,7 @@ def similarity(study: Study, table: Table) -> Any:
 
 
 def choices(study: Study, table: Table) -> Any:
-    """How much better or worse than what is recommended each choice is, a mark for each seed."""
+    """How much better or worse than the group's first case each choice is, a mark for each seed."""
     figure, groups = by_group(study, table, 6.4, 4.6)
     for axis, cases in groups:
         bars = [(s, s.better_than(study.reference(s))) for s in reversed(cases[1:])]
@@ -150,7 +154,7 @@ def choices(study: Study, table: Table) -> Any:
             axis.plot(each, [place] * len(each), "k|")
         axis.axvline(0, color="black", linewidth=0.8)
         axis.axvspan(-(usual.deviation or 0), usual.deviation or 0, color="grey", alpha=0.2)
-        axis.set_xlabel(f"change against what is recommended, {usual.task.unit}; right is better")
+        axis.set_xlabel(f"change against '{usual.case.what}', {usual.task.unit}; right is better")
     return figure
 
 
@@ -215,6 +219,8 @@ PICTURES: dict[str, Callable[[Study, Table], Any]] = {
     "workers": workers,
     "similarity": similarity,
     "choices": choices,
+    "settings": choices,
+    "tuned": choices,
     "bounded": bounded,
     "local": local,
     "widths": over_x,

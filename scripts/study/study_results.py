@@ -129,6 +129,15 @@ class Study:
         """The names of an experiment's groups."""
         return list(dict.fromkeys(s.case.group for s in self.of(experiment)))
 
+    def best(self, experiment: str) -> list[Case]:
+        """Of each group and method the case with the best score."""
+        found: dict[tuple[str, str], Scores] = {}
+        for s in self.of(experiment):
+            key = (s.case.group, s.run.method)
+            if key not in found or (s.better_than(found[key]) or 0) > 0 or found[key].mean is None:
+                found[key] = s
+        return [s.case for s in found.values()]
+
     def reference(self, scores: Scores) -> Scores | None:
         """What a case is compared with: the recommended choice, or values as they are, or dense."""
         whats = (RECOMMENDED, "none", "dense", "sent whole")
@@ -242,6 +251,10 @@ TABLES = {
         "local",
         "H",
         ("kB per step", "kB compressed", *TO_LOSS),
+    ),
+    "settings": Table("What to set", "settings", "", ("better",)),
+    "tuned": Table(
+        "Each method at its own best", "tuned", "learning rate, times", ("better", "kB per step")
     ),
     "widths": Table("Levels and k", "widths", "rate", ("better", "kB compressed")),
 }

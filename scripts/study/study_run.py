@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import study_tasks
 import torch
+import training_torch
 from torch import nn
 
 import scalecom_hvd.torch as hvd
@@ -279,10 +281,9 @@ def optimizer_of(
     """The run's, but for what it does before the exchange; the rate is set at every step."""
     inside = not run.momentum_first  # momentum, and with it weight decay
     decay = task.weight_decay if inside and not run.decay_first else 0.0
-    if run.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, weight_decay=decay)
     momentum = task.momentum if inside else 0.0
-    return torch.optim.SGD(parameters, lr=0.0, momentum=momentum, weight_decay=decay)
+    options = SimpleNamespace(optimizer=run.optimizer, momentum=momentum, weight_decay=decay)
+    return training_torch.optimizer_from(options, parameters)
 
 
 def batch_of(run: Run, task: study_tasks.Task, step: int, worker: int) -> Any:
@@ -400,6 +401,7 @@ def fingerprint() -> str:
         for name in (
             *("study/study_run", "study/study_tasks"),
             *("examples/train_image", "examples/train_char_lm", "examples/digits"),
+            "examples/training_torch",
         )
     ]
     sources = [path for path in sorted(root.rglob("*")) if path.suffix in (".py", ".c", ".h")]

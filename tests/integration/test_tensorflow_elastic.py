@@ -139,7 +139,8 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
     assert begin["batch"] == GROWN_AT
     assert of(newcomer, "step")[0]["step"] == GROWN_AT + 1 + 3 * extra
     for first in of(newcomer, "first"):
-        assert first["off"] == 0, "the newcomer's residues did not start at zero"
+        # Where beta of what was sent is taken away, a rounding is left.
+        assert first["off"] <= 1e-6 * first["kept"], "the newcomer's residues did not start at zero"
         assert (first["kept"] == 0) == settings.get("lookahead", False), (
             "look-ahead has no choices in common, and sends a step whole"
         )

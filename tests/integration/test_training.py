@@ -1,4 +1,4 @@
-"""The training scripts as a user runs them: both launchers, resuming, one process, wrong input."""
+"""The training scripts as a user runs them: all launchers, resuming, one process, wrong input."""
 
 import json
 import os
@@ -25,6 +25,7 @@ SHORT = ["--batch-size", "8", "--no-progress", "--evaluate-every", "20"]
     [
         ("mpirun", "train_image.py", ["--lookahead", "--leader", "staggered"]),
         ("horovodrun --gloo", "train_char_lm.py", ["--beta", "0.3", "--optimizer", "adamw"]),
+        ("torchrun", "train_image.py", ["--clip-norm", "1", "--lookahead"]),
     ],
 )
 def test_stopped_and_resumed_is_as_never_stopped(launched, tmp_path, launcher, script, options):
@@ -103,6 +104,31 @@ def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_p
     )
 
 
+@pytest.mark.long
+def test_torchrun_restarts_after_a_worker_was_killed(launched, tmp_path):
+    """All begin again from the last checkpoint, and end where they would have without the kill."""
+    program = [SCRIPTS / "train_image.py", *SHORT, "--rate", "20", "--steps", "60", "--resume"]
+    program += ["--checkpoint-every", "4", "--checkpoint-dir"]
+    launched("torchrun", 2, [*program, tmp_path / "straight"], limit=200)
+
+    folder = tmp_path / "killed"
+    command = launch.command("torchrun", 2, [str(part) for part in [*program, folder]])
+    command[3:3] = ["--max-restarts", "1"]
+    with (tmp_path / "output.txt").open("w+") as output:
+        # In PyTorch 2.13 restarted ranks of Gloo else look for the dead ones, with and without us.
+        process = started(command, output, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        try:
+            wait_for_step(process, folder, 12)
+            workers = psutil.Process(process.pid).children()
+            workers[-1].kill()
+            assert process.wait(timeout=150) == 0, (tmp_path / "output.txt").read_text()
+        finally:
+            kill_family(process)
+    (last, killed), (_, straight) = newest(folder), newest(tmp_path / "straight")
+    assert last == 60
+    assert same(killed, straight)
+
+
 def test_a_file_counts_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
     """Which a machine that goes down shows, and no process that is killed."""
     done = []
@@ -129,34 +155,48 @@ def kill_after_step(step, seconds, folder, command):
     `step`.
     """
     with (folder.parent / "output.txt").open("w+") as output:
-        process = subprocess.Popen(
-            command,
-            env=launch.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = started(command, output)
         try:
-            deadline = time.monotonic() + 150
-            while (
-                not (folder / "latest.json").exists()
-                or json.loads((folder / "latest.json").read_text())["step"] < step
-            ):
-                if time.monotonic() > deadline or process.poll() is not None:
-                    pytest.fail(
-                        f"no checkpoint of step {step}: "
-                        f"{(folder.parent / 'output.txt').read_text()}"
-                    )
-                time.sleep(0.002)
+            wait_for_step(process, folder, step)
             time.sleep(seconds)
             assert process.poll() is None, "it ended before it was killed"
         finally:
-            family = [*psutil.Process(process.pid).children(recursive=True), process]
-            for member in family:
-                member.kill()
-            psutil.wait_procs(family[:-1])
-            process.wait()
+            kill_family(process)
+
+
+def started(command, output, **environment):
+    return subprocess.Popen(
+        command,
+        env=launch.environment(**environment),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(process, folder, step):
+    """Wait until there is a checkpoint of this step, or a later one."""
+    deadline = time.monotonic() + 150
+    while (
+        not (folder / "latest.json").exists()
+        or json.loads((folder / "latest.json").read_text())["step"] < step
+    ):
+        if time.monotonic() > deadline or process.poll() is not None:
+            pytest.fail(
+                f"no checkpoint of step {step}: {(folder.parent / 'output.txt').read_text()}"
+            )
+        time.sleep(0.002)
+
+
+def kill_family(process):
+    """Kill a process and all that it started."""
+    if process.poll() is None:
+        family = [*psutil.Process(process.pid).children(recursive=True), process]
+        for member in family:
+            member.kill()
+        psutil.wait_procs(family[:-1])
+        process.wait()
 
 
 def newest(folder) -> tuple[int, dict]:

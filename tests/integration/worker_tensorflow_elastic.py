@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import scalecom_hvd.tensorflow.keras as hvd
+from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.tensorflow import DistributedGradientTape
 
 COMMIT_EVERY, KILLED_AT, GROWN_AT, LAST = 5, 12, 20, 40
@@ -111,6 +112,7 @@ def train_with_tape() -> Story:
     )
     optimizer.build(model.trainable_variables)
     story = Story(model, compressor)
+    beta = ScaleComConfig(**settings).beta
     traces = []
 
     @tf.function
@@ -140,10 +142,10 @@ def train_with_tape() -> Story:
                 note("broken", before=before, residues=story.residues())
                 raise
             if fresh:
-                # What a worker without a past keeps is its gradient, but for what it sent.
+                # What a worker without a past keeps is beta of its gradient, but for what it sent.
                 residues = compressor.state_dict()["residues"]
                 grads = {
-                    v.name.partition(":")[0]: g.numpy()
+                    v.name.partition(":")[0]: g.numpy() * np.float32(beta)
                     for v, g in zip(model.trainable_variables, own, strict=True)
                 }
                 off = max(

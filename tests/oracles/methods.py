@@ -7,6 +7,8 @@ the methods have in common (Stich et al., 2018):
     acc_i = m_i + grad_i            g = (1/n) * sum_i sent_i
     m_i  <- (1 - beta) * m_i + beta * (acc_i - sent_i)
 
+Places are chosen by accumulators. With flush what is sent there is more: see reference.py.
+
 Random numbers are arguments: they are the framework's. Imports NumPy and framework-free rooms only.
 """
 
@@ -35,6 +37,7 @@ class Bucket(NamedTuple):
         tensors: every tensor's geometry and elements.
         selection: "lanes" or "exact".
         senders: the workers that send, where not all do.
+        sendable: (n, N), what each worker would send, were it chosen.
     """
 
     number: int
@@ -42,6 +45,7 @@ class Bucket(NamedTuple):
     tensors: list[tuple[Lanes, slice]]
     selection: str
     senders: list[int] | None
+    sendable: np.ndarray
 
     @property
     def k(self) -> int:
@@ -126,7 +130,11 @@ class MethodReference(ScaleComReference):
         g = np.stack([joined(worker) for worker in grads])
         beta, rest = kind.type(self.config.beta), kind.type(1 - self.config.beta)
         accumulators = m + g
-        bucket = Bucket(number, self.step_number, tensors, self.config.selection, self.senders)
+        sendable = accumulators
+        if self.config.extra:
+            sendable = sendable + self._more(m, accumulators - m)
+        selection = self.config.selection
+        bucket = Bucket(number, self.step_number, tensors, selection, self.senders, sendable)
         sent = self.send(accumulators, bucket)
         everyone = range(self.n_workers)
         silent = [i for i in everyone if self.senders is not None and i not in self.senders]
@@ -208,7 +216,7 @@ def sending(
         counts = [lanes.k for lanes, _ in bucket.tensors]
         everyone = []
         for worker, chosen in enumerate(places(accumulators, bucket)):
-            sent = only(accumulators[worker], chosen)
+            sent = only(bucket.sendable[worker], chosen)
             if quantise is not None:
                 draw = functools.partial(uniform, bucket, worker)
                 sent[chosen] = quantise(sent[chosen], counts, draw)
@@ -221,7 +229,7 @@ def sending(
 def global_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
     """Every worker where the average is largest."""
     chosen = choose(mean(accumulators), bucket, "exact")
-    return np.stack([only(acc, chosen) for acc in accumulators])
+    return np.stack([only(values, chosen) for values in bucket.sendable])
 
 
 def gtopk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
@@ -230,7 +238,10 @@ def gtopk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
     They keep the k largest sums of what their members still send. What is dropped stays with the
     worker that had it; the k is the whole bucket's.
     """
-    sent = [only(acc, largest(acc, bucket.k)) for acc in accumulators]
+    sent = [
+        only(values, largest(acc, bucket.k))
+        for values, acc in zip(bucket.sendable, accumulators, strict=True)
+    ]
     groups = [[i] for i in range(len(sent))]
     while len(groups) > 1:
         groups = [sum(groups[first : first + 2], []) for first in range(0, len(groups), 2)]
@@ -252,7 +263,7 @@ def ecqsgd(bits: int, uniform: Uniform) -> Send:
         return np.stack(
             [
                 quantise(acc, [acc.size], functools.partial(uniform, bucket, worker))
-                for worker, acc in enumerate(accumulators)
+                for worker, acc in enumerate(bucket.sendable)
             ]
         )
 

@@ -1,5 +1,6 @@
 """Every file here runs whole on every rank: mpirun -np 4 pytest -x tests/parallel, or horovodrun
---gloo -np 2 pytest -x tests/parallel.
+--gloo -np 2 pytest -x tests/parallel. Those of torch.distributed's face, and of both (faces.py),
+run under torchrun too.
 
 Files named test_tensorflow* are TensorFlow's, all others PyTorch's; each framework's Horovod starts
 when the first file that needs it is collected. Both run side by side in one process, but then their
@@ -27,7 +28,14 @@ def pytest_collectstart(collector):
     framework = "tensorflow" if collector.path.name.startswith("test_tensorflow") else "torch"
     if framework in started:
         return
-    if framework == "torch":
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks, which have no Horovod
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        torch.set_num_threads(1)
+        started[framework] = (torch.manual_seed, dist.barrier)
+    elif framework == "torch":
         import horovod.torch as hvd
         import torch
 

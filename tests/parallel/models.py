@@ -36,25 +36,22 @@ def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], ski
 
 
 def assert_nothing_is_lost(model, compressor, came_in, divisor=1, process_set=None) -> None:
-    """With beta = 1 and plain SGD of learning rate 1 from zeros on: what was sent, and the ranks'
+    """With plain SGD of learning rate 1 from zeros on: what was sent, and the ranks'
     residues, are what came in.
 
     came_in: {name: the sum of all ranks' gradients of all steps}.  divisor: by what their sum is
     divided, the number of ranks for averages.
     """
-    import horovod.torch as hvd
+    from faces import hvd
 
-    process_set = process_set or hvd.global_process_set
+    among = {} if process_set is None else {"process_set": process_set}
     residues = {
-        name: tensor.residue.view(tensor.shape)
+        name: tensor.residue.view(tensor.shape) / tensor.beta
         for name, tensor in compressor.residues.tensors.items()
     }
     left = {name: torch.zeros_like(parameter) for name, parameter in model.items()} | residues
     flat = torch.cat([left[name].detach().double().reshape(-1) for name in model])
-    flat = (
-        hvd.allreduce(flat, op=hvd.Sum, name="assert_nothing_is_lost", process_set=process_set)
-        / divisor
-    )
+    flat = hvd.allreduce(flat, op=hvd.Sum, name="assert_nothing_is_lost", **among) / divisor
     assert flat.any() == bool(residues)
     for (name, parameter), rest in zip(
         model.items(), flat.split([p.numel() for p in model.values()]), strict=True
@@ -72,7 +69,7 @@ def assert_nothing_is_lost(model, compressor, came_in, divisor=1, process_set=No
 
 
 def same_on_all_ranks(tensors) -> bool:
-    import horovod.torch as hvd
+    from faces import hvd
 
     flat = torch.cat([t.detach().double().reshape(-1) for t in tensors])
     everyone = hvd.allgather(flat.unsqueeze(0), name="same_on_all_ranks")

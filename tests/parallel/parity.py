@@ -1,42 +1,44 @@
 """One run of an optimizer on all ranks, held step by step against n simulated workers."""
 
-import horovod.torch as horovod
+import faces
 import numpy as np
 import torch
+from faces import hvd
 from models import ODD_SHAPES, feed, gradients, parameters, same_on_all_ranks
 
-import scalecom_hvd.torch as hvd
 from scalecom_hvd.reference import ScaleComReference
 
 TORCH_DTYPES = {np.float16: torch.float16, np.float32: torch.float32, np.float64: torch.float64}
 
 
 def run_against_reference(
-    dtype=np.float32, steps=24, shapes=ODD_SHAPES, tolerance=1e-5, stock=False, **settings
+    dtype=np.float32,
+    steps=24,
+    shapes=ODD_SHAPES,
+    tolerance=1e-5,
+    stock=False,
+    make=None,
+    **settings,
 ):
     """Feed the same made-up gradients to real ranks and to the oracle; every average, selection and
     residue must agree.
 
     stock: in horovod.torch's own DistributedOptimizer, which is look-ahead whatever the settings
-    say.
+    say.  make: what gives step, which is called with gradients and leaves averages in p.grad, and
+    end; default: by DistributedOptimizer.
     """
     settings.setdefault("min_numel", 2)
     n, rank = hvd.size(), hvd.rank()
     model = parameters(shapes, TORCH_DTYPES[dtype])
-    compressor = hvd.ScaleCom(named_parameters=model.items() if stock else None, **settings)
-    optimizer = (horovod if stock else hvd).DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1),
-        named_parameters=model.items(),
-        compression=compressor,
-    )
+    named = {"named_parameters": model.items()} if stock else {}
+    compressor = hvd.ScaleCom(**named, **settings)
+    step_with, end_step = (make or by_optimizer)(model, compressor, faces.stock if stock else hvd)
     reference = ScaleComReference(
         n, shapes, compressor.config.replace(lookahead=True) if stock else compressor.config
     )
     for step in range(steps):
         everyone = [gradients(shapes, r, step, dtype) for r in range(n)]
-        optimizer.zero_grad()
-        feed(model, everyone[rank])
-        optimizer.synchronize()
+        step_with(everyone[rank])
         if step == 0 and not stock:
             reference.bucket_of = {
                 name: b for b, names in enumerate(compressor.residues.buckets) for name in names
@@ -65,7 +67,25 @@ def run_against_reference(
                 reference.residues[rank].get(name, np.zeros(tensor.shape)),
                 err_msg=f"{name} at step {step}",
             )
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        end_step()
     assert same_on_all_ranks(model.values())
     return compressor
+
+
+def by_optimizer(model, compressor, library):
+    optimizer = library.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1),
+        named_parameters=model.items(),
+        compression=compressor,
+    )
+
+    def step(grads):
+        optimizer.zero_grad()
+        feed(model, grads)
+        optimizer.synchronize()
+
+    def end():
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    return step, end

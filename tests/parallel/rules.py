@@ -2,11 +2,10 @@
 every test that holds one to the other.
 """
 
-import horovod.torch as horovod
 import torch
+from faces import hvd
 from oracles import methods as oracle
 
-import scalecom_hvd.torch as hvd
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.methods.random_k import draw
 from scalecom_hvd.exchange.quantisers import generator
@@ -35,11 +34,7 @@ def rounding(quantiser):
         )
     if isinstance(quantiser, hvd.Sign):
         return oracle.sign(quantiser.chunk)
-    return (
-        oracle.float16(float16_limit(horovod.size()))
-        if isinstance(quantiser, hvd.Float16)
-        else None
-    )
+    return oracle.float16(float16_limit(hvd.size())) if isinstance(quantiser, hvd.Float16) else None
 
 
 def sending(compressor):

@@ -56,10 +56,12 @@ def inputs(rank, count=24) -> tuple[np.ndarray, np.ndarray]:
 
 
 def total_residue(compression, name) -> np.ndarray:
-    """The sum of all ranks' residues of a variable; zeros for one that is sent whole."""
+    """What waits of a variable on all ranks, summed; zeros for one that is sent whole."""
     residue = compression.state_dict()["residues"].get(name)
     return (
         0.0
         if residue is None
-        else hvd.allreduce(tf.constant(residue), op=hvd.Sum, name=f"left.{name}").numpy()
+        else hvd.allreduce(
+            tf.constant(residue / compression.config.beta), op=hvd.Sum, name=f"left.{name}"
+        ).numpy()
     )

@@ -77,9 +77,9 @@ class Arm:
         return self.compressions[-1]
 
     def residue(self, name):
-        """This rank's, of all series of gradients."""
+        """What waits on this rank, of all series of gradients."""
         found = [
-            r
+            r / c.config.beta
             for c in self.compressions
             for key, r in c.state_dict()["residues"].items()
             if key.partition("#")[0] == name

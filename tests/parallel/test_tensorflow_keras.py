@@ -120,7 +120,7 @@ def test_several_fits_with_validation(make, mode):
     ids=str,
 )
 def test_nothing_is_lost(options, compile_options, mode):
-    """With beta = 1: the sum of everything sent plus the residues equals the sum of gradients."""
+    """The sum of everything sent plus what waits equals the sum of gradients."""
     model = linear()
     optimizer = hvd.DistributedOptimizer(
         tf.keras.optimizers.SGD(1.0), compression=scalecom(**mode), **options
@@ -334,7 +334,7 @@ def test_stats_count_what_is_sent():
         "bytes_traffic": round((n - 1) / n * (k + 2 * (4 * k + 4 * (whole + 1)))),
         "rate": pytest.approx((FEATURES * 64 + 64 * 64 + whole) / (k + whole)),
         "collectives": 2,
-        # of the first step: residues are its gradient, but for what was sent
+        # of the first step: its gradient waits, but for what was sent
         "residue_ratio": pytest.approx(1, rel=0.5),
         "residue_norm": pytest.approx(
             np.sqrt(

@@ -23,7 +23,7 @@ def scalecom(**settings):
 def check_nothing_is_lost(compression, sent, steps, divisor=None):
     """sent: {name: the sum of what the steps gave}.
 
-    With beta = 1 it and the residues are the sum of all gradients.
+    It and what waits are the sum of all gradients.
     """
     for name, total in sent.items():
         came_in = sum(
@@ -608,7 +608,8 @@ def test_nothing_is_lost_in_graphs_and_sessions(options, mode):
     assert stats["residue_norm"] > 0
     for name, value in values.items():
         residue = state["residues"].get(name, np.zeros(SHAPES[name], np.float32))
-        left = hvd.allreduce(tf.constant(residue), op=hvd.Sum, name=f"left.{name}").numpy()
+        waits = tf.constant(residue / compression.config.beta)
+        left = hvd.allreduce(waits, op=hvd.Sum, name=f"left.{name}").numpy()
         came_in = sum(
             gradients(SHAPES, rank, number)[name]
             for rank in range(hvd.size())

@@ -4,12 +4,11 @@ all ranks agreed on.
 
 import csv
 
-import horovod.torch as stock
 import pytest
 import torch
+from faces import horovods_alone, hvd, stock
 from models import feed, gradients, parameters
 
-import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.simulator import Simulation
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (6401,)}
@@ -107,6 +106,7 @@ def test_ranks_that_would_look_at_different_steps(mine, theirs, words):
         optimizer.step()
 
 
+@horovods_alone
 def test_horovods_own_optimizer_has_none():
     model = parameters(SHAPES)
     compressor = hvd.ScaleCom(model.items(), diagnostics=50)

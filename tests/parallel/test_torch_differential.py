@@ -464,9 +464,10 @@ class Run:
         return grads, self.kept[model]
 
     def residues(self, model):
+        """What waits, in the gradients' units."""
         tensors = {} if self.rate is None else self.compressors[model].residues.tensors
         return {
-            name.partition(".")[0]: tensor.residue.view(tensor.shape).clone()
+            name.partition(".")[0]: (tensor.residue / tensor.beta).view(tensor.shape)
             for name, tensor in tensors.items()
         }
 

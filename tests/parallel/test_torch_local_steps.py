@@ -6,16 +6,15 @@ import copy
 import io
 import itertools
 
-import horovod.torch as horovod
 import numpy as np
 import pytest
 import rules
 import torch
+from faces import horovods_alone, hvd, stock
 from models import feed, gradients, parameters, same_on_all_ranks
 from oracles import methods as oracle
 from oracles.local_steps import LocalStepsReference
 
-import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.kernels import positions_of
 from scalecom_hvd.schedule import Schedule
 
@@ -800,6 +799,7 @@ def test_groups_and_two_optimizers():
     assert same_on_all_ranks([*one.values(), *other.values()])
 
 
+@horovods_alone
 @pytest.mark.skipif("hvd.size() < 3")
 def test_a_process_set():
     """Ranks outside take their steps alone."""
@@ -976,6 +976,7 @@ def test_own_parameters_are_in_place_before_the_first_forward(kind, order):
     assert not torch.equal(rank_0s["third"], own["third"]) or hvd.rank() == 0
 
 
+@horovods_alone
 @pytest.mark.parametrize("who", ["all", "one"])
 def test_parameters_overwritten_after_the_state_was_loaded_are_refused_on_all_ranks(who):
     straight = begin()
@@ -985,7 +986,7 @@ def test_parameters_overwritten_after_the_state_was_loaded_are_refused_on_all_ra
     learn(optimizer, straight, range(6, 12))
     model, again = resume("ScaleCom", 4, saved, ("residues", "optimizer"))
     if who == "all":
-        horovod.broadcast_parameters(model, root_rank=0)
+        stock.broadcast_parameters(model, root_rank=0)
     elif hvd.rank() == 1:
         copy_into(model, begin())
     kept = {name: parameter.detach().clone() for name, parameter in model.items()}
@@ -1080,6 +1081,7 @@ class Holder(torch.nn.Module):
             self.register_parameter(f"the_{name}", value)
 
 
+@horovods_alone
 def test_an_elastic_state_keeps_a_round():
     """Commit in the middle of a round, go on, lose it, come back: as if nothing had been done
     since.
@@ -1116,6 +1118,7 @@ def test_an_elastic_state_keeps_a_round():
         np.testing.assert_allclose(model[name].detach().numpy(), want, rtol=1e-3, atol=1e-4)
 
 
+@horovods_alone
 @pytest.mark.parametrize("who", ["newcomer", "committed less"])
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(who, order):
@@ -1125,7 +1128,7 @@ def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(w
 
     def state_of(model, optimizer):
         kept = {"net": Holder(model), "sgd": optimizer, "residues": optimizer.compression}
-        return horovod.elastic.TorchState(
+        return stock.elastic.TorchState(
             **dict(kept.items() if order == "model first" else reversed(kept.items()))
         )
 
@@ -1168,6 +1171,7 @@ def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(w
     assert same_on_all_ranks(model.values())
 
 
+@horovods_alone
 def test_an_elastic_states_optimizer_stays_each_ranks_own():
     from scalecom_hvd.torch import elastic
 
@@ -1188,6 +1192,7 @@ def test_an_elastic_states_optimizer_stays_each_ranks_own():
         assert torch.equal(optimizer.state[model[name]]["momentum_buffer"], buffer)
 
 
+@horovods_alone
 @pytest.mark.parametrize("local_steps", [None, 4])
 def test_a_commit_is_restored_twice(local_steps):
     """What is trained after the first time does not change it: an optimizer goes on with the
@@ -1195,7 +1200,7 @@ def test_a_commit_is_restored_twice(local_steps):
     """
     model = begin()
     optimizer, _ = make(model, "ScaleCom", local_steps, momentum=MOMENTUM)
-    state = horovod.elastic.TorchState(model=Holder(model), optimizer=optimizer)
+    state = stock.elastic.TorchState(model=Holder(model), optimizer=optimizer)
     learn(optimizer, model, range(2))
     state.save()
     momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in model.values()]
@@ -1239,6 +1244,7 @@ def test_states_of_the_other_kind_are_refused():
         make(begin(), "ScaleCom", 4)[1].load_state_dict(wrong)
 
 
+@horovods_alone
 def test_what_cannot_work_is_refused():
     def refused(message, compression=None, local_steps=4, kind=ValueError, **more):
         with pytest.raises(kind, match=message):

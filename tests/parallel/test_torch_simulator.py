@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from faces import hvd
 from models import ODD_SHAPES, feed, gradients, parameters
 
-import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.simulator import Simulation
 
 MODES = [

@@ -8,10 +8,10 @@ import io
 import numpy as np
 import pytest
 import torch
+from faces import hvd
 from models import SHAPES, assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 from momentum import Momentum
 
-import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.bucket import Bucket
 
 

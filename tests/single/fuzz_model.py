@@ -151,6 +151,7 @@ def draw_setting(choose: Choose, ranks: Sequence[int]) -> Setting:
     fields = {
         "rate": choose((100, 7, 2, 2.5, 64, 1.5, 300, 1000, 1)),
         "beta": choose((1.0, 0.3, 0.1, 0.5)),
+        "flush": choose((True, False)),
         "min_numel": choose((2, 1, 50, 2, 2048)),
         "warmup_steps": choose((0, 0, 1, 3)),
         "selection": choose(("lanes", "lanes", "exact")),

@@ -15,7 +15,13 @@ from scalecom_hvd import native
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import Lanes
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE, REFUSED
+from scalecom_hvd.native import (
+    CHOOSE_ACCUMULATOR,
+    CHOOSE_AHEAD,
+    CHOOSE_NOTHING,
+    CHOOSE_RESIDUE,
+    REFUSED,
+)
 from scalecom_hvd.reference import select
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 129, 448, 699, 1000, 4099]
@@ -114,9 +120,12 @@ class Bucket:
             bad += count
             updated.append(m + gradient.kind.type(beta) * g)
             if choose != CHOOSE_NOTHING and shape.k:
-                winners = select(
-                    m + g if choose == CHOOSE_ACCUMULATOR else updated[-1], shape, "lanes"
-                )
+                keys = {
+                    CHOOSE_ACCUMULATOR: m + g,
+                    CHOOSE_RESIDUE: updated[-1],
+                    CHOOSE_AHEAD: updated[-1] + g,
+                }
+                winners = select(keys[choose], shape, "lanes")
                 chosen[self.layout.offsets[name]] = offsets_of(shape, winners).view(np.uint8)
         return updated, chosen, bad
 
@@ -127,7 +136,10 @@ class Bucket:
             self.layout.values.values(), self.gradients, residues, self.indices(), strict=True
         ):
             kind = gradient.kind.type
-            value = m[index] + kind(share) * gradient.usable(scale)[0][index]
+            g = gradient.usable(scale)[0][index]
+            waited = m[index] - kind(0 if share == 1 else beta) * g
+            more = np.where(waited * g >= 0, kind(1 / beta - 1) * waited, kind(0))
+            value = m[index] + kind(share) * g + more
             if wire == np.float16:
                 value = np.clip(value, -LIMIT, LIMIT).astype(np.float32).astype(np.float16)
             values[at] = value
@@ -207,7 +219,8 @@ class Kernel:
 
     def take(self, beta, scale, share):
         return self.call(
-            "take", beta, scale, share, self.offsets, self.values, self.sent, self.is_half, LIMIT
+            *("take", beta, scale, share, 1 / beta - 1),
+            *(self.offsets, self.values, self.sent, self.is_half, LIMIT),
         )
 
     def take_and_accumulate(self, beta, scale, choose):
@@ -216,6 +229,7 @@ class Kernel:
             "take_and_accumulate",
             beta,
             scale,
+            1 / beta - 1,
             self.offsets,
             self.values,
             self.sent,
@@ -251,7 +265,7 @@ def same(ours, theirs):
 
 def check_moves(library, bucket, beta, scale, wire):
     """All moves of lanes.c, alone and one after the other."""
-    for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
+    for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE, CHOOSE_AHEAD):
         kernel = Kernel(library, bucket)
         updated, chosen, bad = bucket.accumulate(bucket.residues, beta, scale, choose)
         assert kernel.accumulate(beta, scale, choose) == bad
@@ -265,7 +279,7 @@ def check_moves(library, bucket, beta, scale, wire):
         same(before, bucket.roll_back(rest, beta, scale, values))
         assert kernel.scatter(1 / scale) == 0
         same(kernel.grads, bucket.scatter(1 / scale, values))
-    for choose in (CHOOSE_NOTHING, CHOOSE_RESIDUE):
+    for choose in (CHOOSE_NOTHING, CHOOSE_AHEAD):
         kernel = Kernel(library, bucket)
         kernel.wire(wire)
         rest, values = bucket.take(bucket.residues, beta, scale, 1, wire)
@@ -406,7 +420,7 @@ def operate(library, name, bucket, inputs, outputs, forwards):
 def check_operations(library, bucket, beta, scale, wire):
     wire_name, n = np.dtype(wire).name, len(bucket.shapes)
     kind, grad_dtype = bucket.kind.name, bucket.gradients[0].dtype
-    settings, values_at = np.array([beta, scale, LIMIT]), slice(n, None)
+    settings, values_at = np.array([beta, scale, LIMIT, 1 / beta - 1]), slice(n, None)
     for chooses in (False, True):
         flag = np.array([chooses])
         updated, chosen, bad = bucket.accumulate(
@@ -419,7 +433,7 @@ def check_operations(library, bucket, beta, scale, wire):
         same(found, [*updated, chosen if chooses else [], [bad]])
         rest, values = bucket.take(bucket.residues, beta, scale, 1, wire)
         updated, chosen, bad = bucket.accumulate(
-            rest, beta, scale, CHOOSE_RESIDUE if chooses else CHOOSE_NOTHING
+            rest, beta, scale, CHOOSE_AHEAD if chooses else CHOOSE_NOTHING
         )
         outputs = [*[kind] * n, wire_name, "uint8", "int64"]
         found = operate(
@@ -444,7 +458,7 @@ def check_operations(library, bucket, beta, scale, wire):
 def check_refusals(library, random):
     """Inputs of other sizes, and offsets outside of their lanes."""
     bucket = Bucket(random, [Lanes(6401, 100)], ["float32"])
-    settings, outputs = np.array([1.0, 1.0, LIMIT]), ["float32", "float32", "int64"]
+    settings, outputs = np.array([1.0, 1.0, LIMIT, 0.0]), ["float32", "float32", "int64"]
 
     def take(gradient, residue, offsets):
         return operate(

@@ -63,7 +63,7 @@ def test_ranks_go_on_at_the_latest_step_and_say_so(caplog):
     [
         (
             {"config": ScaleComConfig(beta=0.5)},
-            "settings differ .*beta is 1.0 on rank 0 and 0.5 on",
+            "settings differ .*beta is 0.2 on rank 0 and 0.5 on",
         ),
         ({"op": "Sum"}, "settings differ .*op is missing on rank 0 and Sum on rank 1"),
         ({"tensors": {"b": TENSORS["b"]}}, "tensors differ .*a is .* on rank 0 and missing on"),

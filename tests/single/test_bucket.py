@@ -286,8 +286,9 @@ def test_both_forms_of_moves_take_and_leave_the_same():
     offsets = apart.choose()
     assert torch.equal(offsets, chosen)
     places = apart.places_at(offsets)
-    torch.testing.assert_close(apart.accumulators[places], values)
-    sent = apart.accumulators[places]
+    sent = apart.sendable(places)
+    torch.testing.assert_close(sent, values)
+    assert not torch.allclose(apart.accumulators[places], sent), "all waits against its gradient"
     apart.send(places, sent)
     apart.receive(places, sent)
     for bucket in (in_place, apart):

@@ -39,6 +39,7 @@ from scalecom_hvd.config import float16_limit
         ({"rate": None}, TypeError, "rate must be a number, not None"),
         ({"rate": 3 + 0j}, TypeError, "rate must be a number"),
         ({"beta": float("nan")}, ValueError, r"beta must be in \(0, 1\], not nan"),
+        ({"flush": 1}, TypeError, "flush must be True, False or None, not 1"),
         ({"beta": "small"}, TypeError, "beta must be a number, not 'small'"),
         ({"rates": {"conv*": "fast"}}, TypeError, r"rates\['conv\*'\] must be a number"),
         ({"rates": {"conv*": float("inf")}}, ValueError, r"rates\['conv\*'\] is N/k"),
@@ -240,7 +241,11 @@ def test_which_tensors_are_compressed():
 
 def test_the_defaults_are_those_the_study_supports():
     config = ScaleComConfig()
-    assert (config.rate, config.beta, config.warmup_steps) == (100, 1, 100)
+    assert (config.rate, config.beta, config.warmup_steps) == (100, 0.2, 100)
+    assert config.flushes
+    assert not config.replace(beta=0.1).flushes, "who sets beta has the paper's filter"
+    assert config.replace(beta=0.1, flush=True).flushes
+    assert not config.replace(flush=False).flushes
     assert (config.leader, config.lookahead, config.selection) == ("cyclic", False, "lanes")
     assert (config.dense, config.wire_dtype) == (("auto:output",), None)
 

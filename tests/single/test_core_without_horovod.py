@@ -2,8 +2,10 @@
 
 import ast
 import graphlib
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ ROOMS = {
     "triton": {FREE, "native"},
     "exchange": {FREE, "native", "triton"},
     "torch": {FREE, "native", "exchange"},
+    "ddp": {FREE, "exchange"},
     "tensorflow": {FREE, "native"},
 }
 PACKAGES = {
@@ -28,6 +31,7 @@ PACKAGES = {
     "triton": {"triton"},
     "exchange": {"torch", "triton"},
     "torch": {"torch", "horovod"},
+    "ddp": {"torch"},
     "tensorflow": {"tensorflow", "horovod"},
 }
 FRAMEWORKS = {"torch", "tensorflow", "horovod", "triton"}
@@ -35,13 +39,14 @@ FRAMEWORKS = {"torch", "tensorflow", "horovod", "triton"}
 # A module whose Triton is missing is one that nobody asks for there.
 EVERY_MODULE = """
 import importlib, pkgutil
-import scalecom_hvd.exchange
-for module in pkgutil.walk_packages(scalecom_hvd.exchange.__path__, "scalecom_hvd.exchange."):
-    try:
-        importlib.import_module(module.name)
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
+import scalecom_hvd.ddp, scalecom_hvd.exchange
+for face in (scalecom_hvd.ddp, scalecom_hvd.exchange):
+    for module in pkgutil.walk_packages(face.__path__, f"{face.__name__}."):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
 """
 
 
@@ -58,6 +63,23 @@ assert average[0]["weight"].count_nonzero() == 500
 """
 
 
+HOOK = """
+import os, torch, torch.distributed as dist
+from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+
+meeting, rank = f"file://{os.environ['MEETING']}", int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 50))
+state = ScaleComState(model, rate=10, dense=[], warmup_steps=0)
+model.register_comm_hook(state, scalecom_hook)
+for step in range(3):
+    model(torch.randn(8, 100)).square().mean().backward()
+assert state.stats()["step"] == 3
+assert model.module.weight.grad.count_nonzero() == 500
+dist.destroy_process_group()
+"""
+
+
 @pytest.fixture(scope="module")
 def run_there(tmp_path_factory):
     """Runs code where everything is installed that is here, but Horovod and TensorFlow."""
@@ -68,9 +90,11 @@ def run_there(tmp_path_factory):
             (there / package.name).symlink_to(package)
     begin = f"import sys; sys.path += [{str(there)!r}, {str(PACKAGE.parent)!r}]\n"
 
-    def run(code):
+    def run(code, **environment):
         command = [sys.executable, "-I", "-S", "-c", begin + code]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=os.environ | environment
+        )
 
     return run
 
@@ -88,6 +112,14 @@ def test_the_core_works_where_horovod_is_not_installed(run_there, code):
     assert "torch" in imported
     for absent in ("horovod", "tensorflow", "scalecom_hvd.torch", "scalecom_hvd.tensorflow"):
         assert not [name for name in imported if f"{name}.".startswith(f"{absent}.")]
+
+
+def test_ranks_meet_where_horovod_is_not_installed(run_there, tmp_path):
+    meeting = str(tmp_path / "meeting")
+    with ThreadPoolExecutor() as both:
+        ranks = both.map(lambda rank: run_there(HOOK, RANK=rank, MEETING=meeting), "01")
+    for done in ranks:
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["horovod", "tensorflow"])

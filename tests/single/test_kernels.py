@@ -19,10 +19,11 @@ from scalecom_hvd.exchange.bucket import Bucket, finished
 from scalecom_hvd.exchange.kernels import NativeKernel, TensorSlot, TorchKernel, Wire, kernel_for
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING, CHOOSE_RESIDUE
 from scalecom_hvd.reference import ScaleComReference, select
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+CHOICES = [CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE, CHOOSE_AHEAD]
 SIZES = [1, 2, 63, 64, 65, 6399, 6400, 6401, 20_000]
 KERNELS = [NativeKernel, TorchKernel]
 
@@ -71,7 +72,7 @@ def new_bucket(parameters, config, ranks=1):
     return Bucket(0, list(named), named, residues, ranks), list(residues.tensors.values())
 
 
-def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire):
+def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire, extra=0.0):
     """Everything a step does with tensors that share their buffers; gives every intermediate
     tensor.
     """
@@ -91,13 +92,14 @@ def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire):
 
     offsets, chosen = new_offsets(*shapes), new_offsets(*shapes)
     values, sent = torch.zeros(2, values_at, dtype=wire)
-    if choose == CHOOSE_RESIDUE:  # look-ahead, after a first selection
+    if choose == CHOOSE_AHEAD:  # look-ahead, after a first selection
         made.accumulate(0.0, CHOOSE_ACCUMULATOR, offsets)
-        bad = made.take_and_accumulate(beta, Wire(offsets, values, sent, 65504 / 4), choose, chosen)
+        to = Wire(offsets, values, sent, 65504 / 4)
+        bad = made.take_and_accumulate(beta, extra, to, choose, chosen)
     else:
         bad = made.accumulate(beta, choose, offsets)
         note(offsets)
-        made.take(beta, 1 - beta, Wire(offsets, values, sent, 65504 / 4))
+        made.take(beta, 1 - beta, extra, Wire(offsets, values, sent, 65504 / 4))
     note(offsets, chosen, values, sent)
     outputs = [grad.clone() for grad in grads]
     made.scatter(outputs, offsets, values)
@@ -109,7 +111,7 @@ def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("choose", [CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE])
+@pytest.mark.parametrize("choose", CHOICES)
 def test_kernels_agree_to_the_bit(dtype, numel, choose):
     torch.manual_seed(numel)
     kind = residue_dtype(dtype)
@@ -125,7 +127,8 @@ def test_kernels_agree_to_the_bit(dtype, numel, choose):
                 [residue, torch.randn(333).to(kind)],
             )
             results = [
-                all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire) for k in KERNELS
+                all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire, extra=7 / 3)
+                for k in KERNELS
             ]
             # What look-ahead takes accumulates too, so one that is not finite may count twice.
             assert results[0][0] == results[1][0] >= (3 if numel > 100 else 0)
@@ -158,9 +161,11 @@ def test_kernels_agree_with_numpy(dtype, numel, selection):
             np.testing.assert_array_equal(residue.numpy(), m + beta * g)
 
             values, sent = torch.zeros(2, shape.k, dtype=dtype)
-            made.take(0.3, 0.7, Wire(offsets, values, sent, 1.0))
+            made.take(0.3, 0.7, 2.5, Wire(offsets, values, sent, 1.0))
             m = m + beta * g
-            want = m[at] + share * g[at]
+            waited = m[at] - beta * g[at]
+            more = np.where(waited * g[at] >= 0, m.dtype.type(2.5) * waited, m.dtype.type(0))
+            want = m[at] + share * g[at] + more
             m[at] -= beta * want
             np.testing.assert_array_equal(values.numpy(), want)
             np.testing.assert_array_equal(sent.numpy(), want)
@@ -177,13 +182,15 @@ def test_kernels_agree_with_numpy(dtype, numel, selection):
             made.begin([grad], [False], 1.0)
             residue.copy_(before)
             m = before.numpy().copy()
-            made.take_and_accumulate(0.3, Wire(offsets, values, sent, 1.0), CHOOSE_RESIDUE, chosen)
-            want = m[at] + g[at]
+            to = Wire(offsets, values, sent, 1.0)
+            made.take_and_accumulate(0.3, 2.5, to, CHOOSE_AHEAD, chosen)
+            more = np.where(m[at] * g[at] >= 0, m.dtype.type(2.5) * m[at], m.dtype.type(0))
+            want = m[at] + g[at] + more
             m[at] -= beta * want
             m += beta * g
             np.testing.assert_array_equal(values.numpy(), want)
             np.testing.assert_array_equal(residue.numpy(), m)
-            np.testing.assert_array_equal(positions(chosen), select(m, shape, selection))
+            np.testing.assert_array_equal(positions(chosen), select(m + g, shape, selection))
             made.roll_back()
             torch.testing.assert_close(residue, before)
 
@@ -194,9 +201,10 @@ def test_kernels_agree_with_numpy(dtype, numel, selection):
     st.sampled_from(DTYPES),
     st.integers(0, 2**31),
     st.floats(0.01, 1),
+    st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_sent_plus_residue_is_what_came_in(numel, rate, dtype, seed, beta):
+def test_sent_plus_residue_is_what_came_in(numel, rate, dtype, seed, beta, flush):
     generator = torch.Generator().manual_seed(seed)
     grad = torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
     before = torch.randn(numel, generator=generator, dtype=residue_dtype(dtype))
@@ -206,7 +214,8 @@ def test_sent_plus_residue_is_what_came_in(numel, rate, dtype, seed, beta):
         values, copy = torch.empty(2, shape.k, dtype=torch.float16)
         made = kernel_on(kernel, grad, residue, shape)
         made.accumulate(beta, CHOOSE_ACCUMULATOR, offsets)
-        made.take(beta, 1 - beta, Wire(offsets, values, copy, 65504))
+        extra = 1 / beta - 1 if flush else 0.0
+        made.take(beta, 1 - beta, extra, Wire(offsets, values, copy, 65504))
         assert torch.equal(values, copy)
         sent = torch.zeros(numel, dtype=torch.float64)
         sent[torch.from_numpy(shape.indices(offsets.view(offsets_dtype(shape)).numpy()))] = (
@@ -224,7 +233,7 @@ def test_sent_plus_residue_is_what_came_in(numel, rate, dtype, seed, beta):
 def test_one_value_that_is_not_finite_is_found_and_counts_as_zero(kernel, dtype, position, value):
     grad = torch.ones(6500).to(dtype)
     grad[position] = value
-    for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
+    for choose in CHOICES:
         residue, shape = torch.zeros(6500, dtype=residue_dtype(dtype)), geometry(6500, 100, "lanes")
         assert (
             int(kernel_on(kernel, grad, residue, shape).accumulate(1.0, choose, new_offsets(shape)))
@@ -242,7 +251,7 @@ def test_one_value_beyond_the_largest_is_found_and_counts_as_zero(kernel, dtype,
     """A residue of finite numbers may still overflow, and would void every later step."""
     taken, beyond, scale = at_the_limit(dtype)
     shape, ones = geometry(6500, 100, "lanes"), torch.ones(6500).to(dtype)
-    for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
+    for choose in CHOICES:
         for value, bad in ((taken, 0), (beyond, 1)):
             grad, residue = ones.clone(), torch.zeros(6500, dtype=residue_dtype(dtype))
             grad[position] = sign * value
@@ -269,14 +278,14 @@ def test_a_value_beyond_the_largest_is_not_sent(kernel, dtype):
             assert (
                 int(
                     made.take_and_accumulate(
-                        1.0, Wire(new_offsets(shape), values, sent, 1.0), CHOOSE_NOTHING, None
+                        1.0, 0.0, Wire(new_offsets(shape), values, sent, 1.0), CHOOSE_NOTHING, None
                     )
                 )
                 == 1
             )
         else:
             # accumulate counts
-            assert int(made.take(1.0, 1.0, Wire(new_offsets(shape), values, sent, 1.0))) == 0
+            assert int(made.take(1.0, 1.0, 0.0, Wire(new_offsets(shape), values, sent, 1.0))) == 0
         assert values.tolist() == sent.tolist() == [taken * scale, 1]
         residue.fill_(1)
 
@@ -335,7 +344,7 @@ def test_not_even_a_full_residue_overflows(kernel):
     residue, shape = torch.tensor([3.4e38, -3.4e38, 2.0**125]), geometry(3, 1, "lanes")
     grad = torch.tensor([1.0, -1.0, 1.0]) * largest_gradient("float32")
     made, before = kernel_on(kernel, grad, residue, shape), residue.clone()
-    for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE):
+    for choose in CHOICES:
         assert int(made.accumulate(1.0, choose, new_offsets(shape))) == 0
     assert torch.equal(residue, before)
 
@@ -346,7 +355,7 @@ def test_float16_wire_saturates_and_keeps_the_rest(kernel):
     values, sent = torch.empty(2, 3, dtype=torch.float16)
     made = kernel_on(kernel, grad, residue, shape)
     made.accumulate(1.0, CHOOSE_NOTHING, None)
-    assert int(made.take(1.0, 0.0, Wire(new_offsets(shape), values, sent, 65504 / 2))) == 0
+    assert int(made.take(1.0, 0.0, 0.0, Wire(new_offsets(shape), values, sent, 65504 / 2))) == 0
     assert values.tolist() == [32752, -32752, 3]
     torch.testing.assert_close(residue + values.float(), grad)
 
@@ -362,7 +371,7 @@ def test_a_residue_that_is_infinite_is_reported(kernel):
     made = kernel_on(kernel, grad, residue, shape)
     made.accumulate(1.0, CHOOSE_NOTHING, None)
     values, sent = torch.empty(2, 2)
-    assert int(made.take(1.0, 0.0, Wire(new_offsets(shape), values, sent, 1.0))) == 1
+    assert int(made.take(1.0, 0.0, 0.0, Wire(new_offsets(shape), values, sent, 1.0))) == 1
     assert values.isfinite().all()
 
 
@@ -374,7 +383,7 @@ def test_every_float16_survives_the_wire():
         values, sent = torch.empty(2, source.numel(), dtype=torch.float16)
         shape = geometry(source.numel(), 1, "lanes")
         kernel_on(KERNELS[0], torch.zeros_like(source), source.clone(), shape).take(
-            1.0, 1.0, Wire(new_offsets(shape), values, sent, 65504)
+            1.0, 1.0, 0.0, Wire(new_offsets(shape), values, sent, 65504)
         )
         assert torch.equal(values, source.half())
         for dtype in (torch.float16, torch.bfloat16):
@@ -410,7 +419,7 @@ def test_the_library_leaves_the_processors_modes_alone():
     subprocess.run([sys.executable, "-c", DENORMALS], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("choose", [CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE])
+@pytest.mark.parametrize("choose", CHOICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1])
 def test_empty_and_one_element_tensors(dtype, numel, choose):
@@ -421,7 +430,8 @@ def test_empty_and_one_element_tensors(dtype, numel, choose):
             grads = [torch.randn(shape.numel).to(dtype) for shape in shapes]
             residues = [torch.randn(shape.numel).to(kind) for shape in shapes]
             results = [
-                all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire) for k in KERNELS
+                all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire, extra=7 / 3)
+                for k in KERNELS
             ]
             assert results[0][0] == results[1][0] == 0
             for ours, plain in zip(results[0][1], results[1][1], strict=True):
@@ -440,7 +450,7 @@ def test_denormal_gradients_are_numbers_like_others(kernel, dtype):
     chosen = shape.indices(offsets.numpy())
     np.testing.assert_array_equal(chosen, select(grad.to(kind).numpy(), shape, "lanes"))
     np.testing.assert_array_equal(residue.numpy(), grad.to(kind).numpy())
-    assert int(made.take(1.0, 0.0, Wire(offsets, values, sent, 1.0))) == 0
+    assert int(made.take(1.0, 0.0, 0.0, Wire(offsets, values, sent, 1.0))) == 0
     np.testing.assert_array_equal(values.numpy(), grad.to(kind).numpy()[chosen])
     assert values.all()
 
@@ -452,7 +462,7 @@ def test_gradients_of_zero_send_zeros_of_the_first_rows(kernel, dtype):
     offsets, (values, sent) = new_offsets(shape) + 7, torch.ones(2, shape.k, dtype=residue.dtype)
     made = kernel_on(kernel, torch.zeros(6500, dtype=dtype), residue, shape)
     assert int(made.accumulate(1.0, CHOOSE_ACCUMULATOR, offsets)) == 0
-    assert int(made.take(1.0, 0.0, Wire(offsets, values, sent, 1.0))) == 0
+    assert int(made.take(1.0, 0.0, 0.0, Wire(offsets, values, sent, 1.0))) == 0
     assert not any(tensor.any() for tensor in (offsets, values, sent, residue))
 
 
@@ -481,17 +491,17 @@ def test_offsets_outside_of_their_lanes_are_refused(numel, rate, selection, lane
     if selection == "exact":
         slot.offsets(offsets).copy_(torch.arange(shape.k))
     made = kernel_on(kernels_for(selection)[0], grad, residue, shape)
-    made.take(1.0, 0.0, Wire(offsets, values, sent, 1.0))
+    made.take(1.0, 0.0, 0.0, Wire(offsets, values, sent, 1.0))
     made.roll_back()
     residue.copy_(before)
     slot.offsets(offsets)[lane] = offset
     for move in (
-        lambda: made.take(1.0, 0.0, Wire(offsets, values, sent, 1.0)),
+        lambda: made.take(1.0, 0.0, 0.0, Wire(offsets, values, sent, 1.0)),
         lambda: made.take_and_accumulate(
-            1.0, Wire(offsets, values, sent, 1.0), CHOOSE_NOTHING, None
+            1.0, 0.0, Wire(offsets, values, sent, 1.0), CHOOSE_NOTHING, None
         ),
         lambda: made.take_and_accumulate(
-            1.0, Wire(offsets, values, sent, 1.0), CHOOSE_RESIDUE, chosen
+            1.0, 0.0, Wire(offsets, values, sent, 1.0), CHOOSE_AHEAD, chosen
         ),
         lambda: made.scatter([output], offsets, values),
     ):
@@ -690,7 +700,7 @@ def test_a_frozen_tensor_keeps_its_residue_and_sends_zeros(kernel):
         torch.ones(20),
         torch.ones(20),
     )
-    made.take_and_accumulate(0.5, Wire(offsets, values, sent, 1.0), CHOOSE_RESIDUE, chosen)
+    made.take_and_accumulate(0.5, 0.0, Wire(offsets, values, sent, 1.0), CHOOSE_AHEAD, chosen)
     assert torch.equal(residue, before)
     assert not values.any()
     np.testing.assert_array_equal(

@@ -51,16 +51,39 @@ def test_one_step_is_section_one_of_the_design(n, beta):
             )
 
 
+@pytest.mark.parametrize("beta", [1.0, 0.3])
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_what_waits_is_sent_whole_where_gradients_agree_and_beta_of_it_elsewhere(lookahead, beta):
+    """In units of gradients, in which a residue is beta times what waits."""
+    config = settings(beta=beta, lookahead=lookahead, flush=True)
+    reference = ScaleComReference(2, SHAPES, config)
+    waits = [np.zeros(2000) for _ in range(2)]
+    for t in range(20):
+        grads = worker_gradients(2, t)
+        averages = reference.step(grads)["w"].reshape(-1)
+        chosen = reference.selections.get("w", slice(None))  # with look-ahead step 0 is sent whole
+        sent = np.zeros((2, 2000))
+        for i in range(2):
+            g = grads[i]["w"].reshape(-1)
+            share = np.where(waits[i] * g >= 0, 1, beta)
+            sent[i, chosen] = (share * waits[i] + g)[chosen]
+            waits[i] += g - sent[i]
+            m = reference.residues[i]["w"].reshape(-1)
+            np.testing.assert_allclose(m, beta * waits[i], atol=1e-12)
+        np.testing.assert_allclose(averages, sent.mean(0), atol=1e-12)
+
+
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("wire", [None, "float16"])
 def test_sent_plus_residue_is_what_came_in(lookahead, wire):
-    reference = ScaleComReference(3, SHAPES, settings(lookahead=lookahead, wire_dtype=wire))
+    config = settings(lookahead=lookahead, wire_dtype=wire, beta=0.2)
+    reference = ScaleComReference(3, SHAPES, config)
     sent, came = np.zeros(SHAPES["w"]), np.zeros(SHAPES["w"])
     for t in range(40):
         grads = worker_gradients(3, t)
         sent += reference.step(grads)["w"]
         came += np.mean([g["w"] for g in grads], 0)
-    left = np.mean([r["w"] for r in reference.residues], 0)
+    left = np.mean([r["w"] for r in reference.residues], 0) / 0.2
     np.testing.assert_allclose(sent + left, came, atol=1e-10)
     assert np.abs(left).max() > 0
 
@@ -148,7 +171,7 @@ def test_empty_and_one_element_tensors(selection, lookahead):
     reference = ScaleComReference(
         2,
         shapes,
-        settings(rate=100, min_numel=0, selection=selection, lookahead=lookahead),
+        settings(rate=100, min_numel=0, selection=selection, lookahead=lookahead, beta=1.0),
     )
     for t in range(4):
         grads = worker_gradients(2, t, {"one": (1,), "scalar": ()})

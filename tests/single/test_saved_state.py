@@ -41,7 +41,7 @@ def test_what_is_no_state():
 def test_residues_of_other_settings():
     with pytest.raises(
         ValueError,
-        match="beta=0.1 in the state and 1.0 now, rate=50.0 in the state and 20.0 now.*"
+        match="beta=0.1 in the state and 0.2 now, rate=50.0 in the state and 20.0 now.*"
         "go on without loading it",
     ):
         check_state(state(config=CONFIG.replace(rate=50, beta=0.1).to_dict()), CONFIG)

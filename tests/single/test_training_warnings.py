@@ -5,7 +5,13 @@ import logging
 import pytest
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.training_warnings import Health, check_length, check_share_whole, growth_limit
+from scalecom_hvd.training_warnings import (
+    Health,
+    check_length,
+    check_look_ahead,
+    check_share_whole,
+    growth_limit,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +43,7 @@ def test_a_run_too_short_for_its_rate(caplog, steps, warmup, rates, warned):
 def look(norms, rate=100.0):
     health = Health()
     for number, (residues, gradients) in enumerate(norms):
-        health.look(100 * number, residues, gradients, growth_limit([1.0, rate]))
+        health.look(100 * number, residues, gradients, growth_limit([1.0, rate], ScaleComConfig()))
     return health
 
 
@@ -87,3 +93,14 @@ def test_much_of_a_large_model_sent_whole_is_said(caplog):
     assert not caplog.records
     check_share_whole({"body": 100, "head": 1}, numels)
     assert "9 % of the model's elements are sent whole, most of them head" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "warnings"),
+    [({}, 0), ({"lookahead": True}, 0), ({"beta": 1}, 0), ({"lookahead": True, "beta": 1}, 1)],
+    ids=str,
+)
+def test_look_ahead_with_a_beta_near_one(caplog, fields, warnings):
+    check_look_ahead(ScaleComConfig(**fields))
+    assert len(caplog.records) == warnings
+    assert not warnings or "look-ahead with beta=1 breaks training" in caplog.text

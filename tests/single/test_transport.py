@@ -108,6 +108,9 @@ class ThreadCollectives:
         self.size, self.share = hub.n, 1 / hub.n
         self.numbers = Numbers()
 
+    def channel(self):
+        return self
+
     def broadcast(self, buffer, root, name):
         return self._hub.submit(name, "broadcast", self.position, root, buffer)
 

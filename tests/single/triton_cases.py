@@ -19,12 +19,12 @@ from scalecom_hvd.exchange.kernels import TensorSlot, TorchKernel, Wire, kernel_
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.triton_kernel import TritonKernel
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING, CHOOSE_RESIDUE
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 RATES = [1, 2, 2.5, 7, 100, 300, 70_000]
-CHOICES = [CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE]
+CHOICES = [CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE, CHOOSE_AHEAD]
 # The interpreter takes about 10 ms per tile, or per 8 rows of a last group: so not everything with
 # everything.
 SMALL = [(numel, rate) for numel in (1, 2, 63, 64, 65) for rate in RATES]
@@ -69,7 +69,9 @@ def assert_alike(
         if grad.numel() > 100:
             grad[5], grad[17], grad[30] = float("nan"), float("inf"), -float("inf")
             residue[40] = float("inf")
-    expected_bad, expected = all_moves(plain, grads, residues, geometries, 0.3, 0.5, choose, wire)
+    expected_bad, expected = all_moves(
+        plain, grads, residues, geometries, 0.3, 0.5, choose, wire, 7 / 3
+    )
     with torch.device(DEVICE):
         there = [torch.cat([grad.new_zeros(shift), grad]).to(DEVICE)[shift:] for grad in grads]
         bad, states = all_moves(
@@ -81,6 +83,7 @@ def assert_alike(
             0.5,
             choose,
             wire,
+            7 / 3,
         )
     assert bad == expected_bad
     assert len(states) == len(expected)
@@ -114,9 +117,7 @@ def test_tensors_of_different_kinds_share_a_kernel(choose):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shift", [1, 2])
 def test_gradients_may_lie_anywhere(dtype, shift):
-    assert_alike(
-        [geometry(7000, 100, "lanes")], [dtype], CHOOSE_RESIDUE, torch.float16, shift=shift
-    )
+    assert_alike([geometry(7000, 100, "lanes")], [dtype], CHOOSE_AHEAD, torch.float16, shift=shift)
 
 
 def freezing_the_second(kernel):
@@ -166,7 +167,9 @@ def test_values_are_rounded_to_float16_as_everywhere(dtype):
     def take(kernel):
         values, sent = torch.zeros(2, shape.k, dtype=torch.float16)
         return (
-            kernel.take(0.7, 1.0, Wire(new_offsets(shape).to(values.device), values, sent, 65504)),
+            kernel.take(
+                0.7, 1.0, 0.0, Wire(new_offsets(shape).to(values.device), values, sent, 65504)
+            ),
             values,
             sent,
         )
@@ -222,7 +225,7 @@ def test_what_is_beyond_the_largest_counts_as_not_finite(dtype, numel):
         chosen = offsets.to(DEVICE if isinstance(kernel, TritonKernel) else "cpu")
         bad = torch.as_tensor(kernel.accumulate(0.5, CHOOSE_ACCUMULATOR, chosen))
         values, sent = torch.zeros(2, shape.k, dtype=residue_dtype(dtype))
-        kernel.take(0.5, 0.5, Wire(chosen, values, sent, 1.0))
+        kernel.take(0.5, 0.5, 0.0, Wire(chosen, values, sent, 1.0))
         kernel.roll_back()
         assert int(bad) == 2
         return bad, chosen, values
@@ -248,7 +251,7 @@ def test_what_was_done_is_rolled_back(accumulated, taken):
         if accumulated:
             kernel.accumulate(0.3, CHOOSE_NOTHING, None)
         if taken:
-            kernel.take(0.3, 0.7, Wire(offsets, *buffers, 1.0))
+            kernel.take(0.3, 0.7, 0.0, Wire(offsets, *buffers, 1.0))
         kernel.roll_back()
         return ()
 
@@ -270,8 +273,8 @@ def test_a_launch_that_fails_is_not_rolled_back(move, monkeypatch):
     kernel.begin(grads, [False, False], 1.0)
     arguments = {
         "accumulate": (0.3, CHOOSE_NOTHING, None),
-        "take": (0.3, 0.7, Wire(offsets, values, sent, 1.0)),
-        "take_and_accumulate": (0.3, Wire(offsets, values, sent, 1.0), CHOOSE_NOTHING, None),
+        "take": (0.3, 0.7, 0.0, Wire(offsets, values, sent, 1.0)),
+        "take_and_accumulate": (0.3, 0.0, Wire(offsets, values, sent, 1.0), CHOOSE_NOTHING, None),
     }[move]
 
     def no_memory():

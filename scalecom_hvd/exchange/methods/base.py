@@ -324,7 +324,7 @@ class Method:
         self.residues = Residues(self.config)
         self.tensor_states: dict[str, dict[str, torch.Tensor]] = {}
         self.method_state: dict[str, Any] = {}
-        self.loss_scale = _scale_reader(loss_scale)
+        self._read_scale = _scale_reader(loss_scale)
         self.diagnostics = Diagnostics.of(diagnostics)
         self._averager: Averager | None = None
         self._local: LocalRounds | None = None
@@ -418,6 +418,15 @@ class Method:
         rounded = not isinstance(self.quantiser, Unrounded)
         return {"quantiser": repr(self.quantiser)} if rounded else {}
 
+    @property
+    def loss_scale(self) -> Callable[[], float]:
+        """Gives the current loss scale; may be set to a GradScaler too."""
+        return self._read_scale
+
+    @loss_scale.setter
+    def loss_scale(self, loss_scale: Any) -> None:
+        self._read_scale = _scale_reader(loss_scale)
+
     # What optimizers ask.
 
     def attach(
@@ -506,8 +515,8 @@ class Method:
             that there are gradients).
 
             residue_norm: Euclidean, over all residues (reads them all); residue_ratio: that of
-            residues to that of gradients, when it was last looked at (every 100 steps; None
-            before).
+            residues / beta, what waits, to that of gradients, when it was last looked at (every
+            100 steps; None before).
 
             diagnostics, where they were asked for: the numbers of the last look, as
             diagnostics.look gives them, and its step (None before the first), the same on all
@@ -586,6 +595,26 @@ class Method:
             self._averager.agree_anew()
         if self._local is not None:
             self._local.load_state_dict(state["local_steps"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled, or copied: settings and this rank's state; it serves nobody then.
+
+        The loss scale is left out: give the script's GradScaler anew, as `loss_scale`.
+        """
+        nobody = {"_averager": None, "_local": None, "_loaded": None, "_waiting": (None, None)}
+        left_out: dict[str, Any] = {
+            "residues": None,
+            "_read_scale": None,
+            "tensor_states": {},
+            "method_state": {},
+        }
+        return vars(self) | nobody | left_out | {"saved": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state.pop("saved")
+        vars(self).update(state)
+        self.residues, self._read_scale = Residues(self.config), _scale_reader(None)
+        self.load_state_dict(saved)
 
     def _complete(self, complaint: str) -> None:
         if self._averager is not None:

@@ -34,7 +34,7 @@ class GTopK(Method):
         """Gather all choices, and merge them."""
         k = sum(bucket.counts)
         places = largest(bucket.accumulators, k)
-        values = bucket.accumulators[places]
+        values = bucket.sendable(places)
         payload = pack(values, places.to(torch.int32).view(torch.uint8))
         everyone = yield from collectives.gather(payload, "chosen")
         choices = []
@@ -42,7 +42,7 @@ class GTopK(Method):
             sent, at = unpack(theirs, values)
             choices.append((at.view(torch.int32).long(), sent))
         (chosen, sums), mine = merge(choices, k, collectives.position)
-        bucket.send(mine, bucket.accumulators[mine])
+        bucket.send(mine, values[torch.isin(places, mine)])
         bucket.receive(chosen, sums * collectives.share)
 
 

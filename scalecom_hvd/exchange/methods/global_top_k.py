@@ -28,5 +28,7 @@ class GlobalTopK(Method):
         parts = average.split(bucket.sizes)
         chosen = [largest(part, k) for part, k in zip(parts, bucket.counts, strict=True)]
         places = bucket.places(chosen)
-        bucket.send(places, bucket.accumulators[places])
-        bucket.receive(places, average[places])
+        values = bucket.sendable(places)
+        bucket.send(places, values)
+        averages = yield from collectives.average(values.clone(), "values", values.dtype)
+        bucket.receive(places, averages)

@@ -31,7 +31,7 @@ class LocalTopK(Method):
         """Choose, send to all, add up."""
         offsets = bucket.choose()
         places, counts = bucket.places_at(offsets), bucket.counts
-        values = bucket.accumulators[places]
+        values = bucket.sendable(places)
         payload, sent = rounded(self.quantiser, values, counts, collectives)
         bucket.send(places, sent)
         # Values first: they are viewed as words, and so must begin on one.

@@ -43,9 +43,7 @@ def average_at(
         counts: how many of the places are each tensor's; default: those of every tensor's choice.
     """
     counts = bucket.counts if counts is None else counts
-    values = bucket.accumulators[places]
-    if isinstance(places, slice):
-        values = values.clone()  # it is a view of the accumulators, and is averaged in place
+    values = bucket.sendable(places)
     payload, sent = rounded(quantiser, values, counts, collectives)
     bucket.send(places, sent)
     if quantiser.is_gathered(payload, sent, collectives.size):

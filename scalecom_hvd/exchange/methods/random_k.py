@@ -57,7 +57,7 @@ class RandomK(Method):
         randoms = [generator(*numbers, rank, 0) for rank in range(collectives.size)]
         everyone = [self._draw(bucket, random) for random in randoms]
         mine, counts = everyone[collectives.position], bucket.counts
-        payload, sent = rounded(self.quantiser, bucket.accumulators[mine], counts, collectives)
+        payload, sent = rounded(self.quantiser, bucket.sendable(mine), counts, collectives)
         bucket.send(mine, sent)
         gathered = yield from collectives.gather(payload, "values")
         for at, theirs in zip(everyone, gathered, strict=True):

@@ -38,8 +38,12 @@ class ScaleCom(Method):
     (5) takes two moves that need no accumulator: m <- m + beta g, in one pass in which the leader
     chooses; then v = m + (1 - beta) g at I, which equals acc there, and m <- m - beta v at I.
 
-    With look-ahead the leader of step t + 1 chooses at the end of step t, from its residue, and
-    the broadcast hides behind the next forward and backward.
+    A residue holds beta times what waits to be sent, and v_i is g_i and beta times what waits. With
+    `flush`, which is not of the paper, it is g_i and all that waits where m_i and g_i do not point
+    apart: beta then damps only what training has turned against since.
+
+    With look-ahead the leader of step t + 1 chooses at the end of step t, by its new residue and
+    the gradient it has, and the broadcast hides behind the next forward and backward.
 
     Args:
         config, loss_scale, diagnostics, **fields: see `Method`.

@@ -1,0 +1,52 @@
+"""ScaleCom over torch.distributed: for scripts that torchrun launches. No Horovod, and no MPI.
+
+from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+
+model = DistributedDataParallel(model)
+state = ScaleComState(model, rate=100)
+model.register_comm_hook(state, scalecom_hook)
+"""
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.ddp.hook import ScaleComState, scalecom_hook
+from scalecom_hvd.ddp.optimizer import DistributedOptimizer, broadcast_parameters
+from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.exchange import (
+    ECQSGD,
+    QSGD,
+    BucketCollectives,
+    Float16,
+    GlobalTopK,
+    GTopK,
+    LocalTopK,
+    Method,
+    Quantiser,
+    RandomK,
+    ScaleCom,
+    Sign,
+    State,
+    rates_from_flops,
+)
+
+__all__ = [
+    "ECQSGD",
+    "QSGD",
+    "BucketCollectives",
+    "Diagnostics",
+    "DistributedOptimizer",
+    "Float16",
+    "GTopK",
+    "GlobalTopK",
+    "LocalTopK",
+    "Method",
+    "Quantiser",
+    "RandomK",
+    "ScaleCom",
+    "ScaleComConfig",
+    "ScaleComState",
+    "Sign",
+    "State",
+    "broadcast_parameters",
+    "rates_from_flops",
+    "scalecom_hook",
+]

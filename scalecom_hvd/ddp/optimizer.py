@@ -1,0 +1,304 @@
+"""DistributedOptimizer over torch.distributed, for models without DDP's wrapper, and local steps.
+
+The optimizer is the user's, of a class of its own that averages gradients before its step. Its
+methods are those of Horovod's: synchronize, skip_synchronize, and zero_grad that refuses to throw
+away what is under way. Imports process_group_collectives, and exchange, local_steps, methods and
+optimizers of exchange/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives, check_devices
+from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.methods import Method, ScaleCom
+from scalecom_hvd.exchange.optimizers import (
+    check_parameters,
+    common_parameters,
+    is_method,
+    local_members,
+    names_of_groups,
+    trained_parameters,
+    zero_state,
+)
+from scalecom_hvd.schedule import Schedule
+
+_Compression: TypeAlias = Method | type[Method] | None
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: _Compression = ScaleCom,
+    backward_passes_per_step: int = 1,
+    op: Any = dist.ReduceOp.AVG,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
+) -> torch.optim.Optimizer:
+    """An optimizer that averages gradients over ranks, compressed, before each of its steps.
+
+    The model must not be wrapped by DistributedDataParallel, and must begin with the same
+    parameters on all ranks: `broadcast_parameters` sees to that. Every rank has to make the
+    optimizer at the same time.
+
+    Args:
+        optimizer: any of PyTorch's; its state is kept.
+        named_parameters: model.named_parameters().
+        compression: a method's class or an instance; None: everything is sent whole.
+        backward_passes_per_step: how many backward passes add up before gradients are averaged.
+        op: dist.ReduceOp.AVG, or SUM.
+        groups: how many buckets, or lists of parameters that share one; default: by bucket_bytes.
+        sparse_as_dense: whether sparse gradients are made dense; otherwise they are refused.
+        process_group: default: all ranks.
+        local_steps: H, {first step: H} or [H of each rank]. Every rank takes H steps on its own
+            parameters; then their change goes through the method and is averaged (Basu et al.,
+            2019, arXiv 1906.02367). None: every step averages gradients.
+
+    Returns:
+        An optimizer with `compression`, the method with this rank's residues: its `state_dict()`
+        belongs into checkpoints; `synchronize()`, which averages gradients now, for instance to
+        clip them, with `skip_synchronize()` around the step that follows; and
+        `synchronize_parameters()`, which ends a round of local steps early, on all ranks at once.
+
+    Raises:
+        ValueError, TypeError: settings that cannot work, or fit no parameter.
+
+    Example:
+        >>> from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, broadcast_parameters
+        >>> broadcast_parameters(model)
+        >>> optimizer = DistributedOptimizer(
+        ...     optimizer, named_parameters=model.named_parameters(), compression=ScaleCom(rate=100)
+        ... )
+    """
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+        raise ValueError(
+            "op must be dist.ReduceOp.AVG (the default) or SUM: others need all values"
+        )
+    if compression is None:
+        compression = ScaleCom(config=ScaleComConfig(dense=("*",), warmup_steps=0))
+    if not is_method(compression):
+        raise TypeError(
+            "compression must be a method such as ScaleCom or RandomK(rate=100), or None, not "
+            f"{compression!r}"
+        )
+    method = compression() if isinstance(compression, type) else compression
+    if named_parameters is not None:
+        named_parameters = list(named_parameters)
+    parameters = trained_parameters(optimizer, named_parameters)
+    _check_names(optimizer, parameters)
+    check_devices(parameters.values())
+    if isinstance(optimizer, _Averaging):
+        raise TypeError("this optimizer averages gradients already: wrap the one it was made of")
+    collectives = ProcessGroupCollectives(process_group, sums=op == dist.ReduceOp.SUM)
+    in_groups = names_of_groups(groups, parameters)
+    if local_steps is not None:
+        local = LocalSteps(
+            parameters,
+            method,
+            collectives,
+            Schedule(local_steps),
+            in_groups,
+            start_anew=lambda: zero_state(this()),
+        )
+        members = local_members(local, type(optimizer), parameters.values())
+        bases: tuple[type, ...] = (type(optimizer),)
+    else:
+        exchange = Exchange(
+            parameters,
+            method,
+            collectives,
+            groups=in_groups,
+            sparse_as_dense=sparse_as_dense,
+            send_sparse=_refuse_sparse,
+            asks_for_news=True,
+        )
+        method.attach(parameters, exchange)
+        members, bases = {}, (_Averaging, type(optimizer))
+    members["compression"] = _Averaging.compression
+    wrapped: Any = object.__new__(type(type(optimizer).__name__, bases, members))
+    # What a learning rate's schedule put around the step calls that of the optimizer as it was.
+    vars(wrapped).update({name: own for name, own in vars(optimizer).items() if name != "step"})
+    wrapped._method = method
+    if local_steps is None:
+        # A single rank has nothing to average.
+        trained = parameters.values() if collectives.size > 1 else ()
+        wrapped._begin(exchange, trained, backward_passes_per_step)
+    this: Callable[[], Any] = weakref.ref(wrapped)
+    return wrapped
+
+
+def broadcast_parameters(
+    model: torch.nn.Module | dict[str, Any] | list[Any],
+    root_rank: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Give all ranks the parameters and buffers of one of them.
+
+    Where a rank's loaded state is in the middle of a round of local steps, the root sends the
+    common parameters to ranks without a state. Those with one have their own again afterwards.
+
+    Args:
+        model: the same on every rank but for its numbers; or its state_dict(), or a list of (name,
+            tensor) or of tensors.
+        root_rank: whose, by its place in the group.
+        process_group: default: all ranks.
+    """
+    state = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    items = state.values() if isinstance(state, dict) else state
+    root = dist.get_process_group_ranks(process_group or dist.group.WORLD)[root_rank]
+    with common_parameters(state):
+        for item in items:
+            tensor = item[1] if isinstance(item, tuple) else item
+            if isinstance(tensor, torch.Tensor):
+                dist.broadcast(tensor.detach(), root, group=process_group)
+
+
+class _Averaging:
+    """What an optimizer that averages gradients has over its own class, which is the next base."""
+
+    def _begin(self, exchange: Exchange, parameters: Iterable[torch.Tensor], passes: int) -> None:
+        self._exchange, self._passes = exchange, passes
+        self._left = dict.fromkeys(parameters, passes)
+        # Those that were reported, and are not averaged yet.
+        self._reported: dict[torch.Tensor, None] = {}
+        # Whether backward gave any since the last time, of as many passes as it was.
+        self._fresh = False
+        self._synchronized, self._should_synchronize = False, True
+        itself = weakref.ref(self)
+        for parameter in self._left:
+            parameter.register_post_accumulate_grad_hook(functools.partial(_report, itself))
+
+    def synchronize(self) -> None:
+        """Average gradients now, those that backward did not reach too: other ranks may have some.
+
+        Nothing is done where no rank has gradients that were not averaged yet.
+        """
+        if self._left:
+            check_parameters(self.param_groups, self._left, "average")  # type: ignore[attr-defined]
+        try:
+            if self._left and self._exchange.must_exchange(fresh=self._fresh):
+                for parameter in [p for p in self._left if p not in self._reported]:
+                    self._exchange.ready(parameter)
+                for parameter in self._left:
+                    _put(parameter, self._exchange.result(parameter))
+        finally:  # after an error the exchange has given the step up
+            self._forget()
+        self._synchronized = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Let so many backward passes add up from now on; not in the middle of a step."""
+        self._passes = passes
+        self._forget()
+
+    def _forget(self) -> None:
+        self._reported.clear()
+        self._fresh = False
+        self._left = dict.fromkeys(self._left, self._passes)
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let step() use gradients as they are: after synchronize()."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def synchronize_parameters(self) -> None:
+        """Do nothing: parameters are the same on all ranks after every step."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Average gradients, unless that is to be skipped, and take a step."""
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() was called after optimizer.synchronize(), and averages "
+                    "again: put it into `with optimizer.skip_synchronize():`",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step(*args, **kwargs)  # type: ignore[misc]
+
+    # The next base's calls a step's hooks.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As ever, but not while gradients are being averaged."""
+        if self._fresh:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(): gradients would be lost"
+            )
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ever; a step that is under way is forgotten, and residues are as before it."""
+        self._exchange.start_over()
+        self._forget()
+        self._synchronized = False
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    @property
+    def compression(self) -> Method:
+        """This optimizer's method, with stats() and state_dict()."""
+        return self._method  # type: ignore[attr-defined]
+
+
+def _report(optimizer: Callable[[], Any], parameter: torch.Tensor) -> None:
+    """A gradient has been accumulated."""
+    self = optimizer()
+    if self is None:
+        return  # it was deleted, and its parameters go on
+    if parameter in self._reported:
+        raise AssertionError(
+            "gradients were computed more than backward_passes_per_step times before "
+            f"optimizer.step() or synchronize(): give backward_passes_per_step={self._passes + 1} "
+            "or more to accumulate them"
+        )
+    self._fresh = True
+    self._left[parameter] -= 1
+    if self._left[parameter] == 0:
+        self._reported[parameter] = None
+        self._exchange.ready(parameter)
+
+
+@torch.no_grad()
+def _put(parameter: torch.Tensor, average: torch.Tensor) -> None:
+    """The average becomes p.grad's numbers; the tensor stays, as scripts may hold it."""
+    if parameter.grad.is_sparse:
+        parameter.grad.zero_().add_(average.to_sparse(parameter.grad.sparse_dim()))
+    else:
+        parameter.grad.data = average
+
+
+def _refuse_sparse(parameter: torch.Tensor) -> Callable[[], torch.Tensor]:
+    raise RuntimeError(
+        "torch.distributed does not average sparse gradients: give "
+        "DistributedOptimizer(..., sparse_as_dense=True), or make the embedding with sparse=False"
+    )
+
+
+def _check_names(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+    named = set(map(id, parameters.values()))
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    if any(id(p) not in named for p in trained):
+        raise ValueError(
+            "the optimizer trains parameters that named_parameters does not name, or names twice: "
+            "give named_parameters=model.named_parameters() of the whole model"
+        )

@@ -1,0 +1,207 @@
+"""What the optimizers of all faces have in common: local steps, and names of parameters and groups.
+
+An optimizer that takes local steps is the user's, with these methods over its own. Imports
+local_steps, methods and undo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from scalecom_hvd.bucket_layout import group_names
+from scalecom_hvd.exchange.local_steps import (
+    LocalSteps,
+    NotFinite,
+    any_held,
+    check_gradients,
+    rounds_of,
+)
+from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.exchange.undo import Remembered
+
+
+def local_members(
+    local: LocalSteps, base: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]
+) -> dict[str, Any]:
+    """What local steps replace besides: no hooks, as gradients are not averaged, and `step`."""
+    known = set(parameters)
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step on this rank's own parameters, and synchronise if that is due.
+
+        Every rank has to take every step. A gradient that is not finite, in any evaluation of the
+        closure, makes the step one that changes nothing on this rank.
+        """
+        check_parameters(self.param_groups, known, "synchronise")
+        trained = [p for group in self.param_groups for p in group["params"]]
+        # A GradScaler leaves skipping and unscaling to an optimizer that says it can. If it
+        # skipped a step itself, this rank would miss its turn.
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            scale = float(scale)
+            for grad in (p.grad for p in trained if p.grad is not None):
+                grad.div_(scale)
+        if found is not None:
+            self.grad_scale = self.found_inf = None  # for the base class, which may know them too
+
+        def take() -> Any:
+            if found is not None and float(found):
+                raise NotFinite
+            if closure is None:
+                check_gradients(trained)
+                return base.step(self)
+
+            def checked() -> Any:
+                result = closure()
+                check_gradients(trained, result)
+                return result
+
+            # The bad gradient may be that of a later evaluation, when parameters and state were
+            # changed already.
+            before = Remembered(self.param_groups, self.state)
+            try:
+                return base.step(self, checked)
+            except NotFinite:
+                before.put_back()
+                raise
+
+        return local.step(take)
+
+    members: dict[str, Any] = {
+        "_local": local,
+        "_step_supports_amp_scaling": True,
+        "_register_hooks": lambda self: None,
+        "step": step,
+        "synchronize": _nothing_to_synchronize,
+        "skip_synchronize": _skip_nothing,
+        "synchronize_parameters": _synchronize_parameters,
+    }
+    # base.step calls a step's hooks. Without this mark torch would call them here too, with
+    # gradients that are still scaled.
+    members["step"].hooked = True
+    return members
+
+
+def check_parameters(
+    groups: Iterable[Mapping[str, Any]], known: Collection[torch.Tensor], what: str
+) -> None:
+    """Raise RuntimeError where groups hold a trained parameter that is not among those known.
+
+    Args:
+        groups: an optimizer's param_groups.
+        known: the parameters that ranks have agreed on; a set, or a dict.
+        what: what ranks would never do with the others.
+    """
+    trained = (p for group in groups for p in group["params"] if p.requires_grad)
+    if any(p not in known for p in trained):
+        raise RuntimeError(
+            "a parameter was added, or made trainable, after DistributedOptimizer was made, and "
+            f"ranks would never {what} it: make the DistributedOptimizer anew, with all "
+            "parameters that shall be trained"
+        )
+
+
+def zero_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer forget momentum and moments."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    if any(isinstance(value, list) for value in values):
+        # A history, as LBFGS has: with zeros in it there would never be a step again.
+        optimizer.state.clear()
+        return
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+
+
+def _nothing_to_synchronize(self: Any) -> None:
+    """Do nothing: gradients are this rank's own. See synchronize_parameters."""
+
+
+@contextlib.contextmanager
+def _skip_nothing(self: Any) -> Iterator[None]:
+    """Skip nothing: step() averages parameters' changes when it is time."""
+    yield
+
+
+def _synchronize_parameters(self: Any) -> None:
+    """Average the parameters' changes now, whatever the schedule says.
+
+    All ranks must call it after the same step. Afterwards all have the same parameters, to be
+    evaluated or saved. A residue still holds what the method held back.
+    """
+    self._local.synchronise()
+
+
+@contextlib.contextmanager
+def common_parameters(params: dict[str, Any] | list[Any]) -> Iterator[None]:
+    """For a broadcast: parameters in the middle of a round of local steps are the common ones.
+
+    Args:
+        params: a state_dict, or a list of (name, tensor) or of tensors.
+    """
+    held = [local for local in rounds_of(params) if local.held] if any_held() else []
+    for local in held:
+        local.show_common()
+    try:
+        yield
+    finally:
+        for local in held:
+            local.put_back()
+
+
+def is_method(compression: Any) -> bool:
+    """Whether this is a method, its class or an instance."""
+    kind = compression if isinstance(compression, type) else type(compression)
+    return issubclass(kind, Method)
+
+
+def trained_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: list[tuple[str, torch.Tensor]] | None
+) -> dict[str, torch.Tensor]:
+    """{name: parameter} of what the optimizer trains.
+
+    In the order of named_parameters, which is that of the model's layers.
+    """
+    trained = {
+        # Horovod's name for a nameless parameter (optimizer.py:49).
+        id(p): (f"allreduce.noname.{i}.{j}", p)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, p in enumerate(group["params"])
+        if p.requires_grad
+    }
+    if named_parameters is None:
+        return dict(trained.values())
+    # What is no (name, parameter), and names that come twice, Horovod refuses; its words are clear.
+    pairs = [item for item in named_parameters if isinstance(item, tuple)]
+    return dict(without_ties([pair for pair in pairs if id(pair[1]) in trained]))
+
+
+def names_of_groups(
+    groups: int | list[list[torch.Tensor]] | None, parameters: Mapping[str, torch.Tensor]
+) -> list[list[str]] | None:
+    """Horovod's `groups` as lists of names."""
+    names = {id(p): name for name, p in parameters.items()}
+    if not isinstance(groups, list):
+        if groups is not None and not groups > 0:
+            raise ValueError(
+                "groups should be a non-negative integer or a list of list of torch.Tensor."
+            )
+        return group_names(groups, names)
+    listed = [p for group in groups for p in group]
+    if not all(isinstance(p, torch.Tensor) for p in listed):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len({id(p) for p in listed}) < len(listed):
+        raise ValueError("A parameter can only appear once in groups.")
+    return group_names([[id(p) for p in group] for group in groups], names)
+
+
+def without_ties(
+    named_parameters: Sequence[tuple[str, torch.Tensor]],
+) -> list[tuple[str, torch.Tensor]]:
+    """Each parameter with the first of its names: a tied one has several, and one gradient."""
+    first = {id(item[1]): item for item in reversed(named_parameters)}
+    return [item for item in named_parameters if first[id(item[1])] is item]

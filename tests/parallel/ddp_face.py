@@ -1,0 +1,11 @@
+"""scalecom_hvd.ddp, and Horovod's names that the tests of both faces use besides."""
+
+from ddp_stock import *  # noqa: F403
+from ddp_stock import Compression
+
+from scalecom_hvd.ddp import *  # noqa: F403
+from scalecom_hvd.ddp import DistributedOptimizer as _DistributedOptimizer
+
+
+def DistributedOptimizer(optimizer, *args, compression=Compression.none, **more):  # noqa: N802
+    return _DistributedOptimizer(optimizer, *args, compression=compression, **more)

@@ -1,0 +1,27 @@
+"""The face under test, by the names of Horovod's: Horovod's own, or torch.distributed's where
+torchrun started the ranks.
+
+`stock` is what trains without this package there: horovod.torch, or what DDP does without a hook.
+"""
+
+import os
+
+import pytest
+
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    import ddp_face as hvd
+    import ddp_stock as stock
+else:
+    import horovod.torch as stock
+
+    import scalecom_hvd.torch as hvd
+
+__all__ = ["horovods_alone", "hvd", "in_every_library", "stock"]
+
+horovods_alone = pytest.mark.skipif(
+    "TORCHELASTIC_RUN_ID" in os.environ, reason="of Horovod's face alone"
+)
+# Whose DistributedOptimizer takes ScaleCom.
+in_every_library = pytest.mark.parametrize(
+    "library", [hvd, pytest.param(stock, marks=horovods_alone)], ids=["drop-in", "stock"]
+)

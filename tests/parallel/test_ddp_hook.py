@@ -1,0 +1,545 @@
+"""The communication hook: held to the oracle, and to DistributedDataParallel without a hook, in
+whatever order a script calls things.
+"""
+
+import copy
+import datetime
+import gc
+import inspect
+import io
+import os
+import pickle
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from models import ODD_SHAPES, same_on_all_ranks
+from parity import run_against_reference
+from parity_cases import CASES
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from scalecom_hvd import ddp
+from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+
+EVERYTHING = 1.0001  # a rate at which k = N, of tensors as small as these
+ALL = {"dense": (), "warmup_steps": 0, "min_numel": 2}
+
+
+class Given(nn.Module):
+    """Its parameters' gradients are what forward is given; zero where it is given none."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.own = nn.ParameterList(model.values())
+        self.names = list(model)
+
+    def forward(self, grads):
+        pairs = zip(self.names, self.own, strict=True)
+        return sum((p * torch.from_numpy(np.array(grads[n]))).sum().float() for n, p in pairs)
+
+
+def by_hook(model, compressor, _):
+    wrapped = DistributedDataParallel(Given(model), bucket_cap_mb=0.02)
+    state = ScaleComState.__new__(ScaleComState)  # with the oracle's names for the parameters
+    state.compression = compressor
+    state._begin()
+    names = {id(p): name for name, p in model.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        named = dict(wrapped.named_parameters())
+        patch.setattr(
+            "scalecom_hvd.ddp.hook.trained_parameters",
+            lambda _: {names[id(p)]: p for p in named.values()},
+        )
+        state.attach(wrapped)
+    wrapped.register_comm_hook(state, scalecom_hook)
+
+    def step(grads):
+        wrapped.zero_grad()
+        wrapped(grads).backward()
+
+    def end():
+        with torch.no_grad():
+            for parameter in model.values():
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+    return step, end
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_parity(settings):
+    run_against_reference(make=by_hook, **settings)
+
+
+class Net(nn.Module):
+    """Two heads on a body, which it goes through once or twice, checkpointed or not."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 40))
+        self.heads = nn.ModuleList([nn.Linear(40, 10), nn.Linear(40, 10)])
+        self.norm = nn.BatchNorm1d(40)
+
+    def forward(self, x, head=0, twice=False, checkpointed=False):
+        y = checkpoint(self.body, x, use_reentrant=False) if checkpointed else self.body(x)
+        y = self.norm(y + self.body(-x) if twice else y)
+        heads = self.heads if head == "both" else [self.heads[head]]
+        return sum(one(y).square().mean() for one in heads)
+
+
+def batch(step, micro=0, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    random = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randn(8, 20, generator=random)
+
+
+def hooked(rate=10, model=None, compression=ddp.ScaleCom, settings=None, **of_ddp):
+    """A model under DDP; with rate None without a hook; and its state."""
+    model = DistributedDataParallel(model or Net(), **({"bucket_cap_mb": 0.003} | of_ddp))
+    if rate is None:
+        return model, None
+    rates = {"rate": rate} if compression is not ddp.ECQSGD else {}
+    state = ScaleComState(model, compression, **(ALL | rates | (settings or {})))
+    model.register_comm_hook(state, scalecom_hook)
+    return model, state
+
+
+def compare(train, compression=ddp.ScaleCom, settings=None, **of_ddp):
+    """With everything chosen it is what DDP gives; at rate 10 ranks stay alike; gives the last
+    run's state.
+    """
+    found = []
+    for rate in (None, EVERYTHING, 10):
+        model, state = hooked(rate, None, compression, settings, **of_ddp)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        train(model, optimizer)
+        found.append([p.detach() for p in model.parameters()])
+        assert same_on_all_ranks(found[-1])
+    for one, other in zip(found[0], found[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert not all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    return state
+
+
+@pytest.mark.parametrize("settings", [{}, {"lookahead": True}, {"leader": "staggered"}], ids=str)
+@pytest.mark.parametrize(
+    "of_ddp",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 25}],
+    ids=str,
+)
+def test_ways_of_ddp(of_ddp, settings):
+    def train(model, optimizer):
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            model(batch(step), head="both", twice=True, checkpointed=True).backward()
+            optimizer.step()
+
+    state = compare(train, settings={"bucket_bytes": 8000} | settings, **of_ddp)
+    assert state.stats()["step"] == 6
+    assert len(state.compression.residues.buckets) > 1
+
+
+def test_gradients_are_accumulated_without_averaging():
+    def train(model, optimizer):
+        for step in range(5):
+            optimizer.zero_grad()
+            with model.no_sync():
+                for micro in range(step % 3):
+                    model(batch(step, micro), head="both").backward()
+            model(batch(step, 7), head="both").backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+    assert compare(train).stats()["step"] == 5
+
+
+def test_a_second_backward_before_the_step():
+    def train(model, optimizer):
+        for step in range(4):
+            optimizer.zero_grad()
+            for micro in range(2):
+                model(batch(step, micro), head="both").backward()
+            optimizer.step()
+
+    assert compare(train).stats()["step"] == 8
+
+
+def test_heads_that_only_some_ranks_use():
+    def train(model, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            model(batch(step), head=(step + dist.get_rank()) % 2).backward()
+            optimizer.step()
+
+    compare(train, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize(
+    "of_ddp", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
+def test_what_no_rank_uses_waits(of_ddp):
+    """DDP throws the average of such a parameter away: what its residue sent would be lost."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(2)])
+
+        def forward(self, head, grad):
+            return (self.heads[head] * grad).sum()
+
+    model = DistributedDataParallel(Heads(), **of_ddp)
+    state = ScaleComState(model, rate=10, beta=1.0, **ALL)
+    model.register_comm_hook(state, scalecom_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    came_in = torch.zeros(2, 1000)
+    for step in range(20):
+        head = int(step >= 10) if "static_graph" not in of_ddp else 0
+        grad = torch.randn(
+            1000, generator=torch.Generator().manual_seed(99 * step + dist.get_rank())
+        )
+        came_in[head] += grad
+        optimizer.zero_grad()
+        model(head, grad).backward()
+        optimizer.step()
+    for number, came in enumerate(came_in):
+        waits = state.state_dict()["residues"][f"heads.{number}"].clone()
+        both = torch.stack([came, waits])
+        dist.all_reduce(both)
+        total, waiting = both / dist.get_world_size()
+        sent = -model.module.heads[number].detach()
+        torch.testing.assert_close(sent + waiting, total, rtol=1e-4, atol=1e-4)
+        assert waiting.any() == came.any()
+
+
+def test_two_models_in_one_backward():
+    """Both exchanges agree at once, each on its thread, in an order of each rank's own."""
+    models = []
+    for width in (40, 41):
+        net = nn.Sequential(*[nn.Linear(width, width) for _ in range(6)])
+        settings = {"bucket_bytes": 4000}
+        models.append((hooked(10, net, settings=settings)[0], width))
+    for step in range(6):
+        losses = [
+            model(torch.randn(4, width)).square().mean() for model, width in models[:: (-1) ** step]
+        ]
+        sum(losses).backward()
+    for model, _ in models:
+        assert same_on_all_ranks([p.grad for p in model.parameters()])
+
+
+def test_groups_go_with_their_model():
+    def threads():
+        gc.collect()
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads()
+    for _ in range(3):
+        model, state = hooked(10, settings={"bucket_bytes": 4000})
+        run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
+        during = threads()
+        del model, state
+    assert during > before + 5
+    deadline = time.monotonic() + 10
+    while threads() > before + 5:
+        assert time.monotonic() < deadline, f"{threads()} threads are left, and there were {before}"
+        time.sleep(0.1)
+
+
+def test_ranks_of_a_group_in_another_order():
+    ranks = list(reversed(range(dist.get_world_size())))
+    group = dist.new_group(ranks, sort_ranks=False)
+    compare(
+        lambda model, optimizer: run(model, optimizer, range(4)), ddp.GTopK, process_group=group
+    )
+
+
+def test_the_scripts_time_limit_holds():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=77))
+    collectives = ddp.hook.ProcessGroupCollectives(group)
+    assert collectives.channel()._group.options._timeout == datetime.timedelta(seconds=77)
+
+
+def test_names_are_the_models_own():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.weight = nn.Linear(60, 60), nn.Parameter(torch.ones(60, 60))
+
+        def forward(self, x):
+            return (self.module(x) @ self.weight).square().mean()
+
+    model = DistributedDataParallel(Named())
+    state = ScaleComState(torch.compile(model, backend="eager"), rate=10, **ALL)
+    model.register_comm_hook(state, scalecom_hook)
+    model(torch.randn(3, 60)).backward()
+    assert state.state_dict()["residues"].keys() == {"module.weight", "module.bias", "weight"}
+
+
+def test_ranks_with_fewer_batches_join():
+    def train(model, optimizer):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with model.join():
+                for step in range(4 + dist.get_rank()):
+                    optimizer.zero_grad()
+                    model(batch(step), head="both").backward()
+                    optimizer.step()
+
+    compare(train)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model(backend):
+    def train(model, optimizer):
+        compiled = torch.compile(model, backend=backend)
+        for step in range(4):
+            optimizer.zero_grad()
+            compiled(batch(step), head="both").backward()
+            optimizer.step()
+
+    compare(train, bucket_cap_mb=25)  # the compiler's least
+
+
+def test_two_models_in_turn():
+    def train(model, optimizer):
+        other, _ = hooked(20)
+        theirs = torch.optim.AdamW(other.parameters(), lr=0.01)
+        for step in range(6):
+            for one, own in ((model, optimizer), (other, theirs))[:: -1 if step % 2 else 1]:
+                own.zero_grad()
+                one(batch(step), head="both").backward()
+                own.step()
+        assert same_on_all_ranks(other.parameters())
+
+    compare(train)
+
+
+def run(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(step), head="both").backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("compression", [ddp.LocalTopK, ddp.GTopK, ddp.GlobalTopK, ddp.RandomK])
+def test_every_method(compression):
+    state = compare(lambda model, optimizer: run(model, optimizer, range(6)), compression)
+    assert state.stats()["step"] == 6
+
+
+@pytest.mark.parametrize(
+    "settings", [{"compression": ddp.ECQSGD}, {"settings": {"quantiser": ddp.Sign()}}], ids=str
+)
+def test_values_of_few_bits(settings):
+    model, state = hooked(**settings)
+    run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(6))
+    assert state.stats()["bytes_gathered"] > 0
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_nothing_is_lost():
+    """Plain SGD of rate 1 on gradients that do not depend on the parameters."""
+    shapes = ODD_SHAPES
+    model = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    wrapped = DistributedDataParallel(Given(model))
+    state = ScaleComState(wrapped, rate=20, **ALL)
+    wrapped.register_comm_hook(state, scalecom_hook)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    random = np.random.default_rng(dist.get_rank())
+    came_in = {name: np.zeros(shape) for name, shape in shapes.items()}
+    for step in range(20):
+        grads = {n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+        if step == 7 and dist.get_rank() == 1:
+            grads["matrix"].reshape(-1)[5] = np.inf
+        optimizer.zero_grad()
+        wrapped(grads).backward()
+        if step == 7:  # on every rank, and in every bucket
+            assert all(p.grad.isnan().all() for p in model.values())
+            continue
+        came_in = {name: came_in[name] + grads[name] for name in shapes}
+        optimizer.step()
+    assert state.stats()["skipped_steps"] == 1
+    tensors = state.compression.residues.tensors
+    assert 0 < len(tensors) < len(shapes)
+    for (name, parameter), own in zip(model.items(), wrapped.module.state_dict(), strict=True):
+        waits = torch.zeros(parameter.shape, dtype=torch.float64)
+        if own in tensors:
+            waits += (tensors[own].residue / tensors[own].beta).view(parameter.shape)
+        both = torch.stack([torch.as_tensor(came_in[name]), waits])
+        dist.all_reduce(both)
+        total, waiting = both / dist.get_world_size()
+        sent = -parameter.detach().double()
+        torch.testing.assert_close(sent + waiting, total, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_loss_scaling():
+    """Steps that overflow on one rank are skipped on all, and residues survive a moving scale."""
+
+    def train(overflow_at, enabled):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3, enabled=enabled)
+        model, state = hooked(10, settings={"loss_scale": scaler})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        taken = 0
+        while taken < 8:
+            optimizer.zero_grad()
+            loss = model(batch(taken), head="both")
+            if overflow_at and taken == overflow_at[0]:
+                overflow_at = overflow_at[1:]
+                taken -= 1
+                loss = loss * (float("inf") if dist.get_rank() == 1 else 1)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            taken += 1
+        return model, state
+
+    scaled, state = train([0, 3, 3, 6], enabled=True)
+    plain, other = train([], enabled=False)
+    assert state.stats()["skipped_steps"] == 4
+    for one, two in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+    assert same_on_all_ranks(scaled.parameters())
+
+
+def saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lookahead": True}], ids=str)
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "optimizer"])
+def test_resuming_is_bit_identical(settings, how):
+    def fresh():
+        model, state = hooked(10, settings=settings)
+        return model, state, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, state, optimizer = fresh()
+    run(model, optimizer, range(4))
+    weights, own = copy.deepcopy(model.module.state_dict()), saved(state.state_dict())
+    momentum, pickled = copy.deepcopy(optimizer.state_dict()), pickle.dumps(state)
+    run(model, optimizer, range(4, 8))
+    straight = [p.detach().clone() for p in model.parameters()]
+
+    if how == "optimizer":  # one format for all faces
+        resumed = Net()
+        method = ddp.ScaleCom(**(ALL | {"rate": 10} | settings))
+        optimizer = ddp.DistributedOptimizer(
+            torch.optim.SGD(resumed.parameters(), lr=0.1, momentum=0.9),
+            resumed.named_parameters(),
+            compression=method,
+        )
+        method.load_state_dict(own)
+        resumed.load_state_dict(weights)
+        optimizer.load_state_dict(momentum)
+    elif how == "pickle":
+        resumed = DistributedDataParallel(Net(), bucket_cap_mb=0.003)
+        state = pickle.loads(pickled)
+        state.compression.loss_scale = torch.amp.GradScaler("cpu", enabled=False)
+        resumed.register_comm_hook(state, scalecom_hook)
+        with pytest.raises(RuntimeError, match=r"call state.attach\(model\)"):
+            resumed(batch(0), head="both").backward()
+        resumed = DistributedDataParallel(Net(), bucket_cap_mb=0.003)
+        resumed.register_comm_hook(state, scalecom_hook)
+        state.attach(resumed)
+        optimizer = torch.optim.SGD(resumed.parameters(), lr=0.1, momentum=0.9)
+        resumed.module.load_state_dict(weights)
+        optimizer.load_state_dict(momentum)
+    else:
+        resumed, state, optimizer = fresh()
+        state.load_state_dict(own)
+        resumed.module.load_state_dict(weights)
+        optimizer.load_state_dict(momentum)
+    run(resumed, optimizer, range(4, 8))
+    for one, two in zip(resumed.parameters(), straight, strict=True):
+        assert torch.equal(one, two) or (
+            dist.get_world_size() > 2 and torch.allclose(one, two, rtol=1e-4, atol=1e-5)
+        )
+
+
+def test_a_part_of_the_ranks():
+    n, rank = dist.get_world_size(), dist.get_rank()
+    halves = [list(range(n // 2)), list(range(n // 2, n))]
+    groups = [dist.new_group(half) for half in halves]
+    mine = groups[rank >= n // 2]
+    model, state = hooked(10, process_group=mine)
+    run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(5))
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    parts = [torch.zeros_like(flat) for _ in range(dist.get_world_size(mine))]
+    dist.all_gather(parts, flat, group=mine)
+    assert all(torch.equal(part, flat) for part in parts)
+    # A group of one has nothing to average.
+    assert state.stats()["step"] == (5 if len(parts) > 1 else 0)
+
+
+def test_an_exception_in_backward_and_a_model_made_anew():
+    """A step that one rank, or all, give up: what was under way is in the residues."""
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("in the middle of backward")
+
+    net = Net()
+    model, state = hooked(10, net)
+    run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
+    before = copy.deepcopy(state.state_dict())
+    with pytest.raises(ValueError, match="in the middle"):
+        net.norm(Breaks.apply(net.body(batch(3)))).square().mean().backward()
+    model = DistributedDataParallel(net, bucket_cap_mb=0.003)
+    again = ScaleComState(model, rate=10, **ALL)
+    again.load_state_dict(state.state_dict())
+    for name, residue in before["residues"].items():
+        assert torch.equal(again.state_dict()["residues"][name], residue)
+    model.register_comm_hook(again, scalecom_hook)
+    run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3, 6))
+    assert again.stats()["step"] == 6
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_what_cannot_work_is_refused():
+    model = DistributedDataParallel(Net())
+    model.register_comm_hook(None, scalecom_hook)
+    with pytest.raises(TypeError, match="wants a ScaleComState"):
+        model(batch(0), head="both").backward()
+    with pytest.raises(TypeError, match="settings belong to the method"):
+        ScaleComState(Net(), ddp.RandomK(rate=10), rate=5)
+    with pytest.raises(ValueError, match="did you mean rate"):
+        ScaleComState(Net(), rat=5)
+    with pytest.raises(TypeError, match="FSDP"):
+        scalecom_hook(None, torch.zeros(3), torch.zeros(3))
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        ScaleComState(Net().requires_grad_(False))
+    skips = {"skip_all_reduce_unused_params": True, "find_unused_parameters": True}
+    if skips.keys() <= inspect.signature(DistributedDataParallel).parameters.keys():
+        with pytest.raises(ValueError, match="leave it out"):
+            ScaleComState(DistributedDataParallel(Net(), **skips))
+    method = ddp.ScaleCom(rate=10)
+    ScaleComState(Net(), method)
+    with pytest.raises(ValueError, match="already serves"):
+        ScaleComState(Net(), method)
+
+    embedding = nn.Embedding(100, 30, sparse=True)
+    model, _ = hooked(10, nn.Sequential(embedding, nn.Linear(30, 2)))
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        model(torch.arange(5)).sum().backward()
+
+
+def test_ranks_that_differ():
+    model = DistributedDataParallel(Net())
+    state = ScaleComState(model, rate=20 if dist.get_rank() else 30)
+    model.register_comm_hook(state, scalecom_hook)
+    with pytest.raises(RuntimeError, match=r"rate is 30.0 on rank 0 and 20.0 on rank 1"):
+        model(batch(0), head="both").backward()

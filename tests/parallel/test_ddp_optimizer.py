@@ -1,0 +1,128 @@
+"""What is torch.distributed's optimizer's own; what it shares with Horovod's is tested on both."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import same_on_all_ranks
+from torch import nn
+
+from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, broadcast_parameters
+
+ALL = {"dense": (), "warmup_steps": 0, "min_numel": 2}
+
+
+def make(rate=10, model=None, lr=0.1, compression=None, **more):
+    model = model or nn.Linear(60, 60)
+    broadcast_parameters(model)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=lr),
+        model.named_parameters(),
+        compression or ScaleCom(rate=rate, **ALL),
+        **more,
+    )
+    return model, optimizer
+
+
+def backward(model, seed=0):
+    random = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    model(torch.randn(4, 60, generator=random)).square().mean().backward()
+
+
+def test_sparse_gradients_are_made_dense():
+    embedding = nn.Embedding(50, 10, sparse=True)
+    model, optimizer = make(1.0001, embedding, lr=1.0, sparse_as_dense=True)
+    before = model.weight.detach().clone()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.tensor([dist.get_rank(), 20])).sum().backward()
+        optimizer.step()
+    moved = (before - model.weight.detach())[:, 0]
+    torch.testing.assert_close(moved[20], torch.tensor(3.0))
+    torch.testing.assert_close(moved[0], torch.tensor(3 / dist.get_world_size()))
+
+
+def test_sparse_gradients_are_refused():
+    model, _ = make(model=nn.Embedding(50, 10, sparse=True))
+    with pytest.raises(RuntimeError, match="sparse_as_dense=True"):
+        model(torch.tensor([3])).sum().backward()
+
+
+def test_a_state_is_loaded_where_one_rank_has_gradients():
+    model, optimizer = make()
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    model.zero_grad()
+    if dist.get_rank() == 0:  # others had an empty batch
+        backward(model, 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(3, 6):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+    assert optimizer.compression.stats()["step"] == 5
+
+
+def test_fewer_backward_passes_than_were_announced():
+    model, optimizer = make(backward_passes_per_step=2)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        for micro in range(1 + step % 2):
+            backward(model, 10 * step + micro)
+        with pytest.raises(AssertionError, match="gradients would be lost"):
+            optimizer.zero_grad()
+        optimizer.step()
+    assert optimizer.compression.stats()["step"] == 4
+    assert same_on_all_ranks(model.parameters())
+    backward(model)
+    backward(model)
+    with pytest.raises(AssertionError, match="backward_passes_per_step=3"):
+        backward(model)
+    optimizer.step()
+
+
+def test_a_schedule_made_before_and_one_made_after():
+    model = nn.Linear(60, 60)
+    broadcast_parameters(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), ScaleCom(rate=10, **ALL))
+    after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        before.step()
+        after.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5**6
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_a_refused_step_leaves_nothing_behind():
+    model, optimizer = make(compression=ScaleCom(rate=10 + dist.get_rank(), **ALL))
+    backward(model)
+    with pytest.raises(RuntimeError, match="rate is 10.0 on rank 0 and 11.0 on rank 1"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_what_cannot_work_is_refused():
+    model, optimizer = make()
+    with pytest.raises(TypeError, match="averages gradients already"):
+        DistributedOptimizer(optimizer, model.named_parameters())
+    with pytest.raises(ValueError, match="named_parameters does not name"):
+        DistributedOptimizer(torch.optim.SGD(model.parameters()), [("weight", model.weight)])
+    with pytest.raises(TypeError, match="must be a method"):
+        DistributedOptimizer(torch.optim.SGD(model.parameters()), compression="top-k")
+    with pytest.raises(ValueError, match="AVG"):
+        DistributedOptimizer(torch.optim.SGD(model.parameters()), op=dist.ReduceOp.MAX)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    backward(model)
+    with pytest.raises(RuntimeError, match="a parameter was added"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="on CPUs only so far"):
+        DistributedOptimizer(torch.optim.SGD(nn.Linear(3, 3, device="meta").parameters()))
