@@ -1,0 +1,75 @@
+"""Train digits with Hugging Face Accelerate and ScaleCom.
+
+    torchrun --nproc-per-node 2 scripts/examples/train_accelerate.py --checkpoint /tmp/digits
+    torchrun --nproc-per-node 2 scripts/examples/train_accelerate.py --resume /tmp/digits
+    accelerate launch --cpu --num_processes 2 scripts/examples/train_accelerate.py
+
+To copy: the hook is registered on the model that `prepare` gives, and every rank writes its own
+residues beside what `save_state` writes. Needs torch, accelerate and scikit-learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import accelerate
+import digits
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
+
+from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--rate", type=float, default=100)
+    parser.add_argument("--passes", type=int, default=1, help="backward passes per step")
+    parser.add_argument("--checkpoint", help="the folder to write one to")
+    parser.add_argument("--resume", help="the folder of one to go on from")
+    options = parser.parse_args()
+
+    accelerate.utils.set_seed(1)
+    train, test = (
+        torch.utils.data.TensorDataset(*map(torch.from_numpy, part)) for part in digits.load()
+    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=options.passes)
+    model, optimizer, batches, test_batches = accelerator.prepare(
+        model,
+        optimizer,
+        torch.utils.data.DataLoader(train, batch_size=32, shuffle=True),
+        torch.utils.data.DataLoader(test, batch_size=180),
+    )
+
+    if accelerator.num_processes > 1:  # else there is nothing to average
+        state = ScaleComState(model, rate=options.rate, warmup_steps=5)
+        model.register_comm_hook(state, scalecom_hook)
+    residues = f"residues.{accelerator.process_index}.pt"
+    if options.resume:
+        accelerator.load_state(options.resume)
+        state.load_state_dict(torch.load(f"{options.resume}/{residues}"))
+
+    for _ in range(options.epochs):
+        for images, labels in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(images), labels))
+                optimizer.step()
+                optimizer.zero_grad()
+    if options.checkpoint:
+        accelerator.save_state(options.checkpoint)
+        torch.save(state.state_dict(), f"{options.checkpoint}/{residues}")
+
+    right = torch.tensor(0)
+    for images, labels in test_batches:
+        with torch.no_grad():
+            found = accelerator.gather_for_metrics((model(images).argmax(1), labels))
+        right += (found[0] == found[1]).sum()
+    # No end_training(): while the model is there, torch 2.13 may wait for ever in it over Gloo.
+    accelerator.print(f"accuracy {float(right) / len(test):.3f}")
+
+
+if __name__ == "__main__":
+    main()
