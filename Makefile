@@ -3,12 +3,13 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu demo test test-long mutations soak lint accuracy study real-size bench bench-keras bench-kernels bench-gpu scaling clean
+.PHONY: setup setup-gpu setup-torch demo test test-long mutations soak lint accuracy study real-size bench bench-keras bench-kernels bench-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup         .venv with pinned packages, Horovod built from source, this package"
 	@echo "make setup-gpu     the same with NCCL (HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME)"
+	@echo "make setup-torch   .venv-torch with PyTorch and this package alone (any Python from 3.10 to 3.13)"
 	@echo "make demo          trains a ResNet, a Keras ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
 	@echo "make test          ruff, mypy and the tests, on 1, 2 and 4 ranks (ten minutes on two cores)"
 	@echo "make test-long     what takes longer: kills, hosts, elastic jobs, random programs, study (half an hour)"
@@ -33,13 +34,17 @@ setup-gpu:
 	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.11, or name it: make setup-gpu PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) scripts/setup/setup_environment.py --venv $(VENV) --gpu
 
+setup-torch:
+	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.10 to 3.13, or name it: make setup-torch PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) scripts/setup/setup_environment.py --torch-alone
+
 demo: setup
 	@$(RUN) scripts/examples/demo.py
 
 test: setup
 	@$(RUN) scripts/checks/run_tests.py
 
-test-long: setup
+test-long: setup setup-torch
 	@$(RUN) scripts/checks/run_tests.py --long
 
 mutations: setup
@@ -76,4 +81,4 @@ bench-kernels: setup
 	@$(RUN) scripts/bench/bench_kernels.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info demo bench study mutations scalecom_hvd/native/_*.so
+	rm -rf $(VENV) .venv-torch build *.egg-info demo bench study mutations scalecom_hvd/native/_*.so

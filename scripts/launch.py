@@ -11,14 +11,25 @@ from pathlib import Path
 BIN = Path(sys.executable).parent
 
 
-def command(launcher: str, ranks: int, program: list[str], tagged: bool = False) -> list[str]:
+# The environment that has PyTorch and no Horovod.
+TORCH_ALONE = Path(__file__).resolve().parents[1] / ".venv-torch" / "bin" / "python"
+
+
+def command(
+    launcher: str,
+    ranks: int,
+    program: list[str],
+    tagged: bool = False,
+    interpreter: Path = Path(sys.executable),
+) -> list[str]:
     """The command line that runs `python program...` on `ranks` ranks of this machine.
 
     launcher: "mpirun", "horovodrun" (over MPI), "horovodrun --gloo", or "torchrun". More ranks than
         cores are allowed.
     tagged: mpirun puts the rank before every line of output, as horovodrun always does.
+    interpreter: the Python, such as TORCH_ALONE.
     """
-    python = [sys.executable, *program]
+    python = [str(interpreter), *program]
     if launcher == "mpirun":
         return [
             find("mpirun"),
@@ -52,7 +63,7 @@ def command(launcher: str, ranks: int, program: list[str], tagged: bool = False)
             *python,
         ]
     if launcher == "torchrun":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun = [str(interpreter), "-m", "torch.distributed.run", "--standalone"]
         return [*torchrun, "--nproc-per-node", str(ranks), *program]
     raise ValueError(f"unknown launcher {launcher!r}")
 

@@ -11,8 +11,8 @@ side by side, on cores of their own; then come those that start launchers, and w
 
 Tests that are marked `long` are those of --long. Others run where they tell something new:
 PyTorch's all on 4 ranks under mpirun, and under Gloo on 2 where the launcher matters; those of
-torch.distributed's face on 2 under torchrun; TensorFlow's all on 2 ranks under mpirun, as tracing
-takes it most of its time.
+torch.distributed's face on 2 under torchrun, in --long also where there is no Horovod; TensorFlow's
+all on 2 ranks under mpirun, as tracing takes it most of its time.
 """
 
 from __future__ import annotations
@@ -83,16 +83,22 @@ def of_pytest(*files: str, options: Sequence[str], wanted: str = "not long") -> 
     return [*PYTEST, "-m", wanted, *options, *(f"tests/{file}" for file in files)]
 
 
-def on_ranks(launcher: str, ranks: int, files: list[str], *options: str, **more: Any) -> Part:
+def on_ranks(
+    launcher: str,
+    ranks: int,
+    files: list[str],
+    *options: str,
+    interpreter: Path = Path(sys.executable),
+    **more: Any,
+) -> Part:
     """Tests of tests/parallel, on every rank.
 
     A rank that waits for ever is ended with a traceback of where it waits.
     """
     options = ("-x", "--timeout=100", "--timeout-method=thread", *options)
     program = of_pytest(*files, options=options)
-    return Part(
-        tuple(launch.command(launcher, ranks, program, tagged=launcher == "mpirun")), **more
-    )
+    tagged = launcher == "mpirun"
+    return Part(tuple(launch.command(launcher, ranks, program, tagged, interpreter)), **more)
 
 
 def parallel(pattern: str) -> list[str]:
@@ -148,9 +154,15 @@ LONG = {
     "torch, horovodrun --gloo -np 2, the rest": on_ranks(
         GLOO, 2, [file for file in TORCH if file not in UNDER_GLOO]
     ),
-    "ddp, torchrun -np 2, the rest": on_ranks("torchrun", 2, DDP_LONG, environment=ONE_THREAD),
-    "ddp, torchrun -np 4": on_ranks(
-        "torchrun", 4, parallel("ddp_*"), environment=ONE_THREAD | MINUTE
+    "ddp, torch alone, torchrun -np 2": on_ranks(
+        "torchrun", 2, DDP_LONG, interpreter=launch.TORCH_ALONE, environment=ONE_THREAD
+    ),
+    "ddp, torch alone, torchrun -np 4": on_ranks(
+        "torchrun",
+        4,
+        parallel("ddp_*"),
+        interpreter=launch.TORCH_ALONE,
+        environment=ONE_THREAD | MINUTE,
     ),
     "tensorflow, mpirun -np 4": on_ranks(
         "mpirun", 4, [*named("tensorflow_differential", "tensorflow_parity"), SETS, *UNLIKE], *ALL

