@@ -22,7 +22,7 @@ from typing import Any
 
 import hosts
 import matplotlib
-from bench_worker import LOCAL, METHODS
+from bench_worker import DDP, LOCAL, METHODS
 from tqdm import tqdm
 
 matplotlib.use("Agg")
@@ -74,7 +74,7 @@ class Job:
                 "horovodrun --gloo",
                 program,
                 timeout=timeout,
-                environment={"OMP_NUM_THREADS": "1"},
+                environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"},
                 stdout=subprocess.PIPE,
             )
         if done.returncode != 0:
@@ -85,6 +85,13 @@ class Job:
 
 # The seconds are those of a round of 16 steps at the slower speed.
 LOCAL_STEPS = Job("transformer", 2, (100, 1000), ("no communication", "dense", *LOCAL), 4.0)
+# torch.distributed's face beside Horovod's, and PyTorch's own hooks.
+BOTH_FACES = ("no communication", "dense", "ScaleCom cyclic", "ScaleCom look-ahead", *DDP)
+DDP_JOBS = [
+    Job("transformer", 2, (100, 1000, 10_000, 0), BOTH_FACES, 2.0),
+    Job("transformer", 4, (100, 1000, 10_000, 0), BOTH_FACES, 2.0),
+    Job("resnet", 2, (100, 1000, 0), BOTH_FACES, 2.0),
+]
 
 
 def jobs(quick: bool) -> Iterator[Job]:
@@ -100,6 +107,9 @@ def jobs(quick: bool) -> Iterator[Job]:
                 "local top-k",
                 "ScaleCom look-ahead",
                 "ScaleCom 4 bits, H = 4",
+                "DDP dense",
+                "DDP PowerSGD, rank 4",
+                "DDP ScaleCom look-ahead",
             ),
             1.0,
         )
@@ -121,6 +131,7 @@ def jobs(quick: bool) -> Iterator[Job]:
         2.0,
     )
     yield LOCAL_STEPS
+    yield from DDP_JOBS
     yield Job(
         "resnet",
         2,
@@ -298,6 +309,9 @@ def main() -> int:
         "--local-steps", action="store_true", help="only the job that compares local steps"
     )
     parser.add_argument(
+        "--ddp", action="store_true", help="only the jobs that compare DistributedDataParallel"
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         default=Path("bench"),
@@ -307,11 +321,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if os.geteuid() == 0:
         hosts.install()
+    some = [LOCAL_STEPS] * arguments.local_steps + DDP_JOBS * arguments.ddp
     try:
-        results = run_all(
-            [LOCAL_STEPS] if arguments.local_steps else list(jobs(arguments.quick)),
-            arguments.timeout,
-        )
+        results = run_all(some or list(jobs(arguments.quick)), arguments.timeout)
     except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"make bench: {error}", file=sys.stderr)
         return 1

@@ -17,6 +17,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # script
 
 import train_image
 
+Loss = Callable[[torch.nn.Module], torch.Tensor]
+
 
 def transformer_shapes(
     layers: int = 6, width: int = 512, tokens: int = 11_000, positions: int = 512
@@ -91,11 +93,10 @@ class PausedLayer(torch.nn.Module):
         return _PausedLayer.apply(x, self, *self.weights)
 
 
-def paused_transformer(
-    seed: int, pause: float = 0.15
-) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """The model and a function that computes its loss; `pause` seconds of compute a step, a third
-    of them in forward, by parameters.
+def paused_transformer(seed: int, pause: float = 0.15) -> tuple[torch.nn.Module, Loss]:
+    """The model, and a function that computes its loss, wrapped or not.
+
+    pause: seconds of compute a step, a third of them in forward, by parameters.
     """
     torch.manual_seed(seed)
     noise = torch.randn(8_000_000) * 1e-3
@@ -107,15 +108,15 @@ def paused_transformer(
     ]
     model = torch.nn.Sequential(*layers)
     x = torch.ones((), requires_grad=True)
-    return model, lambda: model(x)
+    return model, lambda model: model(x)
 
 
-def resnet(seed: int) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+def resnet(seed: int) -> tuple[torch.nn.Module, Loss]:
     """A ResNet of 4.7 M parameters that really computes, on images of random numbers."""
     torch.manual_seed(seed)
     model = train_image.ResNet("batch", channels=3, classes=10, width=128)
     images, labels = torch.randn(4, 3, 16, 16), torch.randint(10, (4,))
-    return model, lambda: torch.nn.functional.cross_entropy(model(images), labels)
+    return model, lambda model: torch.nn.functional.cross_entropy(model(images), labels)
 
 
 CASES = {"transformer": paused_transformer, "resnet": resnet}

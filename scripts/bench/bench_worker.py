@@ -20,10 +20,16 @@ from typing import Any
 import bench_cases
 import hosts
 import torch
+import torch.distributed as dist
 from local_topk import LocalTopK
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
+SETTLING_STEPS = 3
 # What is timed is a compressed step, of every layer.
 ALL_COMPRESSED = {"dense": [], "warmup_steps": 0}
 # {name: settings of ScaleCom}
@@ -49,7 +55,34 @@ LOCAL = {
     if (name, h) != ("local SGD", 1)  # which is dense
 }
 METHODS = ["no communication", "dense", "fp16", "local top-k", *SCALECOM]
-SETTLING_STEPS = 3
+
+
+def _power_sgd(rank: int) -> Callable[..., Any]:
+    def hook(model: DistributedDataParallel, **settings: Any) -> tuple[Any, Any]:
+        state = PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=SETTLING_STEPS - 1
+        )
+        return state, powerSGD_hook
+
+    return hook
+
+
+def _scalecom(**more: Any) -> Callable[..., Any]:
+    def hook(model: DistributedDataParallel, **settings: Any) -> tuple[Any, Any]:
+        return ScaleComState(model, **settings | more), scalecom_hook
+
+    return hook
+
+
+# {name: what gives a state and a hook of DistributedDataParallel; None: without one}
+DDP: dict[str, Callable[..., Any] | None] = {
+    "DDP dense": None,
+    "DDP fp16 hook": lambda model, **settings: (None, fp16_compress_hook),
+    "DDP PowerSGD, rank 1": _power_sgd(1),
+    "DDP PowerSGD, rank 4": _power_sgd(4),
+    "DDP ScaleCom cyclic": _scalecom(),
+    "DDP ScaleCom look-ahead": _scalecom(**SCALECOM["ScaleCom look-ahead"]),
+}
 
 
 class Training:
@@ -64,7 +97,15 @@ class Training:
         self.local: LocalTopK | None = None
         # Steps of which one is unlike the others.
         self.round = 1
-        if method in LOCAL:
+        if method in DDP:
+            # PowerSGD's hook submits collectives when others have ended, which over Gloo may be in
+            # another order on every rank: it dies where there is more than one bucket.
+            one_bucket = {"bucket_cap_mb": 1000} if "PowerSGD" in method else {}
+            self.model = DistributedDataParallel(self.model, **one_bucket)
+            if DDP[method] is not None:
+                settings = {"rate": rate} | ALL_COMPRESSED | options
+                self.model.register_comm_hook(*DDP[method](self.model, **settings))
+        elif method in LOCAL:
             self.round, compression = LOCAL[method]
             self.optimizer = hvd.DistributedOptimizer(
                 self.optimizer,
@@ -86,7 +127,7 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.loss().backward()
+        self.loss(self.model).backward()
         self.reduce()
         self.optimizer.step()
 
@@ -151,7 +192,7 @@ def parts(training: Training, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=bench_cases.CASES, default="transformer")
-    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *LOCAL], default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *LOCAL, *DDP], default=METHODS)
     parser.add_argument("--mbit", nargs="+", type=float, default=[1000.0], help="0: unshaped")
     parser.add_argument("--rate", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=3.0, help="per method and speed")
@@ -162,6 +203,11 @@ def main() -> None:
     arguments = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)
+    if DDP.keys() & set(arguments.methods):
+        # Beside Horovod, on the same hosts and ranks.
+        dist.init_process_group(
+            "gloo", init_method="tcp://h1:29400", rank=hvd.rank(), world_size=hvd.size()
+        )
     for method in arguments.methods:
         # The first step of look-ahead is sent whole, which would take long on a slow network.
         shape(None)
