@@ -7,7 +7,7 @@ ranks.
     CIFAR10_DIR=~/cifar-10-batches-py python scripts/study/accuracy.py --only cifar10
 
 Every finished run leaves a JSON file in --output, and a second call does only what is missing. This
-script starts itself under mpirun; the ranks then do all runs of one training script
+script starts itself under mpirun, or torchrun; the ranks then do all runs of one training script
 (train_image.py, train_char_lm.py, train_keras.py), one after the other, by its `train`.
 """
 
@@ -58,16 +58,23 @@ PERCENT = ("acc9", "accuracy")
 
 
 @dataclass(frozen=True)
+class Way:
+    """How a run trains. forget: whether residues are zeroed after each step."""
+
+    options: tuple[str, ...]
+    forget: bool = False
+    launcher: str = "mpirun"
+
+
+@dataclass(frozen=True)
 class Experiment:
-    """Runs to be compared. methods: {what the table says: (options, whether residues are zeroed
-    after each step)}; dense comes first.
-    """
+    """Runs to be compared. methods: {what the table says: how it trains}; dense comes first."""
 
     title: str
     script: str
     options: tuple[str, ...]
     metric: str
-    methods: dict[str, tuple[tuple[str, ...], bool]]
+    methods: dict[str, Way]
 
 
 EXPERIMENTS = {
@@ -77,10 +84,10 @@ EXPERIMENTS = {
         DIGITS,
         "acc9",
         {
-            "dense": (DENSE, False),
-            f"ScaleCom {RATE}x": (SCALECOM, False),
-            "ScaleCom, the defaults": (DEFAULTS, False),
-            "residues thrown away": (SCALECOM, True),
+            "dense": Way(DENSE),
+            f"ScaleCom {RATE}x": Way(SCALECOM),
+            "ScaleCom, the defaults": Way(DEFAULTS),
+            "residues thrown away": Way(SCALECOM, forget=True),
         },
     ),
     "group": Experiment(
@@ -89,9 +96,9 @@ EXPERIMENTS = {
         GROUP,
         "acc9",
         {
-            "dense": (DENSE, False),
-            f"ScaleCom {RATE}x": (SCALECOM, False),
-            f"ScaleCom {RATE}x, beta 1": ((*SCALECOM, "--beta", "1"), False),
+            "dense": Way(DENSE),
+            f"ScaleCom {RATE}x": Way(SCALECOM),
+            f"ScaleCom {RATE}x, beta 1": Way((*SCALECOM, "--beta", "1")),
         },
     ),
     "lstm": Experiment(
@@ -100,9 +107,10 @@ EXPERIMENTS = {
         TEXT,
         "bits_per_character",
         {
-            "dense": (DENSE, False),
-            f"ScaleCom {RATE}x": (SCALECOM, False),
-            "ScaleCom, the defaults": (DEFAULTS, False),
+            "dense": Way(DENSE),
+            f"ScaleCom {RATE}x": Way(SCALECOM),
+            f"ScaleCom {RATE}x, torchrun": Way(SCALECOM, launcher="torchrun"),
+            "ScaleCom, the defaults": Way(DEFAULTS),
         },
     ),
     "keras": Experiment(
@@ -110,7 +118,7 @@ EXPERIMENTS = {
         "train_keras",
         KERAS,
         "acc9",
-        {"dense": (DENSE, False), f"ScaleCom {RATE}x": (SCALECOM, False)},
+        {"dense": Way(DENSE), f"ScaleCom {RATE}x": Way(SCALECOM)},
     ),
     "cifar10": Experiment(
         "CIFAR-10, ResNet-34, batch norm",
@@ -118,8 +126,8 @@ EXPERIMENTS = {
         CIFAR10,
         "accuracy",
         {
-            "dense": (DENSE, False),
-            "ScaleCom 92x": (("--compression", "scalecom", "--rate", "92"), False),
+            "dense": Way(DENSE),
+            "ScaleCom 92x": Way(("--compression", "scalecom", "--rate", "92")),
         },
     ),
 }
@@ -138,6 +146,7 @@ class Run:
     script: str
     options: tuple[str, ...]
     forget: bool
+    launcher: str
 
 
 def main() -> None:
@@ -148,13 +157,15 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     runs = planned_runs(args)
     if args.as_rank:
-        train_all(args.as_rank, [run for run in runs if run.script == args.as_rank], args.output)
+        script, launcher = args.as_rank
+        mine = [run for run in runs if (run.script, run.launcher) == (script, launcher)]
+        train_all(script, mine, args.output)
         return
     missing = [run for run in runs if finished(run, args.output) is None]
     if missing:
         print(f"{len(missing)} of {len(runs)} runs to do; results in {args.output}", flush=True)
-        for script in dict.fromkeys(run.script for run in missing):
-            start_ranks(args, script)
+        for script, launcher in dict.fromkeys((run.script, run.launcher) for run in missing):
+            start_ranks(args, script, launcher)
     print(table(runs, args.output))
     (args.output / "summary.json").write_text(
         json.dumps(summary(runs, args.output), indent=1) + "\n"
@@ -169,18 +180,19 @@ def planned_runs(args: argparse.Namespace) -> list[Run]:
         if args.quick:
             options = (*options, "--steps", str(QUICK_STEPS[key]))
         for seed in args.seeds[:1] if args.quick else args.seeds:
-            for method, (chosen, forget) in experiment.methods.items():
+            for method, way in experiment.methods.items():
                 label = "".join(c if c.isalnum() or c == "." else "-" for c in method)
                 name = f"{key}-{'quick-' if args.quick else ''}{label}-ranks{args.ranks}-seed{seed}"
                 all_options = (
                     *options,
-                    *chosen,
+                    *way.options,
                     "--seed",
                     str(seed),
                     "--evaluate-every",
                     "1000000",
                 )
-                runs.append(Run(name, key, method, seed, experiment.script, all_options, forget))
+                script, how = experiment.script, (way.forget, way.launcher)
+                runs.append(Run(name, key, method, seed, script, all_options, *how))
     return runs
 
 
@@ -193,13 +205,10 @@ def finished(run: Run, folder: Path) -> dict[str, Any] | None:
     return stored if stored["options"] == list(run.options) else None
 
 
-def start_ranks(args: argparse.Namespace, script: str) -> None:
-    """Run this script again as MPI ranks; mpirun's progress bar and errors go straight to the
-    terminal.
-    """
-    command = launch.command(
-        "mpirun", args.ranks, [str(Path(__file__).resolve()), *sys.argv[1:], "--as-rank", script]
-    )
+def start_ranks(args: argparse.Namespace, script: str, launcher: str) -> None:
+    """Run this script again as ranks; their progress bar and errors go straight to the terminal."""
+    program = [str(Path(__file__).resolve()), *sys.argv[1:], "--as-rank", script, launcher]
+    command = launch.command(launcher, args.ranks, program)
     returncode = subprocess.run(command, env=launch.environment()).returncode
     if returncode != 0:
         sys.exit(
@@ -343,7 +352,7 @@ def argument_parser() -> argparse.ArgumentParser:
         help="repeatable; default: all but cifar10",
     )
     parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
     return parser
 
 
