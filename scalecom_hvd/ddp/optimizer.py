@@ -21,9 +21,10 @@ import torch.distributed as dist
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives, check_devices
 from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.optimizers import (
+    check_outer,
     check_parameters,
     common_parameters,
     is_method,
@@ -47,6 +48,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     sparse_as_dense: bool = False,
     process_group: dist.ProcessGroup | None = None,
     local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
+    outer: Outer | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer that averages gradients over ranks, compressed, before each of its steps.
 
@@ -66,12 +68,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         local_steps: H, {first step: H} or [H of each rank]. Every rank takes H steps on its own
             parameters; then their change goes through the method and is averaged (Basu et al.,
             2019, arXiv 1906.02367). None: every step averages gradients.
+        outer: with local steps, a function that makes an optimizer of the common parameters, such
+            as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True). All ranks step it
+            alike, with the averaged change as the gradient (DiLoCo, Douillard et al., 2023, arXiv
+            2311.08105). None: the average is subtracted.
 
     Returns:
         An optimizer with `compression`, the method with this rank's residues: its `state_dict()`
         belongs into checkpoints; `synchronize()`, which averages gradients now, for instance to
-        clip them, with `skip_synchronize()` around the step that follows; and
-        `synchronize_parameters()`, which ends a round of local steps early, on all ranks at once.
+        clip them, with `skip_synchronize()` around the step that follows;
+        `synchronize_parameters()`, which ends a round of local steps early, on all ranks at once;
+        and `outer`, the outer optimizer.
 
     Raises:
         ValueError, TypeError: settings that cannot work, or fit no parameter.
@@ -89,6 +96,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(
             "op must be dist.ReduceOp.AVG (the default) or SUM: others need all values"
         )
+    check_outer(outer, local_steps)
     if compression is None:
         compression = ScaleCom(config=ScaleComConfig(dense=("*",), warmup_steps=0))
     if not is_method(compression):
@@ -114,6 +122,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             Schedule(local_steps),
             in_groups,
             start_anew=lambda: zero_state(this()),
+            outer=outer,
         )
         members = local_members(local, type(optimizer), parameters.values())
         bases: tuple[type, ...] = (type(optimizer),)

@@ -8,8 +8,11 @@ its residue.
     then:      acc_i   = m_i + (x - x_i)
                sent_i  = what the method makes of acc_i
                m_i    <- acc_i - sent_i
-               x      <- x - (1/n) * sum_i sent_i
+               x      <- outer(x, (1/n) * sum_i sent_i)
                x_i    <- x
+
+outer is a torch optimizer that all ranks step alike, with the average as the gradient (DiLoCo,
+Douillard et al., 2023, arXiv 2311.08105); without one the average is subtracted.
 
 The Exchange is used as it is, on the common parameters, with their changes in the place of
 gradients: buckets, residues, leaders, warm-up, void steps and checks are the same. Every worker's
@@ -30,6 +33,7 @@ Imports exchange, methods/base and the rooms below.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -48,6 +52,9 @@ from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.training_warnings import Health
 
 log = logging.getLogger("scalecom_hvd")
+
+Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""Makes an optimizer of the common parameters."""
 
 
 class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
@@ -103,6 +110,8 @@ class LocalSteps:
         groups: see Exchange.
         start_anew: makes this rank's optimizer forget its momentum and the like, after its
             parameters had to go back.
+        outer: makes the optimizer that steps the common parameters with the averaged change; the
+            same on every rank. None: the average is subtracted.
 
     Attributes:
         common: {name: x}, float32 or float64, the same on all ranks once they agreed.
@@ -110,9 +119,11 @@ class LocalSteps:
         taken: how many steps were taken.
         skipped: how many of them were left out on this rank, for a bad gradient.
         newcomer: whether this rank has taken no step yet, here or in a loaded state.
+        outer: the outer optimizer, or None.
 
     Raises:
-        ValueError: look-ahead, where every rank has a schedule of its own.
+        ValueError: look-ahead, or an outer optimizer, where every rank has a schedule of its own.
+        TypeError: `outer` gives no optimizer of the common parameters.
     """
 
     def __init__(
@@ -123,17 +134,22 @@ class LocalSteps:
         schedule: Schedule,
         groups: Groups | None = None,
         start_anew: Callable[[], None] = lambda: None,
+        outer: Outer | None = None,
     ) -> None:
-        if schedule.asynchronous and method.config.lookahead:
-            raise ValueError(
-                "lookahead needs to know who synchronises next: give all ranks the same "
-                "local_steps, or leave lookahead out"
-            )
+        for given, name, why in (
+            (method.config.lookahead, "lookahead", "needs to know who synchronises next"),
+            (outer is not None, "outer", "steps when all ranks synchronise"),
+        ):
+            if schedule.asynchronous and given:
+                raise ValueError(
+                    f"{name} {why}: give all ranks the same local_steps, or leave {name} out"
+                )
         self.schedule = schedule
         self.taken = 0
         self.skipped = 0
         self.newcomer = True
         self.common = {name: _wide(parameter) for name, parameter in parameters.items()}
+        self.outer = None if outer is None else _outer_of(outer, self.common)
         self._parameters = parameters
         self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
         # What this rank's parameters were at its last synchronisation. With one schedule for all
@@ -163,7 +179,7 @@ class LocalSteps:
             method,
             collectives,
             groups=groups,
-            settings={"local_steps": schedule.describe()},
+            settings={"local_steps": schedule.describe()} | self._describe_outer(),
             is_scaled=False,
         )
         method.attach(self.common, self.exchange, self)
@@ -290,17 +306,29 @@ class LocalSteps:
             if mine:
                 self._go_back()
             return False
+        self._take_outer_step(averages)
         for name, parameter in self._parameters.items():
-            x = self.common[name]
-            x.sub_(averages[name])
             if mine:
-                parameter.copy_(x)
+                parameter.copy_(self.common[name])
                 self._begin_at(name)
         if mine:
             self._under_way = False
         if len(due) == self._collectives.size:
             self._open = False
         return True
+
+    def _take_outer_step(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Let x become what the averages make of it, on every rank alike."""
+        if self.outer is None:
+            for name, x in self.common.items():
+                x.sub_(averages[name])
+            return
+        for name, x in self.common.items():
+            # What nobody changed, such as a frozen tensor, stays: no momentum moves it.
+            x.grad = averages[name] if bool(averages[name].any()) else None
+        self.outer.step()
+        for x in self.common.values():
+            x.grad = None
 
     def _go_back(self) -> None:
         """Some rank's change was not finite: that rank goes back to where its round began.
@@ -337,13 +365,14 @@ class LocalSteps:
         if not self._under_way and not overwritten:
             self._take_up_parameters()
         mine = {
-            "settings": {"local_steps": self.schedule.describe()},
+            "settings": {"local_steps": self.schedule.describe()} | self._describe_outer(),
             "taken": self.taken,
             "knows": self._knows,
             "open": self._under_way or self._open,
             "early": self._early,
             "overwritten": overwritten,
-            "parameters": digest(self.common.values()),
+            "parameters": digest([*self.common.values(), *self._outer_tensors()]),
+            "outer": self._outer_shapes(),
         }
         everyone = gather_objects(self._collectives, mine, "local_steps")
         compare_ranks(everyone, ("settings",))
@@ -371,7 +400,9 @@ class LocalSteps:
                 "on all ranks before the first step, and load states of one step"
             )
         if len({other["parameters"] for other in everyone}) > 1:
-            self._send_common(root=known[0], keeps=self._collectives.position in known)
+            root = known[0]
+            self._send_common(root, keeps=self._collectives.position in known)
+            self._send_outer(root, everyone[root]["outer"])
         if known:
             self.taken, self._early = latest, everyone[known[0]]["early"]
         self._open = any(everyone[rank]["open"] for rank in compared)
@@ -397,6 +428,52 @@ class LocalSteps:
                 "round of local steps",
                 root,
             )
+
+    # The outer optimizer's state, which is the same on all ranks.
+
+    def _describe_outer(self) -> dict[str, Any]:
+        """What ranks must have in common of it: its class, and what it was made with."""
+        if self.outer is None:
+            return {}
+        return {"outer": f"{type(self.outer).__name__}({self.outer.defaults})"}
+
+    def _outer_tensors(self) -> list[torch.Tensor]:
+        if self.outer is None:
+            return []
+        states = [self.outer.state.get(x, {}) for x in self.common.values()]
+        values = [state[key] for state in states for key in sorted(state)]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    def _outer_shapes(self) -> list[dict[str, Any]]:
+        """Of each common parameter {key: (shape, dtype) of a tensor, or the number}, for JSON."""
+        if self.outer is None:
+            return []
+
+        def describe(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return [list(value.shape), str(value.dtype).removeprefix("torch.")]
+
+        states = [self.outer.state.get(x, {}) for x in self.common.values()]
+        return [{key: describe(state[key]) for key in sorted(state)} for state in states]
+
+    def _send_outer(self, root: int, shapes: Sequence[Mapping[str, Any]]) -> None:
+        """Give all ranks the state of the rank at position `root`, which has these shapes."""
+        for x, described in zip(self.common.values(), shapes, strict=False):
+            state = {key: value for key, value in described.items() if not _is_shape(value)}
+            for key in (key for key, value in described.items() if _is_shape(value)):
+                shape, dtype = described[key]
+                now = self.outer.state.get(x, {}).get(key)
+                if not (isinstance(now, torch.Tensor) and list(now.shape) == shape):
+                    device = x.device if shape else "cpu"  # steps are counted on the CPU
+                    now = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                state[key] = now
+            if state:
+                self.outer.state[x] = state
+        for i, tensor in enumerate(self._outer_tensors()):
+            whole = tensor.detach().contiguous().view(-1)
+            self._collectives.broadcast(whole, root, f"scalecom.local_steps.outer.{i}").wait()
+            tensor.copy_(whole.view(tensor.shape))
 
     # What elastic states, broadcast_parameters and the method ask.
 
@@ -455,8 +532,11 @@ class LocalSteps:
             ranks have schedules of their own) also {"common": {name: x}, "local": {name: x_i}},
             "under_way" and "open": whether this rank, and any rank, has taken steps since; and
             with schedules of their own "start": {name: what x_i was at its last synchronisation}.
+            With an outer optimizer "outer": its state_dict().
         """
         state: dict[str, Any] = {"taken": self.taken, "early": self._early}
+        if self.outer is not None:
+            state["outer"] = self.outer.state_dict()
         if not self.taken or not (self.held or self.active):
             return state
         narrow = any(p.dtype != self.common[name].dtype for name, p in self._parameters.items())
@@ -478,6 +558,13 @@ class LocalSteps:
                 "the state's local steps are of another kind of schedule: give the same "
                 "local_steps, or go on without it"
             )
+        if ("outer" in state) != (self.outer is not None):
+            made, give = (
+                ("with", "give the same outer=")
+                if "outer" in state
+                else ("without", "leave out outer=")
+            )
+            raise ValueError(f"the state was made {made} an outer optimizer: {give}")
         shapes = {name: x.shape for name, x in self.common.items()}
         for part in ("common", "local", "start"):
             saved = state.get(part, self.common)
@@ -490,6 +577,9 @@ class LocalSteps:
 
         One from the middle of a round puts this rank's own parameters in place at once.
         """
+        if self.outer is not None:
+            # It keeps the tensors that it is given.
+            self.outer.load_state_dict(copy.deepcopy(state["outer"]))
         self.taken, self._early = int(state["taken"]), int(state.get("early", 0))
         self._under_way = self._open = self._agreed = False
         # A state of before the first step knows no more than a newcomer does.
@@ -538,6 +628,22 @@ def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> N
             ends = [end.to(own[0].device, torch.float64) for v in own for end in torch.aminmax(v)]
             if not bool((torch.stack(ends).abs() <= limit_of(dtype)).all()):
                 raise NotFinite(result)
+
+
+def _outer_of(make: Outer, common: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    outer = make(list(common.values()))
+    if not isinstance(outer, torch.optim.Optimizer) or {
+        x for group in outer.param_groups for x in group["params"]
+    } != set(common.values()):
+        raise TypeError(
+            "outer must be a function of the common parameters that gives a torch optimizer of "
+            "them, such as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    return outer
+
+
+def _is_shape(described: Any) -> bool:
+    return isinstance(described, list)
 
 
 def _wide(parameter: torch.Tensor) -> torch.nn.Parameter:

@@ -73,6 +73,7 @@ def local_members(
 
     members: dict[str, Any] = {
         "_local": local,
+        "outer": local.outer,
         "_step_supports_amp_scaling": True,
         "_register_hooks": lambda self: None,
         "step": step,
@@ -84,6 +85,14 @@ def local_members(
     # gradients that are still scaled.
     members["step"].hooked = True
     return members
+
+
+def check_outer(outer: Any, local_steps: Any) -> None:
+    """Raise ValueError where an outer optimizer would never step."""
+    if outer is not None and local_steps is None:
+        raise ValueError(
+            "outer= steps with what local steps changed: give local_steps=H too, such as 30"
+        )
 
 
 def check_parameters(

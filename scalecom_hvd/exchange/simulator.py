@@ -25,7 +25,7 @@ from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.exchange import Exchange, Groups
 from scalecom_hvd.exchange.gradients import as_bytes
-from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.schedule import Schedule
 
@@ -329,8 +329,8 @@ class Simulation:
         predivide: Horovod's gradient_predivide_factor.
         groups, sparse_as_dense: see Exchange.
         compression: the method's class.
-        local_steps: as in DistributedOptimizer. Then `take_steps` takes the place of `step`, and
-            every rank needs parameters of its own.
+        local_steps, outer: as in DistributedOptimizer. Then `take_steps` takes the place of
+            `step`, and every rank needs parameters of its own.
         **settings: what the class takes: config=, loss_scale=, and fields of ScaleComConfig.
 
     Attributes:
@@ -354,6 +354,7 @@ class Simulation:
         sparse_as_dense: bool = False,
         compression: Callable[..., Method] = ScaleCom,
         local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
+        outer: Outer | None = None,
         **settings: Any,
     ) -> None:
         self.network = Network(n)
@@ -369,7 +370,7 @@ class Simulation:
         for parameters, method, collectives in ranks:
             if local_steps is not None:
                 schedule = Schedule(local_steps)
-                local = LocalSteps(parameters, method, collectives, schedule, groups)
+                local = LocalSteps(parameters, method, collectives, schedule, groups, outer=outer)
                 self.locals.append(local)
                 exchange = local.exchange
             else:

@@ -27,9 +27,10 @@ from horovod.torch.compression import Compression, Compressor
 from scalecom_hvd.agreement import check_operation, warn_of_half_sums
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.local_steps import LocalSteps
+from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.optimizers import (
+    check_outer,
     is_method,
     local_members,
     names_of_groups,
@@ -55,6 +56,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     sparse_as_dense: bool = False,
     process_set: ProcessSet = horovod.global_process_set,
     local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
+    outer: Outer | None = None,
 ) -> torch.optim.Optimizer:
     """horovod.torch.DistributedOptimizer, which also takes ScaleCom and other methods.
 
@@ -72,12 +74,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             since the last time goes through the method and is averaged, and every rank goes on
             from the same parameters (Basu et al., 2019, arXiv 1906.02367). It works with
             Compression.none too. None: every step averages gradients, as in Horovod.
+        outer: with local steps, a function that makes an optimizer of the common parameters, such
+            as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True). All ranks step it
+            alike, with the averaged change as the gradient (DiLoCo, Douillard et al., 2023, arXiv
+            2311.08105). None: the average is subtracted.
 
     Returns:
-        An optimizer as Horovod's, with two things more. `compression` is the method with this
-        rank's residues: its `state_dict()` belongs into checkpoints, its `stats()` tell what was
-        sent. `synchronize_parameters()`, called on all ranks at once, ends a round of local steps
-        early, before the model is evaluated or saved.
+        An optimizer as Horovod's, with more. `compression` is the method with this rank's
+        residues: its `state_dict()` belongs into checkpoints, its `stats()` tell what was sent.
+        `synchronize_parameters()`, called on all ranks at once, ends a round of local steps early,
+        before the model is evaluated or saved. `outer` is the outer optimizer.
 
         With local steps `synchronize()` and `skip_synchronize()` do nothing, so scripts that clip
         between them clip local gradients.
@@ -96,6 +102,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ... )
         >>> torch.save(optimizer.compression.state_dict(), f"residues.{hvd.rank()}.pt")
     """
+    check_outer(outer, local_steps)
     if local_steps is not None:
         compression = _with_local_steps(compression)
     if not is_method(compression):
@@ -133,6 +140,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             Schedule(local_steps),
             in_groups,
             start_anew=lambda: zero_state(this()),
+            outer=outer,
         )
         own = local_members(local, type(optimizer), parameters.values())
         members = _members(local.exchange) | own

@@ -38,6 +38,13 @@ QUANTISERS = {
 DIVERGED = 20
 
 
+# DiLoCo's (arXiv 2311.08105), and half of its learning rate.
+OUTERS = {
+    "nesterov 0.7": lambda common: torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True),
+    "nesterov 0.35": lambda common: torch.optim.SGD(common, lr=0.35, momentum=0.9, nesterov=True),
+}
+
+
 @dataclass(frozen=True)
 class Run:
     """One training run. Fields of None are the task's own.
@@ -51,6 +58,7 @@ class Run:
     clip, clip_first: clipping norm after the exchange, or before it.  momentum_first: momentum, and
         with it weight decay, before the exchange; decay_first: weight decay alone.  local_steps: H,
         after which workers average their parameters' changes.  optimizer: "sgd" or "adamw".
+        outer: of OUTERS, what steps the common parameters with these averages.
     """
 
     task: str
@@ -74,6 +82,7 @@ class Run:
     diagnostics: int = 0
     local_steps: int | None = None
     optimizer: str = "sgd"
+    outer: str | None = None
 
     def resolved(self) -> Run:
         """With the task's own numbers in the place of None."""
@@ -327,6 +336,7 @@ def simulate(
         compression=method,
         config=config,
         local_steps=run.local_steps,
+        outer=run.outer and OUTERS[run.outer],
         **options,
     )
 

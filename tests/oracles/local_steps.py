@@ -5,7 +5,8 @@ at its last synchronisation, `starts[i]`.
 
     every step:  x_i <- update_i(x_i, gradient_i)
     workers that synchronise after it:  change_i = start_i - x_i; all others have no part
-    they average:  x <- x - (1/n) * sum_i sent_i, with error compensation as in methods.py
+    they average:  x <- outer(x, (1/n) * sum_i sent_i), with error compensation as in methods.py;
+        without an outer optimizer the average is subtracted
     those again:  x_i <- x, start_i <- x
 
 Imports NumPy, schedule and the oracle of the methods only.
@@ -32,6 +33,7 @@ class LocalStepsReference:
         schedule: when workers synchronise.
         update: gives worker i's new parameters from its old ones and its gradients, its own
             optimizer's step.
+        outer: gives the new common parameters from the old ones and the averages.
 
     Attributes:
         common: x.
@@ -46,9 +48,11 @@ class LocalStepsReference:
         parameters: Mapping[str, np.ndarray],
         schedule: Schedule,
         update: Callable[[int, Arrays, Arrays], Arrays],
+        outer: Callable[[Arrays, Arrays], Arrays] | None = None,
     ) -> None:
         n = method.n_workers
         self.method, self.schedule, self.update = method, schedule, update
+        self.outer = outer or _subtract
         self.common: Arrays = {name: value.copy() for name, value in parameters.items()}
         self.workers: list[Arrays] = [dict(self.common) for _ in range(n)]
         self.starts: list[Arrays] = [dict(self.common) for _ in range(n)]
@@ -64,7 +68,7 @@ class LocalStepsReference:
             return
         self.method.senders = due if self.schedule.asynchronous else None
         averages = self.method.step([self._change(i, i in due) for i in range(n)])
-        self.common = {name: x - averages[name] for name, x in self.common.items()}
+        self.common = self.outer(self.common, averages)
         for i in due:
             self.workers[i], self.starts[i] = dict(self.common), dict(self.common)
 
@@ -72,3 +76,21 @@ class LocalStepsReference:
         if not is_due:
             return {name: np.zeros_like(x) for name, x in self.common.items()}
         return {name: self.starts[i][name] - self.workers[i][name] for name in self.common}
+
+
+def _subtract(common: Arrays, averages: Arrays) -> Arrays:
+    return {name: x - averages[name] for name, x in common.items()}
+
+
+def nesterov(lr: float, momentum: float) -> Callable[[Arrays, Arrays], Arrays]:
+    """DiLoCo's outer optimizer, as torch.optim.SGD(lr=, momentum=, nesterov=True) computes it."""
+    buffers: Arrays = {}
+
+    def outer(common: Arrays, averages: Arrays) -> Arrays:
+        for name, average in averages.items():
+            buffers[name] = momentum * buffers[name] + average if name in buffers else average
+        return {
+            name: x - lr * (averages[name] + momentum * buffers[name]) for name, x in common.items()
+        }
+
+    return outer

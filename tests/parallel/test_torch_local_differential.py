@@ -110,6 +110,12 @@ OPTIMIZERS = {
 }
 
 
+OUTERS = {
+    "Nesterov": lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.75, nesterov=True),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.03, eps=1e-3),
+}
+
+
 class BadGradient(Exception):  # noqa: N818
     """In a worker of plain PyTorch."""
 
@@ -304,6 +310,10 @@ class Simulated:
             )
         self.names = [name for name, _ in net.named_parameters()]
         self.x = self.values()[0]
+        self.outer = None
+        if setting["outer"] is not None:
+            self.common = {name: torch.nn.Parameter(x.clone()) for name, x in self.x.items()}
+            self.outer = OUTERS[setting["outer"]](self.common.values())
         self.start = [self.x] * n
         self.taken = self.last = 0
 
@@ -330,13 +340,26 @@ class Simulated:
         return list(range(len(self.workers)))
 
     def average(self, due):
-        values = self.values()
-        self.x = {
-            name: x
-            - sum(self.start[rank][name] - values[rank][name] for rank in due) / len(self.workers)
-            for name, x in self.x.items()
-        }
+        values, n = self.values(), len(self.workers)
+        self.take_average(
+            {
+                name: sum(self.start[rank][name] - values[rank][name] for rank in due) / n
+                for name in self.x
+            }
+        )
         self.arrive(due)
+
+    def take_average(self, average):
+        """Let x become what the average of what was sent makes of it."""
+        if self.outer is None:
+            self.x = {name: x - average[name] for name, x in self.x.items()}
+            return
+        with torch.no_grad():
+            for name, common in self.common.items():
+                common.copy_(self.x[name])
+                common.grad = average[name].clone() if average[name].any() else None
+        self.outer.step()
+        self.x = {name: common.detach().clone() for name, common in self.common.items()}
 
     def arrive(self, due):
         for rank in due:
@@ -348,10 +371,15 @@ class Simulated:
             (worker.optimizer.state_dict(), worker.scaler and worker.scaler.state_dict())
             for worker in self.workers
         ]
-        return copy.deepcopy([kept, self.values(), self.x, self.start, self.taken, self.last])
+        outer = self.outer and self.outer.state_dict()
+        return copy.deepcopy(
+            [kept, self.values(), self.x, self.start, self.taken, self.last, outer]
+        )
 
     def load(self, saved):
-        kept, values, self.x, self.start, self.taken, self.last = copy.deepcopy(saved)
+        kept, values, self.x, self.start, self.taken, self.last, outer = copy.deepcopy(saved)
+        if outer is not None:
+            self.outer.load_state_dict(outer)
         for worker, (state, scaler), value in zip(self.workers, kept, values, strict=True):
             worker.optimizer.load_state_dict(state)
             if scaler is not None:
@@ -393,6 +421,7 @@ class Training:
             net.named_parameters(),
             compression=compressor,
             local_steps=self.setting["local_steps"],
+            outer=OUTERS.get(self.setting["outer"]),
             backward_passes_per_step=self.setting["passes"],
         )
         self.worker = Worker(hvd.rank(), net, optimizer, self.scaler, False)
@@ -410,13 +439,14 @@ class Training:
                 else torch.zeros_like(p).double()
                 for name, p in self.worker.net.named_parameters()
             }
-            x = {name: one.detach().double().clone() for name, one in local.common.items()}
+            if not self.setting["whole"]:  # else it has its own
+                self.simulated.x = {name: x.detach().clone() for name, x in local.common.items()}
             residues = self.residues()
             happened = synchronise(due)
             left = self.residues()
-            moved = {name: x[name] - local.common[name].detach().double() for name in x}
+            now = {name: one.detach().clone() for name, one in local.common.items()}
             sent = {name: changes[name] + residues.get(name, 0) - left.get(name, 0) for name in x}
-            self.seen.append((list(due), happened, moved, sent))
+            self.seen.append((list(due), happened, now, sent))
             return happened
 
         local._synchronise = seen
@@ -466,23 +496,21 @@ class Training:
             self.synchronised(list(range(hvd.size())))
 
     def synchronised(self, due):
-        ((seen, happened, moved, sent),) = self.seen
+        ((seen, happened, now, sent),) = self.seen
         self.seen.clear()
         assert (seen, happened) == (due, True)
-        sent = hvd.allreduce(
-            torch.cat([one.reshape(-1) for one in sent.values()]), name="fuzz.sent"
-        )
-        torch.testing.assert_close(
-            torch.cat([one.reshape(-1) for one in moved.values()]),
-            sent,
-            **TOLERANCES[self.setting["dtype"]],
-        )
         if self.setting["whole"]:
             self.simulated.average(due)
         else:
-            self.simulated.x = {
-                name: x.detach().clone() for name, x in self.worker.optimizer._local.common.items()
+            average = {
+                name: hvd.allreduce(one, name=f"fuzz.sent.{name}").to(now[name].dtype)
+                for name, one in sent.items()
             }
+            self.simulated.take_average(average)
+        for name, x in self.simulated.x.items():
+            torch.testing.assert_close(now[name], x, **TOLERANCES[self.setting["dtype"]])
+        if not self.setting["whole"]:
+            self.simulated.x = now
             self.simulated.arrive(due)
 
     def compare(self):
@@ -621,6 +649,7 @@ def draw_setting(choose):
         "local_steps": [choose((1, 2, 3, 4)) for _ in range(n)]
         if own
         else choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3})),
+        "outer": None if own else choose((None, None, *OUTERS)),
         "optimizer": optimizer,
         "several": several,
         "dtype": choose(

@@ -13,7 +13,7 @@ import torch
 from faces import horovods_alone, hvd, stock
 from models import feed, gradients, parameters, same_on_all_ranks
 from oracles import methods as oracle
-from oracles.local_steps import LocalStepsReference
+from oracles.local_steps import LocalStepsReference, nesterov
 
 from scalecom_hvd.exchange.kernels import positions_of
 from scalecom_hvd.schedule import Schedule
@@ -84,15 +84,25 @@ def momentum_sgd():
     return update
 
 
-def hold_to_the_oracle(compression, local_steps, steps, **more):
+def diloco(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.75, nesterov=True)
+
+
+def hold_to_the_oracle(compression, local_steps, steps, outer=None, **more):
     n, rank = hvd.size(), hvd.rank()
     model = begin()
     optimizer, compressor = make(
-        model, COMPRESSIONS[compression](**more), local_steps, momentum=MOMENTUM
+        model, COMPRESSIONS[compression](**more), local_steps, momentum=MOMENTUM, outer=outer
     )
     exchange = oracle.MethodReference(n, SHAPES, compressor.config, rules.sending(compressor))
     start = {name: parameter.detach().numpy().copy() for name, parameter in model.items()}
-    reference = LocalStepsReference(exchange, start, Schedule(local_steps), momentum_sgd())
+    reference = LocalStepsReference(
+        exchange,
+        start,
+        Schedule(local_steps),
+        momentum_sgd(),
+        nesterov(0.5, 0.75) if outer is diloco else None,
+    )
     kinds = {name: value.dtype for name, value in start.items()}
     for step in range(steps):
         everyone = [
@@ -135,6 +145,11 @@ ONE_BUCKET = {"bucket_bytes": 10**8, "dense": ["double"]}
 )
 def test_parity(compression, local_steps):
     hold_to_the_oracle(compression, local_steps, local_steps * 10, **ONE_BUCKET)
+
+
+@some_compressions
+def test_an_outer_optimizer(compression):
+    hold_to_the_oracle(compression, 4, 40, diloco, **ONE_BUCKET)
 
 
 @some_compressions

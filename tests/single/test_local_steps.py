@@ -223,3 +223,119 @@ def test_a_refused_optimizer_leaves_no_schedule_behind():
             rates={"x": 3},
         )
     assert compression.residues.warmup == 100
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.75, nesterov=True)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def outer_state(ranks, rank=0):
+    return ranks.locals[rank].outer.state_dict()["state"]
+
+
+def test_an_outer_optimizer_of_rate_one_subtracts_the_average():
+    def plain(parameters):
+        return torch.optim.SGD(parameters, lr=1.0)
+
+    found = []
+    for outer in (None, plain):
+        ranks = Ranks(3, 2, outer=outer)
+        for step in range(8):
+            ranks.step([0.25 * step, -0.5, 0.125])
+        found.append(ranks.models[1].detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("at", [3, 4], ids=["in mid-round", "between two"])
+@pytest.mark.parametrize("outer", [momentum, adam])
+def test_an_outer_optimizer_goes_on_from_a_checkpoint(outer, at):
+    ranks = Ranks(2, 2, outer=outer)
+    for _ in range(at):
+        ranks.step([0.25, -0.125])
+    states, models = ranks.states(), [model.detach().clone() for model in ranks.models]
+    resumed = Ranks(2, 2, outer=outer)
+    for rank, model in enumerate(models):
+        resumed.models[rank].data.copy_(model)
+        resumed.compressors[rank].load_state_dict(states[rank])
+    for _ in range(5):
+        ranks.step([0.25, -0.125])
+        resumed.step([0.25, -0.125])
+    assert torch.equal(ranks.models[0], resumed.models[0])
+    saved = states[0]["local_steps"]["outer"]["state"][0]
+    assert not any(torch.equal(v, saved[key]) for key, v in outer_state(resumed)[0].items())
+
+
+@pytest.mark.parametrize("outer", [momentum, adam])
+def test_a_newcomer_takes_up_the_outer_optimizers_state(outer):
+    ranks = Ranks(2, 2, outer=outer)
+    for _ in range(4):
+        ranks.step([0.25, -0.125])
+    one = ranks.states()[1]
+    later = Ranks(3, 2, outer=outer)
+    for rank in (1, 2):  # rank 0 is new
+        later.models[rank].data.copy_(ranks.models[0])
+        later.compressors[rank].load_state_dict(one)
+    for _ in range(4):
+        later.step(0.25)
+    assert later.alike()
+    for key, value in outer_state(later)[0].items():
+        assert torch.equal(value, outer_state(later, 1)[0][key])
+
+
+def test_a_void_synchronisation_leaves_the_outer_momentum():
+    ranks = Ranks(2, 2, outer=momentum)
+    ranks.step(0.25)
+    ranks.step(0.25)
+    before = copy.deepcopy(outer_state(ranks))
+    ranks.step([0.25, float("nan")])
+    ranks.step(0.25)  # void: rank 1 goes back
+    assert torch.equal(outer_state(ranks)[0]["momentum_buffer"], before[0]["momentum_buffer"])
+    ranks.step(0.25)
+    ranks.step(0.25)
+    assert ranks.alike()
+    assert bool(ranks.models[0].isfinite().all())
+
+
+def test_outer_momentum_does_not_move_what_is_frozen():
+    ranks = Ranks(2, 1, outer=momentum)
+    ranks.step(0.25)
+    for model in ranks.models:
+        model.requires_grad_(False)
+    before = ranks.models[0].detach().clone()
+    residue = ranks.compressors[0].residues.tensors["w"].residue.clone()
+    for _ in range(3):
+        ranks.step(0.0)
+    assert torch.equal(ranks.models[0], before)
+    assert torch.equal(ranks.compressors[0].residues.tensors["w"].residue, residue)
+
+
+def test_outer_optimizers_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="outer steps when all ranks synchronise"):
+        Ranks(2, [1, 2], outer=momentum)
+    with pytest.raises(TypeError, match="a function of the common parameters"):
+        Ranks(2, 2, outer=lambda parameters: torch.optim.SGD([torch.zeros(3)], lr=1.0))
+    weight = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="give local_steps=H too"):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), [("w", weight)], hvd.ScaleCom, outer=momentum
+        )
+    with_one, without = Ranks(1, 2, outer=momentum), Ranks(1, 2)
+    with pytest.raises(ValueError, match="without an outer optimizer"):
+        with_one.compressors[0].load_state_dict(without.states()[0])
+    with pytest.raises(ValueError, match="made with an outer optimizer"):
+        without.compressors[0].load_state_dict(with_one.states()[0])
+
+
+def test_ranks_with_other_outer_optimizers_are_refused():
+    calls = []
+
+    def differs(parameters):
+        calls.append(parameters)
+        return torch.optim.SGD(parameters, lr=0.5 if len(calls) == 1 else 0.7)
+
+    with pytest.raises(RuntimeError, match="outer"):
+        Ranks(2, 2, outer=differs).step(0.25)
