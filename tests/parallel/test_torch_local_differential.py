@@ -445,7 +445,7 @@ class Training:
             happened = synchronise(due)
             left = self.residues()
             now = {name: one.detach().clone() for name, one in local.common.items()}
-            sent = {name: changes[name] + residues.get(name, 0) - left.get(name, 0) for name in x}
+            sent = {name: changes[name] + residues.get(name, 0) - left.get(name, 0) for name in now}
             self.seen.append((list(due), happened, now, sent))
             return happened
 
