@@ -30,6 +30,7 @@ LONGEST = (
     "test_both_loops_learn",
     "test_killed_at_any_moment",
     "test_keras_training",
+    "test_ecosystem",
     "test_accuracy",
     "test_install",
     "test_frameworks_agree",

@@ -777,12 +777,20 @@ def check(program, own):
         assert same or not alike, kind
 
 
+@pytest.fixture
+def own():
+    """This rank's own process set. Other tests make some of the same ranks."""
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    yield sets[hvd.rank()]
+    for one in sets:
+        hvd.remove_process_set(one)
+
+
 @pytest.mark.timeout(SECONDS + 100)
-def test_random_programs():
+def test_random_programs(own):
     # torch imports much of itself when it makes its first optimizer
     torch.optim.SGD([torch.zeros(1)]).zero_grad()
     begun, seed = time.monotonic(), FIRST_SEED
-    own = [hvd.add_process_set([rank]) for rank in range(hvd.size())][hvd.rank()]
     warnings.filterwarnings("ignore", message="optimizer.step")
     while seed - FIRST_SEED != PROGRAMS:
         late = hvd.allreduce(
