@@ -8,6 +8,7 @@ model.register_comm_hook(state, scalecom_hook)
 """
 
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.ddp.checkpoint import PerRank
 from scalecom_hvd.ddp.hook import ScaleComState, scalecom_hook
 from scalecom_hvd.ddp.optimizer import DistributedOptimizer, broadcast_parameters
 from scalecom_hvd.diagnostics import Diagnostics
@@ -39,6 +40,7 @@ __all__ = [
     "GlobalTopK",
     "LocalTopK",
     "Method",
+    "PerRank",
     "Quantiser",
     "RandomK",
     "ScaleCom",

@@ -9,6 +9,7 @@ import inspect
 import io
 import os
 import pickle
+import tempfile
 import time
 import warnings
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import ODD_SHAPES, same_on_all_ranks
 from parity import run_against_reference
 from parity_cases import CASES
@@ -408,6 +410,16 @@ def test_loss_scaling():
     assert same_on_all_ranks(scaled.parameters())
 
 
+@pytest.fixture
+def shared_folder():
+    """One that rank 0 makes, and takes away again."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        yield folder[0]
+        dist.barrier()
+
+
 def saved(value):
     file = io.BytesIO()
     torch.save(value, file)
@@ -416,8 +428,8 @@ def saved(value):
 
 
 @pytest.mark.parametrize("settings", [{}, {"lookahead": True}], ids=str)
-@pytest.mark.parametrize("how", ["state_dict", "pickle", "optimizer"])
-def test_resuming_is_bit_identical(settings, how):
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "optimizer", "distributed checkpoint"])
+def test_resuming_is_bit_identical(settings, how, shared_folder):
     def fresh():
         model, state = hooked(10, settings=settings)
         return model, state, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -426,6 +438,8 @@ def test_resuming_is_bit_identical(settings, how):
     run(model, optimizer, range(4))
     weights, own = copy.deepcopy(model.module.state_dict()), saved(state.state_dict())
     momentum, pickled = copy.deepcopy(optimizer.state_dict()), pickle.dumps(state)
+    if how == "distributed checkpoint":
+        dcp.save({"scalecom": ddp.PerRank(state)}, checkpoint_id=shared_folder)
     run(model, optimizer, range(4, 8))
     straight = [p.detach().clone() for p in model.parameters()]
 
@@ -455,7 +469,10 @@ def test_resuming_is_bit_identical(settings, how):
         optimizer.load_state_dict(momentum)
     else:
         resumed, state, optimizer = fresh()
-        state.load_state_dict(own)
+        if how == "state_dict":
+            state.load_state_dict(own)
+        else:
+            dcp.load({"scalecom": ddp.PerRank(state)}, checkpoint_id=shared_folder)
         resumed.module.load_state_dict(weights)
         optimizer.load_state_dict(momentum)
     run(resumed, optimizer, range(4, 8))
