@@ -468,6 +468,7 @@ class LocalSteps:
                     device = x.device if shape else "cpu"  # steps are counted on the CPU
                     now = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
                 state[key] = now
+            self.outer.state.pop(x, None)
             if state:
                 self.outer.state[x] = state
         for i, tensor in enumerate(self._outer_tensors()):
