@@ -341,23 +341,23 @@ class Simulated:
 
     def average(self, due):
         values, n = self.values(), len(self.workers)
-        self.take_average(
-            {
-                name: sum(self.start[rank][name] - values[rank][name] for rank in due) / n
-                for name in self.x
-            }
-        )
-        self.arrive(due)
+        return {
+            name: sum(self.start[rank][name] - values[rank][name] for rank in due) / n
+            for name in self.x
+        }
 
-    def take_average(self, average):
-        """Let x become what the average of what was sent makes of it."""
+    def take_average(self, average, changed):
+        """Let x become what the average of what was sent makes of it.
+
+        changed: names of what really changed, where a rounding here is no change.
+        """
         if self.outer is None:
             self.x = {name: x - average[name] for name, x in self.x.items()}
             return
         with torch.no_grad():
             for name, common in self.common.items():
                 common.copy_(self.x[name])
-                common.grad = average[name].clone() if average[name].any() else None
+                common.grad = average[name].clone() if name in changed else None
         self.outer.step()
         self.x = {name: common.detach().clone() for name, common in self.common.items()}
 
@@ -499,19 +499,19 @@ class Training:
         ((seen, happened, now, sent),) = self.seen
         self.seen.clear()
         assert (seen, happened) == (due, True)
+        average = {
+            name: hvd.allreduce(one, name=f"fuzz.sent.{name}").to(now[name].dtype)
+            for name, one in sent.items()
+        }
+        changed = {name for name, one in average.items() if one.any()}
         if self.setting["whole"]:
-            self.simulated.average(due)
-        else:
-            average = {
-                name: hvd.allreduce(one, name=f"fuzz.sent.{name}").to(now[name].dtype)
-                for name, one in sent.items()
-            }
-            self.simulated.take_average(average)
+            average = self.simulated.average(due)
+        self.simulated.take_average(average, changed)
         for name, x in self.simulated.x.items():
             torch.testing.assert_close(now[name], x, **TOLERANCES[self.setting["dtype"]])
         if not self.setting["whole"]:
             self.simulated.x = now
-            self.simulated.arrive(due)
+        self.simulated.arrive(due)
 
     def compare(self):
         """All ranks' parameters are those of the simulated workers, which go on from them: errors
