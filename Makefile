@@ -3,7 +3,7 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu setup-torch demo test test-long mutations soak lint accuracy study real-size bench bench-keras bench-kernels bench-gpu scaling clean
+.PHONY: setup setup-gpu setup-torch dist docs demo test test-long mutations soak lint accuracy study real-size bench bench-keras bench-kernels bench-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,7 +16,7 @@ help:
 	@echo "make lint          ruff and mypy alone"
 	@echo "make mutations     takes 50 lines of the package out, one at a time, and says which tests notice (hours)"
 	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
-	@echo "make accuracy      the accuracy table of the README (minutes)"
+	@echo "make accuracy      the accuracy table of docs/results.md (minutes)"
 	@echo "make study         trains every method on five models; tables and pictures in study/ (four hours; QUICK=1: minutes)"
 	@echo "make real-size     a Transformer of 4.8 million parameters on 2 ranks, dense and with ScaleCom (STEPS=2000: an hour)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
@@ -24,6 +24,8 @@ help:
 	@echo "make bench-keras   step times of Keras on this machine's ranks, dense and with ScaleCom, in one run"
 	@echo "make bench-kernels the kernel's speed against the memory's"
 	@echo "make bench-gpu     the same on a GPU"
+	@echo "make docs          docs/_build/html: the pages as a site"
+	@echo "make dist          dist/: an sdist, and one wheel for Python 3 on any Linux with glibc (needs a C compiler; a minute)"
 
 # The script itself finds out what is missing; a second call takes well under a second.
 setup:
@@ -38,13 +40,22 @@ setup-torch:
 	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.10 to 3.13, or name it: make setup-torch PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) scripts/setup/setup_environment.py --torch-alone
 
+dist:
+	@command -v $(PYTHON) >/dev/null || { echo "make dist failed: $(PYTHON) is not on the PATH. Install Python 3.10 to 3.13, or name it: make dist PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) scripts/setup/make_dist.py
+
+docs: setup
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -r scripts/setup/requirements-docs.txt
+	@TF_CPP_MIN_LOG_LEVEL=3 $(RUN) -m sphinx -b html -W --keep-going -q docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 demo: setup
 	@$(RUN) scripts/examples/demo.py
 
 test: setup
 	@$(RUN) scripts/checks/run_tests.py
 
-test-long: setup setup-torch
+test-long: setup setup-torch docs
 	@$(RUN) scripts/checks/run_tests.py --long
 
 mutations: setup
@@ -81,4 +92,4 @@ bench-kernels: setup
 	@$(RUN) scripts/bench/bench_kernels.py
 
 clean:
-	rm -rf $(VENV) .venv-torch build *.egg-info demo bench study mutations scalecom_hvd/native/_*.so
+	rm -rf $(VENV) .venv-torch .venv-dist dist docs/_build build *.egg-info demo bench study mutations scalecom_hvd/native/_*.so

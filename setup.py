@@ -1,7 +1,8 @@
 """Packaging: the Python packages, and the native lane kernel as plain shared libraries.
 
 The libraries need no Python headers and no framework. One is for any caller. One offers the kernel
-as operations of TensorFlow, whose symbols (and the kernel's) are looked up when it is loaded.
+as operations of TensorFlow, whose symbols (and the kernel's) are looked up when it is loaded. So
+one wheel serves every Python; `make dist` makes it one for every Linux with glibc, too.
 """
 
 import sys
@@ -9,6 +10,7 @@ import warnings
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 LIBRARIES = {"_lanes": "lanes.c", "_tensorflow_ops": "tensorflow_ops.c"}
@@ -41,13 +43,23 @@ class BuildKernel(build_ext):
             print(message, file=sys.stderr)
 
     def copy_extensions_to_source(self) -> None:
-        built = self.extensions
-        self.extensions = [e for e in built if self._was_built(e)]
+        all_of_them = self.extensions
+        self.extensions = self.built()
         super().copy_extensions_to_source()
-        self.extensions = built
+        self.extensions = all_of_them
 
-    def _was_built(self, extension: Extension) -> bool:
-        return Path(self.build_lib, self.get_ext_filename(extension.name)).exists()
+    def built(self) -> list[Extension]:
+        """Those that a compiler could make."""
+        library = Path(self.build_lib)
+        return [e for e in self.extensions if (library / self.get_ext_filename(e.name)).exists()]
+
+
+class AnyPythonWheel(bdist_wheel):
+    """A wheel for any Python 3, of this platform where it holds libraries."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        built = self.get_finalized_command("build_ext").built()
+        return "py3", "none", super().get_tag()[2] if built else "any"
 
 
 setup(
@@ -63,5 +75,5 @@ setup(
         )
         for library, source in LIBRARIES.items()
     ],
-    cmdclass={"build_ext": BuildKernel},
+    cmdclass={"build_ext": BuildKernel, "bdist_wheel": AnyPythonWheel},
 )

@@ -37,55 +37,108 @@ class ScaleComConfig:
         ValueError: a field has a value that cannot work.
     """
 
-    # N/k: one element in `rate` is sent. Higher: less traffic, and each coordinate is sent more
-    # rarely, steps / rate times.
     rate: float = 100
-    # The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1: how much of what waits at a
-    # chosen place is sent at once. 1: all, classic error feedback, which breaks training without
-    # batch norm. Lower: stabler, but what was not sent arrives later, over about rate / beta steps.
+    """One element in `rate` is sent (N/k).
+
+    What counts is how often a place is sent, steps / rate. Under about 5 times everything loses
+    accuracy: lower the rate for short runs.
+    """
+
     beta: float = 0.2
-    # True: all that waits is sent at a chosen place where the worker's gradient does not point
-    # against it, and beta of it elsewhere, so that short runs lose less. False: beta of it
-    # everywhere, as in the paper. None: True with beta at its default, and False with any other, so
-    # that who sets beta has the paper's filter.
+    """The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1.
+
+    The share of what waits at a chosen place that is sent at once. 1 is classic error feedback,
+    which sends all of it, however stale, and breaks training without batch norm. Lower is stabler,
+    but what was not sent arrives later, over up to rate / beta steps.
+    """
+
     flush: bool | None = None
-    # Tensors with fewer elements are sent whole: biases and norms cost nothing and matter much.
-    # Higher: more tensors are sent whole, and traffic grows.
+    """Whether all that waits is sent where the new gradient does not point against it.
+
+    True: there all of it, and `beta` of it elsewhere, so that a low beta costs short runs little.
+    False: `beta` of it everywhere, which is the paper's filter. None: True with beta at its
+    default, and False with any other, so that who sets beta has what the paper says.
+    """
+
     min_numel: int = 2048
-    # Globs on the names of parameters that are sent whole. More of them: better accuracy, and more
-    # traffic. "auto:first" and "auto:output" stand for the first and the last layer. A model with
-    # tied weights does not list its output layer last, so name it there: dense=["embedding.*"]. A
-    # model of one layer has neither. The default is the output layer, which costs little and
-    # matters most (make study); where it is large, see what the log says.
+    """Tensors with fewer elements are sent whole. Biases and norms cost little, and matter much."""
+
     dense: Sequence[str] = ("auto:output",)
-    # {glob on the parameter's name: rate}; the first match wins, and others get `rate`. A higher
-    # rate does for these tensors what `rate` does for all. What `dense` names is sent whole all the
-    # same.
+    """Globs on the names of parameters that are sent whole. They win over `rates`.
+
+    "auto:output" and "auto:first" stand for the last and the first layer, by the order of
+    `named_parameters`; a model of one layer has neither. The output layer costs little and matters
+    most. Where weights are tied it is not listed last: name it, `dense=["embedding.*"]`. Where it
+    is a large part of the model the log says so: then take `dense=[]`, and a rate of its own in
+    `rates`.
+    """
+
     rates: Mapping[str, float] | None = None
-    # That many first steps are sent whole. More: better accuracy, and more traffic at the start. A
-    # tenth to a fifth of a short run prevents most accuracy loss (make study).
+    """Rates of some parameters, by globs on their names.
+
+    Such as {"conv*": 25, "embed.*": 400}; the first match wins, and others get `rate`.
+    `rates_from_flops(model, example_inputs, batch_size)` gives those of the paper's guide; take
+    `dense=[]` with them.
+    """
+
     warmup_steps: int = 100
-    # "lanes": the largest element of each lane, which is fast. "exact": the true top-k, a better
-    # choice, which is slow and for studies.
+    """That many first steps are sent whole.
+
+    A tenth of the run prevents most of what compression can cost. More: better accuracy, and more
+    traffic at the start.
+    """
+
     selection: Literal["lanes", "exact"] = "lanes"
-    # "cyclic": one leader for all buckets, t mod n. "staggered": (t + b) mod n for bucket b, so
-    # that all ranks share the selecting.
+    """How the leader chooses.
+
+    "lanes": the largest element of each lane, which is fast. "exact": the true top-k, which is
+    slow, and for studies.
+    """
+
     leader: Literal["cyclic", "staggered"] = "cyclic"
-    # True: the leader chooses for step t + 1 at the end of step t, and the broadcast hides behind
-    # forward and backward. Faster, but the choice knows nothing of the step's own gradient.
+    """Who leads at step t.
+
+    "cyclic": one leader for all buckets, t mod n. "staggered": (t + b) mod n for bucket b, so that
+    all ranks share the choosing.
+    """
+
     lookahead: bool = False
-    # "float16": values are summed in half the bytes. Their rounding error stays in the residue;
-    # that of the sum (2**-11) is lost. None: as the residue.
+    """Whether the leader chooses for step t + 1 at the end of step t.
+
+    Then the broadcast hides behind forward and backward: the fastest. The choice knows nothing of
+    the step's own gradient, which without batch norm costs accuracy: the lower beta, the less
+    (0.1); with beta near 1 it breaks such training, and the log warns.
+    """
+
     wire_dtype: Literal["float16"] | None = None
-    # Gradient bytes per bucket. Lower: more buckets, which overlap better with backward. Higher:
-    # fewer buckets, which cost fewer negotiations.
+    """What values travel as.
+
+    None: as the residue. "float16": in half the bytes, summed so, and divided in float32. Their
+    rounding error stays in the residue; that of the sum, 2^-11 of it, is lost. In Horovod's
+    own optimizer, which divides in float16, they travel times n: what is above 65504 / n² waits,
+    and `gradient_predivide_factor` must divide n. On processors it pays on slow networks only. Not
+    for Gloo in Horovod 0.28.1, which drops some float16 sums: the log warns.
+    """
+
     bucket_bytes: int = 25 * 2**20
-    # None: float64 for float64 gradients, float32 for all others. "float64": less rounding, twice
-    # the memory and the bytes of values.
+    """Gradient bytes per bucket.
+
+    Fewer: more buckets, which overlap better with backward. More: fewer buckets, which cost fewer
+    negotiations.
+    """
+
     residue_dtype: Literal["float32", "float64"] | None = None
-    # How many steps the whole run will have, if you say so: a warning is logged if they are too few
-    # for the rate. Changes no result.
+    """What residues are kept in.
+
+    None: float64 for float64 gradients, float32 for all others. "float64": less rounding, twice the
+    memory, and twice the bytes of values.
+    """
+
     planned_steps: int | None = None
+    """How many steps the whole run will have.
+
+    A warning is logged if they are too few for the rate. Changes no result.
+    """
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -92,13 +92,8 @@ class Diagnostics:
                 raise TypeError(f"diagnostics: {name} must be a path, not {value!r}")
         if self.csv is not None:
             _check_csv(Path(self.csv))
-        # Found, not imported: where TensorFlow is installed too that takes seconds, and only one
-        # rank needs it.
-        if self.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-            raise ImportError(
-                "diagnostics: tensorboard=... needs TensorBoard, which is not installed: pip "
-                "install tensorboard"
-            )
+        if self.tensorboard is not None:
+            check_tensorboard("diagnostics")
 
     def _check_number(self, name: str, what: str) -> None:
         value = getattr(self, name)
@@ -400,6 +395,62 @@ class Summary(Protocol):
         ...
 
 
+class Board:
+    """TensorBoard's files in one directory, opened when there is something to write.
+
+    What cannot be written is said once in the log, and training goes on.
+
+    Args:
+        directory: theirs.
+        open_tensorboard: gives a SummaryWriter, from a directory and the first step written.
+    """
+
+    def __init__(
+        self, directory: FilePath, open_tensorboard: Callable[[str, int], Summary]
+    ) -> None:
+        self._directory: str | None = os.fspath(directory)
+        self._open = open_tensorboard
+        self._summary: Summary | None = None
+
+    def write(self, numbers: Mapping[str, float], step: int) -> None:
+        """Write all numbers of a step.
+
+        Args:
+            numbers: {name: number}; TensorBoard calls them scalecom/<name>.
+            step: its number.
+        """
+        if self._directory is None:
+            return
+        # Whatever goes wrong in writing: the step counts, and the other ranks are about to go on.
+        try:
+            if self._summary is None:
+                self._summary = self._open(self._directory, step)
+            for name, number in numbers.items():
+                self._summary.add_scalar(f"scalecom/{name}", number, step)
+            self._summary.flush()
+        except Exception as error:
+            log.warning(
+                "nothing is written to TensorBoard's %s any more: %s", self._directory, error
+            )
+            self._directory = None
+
+
+def check_tensorboard(who: str) -> None:
+    """Raise ImportError unless TensorBoard is installed.
+
+    It is found, not imported: where TensorFlow is installed too that takes seconds, and only one
+    rank needs it.
+
+    Args:
+        who: asks for it.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ImportError(
+            f"{who}: tensorboard=... needs TensorBoard, which is not installed: pip install "
+            "tensorboard"
+        )
+
+
 class Writer:
     """Writes every look down for one rank.
 
@@ -414,11 +465,8 @@ class Writer:
         self, diagnostics: Diagnostics, open_tensorboard: Callable[[str, int], Summary]
     ) -> None:
         self._csv = None if diagnostics.csv is None else Path(diagnostics.csv)
-        self._tensorboard = (
-            None if diagnostics.tensorboard is None else os.fspath(diagnostics.tensorboard)
-        )
-        self._open_tensorboard = open_tensorboard
-        self._summary: Summary | None = None
+        directory = diagnostics.tensorboard
+        self._board = None if directory is None else Board(directory, open_tensorboard)
 
     def write(self, numbers: Numbers) -> None:
         """Write one look down.
@@ -436,24 +484,8 @@ class Writer:
         except Exception as error:
             log.warning("diagnostics are not written to %s any more: %s", self._csv, error)
             self._csv = None
-        try:
-            if self._tensorboard is not None:
-                self._write_summary(self._tensorboard, int(known["step"]), known)
-        except Exception as error:
-            log.warning(
-                "diagnostics are not written to TensorBoard's %s any more: %s",
-                self._tensorboard,
-                error,
-            )
-            self._tensorboard = None
-
-    def _write_summary(self, directory: str, step: int, known: Mapping[str, float]) -> None:
-        if self._summary is None:
-            self._summary = self._open_tensorboard(directory, step)
-        for name in NAMES:
-            if name in known:
-                self._summary.add_scalar(f"scalecom/{name}", known[name], step)
-        self._summary.flush()
+        if self._board is not None:
+            self._board.write({n: known[n] for n in NAMES if n in known}, int(known["step"]))
 
 
 def append_to_csv(path: Path, numbers: Numbers) -> None:

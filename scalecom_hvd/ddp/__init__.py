@@ -7,9 +7,17 @@ state = ScaleComState(model, rate=100)
 model.register_comm_hook(state, scalecom_hook)
 """
 
+from scalecom_hvd.missing import explained as _explained
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as _error:
+    raise _explained(_error, "scalecom_hvd.ddp") from _error
+
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.ddp.checkpoint import PerRank
 from scalecom_hvd.ddp.hook import ScaleComState, scalecom_hook
+from scalecom_hvd.ddp.monitor import Monitor
 from scalecom_hvd.ddp.optimizer import DistributedOptimizer, broadcast_parameters
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange import (
@@ -26,6 +34,7 @@ from scalecom_hvd.exchange import (
     ScaleCom,
     Sign,
     State,
+    diloco,
     rates_from_flops,
 )
 
@@ -40,6 +49,7 @@ __all__ = [
     "GlobalTopK",
     "LocalTopK",
     "Method",
+    "Monitor",
     "PerRank",
     "Quantiser",
     "RandomK",
@@ -49,6 +59,7 @@ __all__ = [
     "Sign",
     "State",
     "broadcast_parameters",
+    "diloco",
     "rates_from_flops",
     "scalecom_hook",
 ]

@@ -4,8 +4,8 @@ DDP calls the hook with buckets of its own making, in the same order on all rank
 goes on. Each bucket's gradients are reported to the exchange, which has buckets of its own; so it
 does not matter that DDP makes its buckets anew after the first step. When the last one has come, a
 thread waits for the other ranks, and the futures that DDP waits for are given their averages: in
-the hook nothing blocks. Imports process_group_collectives, and exchange, methods and kernel_thread
-of exchange/.
+the hook nothing blocks. Imports process_group_collectives, and exchange, methods, kernel_thread
+and optimizers of exchange/.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with types.
@@ -23,6 +23,7 @@ from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives, 
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.kernel_thread import KernelThread
 from scalecom_hvd.exchange.methods import Method, ScaleCom
+from scalecom_hvd.exchange.optimizers import SHARDED, check_not_sharded
 
 
 class ScaleComState:
@@ -204,20 +205,13 @@ def scalecom_hook(
         TypeError: it was not DDP that called, or not with a ScaleComState.
     """
     if not isinstance(bucket, dist.GradBucket):
-        raise TypeError(_SHARDED)
+        raise TypeError(SHARDED)
     if not isinstance(state, ScaleComState):
         raise TypeError(
             "register_comm_hook(state, scalecom_hook) wants a ScaleComState, made of this model, "
             f"not {type(state).__name__}"
         )
     return state.reduce(bucket)
-
-
-_SHARDED = (
-    "ScaleCom averages whole gradients, which every rank has under DistributedDataParallel. FSDP, "
-    "and tensors that are sharded otherwise, scatter theirs: wrap the model by "
-    "DistributedDataParallel, or train it without compression"
-)
 
 
 @dataclasses.dataclass
@@ -266,9 +260,10 @@ def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
 
 def check_model(model: nn.Module, wrapper: DistributedDataParallel | None) -> None:
     """Raise an error where averages by a hook are not what training needs."""
-    sharded = any(type(m).__name__.endswith("FullyShardedDataParallel") for m in model.modules())
-    if sharded or any(hasattr(p, "placements") for p in model.parameters()):
-        raise TypeError(_SHARDED)
+    # Whose names of parameters may not show it.
+    if any(type(m).__name__.endswith("FullyShardedDataParallel") for m in model.modules()):
+        raise TypeError(SHARDED)
+    check_not_sharded(model.named_parameters())
     if getattr(wrapper, "skip_all_reduce_unused_params", False):
         raise ValueError(
             "with skip_all_reduce_unused_params=True DDP does not call the hook for all buckets: "

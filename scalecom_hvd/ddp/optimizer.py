@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives, check_devices
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
@@ -33,6 +32,7 @@ from scalecom_hvd.exchange.optimizers import (
     trained_parameters,
     zero_state,
 )
+from scalecom_hvd.exchange.recipes import everything_whole
 from scalecom_hvd.schedule import Schedule
 
 _Compression: TypeAlias = Method | type[Method] | None
@@ -98,7 +98,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
     check_outer(outer, local_steps)
     if compression is None:
-        compression = ScaleCom(config=ScaleComConfig(dense=("*",), warmup_steps=0))
+        compression = everything_whole()
     if not is_method(compression):
         raise TypeError(
             "compression must be a method such as ScaleCom or RandomK(rate=100), or None, not "

@@ -4,6 +4,13 @@
 import, such as scalecom_hvd.torch, put it into optimizers.
 """
 
+from scalecom_hvd.missing import explained as _explained
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as _error:
+    raise _explained(_error, "scalecom_hvd.exchange") from _error
+
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.collectives import CollectiveError, Collectives, Wait, Work
 from scalecom_hvd.exchange.exchange import Exchange
@@ -21,6 +28,7 @@ from scalecom_hvd.exchange.methods import (
     State,
 )
 from scalecom_hvd.exchange.quantisers import QSGD, Float16, Quantiser, Sign
+from scalecom_hvd.exchange.recipes import diloco
 from scalecom_hvd.exchange.simulator import Simulation
 
 __all__ = [
@@ -45,5 +53,6 @@ __all__ = [
     "State",
     "Wait",
     "Work",
+    "diloco",
     "rates_from_flops",
 ]

@@ -35,14 +35,14 @@ def rates_from_flops(
         batch_size: how many samples the batch holds. FLOPs are scaled from it to the guide's 32.
 
     Returns:
-        {parameter's name: rate}: 25, 50 or 400, and 1 for the first layer.
+        A dict of parameters' names and their rates, 25, 50 or 400, and 1 for the first layer.
 
     Raises:
         ValueError: the batch has no samples, or the model no parameters that are trained.
 
     Example:
-        rates = hvd.rates_from_flops(model, images, batch_size=len(images))
-        compression = hvd.ScaleCom(rates=rates)
+        >>> rates = hvd.rates_from_flops(model, images, batch_size=len(images))
+        >>> compression = hvd.ScaleCom(rates=rates)
     """
     if batch_size < 1:
         raise ValueError(

@@ -168,12 +168,31 @@ def is_method(compression: Any) -> bool:
     return issubclass(kind, Method)
 
 
+SHARDED = (
+    "ScaleCom averages whole gradients, which every rank has where each has the whole model. FSDP, "
+    "and tensors that are sharded otherwise, scatter theirs: wrap the model by "
+    "DistributedDataParallel, or train it without compression"
+)
+
+
+def check_not_sharded(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise TypeError where parameters are parts of what other ranks have the rest of."""
+    for name, p in named_parameters:
+        # FSDP's second form; its first with flat parameters, and with original ones.
+        flat = getattr(p, "_is_flat_param", False) or "_flat_param" in str(name)
+        if hasattr(p, "placements") or flat or "_fsdp_wrapped_module" in str(name):
+            raise TypeError(SHARDED)
+
+
 def trained_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: list[tuple[str, torch.Tensor]] | None
 ) -> dict[str, torch.Tensor]:
     """{name: parameter} of what the optimizer trains.
 
     In the order of named_parameters, which is that of the model's layers.
+
+    Raises:
+        TypeError: they are sharded.
     """
     trained = {
         # Horovod's name for a nameless parameter (optimizer.py:49).
@@ -183,10 +202,14 @@ def trained_parameters(
         if p.requires_grad
     }
     if named_parameters is None:
-        return dict(trained.values())
-    # What is no (name, parameter), and names that come twice, Horovod refuses; its words are clear.
-    pairs = [item for item in named_parameters if isinstance(item, tuple)]
-    return dict(without_ties([pair for pair in pairs if id(pair[1]) in trained]))
+        found = dict(trained.values())
+    else:
+        # What is no (name, parameter), and names that come twice, Horovod refuses; its words are
+        # clear.
+        pairs = [item for item in named_parameters if isinstance(item, tuple)]
+        found = dict(without_ties([pair for pair in pairs if id(pair[1]) in trained]))
+    check_not_sharded(found.items())
+    return found
 
 
 def names_of_groups(

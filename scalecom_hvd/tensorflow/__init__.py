@@ -8,13 +8,19 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import Any
 
-import horovod.tensorflow as _horovod
-from horovod.tensorflow import *  # noqa: F403
+from scalecom_hvd.missing import explained as _explained
+
+try:
+    import horovod.tensorflow as _horovod
+    from horovod.tensorflow import *  # noqa: F403
+except ModuleNotFoundError as _error:
+    raise _explained(_error, "scalecom_hvd.tensorflow") from _error
 
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.tensorflow.compressor import ScaleCom
 from scalecom_hvd.tensorflow.compressor import alive as _alive
+from scalecom_hvd.tensorflow.monitor import Monitor
 from scalecom_hvd.tensorflow.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,
@@ -46,6 +52,7 @@ __all__ = [
     *(name for name in dir(_horovod) if not name.startswith("_")),
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "Monitor",
     "PartialDistributedGradientTape",
     "ScaleCom",
     "ScaleComConfig",

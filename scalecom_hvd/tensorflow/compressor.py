@@ -371,15 +371,14 @@ class ScaleCom(tf.Module, Compressor):
         rate, leader and residue_ratio are the largest, and the rest is summed.
 
         Returns:
-            step, skipped_steps (a gradient was not finite).
-            leader: the position of the rank that chose last (for the first bucket).
-            bytes_offsets, bytes_values, bytes_dense: handed to Horovod in the last step.
-            bytes_traffic: what this rank sent for them on a ring, on average over ranks.
-            rate: elements of the model per element sent.
-            collectives: how many, per step.
-            residue_norm: Euclidean, over all residues (reads them all).
-            residue_ratio: the norm of residues / beta, what waits, to that of gradients, when it
-                was last looked at (every 100 steps; None before).
+            A dict. "step" and "skipped_steps": steps, and those that a gradient which was not
+            finite made void. "leader": the position of the rank that chose last, for the first
+            bucket. "bytes_offsets", "bytes_values", "bytes_dense": handed to Horovod in the last
+            step; "bytes_traffic": what this rank sent for them on a ring, on average over ranks.
+            "rate": elements of the model per element sent. "collectives": how many, per step.
+            "residue_norm": Euclidean, over all residues (reads them all). "residue_ratio": the norm
+            of residues / beta, what waits, to that of gradients, when it was last looked at, every
+            100 steps; None before.
         """
         numbers = dict(_NOTHING_SENT)
         for n, exchange in enumerate(self.exchanges()):

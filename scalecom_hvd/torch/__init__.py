@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as _horovod
-from horovod.torch import *  # noqa: F403
+from scalecom_hvd.missing import explained as _explained
+
+try:
+    import horovod.torch as _horovod
+    from horovod.torch import *  # noqa: F403
+except ModuleNotFoundError as _error:
+    raise _explained(_error, "scalecom_hvd.torch") from _error
 
 import scalecom_hvd.torch.elastic  # noqa: F401  Over Horovod's: its states keep residues.
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
@@ -27,9 +32,11 @@ from scalecom_hvd.exchange.methods import (
     State,
 )
 from scalecom_hvd.exchange.quantisers import QSGD, Float16, Quantiser, Sign
+from scalecom_hvd.exchange.recipes import diloco
 from scalecom_hvd.torch.broadcast import broadcast_parameters as broadcast_parameters
 from scalecom_hvd.torch.collective_names import named_collectives as _named_collectives
 from scalecom_hvd.torch.horovod_collectives import exchanges_alive as _exchanges_alive
+from scalecom_hvd.torch.monitor import Monitor as Monitor
 from scalecom_hvd.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from scalecom_hvd.torch.per_tensor import ScaleCom
 
@@ -67,11 +74,13 @@ __all__ = [name for name in dir(_horovod) if not name.startswith("_")] + [
     "GlobalTopK",
     "LocalTopK",
     "Method",
+    "Monitor",
     "Quantiser",
     "RandomK",
     "ScaleCom",
     "ScaleComConfig",
     "Sign",
     "State",
+    "diloco",
     "rates_from_flops",
 ]

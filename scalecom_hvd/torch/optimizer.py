@@ -25,7 +25,6 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression, Compressor
 
 from scalecom_hvd.agreement import check_operation, warn_of_half_sums
-from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
 from scalecom_hvd.exchange.methods import Method
@@ -37,9 +36,9 @@ from scalecom_hvd.exchange.optimizers import (
     trained_parameters,
     zero_state,
 )
+from scalecom_hvd.exchange.recipes import everything_whole
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
-from scalecom_hvd.torch.per_tensor import ScaleCom
 
 _Compression: TypeAlias = Compressor | type[Compressor] | Method | type[Method]
 
@@ -63,9 +62,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     The methods are ScaleCom, RandomK, LocalTopK, GTopK, GlobalTopK and ECQSGD. With any other
     compression, and no local steps, this is Horovod's own function, untouched.
 
+    Arguments that are not named below are as in Horovod.
+
     Args:
-        optimizer, named_parameters, backward_passes_per_step, gradient_predivide_factor,
-            num_groups, sparse_as_dense, process_set: as in Horovod.
         compression: a method, its class or an instance; or one of Horovod's compressors.
         op: with a method hvd.Average or hvd.Sum.
         groups: as in Horovod; it says which tensors share a bucket.
@@ -236,8 +235,7 @@ def _members(exchange: Exchange) -> dict[str, Any]:
 def _with_local_steps(compression: _Compression) -> Method | type[Method]:
     """The method that local steps send changes through."""
     if compression is Compression.none:
-        # It sends all of them whole, whatever the environment says of ScaleCom.
-        return ScaleCom(config=ScaleComConfig(dense=("*",), warmup_steps=0))
+        return everything_whole()
     if is_method(compression):
         return compression
     raise ValueError(

@@ -1,5 +1,5 @@
 """`make bench`: how long a step takes over slow and fast networks, dense and with every way of
-compressing; table, JSON and pictures.
+compressing; table, JSON, CSV and picture.
 
 The workers run on hosts of their own (hosts.py), so real Horovod talks over a real network of the
 speed asked for. All that is compared is measured within one job; ratios are of medians. Needs root,
@@ -9,7 +9,9 @@ for the hosts.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,31 +22,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hosts
-import matplotlib
+import hosts  # which says where launch.py and pictures.py are
+import pictures
 from bench_worker import DDP, LOCAL, METHODS
 from tqdm import tqdm
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # the backend is chosen first
-
 SCRIPTS = Path(__file__).resolve().parent
 Result = dict[str, Any]
-# What a bar is made of, and which of the profiler's ranges that is; "compute" and "other" are
+# What a bar of pictures.PARTS is made of, as ranges of the profiler; "compute" and "other" are
 # calculated.
 PARTS = {
     "select": ("accumulate", "take_and_accumulate", "wait for kernel", "select"),
     "offsets": ("wait for offsets",),
     "values": ("take", "wait for values"),
     "scatter": ("scatter",),
-}
-COLOURS = {
-    "compute": "0.8",
-    "select": "tab:blue",
-    "offsets": "tab:purple",
-    "values": "tab:orange",
-    "scatter": "tab:green",
-    "other": "tab:red",
 }
 
 
@@ -163,8 +154,8 @@ def run_all(todo: list[Job], timeout: float) -> list[Result]:
             finally:
                 ended.set()
                 watcher.join()
-            results += [json.loads(line) for line in output.read_text().splitlines()]
-    return with_ratios(results)
+            results += with_ratios([json.loads(line) for line in output.read_text().splitlines()])
+    return results
 
 
 def _show_progress(bar: tqdm, output: Path, ended: threading.Event, before: int) -> None:
@@ -176,8 +167,8 @@ def _show_progress(bar: tqdm, output: Path, ended: threading.Event, before: int)
 
 
 def with_ratios(results: list[Result]) -> list[Result]:
-    """The results with what they are when compared within their own job: exposed time, and ratios
-    to dense.
+    """A job's results with what they are when compared with each other: exposed time, and ratios to
+    dense.
     """
     found = {(r["case"], r["hosts"], r["mbit"], r["method"]): r for r in results}
     for result in results:
@@ -237,57 +228,61 @@ def split(result: Result) -> dict[str, float]:
     }
 
 
+def once(results: list[Result]) -> list[Result]:
+    """Without "no communication"; of what several jobs measured, the first job's."""
+    found: dict[tuple[Any, ...], Result] = {}
+    for r in results:
+        if r["method"] != "no communication":
+            found.setdefault((r["case"], r["hosts"], r["mbit"], r["method"]), r)
+    return list(found.values())
+
+
+def write_csv(results: list[Result], path: Path) -> None:
+    """The Transformer's steps; docs/bench.csv is such a file."""
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["method", "hosts", "mbit", "step_ms", "exposed_ms", "megabytes"])
+        for r in once(results):
+            if r["case"] == "transformer":
+                mbit = f"{r['mbit']:g}" if r["mbit"] else ""
+                times = f"{r['step_ms']:.0f}", f"{r['exposed_ms']:.0f}"
+                rows.writerow([r["method"], r["hosts"], mbit, *times, f"{r['bytes'] / 1e6:.4g}"])
+
+
 def plot(results: list[Result], path: Path) -> None:
-    """A bar per method, number of hosts and speed."""
-    cases = sorted({(r["case"], r["hosts"]) for r in results})
-    speeds = sorted({r["mbit"] for r in results}, key=lambda mbit: mbit or 1e9)
-    figure, axes = plt.subplots(
-        len(cases),
-        len(speeds),
-        figsize=(4.6 * len(speeds), 2.9 * len(cases)),
-        squeeze=False,
-        layout="constrained",
-    )
-    for row, (case, n) in enumerate(cases):
-        for axis, mbit in zip(axes[row], speeds, strict=True):
-            shown = [
-                r
-                for r in results
-                if (r["case"], r["hosts"], r["mbit"]) == (case, n, mbit)
-                and r["method"] != "no communication"
-            ]
-            if not shown:
-                axis.set_axis_off()
-                continue
-            left = [0.0] * len(shown)
-            for part, colour in COLOURS.items():
-                widths = [split(r)[part] for r in shown]
-                axis.barh([r["method"] for r in shown], widths, left=left, color=colour, label=part)
-                left = [a + b for a, b in zip(left, widths, strict=True)]
-            # Dense at a slow speed is off the scale; its number says how far.
-            reach = 2.2 * max(
-                (r["step_ms"] for r in shown if r["method"].startswith("ScaleCom")), default=1
-            )
-            axis.set_xlim(0, reach)
-            for i, r in enumerate(shown):
-                axis.text(
-                    min(left[i], 0.97 * reach),
-                    i,
-                    f" {r['step_ms']:.0f}",
-                    va="center",
-                    ha="right" if left[i] > 0.9 * reach else "left",
-                )
-            axis.invert_yaxis()
-            axis.set_title(f"{case}, {n} hosts, {speed(mbit)}", fontsize=10)
-            if any(other.has_data() for other in axes[row] if other is not axis):
-                axis.set_yticks([])
-    axes[-1][0].set_xlabel("milliseconds a step")
-    handles, labels = next(
-        axis for axis in axes.flat if axis.has_data()
-    ).get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(COLOURS), frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    """A panel for each case, number of hosts and speed; a bar for each method."""
+    found: dict[tuple[str, int, float], list[Result]] = {}
+    for r in sorted(once(results), key=lambda r: (r["case"], r["hosts"], r["mbit"] or math.inf)):
+        found.setdefault((r["case"], r["hosts"], r["mbit"]), []).append(r)
+    titles = [f"{case}, {n} hosts, {speed(mbit)}" for case, n, mbit in found]
+    figure, axes = pictures.panels(titles, 0.8 + 0.22 * max(map(len, found.values())))
+    for axis, shown in zip(axes, found.values(), strict=True):
+        bars(axis, {r["method"].replace(", ", ",\n"): r for r in shown})
+        axis.set_xlabel("milliseconds a step")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
+    pictures.save(figure, path)
+
+
+def bars(axis: Any, shown: dict[str, Result]) -> None:
+    """A bar for each method, of the parts of its step."""
+    left = dict.fromkeys(shown, 0.0)
+    for part, mark in pictures.PARTS.items():
+        widths = {method: split(r)[part] for method, r in shown.items()}
+        axis.barh([*shown], [*widths.values()], left=[*left.values()], label=part, **mark.bar())
+        left = {method: left[method] + width for method, width in widths.items()}
+    # Dense at a slow speed is off the scale; its number says how far.
+    compressed = [r["step_ms"] for method, r in shown.items() if method.startswith("ScaleCom")]
+    reach = 2.2 * max(compressed, default=1)
+    for method, r in shown.items():
+        beyond = left[method] > 0.85 * reach
+        at = {"x": 0.98 * reach, "ha": "right"} if beyond else {"x": left[method]}
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1} if beyond else None
+        axis.text(y=method, s=f" {r['step_ms']:.0f}", va="center", fontsize=7, bbox=box, **at)
+    axis.set_xlim(0, reach)
+    axis.tick_params(axis="y", labelsize=7)
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
 
 
 def machine() -> dict[str, Any]:
@@ -315,7 +310,7 @@ def main() -> int:
         "--output",
         type=Path,
         default=Path("bench"),
-        help="folder for results.json and steps.png (default: bench)",
+        help="folder for results.json, steps.csv and steps.png (default: bench)",
     )
     parser.add_argument("--timeout", type=float, default=400, help="seconds for one job")
     arguments = parser.parse_args()
@@ -331,9 +326,10 @@ def main() -> int:
     (arguments.output / "results.json").write_text(
         json.dumps({"machine": machine(), "results": results}, indent=1)
     )
+    write_csv(results, arguments.output / "steps.csv")
     plot(results, arguments.output / "steps.png")
     print(table(results))
-    print(f"\nwritten: {arguments.output / 'results.json'}, {arguments.output / 'steps.png'}")
+    print(f"\nwritten to {arguments.output}: results.json, steps.csv, steps.png")
     return 0
 
 

@@ -1,168 +1,118 @@
-"""How long a step takes on 2 to 4096 workers, for networks of 1 to 400 Gbit/s: a model whose
-constants `make bench` measured.
-
-The model (all of it is `predict`). Gradients become ready evenly over backward, two thirds of the
-compute; a bucket's collectives follow each other and the last bucket's cannot hide. A collective
-costs a negotiation and its hops, 2(n-1) of them for a ring's all-reduce, log2 n for a broadcast,
-and its bytes at the network's speed:
-
-    dense       2(n-1)/n * 4N bytes a worker        fp16  half of that
-    local top-k (n-1) * 8k bytes: the union of n choices, values and indices
-    ScaleCom    2(n-1)/n * 4k + k bytes: constant in n; look-ahead hides the k bytes of offsets
-                behind the next forward and backward
-
-Five kinds of constants are fitted to the measured steps: the share of the nominal speed that is
-reached, one negotiation, one hop, and per method the processor's time a step and a megabyte. All
-but the first grow where workers share processors, as those of `make bench` do.
+"""What a step costs on 2 to 4096 workers and networks of 1 to 400 Gbit/s: fits the constants of
+scalecom_hvd/scaling.py, which holds the model, to what `make bench` measured; report and picture.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import json
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from scipy.optimize import least_squares
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # the backend is chosen first
+from scalecom_hvd.scaling import (
+    LOCAL_METHODS,
+    METHODS,
+    Constants,
+    Setting,
+    on_devices,
+    own_cores,
+    predict,
+    where_the_gain_ends,
+)
 
-METHODS = ["dense", "fp16", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"]
-BACKWARD = 2 / 3
-BUCKETS = 4
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where pictures.py is
 
-
-@dataclass(frozen=True)
-class Constants:
-    """What is fitted. Times in ms."""
-
-    reached: float  # of the nominal speed
-    negotiation: float
-    hop: float
-    step: dict[str, float]  # the processor's, per method
-    megabyte: dict[str, float]
-    cores: float = math.inf  # that all workers share. Infinite: every worker has its own
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where a step is predicted. compute in ms, a model of `numel` parameters."""
-
-    workers: int
-    gbit: float
-    compute: float
-    numel: int = 24_800_000
-    rate: float = 100
-
-
-def traffic(method: str, s: Setting) -> tuple[float, float]:
-    """Bytes that a worker sends in a step: (what is averaged or gathered, offsets)."""
-    k, ring = s.numel / s.rate, 2 * (s.workers - 1) / s.workers
-    if method in ("dense", "fp16"):
-        return ring * s.numel * (4 if method == "dense" else 2), 0
-    if method == "local top-k":
-        return (s.workers - 1) * k * 8, 0
-    return ring * k * 4, k * (s.workers - 1) / s.workers
-
-
-def broadcast_of_offsets(method: str, s: Setting, c: Constants) -> float:
-    """The time in ms that a step's broadcasts take if nothing hides them."""
-    shared = max(1.0, s.workers / c.cores)
-    per_byte = 8e-6 / (s.gbit * c.reached) + 1e-6 * c.megabyte[method] * shared
-    return (
-        BUCKETS * shared * (c.negotiation + math.ceil(math.log2(s.workers)) * c.hop)
-        + traffic(method, s)[1] * per_byte
-    )
-
-
-def predict(method: str, s: Setting, c: Constants) -> float:
-    """A step's time in ms."""
-    values, _ = traffic(method, s)
-    n, shared = s.workers, max(1.0, s.workers / c.cores)
-    per_byte = 8e-6 / (s.gbit * c.reached) + 1e-6 * c.megabyte[method] * shared
-    negotiation, hop = c.negotiation * shared, c.hop * shared
-    hops = (n - 1) if method == "local top-k" else 2 * (n - 1)
-    exchange = BUCKETS * (negotiation + hops * hop) + values * per_byte
-    broadcast = broadcast_of_offsets(method, s, c) if method.startswith("ScaleCom") else 0.0
-    if method == "ScaleCom look-ahead":
-        # The next step's offsets travel until its buckets are ready, so they take part only where
-        # the network is busy all the time.
-        tail, total, hidden = (
-            exchange / BUCKETS,
-            exchange + broadcast,
-            s.compute * (1 - (1 - BACKWARD) / BUCKETS),
-        )
-    else:
-        total = exchange + broadcast
-        tail, hidden = total / BUCKETS, s.compute * BACKWARD * (1 - 1 / BUCKETS)
-    return s.compute + c.step[method] * shared + max(tail, total - hidden)
+import pictures
 
 
 def fit(measured: list[dict[str, Any]], cores: int) -> Constants:
     """The constants that bring the predictions nearest to the measured steps, in logarithms: 10 %
     is 10 % everywhere.
     """
-    methods = [method for method in METHODS if any(r["method"] == method for r in measured)]
+    there = {method_of(r) for r in measured}
+    methods = [method for method in (*METHODS, *LOCAL_METHODS) if method in there]
+
+    families = list(dict.fromkeys(map(family_of, methods)))
 
     def constants(x: np.ndarray) -> Constants:
-        step, megabyte = np.split(x[3:], 2)
+        step, megabyte = np.split(x[3:], [len(methods)])
+        of_family = dict(zip(families, megabyte, strict=True))
         return Constants(
             x[0],
             x[1],
             x[2],
             dict(zip(methods, step, strict=True)),
-            dict(zip(methods, megabyte, strict=True)),
+            {method: of_family[family_of(method)] for method in methods},
             cores,
         )
 
     def errors(x: np.ndarray) -> list[float]:
         return [
-            math.log(predict(r["method"], setting_of(r), constants(x)) / r["step_ms"])
+            math.log(predict(method_of(r), setting_of(r), constants(x)) / r["step_ms"])
             for r in measured
         ]
 
     # hosts.py's shaping passes 94 to 96 % of the nominal speed, and a message takes 0.05 ms and
     # more from socket to socket.
-    start = [0.95, 1.0, 0.1] + [10.0] * len(methods) + [1.0] * len(methods)
-    bounds = (
-        [0.9, 0.0, 0.05] + [0.0] * 2 * len(methods),
-        [1.0, 20.0, 20.0] + [2000.0] * 2 * len(methods),
-    )
+    start = [0.95, 1.0, 0.1] + [10.0] * len(methods) + [1.0] * len(families)
+    count = len(methods) + len(families)
+    bounds = ([0.9, 0.0, 0.05] + [0.0] * count, [1.0, 20.0, 20.0] + [2000.0] * count)
     return constants(least_squares(errors, start, bounds=bounds, loss="soft_l1", f_scale=0.1).x)
+
+
+def family_of(method: str) -> str:
+    """Methods of one family handle a megabyte alike. Too few steps tell them apart."""
+    return "ScaleCom" if method.startswith("ScaleCom") else method
+
+
+def method_of(result: dict[str, Any]) -> str | None:
+    """The model's name of what `make bench` measured; None: it knows no such method."""
+    name, _, steps = result["method"].partition(", H = ")
+    if steps:
+        return {"local SGD": "local SGD", "ScaleCom": "ScaleCom local"}.get(name)
+    return name if name in METHODS else None
 
 
 def setting_of(result: dict[str, Any]) -> Setting:
     # "Unshaped" is a bridge in this machine's memory; a figure far above what any shaped network
     # gives stands for it.
-    return Setting(result["hosts"], (result["mbit"] or 40_000) / 1000, result["compute_ms"])
+    gbit = (result["mbit"] or 40_000) / 1000
+    local_steps = int(result["method"].partition(", H = ")[2] or 1)
+    return Setting(result["hosts"], gbit, result["compute_ms"], local_steps=local_steps)
 
 
-def own_cores(c: Constants) -> Constants:
-    """The same, where every worker has processors of its own."""
-    return dataclasses.replace(c, cores=math.inf)
+def read(path: Path) -> tuple[list[dict[str, Any]], int | None]:
+    """The measured steps that the model knows, and on how many cores; a table does not say.
 
-
-def on_devices(c: Constants) -> Constants:
-    """The same, where sums cost no processor time, as with NCCL."""
-    return dataclasses.replace(c, megabyte=dict.fromkeys(c.megabyte, 0.0))
-
-
-def where_the_gain_ends(
-    method: str, c: Constants, workers: int, compute: float, least: float = 1.1
-) -> float:
-    """The Gbit/s above which `method` makes a dense step less than `least` times as fast."""
-    for gbit in np.geomspace(0.01, 4000, 800):
-        s = Setting(workers, float(gbit), compute)
-        if predict("dense", s, c) / predict(method, s, c) < least:
-            return float(gbit)
-    return math.inf
+    path: results.json, or a table in CSV with the columns method, hosts, mbit, step_ms and
+        exposed_ms. There the cyclic leader's rows stand for the staggered ones' where it has none.
+    """
+    if path.suffix == ".json":
+        found = json.loads(path.read_text())
+        results = [r for r in found["results"] if r["case"] == "transformer"]
+        return [r for r in results if method_of(r)], found["machine"]["cores"]
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    alike = {}
+    if not any(row["method"] == "ScaleCom staggered" for row in rows):
+        alike = {"ScaleCom cyclic": "ScaleCom staggered"}
+    results = [
+        {
+            "method": alike.get(row["method"], row["method"]),
+            "hosts": int(row["hosts"]),
+            "mbit": float(row["mbit"] or 0),
+            "step_ms": float(row["step_ms"]),
+            "compute_ms": float(row["step_ms"]) - float(row["exposed_ms"]),
+        }
+        for row in rows
+    ]
+    return [r for r in results if method_of(r)], None
 
 
 def report(measured: list[dict[str, Any]], c: Constants) -> str:
@@ -176,10 +126,10 @@ def report(measured: list[dict[str, Any]], c: Constants) -> str:
         f"{'measured':48s} {'step ms':>8s} {'model':>8s} {'off by':>7s}",
     ]
     for r in measured:
-        expected = predict(r["method"], setting_of(r), c)
+        expected = predict(method_of(r), setting_of(r), c)
         where = (
             f"{r['method']}, {r['hosts']} hosts, "
-            f"{str(r['mbit']) + ' Mbit/s' if r['mbit'] else 'unshaped'}"
+            f"{format(r['mbit'], 'g') + ' Mbit/s' if r['mbit'] else 'unshaped'}"
         )
         lines.append(
             f"{where:48s} {r['step_ms']:8.0f} {expected:8.0f} "
@@ -209,7 +159,7 @@ def report(measured: list[dict[str, Any]], c: Constants) -> str:
     ]
     for compute in (50, 150, 500):
         ends = [
-            where_the_gain_ends("ScaleCom look-ahead", constants, 8, compute)
+            where_the_gain_ends("ScaleCom look-ahead", Setting(8, 1, compute), constants)
             for constants in (c, on_devices(c))
         ]
         as_said = [f"{end:.1f}" if end < math.inf else "nowhere" for end in ends]
@@ -236,65 +186,62 @@ def plot(measured: list[dict[str, Any]], c: Constants, path: Path) -> None:
     """Step time against workers, with the measured points (this machine's cores shared), and
     predictions per speed.
     """
-    figure, axes = plt.subplots(1, 4, figsize=(18, 4.2), layout="constrained")
-    colours = {method: f"C{i}" for i, method in enumerate(METHODS)}
-    for method in c.step:
-        points = [r for r in measured if r["method"] == method and r["mbit"] == 1000]
-        axes[0].plot(
-            [r["hosts"] for r in points], [r["step_ms"] for r in points], "o", color=colours[method]
-        )
-        n = [2, 4, 8]
-        compute = {r["hosts"]: r["compute_ms"] for r in points}
-        axes[0].plot(
-            n,
-            [predict(method, Setting(i, 1, compute.get(i, 150)), c) for i in n],
-            "-",
-            color=colours[method],
-            label=method,
-        )
-    axes[0].set_title("measured (points) and model, 1 Gbit/s, 2 cores for all", fontsize=10)
+    speeds = (1, 10, 100)
+    titles = [f"model, {gbit} Gbit/s, 150 ms of compute" for gbit in speeds]
+    figure, axes = pictures.panels(["1 Gbit/s, all on 2 cores: measured, and model", *titles])
     workers = [2**i for i in range(1, 13)]
-    for axis, gbit in zip(axes[1:], (1, 10, 100), strict=True):
-        for method in c.step:
-            axis.plot(
-                workers,
-                [predict(method, Setting(n, gbit, 150), own_cores(c)) for n in workers],
-                color=colours[method],
-                label=method,
-            )
-        axis.set_title(f"model, {gbit} Gbit/s, 150 ms of compute", fontsize=10)
+    for method in c.step:
+        mark = pictures.marks(METHODS)[method]
+        points = {r["hosts"]: r for r in measured if (method_of(r), r["mbit"]) == (method, 1000)}
+        compute = {n: points[n]["compute_ms"] if n in points else 150 for n in (2, 4, 8)}
+        expected = [predict(method, Setting(n, 1, ms), c) for n, ms in compute.items()]
+        axes[0].plot([*compute], expected, **mark.curve(marker=""))
+        steps = [r["step_ms"] for r in points.values()]
+        axes[0].plot([*points], steps, **mark.curve(linestyle="none"))
+        for axis, gbit in zip(axes[1:], speeds, strict=True):
+            expected = [predict(method, Setting(n, gbit, 150), own_cores(c)) for n in workers]
+            axis.plot(workers, expected, **mark.curve(markevery=2, label=method))
     for axis in axes:
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xlabel("workers")
-    axes[0].set_ylabel("ms a step")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+        axis.set(yscale="log", xlabel="workers", ylabel="ms a step")
+    pictures.legend(figure, axes[1:])
+    pictures.save(figure, path)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--results", type=Path, default=Path("bench/results.json"), help="what make bench wrote"
+        "--results",
+        type=Path,
+        nargs="+",
+        default=[Path("bench/results.json")],
+        help="what make bench wrote: results.json, or tables in CSV",
     )
+    parser.add_argument("--cores", type=int, help="that all workers shared, where no file says it")
     parser.add_argument("--output", type=Path, default=Path("bench/scaling.png"))
     arguments = parser.parse_args()
+    measured: list[dict[str, Any]] = []
+    cores = arguments.cores
     try:
-        found = json.loads(arguments.results.read_text())
-    except FileNotFoundError:
+        for path in arguments.results:
+            results, shared = read(path)
+            measured += results
+            cores = cores or shared
+    except FileNotFoundError as error:
         print(
-            f"scaling_model.py: {arguments.results} is not there: run make bench first, which "
+            f"scaling_model.py: {error.filename} is not there: run make bench first, which "
             "measures the constants",
             file=sys.stderr,
         )
         return 1
-    measured = [
-        r for r in found["results"] if r["case"] == "transformer" and r["method"] in METHODS
-    ]
-    c = fit(measured, found["machine"]["cores"])
+    if cores is None:
+        parser.error("tables do not say how many cores the workers shared: say --cores")
+    c = fit(measured, cores)
+    print(f"{c}\n")
     print(report(measured, c))
-    plot(measured, c, arguments.output)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    averaging = {method: step for method, step in c.step.items() if method in METHODS}
+    plot(measured, dataclasses.replace(c, step=averaging), arguments.output)
     print(f"\nwritten: {arguments.output}")
     return 0
 

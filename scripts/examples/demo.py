@@ -23,10 +23,10 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
+import pictures
 
 SCRIPTS = Path(__file__).resolve().parent
 METHODS = {"none": "dense", "scalecom": "ScaleCom", "torchrun": "ScaleCom, torchrun"}
-COLOURS = {"none": "tab:gray", "scalecom": "tab:blue", "torchrun": "tab:orange"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ TASKS = (
         ("--dataset", "digits", "--model", "resnet", "--lr", "0.05"),
         600,
         "acc9",
-        "accuracy over nine shifts of each test image (%)",
+        "accuracy over nine shifts, %",
         "%",
         100.0,
         tuple(METHODS),
@@ -67,7 +67,7 @@ TASKS = (
         ("--loop", "fit", "--lr", "0.025"),
         600,
         "acc9",
-        "accuracy over nine shifts of each test image (%)",
+        "accuracy over nine shifts, %",
         "%",
         100.0,
     ),
@@ -78,7 +78,7 @@ TASKS = (
         ("--model", "lstm", "--lr", "0.5"),
         1500,
         "bits_per_character",
-        "bits per character of held-out text",
+        "bits per held-out character",
         "bits",
     ),
 )
@@ -258,37 +258,23 @@ def table(results: list[dict[str, Any]], ranks: int) -> str:
 
 
 def plot(results: list[dict[str, Any]], path: Path, ranks: int) -> None:
-    """Held-out metric per step above, and per MB sent below, one column for each task."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        2,
-        len(TASKS),
-        figsize=(6 * len(TASKS), 8),
-        sharey="col",
-        layout="constrained",
-        squeeze=False,
-    )
-    for column, task in enumerate(TASKS):
+    """Held-out metric over steps and over MB sent, one row for each task."""
+    titles = [f"{task.title}, {ranks} workers" for task in TASKS for _ in range(2)]
+    figure, axes = pictures.panels(titles)
+    marks = pictures.marks(METHODS.values())
+    for i, task in enumerate(TASKS):
+        over_steps, over_bytes = axes[2 * i], axes[2 * i + 1]
         for row in (row for row in results if row["task"] == task.key):
             steps, values, sent = zip(*row["curve"], strict=True)
-            label = f"{METHODS[row['method']]}: {row['mb_per_step']:.3g} MB per step"
-            style = {"label": label, "color": COLOURS[row["method"]], "marker": "."}
             values = [value * task.scale for value in values]
-            axes[0, column].plot(steps, values, **style)
-            axes[1, column].plot(sent, values, **style)
-        axes[0, column].set(title=task.title, xlabel="step")
-        axes[1, column].set(xlabel="sent by each worker until then (MB)", xlim=(0, None))
-        for axis in axes[:, column]:
-            axis.set_ylabel(task.label)
-            axis.grid(alpha=0.3)
-            axis.legend()
-    figure.suptitle(f"Dense training and ScaleCom on {ranks} workers")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+            method = METHODS[row["method"]]
+            style = marks[method].curve(label=method)
+            over_steps.plot(steps, values, **style)
+            over_bytes.plot(sent, values, **style)
+        over_steps.set(xlabel="step", ylabel=task.label)
+        over_bytes.set(xlabel="MB that a worker sent until then", xlim=(0, None))
+        over_steps.legend()
+    pictures.save(figure, path)
 
 
 def argument_parser() -> argparse.ArgumentParser:

@@ -62,6 +62,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         steps,
         hvd,
         training_torch.mean_over_ranks,
+        training.monitor_from(args, getattr(optimizer, "compression", None), hvd),
     )
     last_step = min(steps, args.stop_at or steps)
     scores: dict[str, float] = {}

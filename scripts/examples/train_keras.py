@@ -65,6 +65,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         steps,
         hvd,
         mean_over_ranks,
+        training.monitor_from(args, compression, hvd),
     )
     predict = tf.function(lambda images: tf.argmax(model(images, training=False), 1))
     scores: dict[str, float] = {}

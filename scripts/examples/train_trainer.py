@@ -99,6 +99,10 @@ def main() -> None:
     )
     callback.trainer = trainer
     trainer.train(resume_from_checkpoint=options.resume)
+    if trainer.args.world_size > 1:
+        # torch 2.13 over Gloo, with a hook or without: where Python ends while a thread of Gloo's
+        # still drops the last losses that Trainer gathered, the process aborts. It is let go here.
+        torch.distributed.barrier()
 
 
 class _StopAt(transformers.TrainerCallback):

@@ -177,6 +177,12 @@ def add_training_options(
         "--evaluate-every", type=int, default=100, metavar="STEPS", help="default: %(default)s"
     )
     group.add_argument("--no-progress", action="store_true", help="no progress bar")
+    group.add_argument(
+        "--tensorboard",
+        type=Path,
+        metavar="DIR",
+        help="ScaleCom: write what is sent and what waits, for TensorBoard",
+    )
 
 
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -242,6 +248,15 @@ def compression_from(
     except ValueError as error:
         raise WrongInput(str(error)) from error
     return compression
+
+
+def monitor_from(args: argparse.Namespace, compression: Any, hvd: ModuleType) -> Any:
+    """What tells of `compression` in the progress bar, and where --tensorboard says; None: nothing
+    is compressed.
+    """
+    if args.compression != "scalecom":
+        return None
+    return hvd.Monitor(compression, every=50, tensorboard=args.tensorboard)
 
 
 def _globs(options: list[str]) -> list[str]:
@@ -413,7 +428,7 @@ class RunLog:
     """Progress bar and metrics of one run; on ranks other than 0 it only takes part in averaging.
 
     The file holds one JSON object per line, each with an "event": start, train, test or end.
-    mean_over_ranks: averages a loss.
+    mean_over_ranks: averages a loss. monitor: that of `monitor_from`.
     """
 
     def __init__(
@@ -424,11 +439,12 @@ class RunLog:
         steps: int,
         hvd: ModuleType,
         mean_over_ranks: Callable[[Any], float],
+        monitor: Any = None,
         loss_every: int = 10,
     ) -> None:
         self._mine = hvd.rank() == 0
         self._mean_over_ranks = mean_over_ranks
-        self._loss_every = loss_every
+        self._monitor, self._loss_every = monitor, loss_every
         self._steps = steps
         self._bar = tqdm(
             total=steps,
@@ -462,6 +478,10 @@ class RunLog:
         """End a step's time, show progress; every few steps write the loss, averaged over ranks."""
         self._durations.append(time.perf_counter() - self._began)
         self._bar.update()
+        if self._monitor is not None:
+            self._monitor.step()
+            if self._monitor.line:
+                self._show(sent=self._monitor.line)
         if (step + 1) % self._loss_every == 0 or step + 1 == self._steps:
             mean = self._mean_over_ranks(loss)
             self._show(loss=f"{mean:.3f}")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import training
 
 from scalecom_hvd.ddp import DistributedOptimizer as DistributedOptimizer
+from scalecom_hvd.ddp import Monitor as Monitor
 from scalecom_hvd.ddp import ScaleCom as ScaleCom
 from scalecom_hvd.ddp import broadcast_parameters as broadcast_parameters
 

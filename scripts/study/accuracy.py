@@ -1,5 +1,4 @@
-"""The accuracy table of the README: ScaleCom against dense training and against its controls, on 4
-ranks.
+"""The accuracy table of docs/results.md: ScaleCom, dense training and controls, on 4 ranks.
 
     python scripts/study/accuracy.py               everything: three seeds; minutes on two cores
     python scripts/study/accuracy.py --quick       one seed and shorter runs, a few minutes

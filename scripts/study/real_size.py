@@ -26,7 +26,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
-import study_pictures
+import pictures
 import study_results
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_char_lm.py"
@@ -69,7 +69,7 @@ def main() -> None:
         results[method] = finished(metrics)
     curves = {method: list(curve(lines, results[DENSE_SGD])) for method, lines in results.items()}
     write_curves(curves, args.output / "curves.csv")
-    draw(curves, args.output / "curves.png")
+    pictures.save(drawn(curves), args.output / "curves.png")
     print(table(results))
     print(f"\nwritten to {args.output}: curves.csv, curves.png")
 
@@ -127,22 +127,23 @@ def write_curves(curves: dict[str, list[Point]], path: Path) -> None:
             rows.writerows([method, *dataclasses.astuple(point)] for point in points)
 
 
-def draw(curves: dict[str, list[Point]], path: Path) -> None:
-    """Loss over steps, over bytes, and over modelled time."""
+def drawn(curves: dict[str, list[Point]]) -> Any:
+    """A figure of the loss over steps, over bytes, and over modelled time."""
     titles = ("steps", "GB sent by a worker", f"s, modelled at {GBIT} Gbit/s")
-    figure, axes = study_pictures.panels([f"loss over {title}" for title in titles])
+    figure, axes = pictures.panels([f"loss over {title}" for title in titles])
     for axis, title in zip(axes, titles, strict=True):
         axis.set(xlabel=title, ylabel="training loss, nats")
     axes[1].set_xscale("log")
     for method, points in curves.items():
-        style = {"linestyle": "--" if "dense" in method else "-", "label": method}
-        style["color"] = "C0" if "SGD" in method else "C1"
+        name, optimizer = method.split(", ")
+        marker = "o" if optimizer == "SGD" else "^"
+        style = pictures.MARKS[name].curve(marker=marker, markevery=0.12, label=method)
         losses = [point.loss for point in points]
         axes[0].plot([point.step for point in points], losses, **style)
         axes[1].plot([point.bytes / 1e9 for point in points], losses, **style)
         axes[2].plot([point.seconds for point in points], losses, **style)
     axes[0].legend()
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:

@@ -1,7 +1,7 @@
 """Does ScaleCom keep accuracy, when not, and against what else: trains every method on several
 tasks, and writes what came out as tables and pictures.
 
-    python scripts/study/study.py                      everything: an hour and a half on two cores
+    python scripts/study/study.py                      everything: four hours on two cores
     python scripts/study/study.py --quick              the same questions, smaller
     python scripts/study/study.py --task my_task.py    of a model of your own (see study_tasks.py)
     python scripts/study/study.py --only accuracy      one experiment

@@ -2,78 +2,59 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from study_cases import RATE
 from study_results import NUMBERS, TABLES, Scores, Study, Table, name_of, smooth
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # the backend is chosen first
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where pictures.py is
 
-COLOURS = {
-    "dense": "black",
-    "sent whole": "black",
-    "ScaleCom": "C0",
-    "LocalTopK": "C1",
-    "GTopK": "C2",
-    "RandomK": "C3",
-    "GlobalTopK": "C4",
-    "ECQSGD 4 bits": "C5",
-}
-LINES = ("--", ":", "-.", (0, (5, 1)), (0, (1, 3)))
+import pictures
+from pictures import Mark, legend, marks, panels
+
 Point = tuple[float, float, float]  # x, y, deviation of y
 
 
-def panels(titles: Sequence[str], width: float = 4.6, height: float = 3.8) -> tuple[Any, Any]:
-    """A figure with a panel for each title, in rows of four at most."""
-    columns = min(len(titles), 4)
-    rows = -(-len(titles) // columns)
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(width * columns, height * rows),
-        layout="constrained",
-        squeeze=False,
-    )
-    for axis in axes.flat[len(titles) :]:
-        axis.remove()
-    for axis, title in zip(axes.flat, titles, strict=False):
-        axis.set_title(title, fontsize=10)
-    return figure, axes.flat[: len(titles)]
+def marks_of(study: Study, table: Table) -> dict[str, Mark]:
+    """A mark for each `what` of an experiment, the same in all panels."""
+    return marks(s.case.what for s in study.of(table.experiment))
 
 
-def curves(axis: Any, cases: Sequence[Scores], point: Callable[[Scores], Point | None]) -> None:
+def curves(
+    axis: Any,
+    cases: Sequence[Scores],
+    known: dict[str, Mark],
+    point: Callable[[Scores], Point | None],
+) -> None:
     """A curve for each `what`, over what was varied; a line across where nothing was."""
-    lines = iter(LINES * len(cases))
-    for what in dict.fromkeys(s.case.what for s in cases):
+    for what, mark in known.items():
         own = [s for s in cases if s.case.what == what]
         points = sorted(p for s in own if (p := point(s)) is not None)
         if not points:
             continue
-        style = {"label": name_of(what)} | ({"color": COLOURS[what]} if what in COLOURS else {})
         xs, ys, deviations = zip(*points, strict=True)
         if own[0].case.x is None:
-            line = "-" if what == "dense" else next(lines)
-            axis.axhline(ys[0], linestyle=line, **({"color": "grey"} | style))
+            axis.axhline(ys[0], **mark.curve(marker="", label=name_of(what)))
         else:
-            axis.errorbar(xs, ys, deviations, marker="o", markersize=4, capsize=2, **style)
+            axis.errorbar(xs, ys, deviations, capsize=2, **mark.curve(label=name_of(what)))
 
 
 def by_group(
-    study: Study, table: Table, *size: float
+    study: Study, table: Table, height: float = 2.9
 ) -> tuple[Any, list[tuple[Any, list[Scores]]]]:
     """A figure with a panel for each group of an experiment, and [(panel, the group's cases)]."""
     groups = [study.of(table.experiment, group) for group in study.groups(table.experiment)]
-    figure, axes = panels([cases[0].title for cases in groups], *size)
+    figure, axes = panels([cases[0].title for cases in groups], height)
     return figure, list(zip(axes, groups, strict=True))
 
 
 def show_metric(axis: Any, cases: Sequence[Scores]) -> None:
     """What is drawn upwards is the cases' score."""
-    axis.set_ylabel(f"{cases[0].task.metric}, {cases[0].task.unit}")
+    task = cases[0].task
+    axis.set_ylabel(f"{task.metric.replace('_', ' ')}, {task.unit}")
 
 
 def show_varied(axis: Any, cases: Sequence[Scores], xlabel: str) -> None:
@@ -82,16 +63,17 @@ def show_varied(axis: Any, cases: Sequence[Scores], xlabel: str) -> None:
     axis.set(xscale="log", xlabel=xlabel)
     axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axis.minorticks_off()
-    axis.legend(fontsize=7)
 
 
 def over_x(study: Study, table: Table) -> Any:
     """Scores over what was varied, a panel for each group."""
     figure, groups = by_group(study, table)
+    known = marks_of(study, table)
     for axis, cases in groups:
-        curves(axis, cases, lambda s: mean_at(s, s.case.x))
+        curves(axis, cases, known, lambda s: mean_at(s, s.case.x))
         show_metric(axis, cases)
         show_varied(axis, cases, table.x)
+    legend(figure, figure.axes)
     return figure
 
 
@@ -107,19 +89,20 @@ def workers(study: Study, table: Table) -> Any:
         "residue distance": "cosine distance of residues",
         "sent density": "share of elements that the average holds",
     }
-    figure, axes = panels(["acc9, %", *names.values()], 3.8, 3.6)
-    cases = study.of(table.experiment)
+    figure, axes = panels(["acc9, %", *names.values()])
+    cases, known = study.of(table.experiment), marks_of(study, table)
 
     def point(s: Scores, name: str) -> Point | None:
         value = NUMBERS[name](study, s)
         return None if value is None else (s.case.x, value, 0)
 
-    curves(axes[0], cases, lambda s: mean_at(s, s.case.x))
+    curves(axes[0], cases, known, lambda s: mean_at(s, s.case.x))
     for axis, name in zip(axes[1:], names, strict=True):
-        curves(axis, cases, lambda s, name=name: point(s, name))
+        curves(axis, cases, known, lambda s, name=name: point(s, name))
     axes[1].set_yscale("log")
     for axis in axes:
         show_varied(axis, cases, table.x)
+    legend(figure, axes, 4)
     return figure
 
 
@@ -132,29 +115,36 @@ def similarity(study: Study, table: Table) -> Any:
         "quantile_correlation": "Q-Q correlation of residues",
     }
     figure, axes = panels(list(names.values()))
+    cases = {f"{s.title}, {s.case.what}": s for s in study.of(table.experiment)}
+    cases = {label: s for label, s in cases.items() if s.looks("residue_distance")}
     for axis, name in zip(axes, names, strict=True):
-        for s in study.of(table.experiment):
-            if looks := s.looks(name):
-                axis.plot(*zip(*looks, strict=True), label=f"{s.title}, {s.case.what}")
+        for label, mark in marks(cases).items():
+            looks = zip(*cases[label].looks(name), strict=True)
+            axis.plot(*looks, **mark.curve(label=label, markevery=0.15))
         axis.set_xlabel("step")
-    axes[0].legend(fontsize=7)
+    legend(figure, axes, 2)
     return figure
 
 
 def choices(study: Study, table: Table) -> Any:
     """How much better or worse than the group's first case each choice is, a mark for each seed."""
-    figure, groups = by_group(study, table, 6.4, 4.6)
+    tallest = max(len(study.of(table.experiment, g)) for g in study.groups(table.experiment))
+    figure, groups = by_group(study, table, 1 + 0.2 * tallest)
     for axis, cases in groups:
         bars = [(s, s.better_than(study.reference(s))) for s in reversed(cases[1:])]
         bars = [(s, better) for s, better in bars if better is not None]
-        axis.barh([s.case.what for s, _ in bars], [better for _, better in bars])
+        lengths = [better for _, better in bars]
+        axis.barh([s.case.what for s, _ in bars], lengths, color=pictures.SKY)
         usual, sign = cases[0], 1 if cases[0].task.higher_is_better else -1
         for place, (s, _) in enumerate(bars):
             each = [sign * (result["score"] - usual.mean) for result in s.results]
             axis.plot(each, [place] * len(each), "k|")
         axis.axvline(0, color="black", linewidth=0.8)
         axis.axvspan(-(usual.deviation or 0), usual.deviation or 0, color="grey", alpha=0.2)
-        axis.set_xlabel(f"change against '{usual.case.what}', {usual.task.unit}; right is better")
+        axis.tick_params(axis="y", labelsize=8)
+        axis.grid(axis="y", visible=False)
+        against = f"change against\n'{usual.case.what}'"
+        axis.set_xlabel(f"{against},\n{usual.task.unit}; right is better")
     return figure
 
 
@@ -163,30 +153,33 @@ def loss_over_bytes(study: Study, table: Table) -> Any:
     figure, groups = by_group(study, table)
     for axis, cases in groups:
         for s in cases:
-            if s.case.what in COLOURS and s.case.x in (None, RATE):
+            mark = pictures.known(s.case.what)
+            if mark and s.case.x in (None, RATE):
                 found = s.results[0]
                 spent = [traffic / 1e6 for _, traffic in found["bytes"]]
                 losses = [loss for _, loss in smooth(found["losses"])]
-                colour = COLOURS[s.case.what]
-                axis.plot(spent, losses, color=colour, label=name_of(s.case.what))
+                style = mark.curve(label=name_of(s.case.what), markevery=0.12)
+                axis.plot(spent, losses, **style)
         target = study.target(cases[0])
         if target is not None:
             axis.axhline(target, color="grey", linewidth=0.8)
         axis.set(xscale="log", yscale="log", xlabel="MB sent per worker", ylabel="training loss")
-        axis.legend(fontsize=7)
+    legend(figure, figure.axes, 4)
     return figure
 
 
 def bounded(study: Study, table: Table) -> Any:
     """The largest residue of a worker over the steps, and what it is expected to stay below."""
-    figure, (axis,) = panels(["the largest residue of a worker, and its bound (dashed)"], 6.4, 4.0)
-    for i, s in enumerate(study.of(table.experiment)):
+    figure, (axis,) = panels(["the largest residue of a worker, and its bound (dashed)"], 4)
+    cases = {f"{s.case.group}, {s.case.what}": s for s in study.of(table.experiment)}
+    for label, mark in marks(cases).items():
+        s = cases[label]
         norms = s.results[0]["norms"]
         steps, largest = [step for step, *_ in norms], [norm for _, norm, _ in norms]
-        axis.plot(steps, largest, color=f"C{i}", label=f"{s.case.group}, {s.case.what}")
-        axis.axhline(s.bound, color=f"C{i}", linestyle="--")
+        axis.plot(steps, largest, **mark.curve(linestyle="-", label=label, markevery=0.12))
+        axis.axhline(s.bound, color=mark.colour, linestyle="--")
     axis.set(yscale="log", xlabel="step", ylabel="norm")
-    axis.legend(fontsize=7)
+    axis.legend()
     return figure
 
 
@@ -195,20 +188,21 @@ def local(study: Study, table: Table) -> Any:
 
     Of those that choose without what is sent whole.
     """
-    figure, groups = by_group(study, table, 5.2, 4.6)
+    figure, groups = by_group(study, table, 4.2)
+    known = marks_of(study, table)
     for axis, cases in groups:
 
         def point(s: Scores) -> Point | None:
             number = "kB per step" if s.case.what == "sent whole" else "kB compressed"
             return mean_at(s, NUMBERS[number](study, s))
 
-        curves(axis, cases, point)
+        curves(axis, cases, known, point)
         for s in cases:
             if (place := point(s)) is not None:
-                axis.annotate(f"{s.case.x:g}", place[:2], fontsize=6)
+                axis.annotate(f"{s.case.x:g}", place[:2], fontsize=7)
         axis.set(xscale="log", xlabel="kB per worker and step, compressed")
         show_metric(axis, cases)
-        axis.legend(fontsize=6)
+    legend(figure, figure.axes)
     return figure
 
 
@@ -231,6 +225,4 @@ def draw(study: Study, folder: Path) -> None:
     """Draw the pictures of all tables that there are runs for."""
     for name, make in PICTURES.items():
         if study.of(TABLES[name].experiment):
-            figure = make(study, TABLES[name])
-            figure.savefig(folder / f"{name}.png", dpi=110)
-            plt.close(figure)
+            pictures.save(make(study, TABLES[name]), folder / f"{name}.png")

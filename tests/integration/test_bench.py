@@ -1,7 +1,8 @@
 """`make bench` in its smallest form, over real hosts: bytes as the formula says, the order of the
-methods, a table, JSON and pictures.
+methods, a table, JSON, CSV and pictures.
 """
 
+import csv
 import json
 import os
 import sys
@@ -26,6 +27,10 @@ def test_the_smallest_benchmark(run, tmp_path):
     )
     assert "ScaleCom look-ahead" in output
     assert (tmp_path / "steps.png").stat().st_size > 10_000
+    rows = {row["method"]: row for row in csv.DictReader((tmp_path / "steps.csv").open())}
+    with (ROOT / "docs" / "bench.csv").open() as file:
+        assert list(rows["dense"]) == next(csv.reader(file))
+    assert 90 < float(rows["dense"]["megabytes"]) < 115
     results = {
         r["method"]: r for r in json.loads((tmp_path / "results.json").read_text())["results"]
     }

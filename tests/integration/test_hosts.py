@@ -154,7 +154,7 @@ def test_a_job_that_fails_or_hangs_is_ended_on_all_hosts(tidy, tmp_path, launche
         assert inside(space) == idle
         with open(tmp_path / "output", "w+") as output:
             with pytest.raises(subprocess.TimeoutExpired):
-                cluster.run(launcher, [WORKER, "hang"], timeout=10, stdout=output)
+                cluster.run(launcher, [WORKER, "hang"], timeout=25, stdout=output)
             output.seek(0)
             assert {rank["host"] for rank in results(output.read(), "WAITING")} == {"h1", "h2"}
         assert inside(space) == idle

@@ -1,13 +1,25 @@
-"""`pip install .` into an environment that has Horovod: with a compiler, without one, and what the
-wheel must hold.
+"""Installations: `pip install .` beside Horovod, with and without a compiler; of what
+`make dist` makes, beside any framework and none.
 """
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+import scalecom_hvd
+
+SITE = Path(sysconfig.get_path("purelib"))
+NO_COMPILER = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
 
 TRAIN = """
 import logging, sys, torch
@@ -58,6 +70,7 @@ def checkout(tmp_path):
         capture_output=True,
         text=True,
         check=True,
+        timeout=60,
     ).stdout
     for name in listed.splitlines():
         if (ROOT / name).is_file():
@@ -81,7 +94,7 @@ def test_pip_install(run, launched, checkout, tmp_path, compiler):
         place,
         checkout,
     ]
-    run(command, **({} if compiler else {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}))
+    run(command, **({} if compiler else NO_COMPILER))
     files = (
         "exchange/methods/scalecom.py tensorflow/keras/__init__.py native/lanes.c "
         "native/lanes_template.h native/lanes.h"
@@ -102,3 +115,172 @@ def test_pip_install(run, launched, checkout, tmp_path, compiler):
             assert f"rank {rank} trained with {kernel} for 3 steps" in output
         # one warning on each rank
         assert output.count("the native kernel was not built") == (0 if compiler else 2)
+
+
+# What an environment has whatever else it has, and what makes a framework absent.
+EVERYWHERE = ("numpy", "yaml", "_yaml")
+WITHOUT = {
+    "torch alone": ("horovod", "tensorflow", "keras"),
+    "tensorflow alone": ("horovod", "torch", "functorch"),
+}
+IMPORT = """
+import sys
+import scalecom_hvd
+assert scalecom_hvd.__file__.startswith(sys.prefix), scalecom_hvd.__file__
+assert not {"torch", "tensorflow", "horovod"} & set(sys.modules)
+"""
+NATIVE = """
+from scalecom_hvd import native
+assert native.LIBRARY.exists() and native.OPERATIONS.exists()
+"""
+REFERENCE = """
+import numpy as np
+from scalecom_hvd import ScaleComConfig
+from scalecom_hvd.reference import ScaleComReference
+config = ScaleComConfig(rate=10, dense=(), warmup_steps=0)
+reference = ScaleComReference(2, {"weight": (50, 100)}, config)
+averages = reference.step([{"weight": np.full((50, 100), 1 + rank, "f4")} for rank in range(2)])
+assert np.count_nonzero(averages["weight"]) == 500
+"""
+SIMULATION = """
+import torch
+from scalecom_hvd.exchange import Simulation
+from scalecom_hvd.exchange.kernels import kernel_for
+from scalecom_hvd.lanes import Lanes
+make = lambda rank: {"weight": torch.nn.Parameter(torch.zeros(50, 100))}
+simulation = Simulation(2, make, rate=10, dense=[], warmup_steps=0)
+averages = simulation.step([{"weight": torch.full((50, 100), 1.0 + rank)} for rank in range(2)])
+assert averages[0]["weight"].count_nonzero() == 500
+kernel = kernel_for(torch.device("cpu"), torch.float32, torch.float32, Lanes(4, 2))
+assert kernel.__name__ == "NativeKernel", kernel
+"""
+OPERATIONS = """
+import ctypes, pathlib
+import tensorflow as tf
+from scalecom_hvd import native
+(framework,) = pathlib.Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*")
+for needed in (framework, native.LIBRARY):
+    ctypes.CDLL(str(needed), ctypes.RTLD_GLOBAL)
+tf.load_op_library(str(native.OPERATIONS))
+"""
+MISSING = """
+import importlib
+for face, words in {faces}.items():
+    try:
+        importlib.import_module(f"scalecom_hvd.{{face}}")
+    except ModuleNotFoundError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(face)
+"""
+HOROVODS = {"torch": "needs Horovod", "tensorflow": "needs Horovod"}
+TORCHS = {"ddp": "scalecom_hvd[torch]", "exchange": "scalecom_hvd[torch]"}
+PROGRAMS = {
+    "torch alone": SIMULATION + MISSING.format(faces=HOROVODS),
+    "tensorflow alone": OPERATIONS + MISSING.format(faces=HOROVODS | TORCHS),
+    "neither": MISSING.format(faces=HOROVODS | TORCHS),
+}
+# The barrier: torch 2.13 over Gloo may else abort where Python ends, with a hook or without.
+HOOK = """
+import torch, torch.distributed as dist
+import scalecom_hvd
+from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 50))
+state = ScaleComState(model, rate=10, dense=[], warmup_steps=0)
+model.register_comm_hook(state, scalecom_hook)
+for step in range(3):
+    model(torch.randn(8, 100)).square().mean().backward()
+assert model.module.weight.grad.count_nonzero() == 500
+print(f"rank {dist.get_rank()} trained for {state.stats()['step']} steps")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_one_version():
+    """What cannot be read from the package says the same."""
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {scalecom_hvd.__version__}\n" in citation
+    released = re.search(r"date-released: (\S+)", citation)[1]
+    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest == f"{scalecom_hvd.__version__} - {released}"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """environment(what) -> Python of a new environment that has these of this one's packages."""
+
+    def make(what):
+        folder = tmp_path_factory.mktemp("environment")
+        venv.create(folder, symlinks=True)
+        there = folder / "lib" / SITE.parent.name / "site-packages"
+        for package in SITE.iterdir():
+            name = package.name.lower()
+            wanted = name in EVERYWHERE or name.startswith(("numpy", "pyyaml"))
+            if what in WITHOUT:
+                wanted = not name.startswith((*WITHOUT[what], "scalecom", "__editable__"))
+            if wanted and package.suffix != ".pth":
+                (there / package.name).symlink_to(package)
+        return folder / "bin" / "python"
+
+    return make
+
+
+def installed(run, python, wheel):
+    """Install the wheel there, and nothing else."""
+    pip = [sys.executable, "-m", "pip", "--python", python, "install"]
+    run([*pip, "--no-deps", "--no-index", wheel])
+    return python
+
+
+@pytest.mark.long
+def test_dist(run, checkout, environment, tmp_path):
+    """One test: `make dist` takes most of its time."""
+    make = {"command": ["make", "dist", f"PYTHON={sys.executable}"], "cwd": checkout, "limit": 600}
+    output = run(**make, fails=True, **NO_COMPILER)
+    assert "make dist failed: a C compiler is needed" in output
+    assert not (checkout / "dist").exists()
+    run(**make, SOURCE_DATE_EPOCH="1700000000")
+    sdist, wheel = sorted((checkout / "dist").iterdir(), key=lambda path: path.suffix)
+    version = scalecom_hvd.__version__
+    assert sdist.name == f"scalecom_hvd-{version}.tar.gz"
+    name = rf"scalecom_hvd-{version}-py3-none-manylinux_2_\d+_{os.uname().machine}\.whl"
+    assert re.fullmatch(name, wheel.name)
+
+    with zipfile.ZipFile(wheel) as archive:
+        files = set(archive.namelist())
+        metadata = archive.read(f"scalecom_hvd-{version}.dist-info/METADATA").decode()
+    for needed in ("py.typed", "native/_lanes.so", "native/_tensorflow_ops.so", "native/lanes.c"):
+        assert f"scalecom_hvd/{needed}" in files
+    assert f"scalecom_hvd-{version}.dist-info/licenses/LICENSE" in files
+    assert "License-Expression: Apache-2.0\n" in metadata
+    assert {file.split("/")[0] for file in files} == {
+        "scalecom_hvd",
+        f"scalecom_hvd-{version}.dist-info",
+    }
+    with tarfile.open(sdist) as archive:
+        names = {member.partition("/")[2] for member in archive.getnames()}
+        assert {member.mtime for member in archive.getmembers()} == {1700000000}
+    for needed in ("LICENSE", "README.md", "setup.py", "scalecom_hvd/native/lanes_template.h"):
+        assert needed in names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+    for what, program in PROGRAMS.items():
+        python = installed(run, environment(what), wheel)
+        run([python, "-c", IMPORT + NATIVE + REFERENCE + program], PYTHONPATH="")
+        if what == "torch alone":
+            (tmp_path / "hook.py").write_text(HOOK)
+            torchrun = [python, "-m", "torch.distributed.run", "--standalone"]
+            output = run([*torchrun, "--nproc-per-node", 2, "hook.py"], PYTHONPATH="")
+            assert [output.count(f"rank {rank} trained for 3 steps") for rank in (0, 1)] == [1, 1]
+
+
+@pytest.mark.long
+def test_a_wheel_without_libraries_is_for_any_platform(run, checkout, tmp_path):
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    run([*pip, "--wheel-dir", tmp_path / "wheels", checkout], **NO_COMPILER)
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    assert wheel.name == f"scalecom_hvd-{scalecom_hvd.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]

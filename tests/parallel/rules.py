@@ -7,6 +7,7 @@ from faces import hvd
 from oracles import methods as oracle
 
 from scalecom_hvd.config import float16_limit
+from scalecom_hvd.exchange.methods import ScaleCom
 from scalecom_hvd.exchange.methods.random_k import draw
 from scalecom_hvd.exchange.quantisers import generator
 
@@ -48,9 +49,10 @@ def sending(compressor):
         )
         return [draw(lanes, random).numpy() for lanes, _ in bucket.tensors]
 
-    chosen = {
-        hvd.ScaleCom: oracle.leaders,
+    rules = {
+        ScaleCom: oracle.leaders,
         hvd.LocalTopK: oracle.own,
         hvd.RandomK: oracle.drawn(places),
-    }[type(compressor)]
+    }
+    (chosen,) = [rule for kind, rule in rules.items() if isinstance(compressor, kind)]
     return oracle.sending(chosen, rounding(compressor.quantiser), uniform(compressor))

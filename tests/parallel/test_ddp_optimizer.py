@@ -126,3 +126,11 @@ def test_what_cannot_work_is_refused():
         optimizer.step()
     with pytest.raises(ValueError, match="on CPUs only so far"):
         DistributedOptimizer(torch.optim.SGD(nn.Linear(3, 3, device="meta").parameters()))
+
+
+def test_sharded_parameters_are_refused():
+    parameter = torch.nn.Parameter(torch.zeros(100, 100))
+    for name in ("_flat_param", "_fsdp_wrapped_module.weight"):
+        sgd = torch.optim.SGD([parameter], lr=0.1)
+        with pytest.raises(TypeError, match="FSDP"):
+            DistributedOptimizer(sgd, [(name, parameter)], ScaleCom)

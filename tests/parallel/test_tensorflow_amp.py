@@ -1,4 +1,4 @@
-"""LossScaleOptimizer, as README says to use it: overflowing steps are skipped on every rank, and
+"""LossScaleOptimizer, as the guide says to use it: overflowing steps are skipped on every rank, and
 residues survive a moving scale.
 """
 

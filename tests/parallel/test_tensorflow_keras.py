@@ -367,3 +367,20 @@ def test_models_that_were_saved(tmp_path):
         loaded.fit(*examples(hvd.rank()), 8, verbose=0)
         assert same_on_all_ranks(loaded.variables)
         assert loaded.optimizer.compression.stats()["step"] == 6
+
+
+def test_a_monitor_writes_for_tensorboard(tmp_path):
+    # Ranks on one machine have folders of their own here, so that it shows who wrote.
+    model = net()
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS[0](), compression=scalecom())
+    callback = hvd.MonitorCallback(every=3, tensorboard=tmp_path / "runs")
+    model.compile(optimizer, "mse")
+    x, y = examples(hvd.rank())
+    model.fit(x, y, 8, verbose=0, callbacks=[callback])
+    assert ("MB, rate" in callback.monitor.line) == (hvd.rank() == 0)
+    assert (tmp_path / "runs").exists() == (hvd.rank() == 0)
+    files = (tmp_path / "runs").glob("*") if hvd.rank() == 0 else ()
+    events = [e for f in files for e in tf.compat.v1.train.summary_iterator(str(f))]
+    found = {(value.tag, event.step) for event in events for value in event.summary.value}
+    expected = {("scalecom/bytes_traffic", 3), ("scalecom/bytes_traffic", 6)}
+    assert (expected <= found) == (hvd.rank() == 0)

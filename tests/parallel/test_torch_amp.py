@@ -1,4 +1,4 @@
-"""GradScaler and autocast, as README says to use them: steps that overflow are skipped on every
+"""GradScaler and autocast, as the guide says to use them: steps that overflow are skipped on every
 rank, residues survive a moving scale.
 """
 

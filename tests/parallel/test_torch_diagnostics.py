@@ -119,3 +119,25 @@ def test_horovods_own_optimizer_has_none():
     for p in model.values():
         p.grad = None
     del optimizer
+
+
+def test_a_monitor_writes_on_the_first_rank():
+    written = []
+
+    class Writer:
+        def add_scalar(self, name, number, step):
+            written.append((name, step, number))
+
+    model, optimizer = make()
+    monitor = hvd.Monitor(optimizer, every=2, writer=Writer())
+    for step in range(4):
+        optimizer.zero_grad()
+        feed(model, gradients(SHAPES, hvd.rank(), step))
+        optimizer.step()
+        monitor.step()
+    assert {step for _, step, _ in written} == ({2, 4} if hvd.rank() == 0 else set())
+    if hvd.rank() == 0:
+        assert ("scalecom/bytes_traffic", 4, optimizer.compression.stats()["bytes_traffic"]) in (
+            written
+        )
+        assert "MB, rate" in monitor.line

@@ -84,16 +84,13 @@ def momentum_sgd():
     return update
 
 
-def diloco(parameters):
-    return torch.optim.SGD(parameters, lr=0.5, momentum=0.75, nesterov=True)
-
-
-def hold_to_the_oracle(compression, local_steps, steps, outer=None, **more):
+def hold_to_the_oracle(compression, local_steps, steps, outer=None, outers=None, **more):
+    """outers: what the oracle's outer optimizer is, where there is one."""
     n, rank = hvd.size(), hvd.rank()
     model = begin()
-    optimizer, compressor = make(
-        model, COMPRESSIONS[compression](**more), local_steps, momentum=MOMENTUM, outer=outer
-    )
+    if isinstance(compression, str):
+        compression = COMPRESSIONS[compression](**more)
+    optimizer, compressor = make(model, compression, local_steps, momentum=MOMENTUM, outer=outer)
     exchange = oracle.MethodReference(n, SHAPES, compressor.config, rules.sending(compressor))
     start = {name: parameter.detach().numpy().copy() for name, parameter in model.items()}
     reference = LocalStepsReference(
@@ -101,7 +98,7 @@ def hold_to_the_oracle(compression, local_steps, steps, outer=None, **more):
         start,
         Schedule(local_steps),
         momentum_sgd(),
-        nesterov(0.5, 0.75) if outer is diloco else None,
+        outers,
     )
     kinds = {name: value.dtype for name, value in start.items()}
     for step in range(steps):
@@ -147,9 +144,17 @@ def test_parity(compression, local_steps):
     hold_to_the_oracle(compression, local_steps, local_steps * 10, **ONE_BUCKET)
 
 
+def outer_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.75, nesterov=True)
+
+
 @some_compressions
 def test_an_outer_optimizer(compression):
-    hold_to_the_oracle(compression, 4, 40, diloco, **ONE_BUCKET)
+    hold_to_the_oracle(compression, 4, 40, outer_sgd, nesterov(0.5, 0.75), **ONE_BUCKET)
+
+
+def test_diloco_by_its_name():
+    hold_to_the_oracle(**hvd.diloco(4), steps=24, outers=nesterov(0.7, 0.9))
 
 
 @some_compressions

@@ -7,7 +7,8 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 # momentum.py is for tests on one process and on several; parallel.made_up is a module of theirs.
-sys.path[:0] = [*map(str, (TESTS.parent / "scripts").glob("*/")), str(TESTS)]
+SCRIPTS = TESTS.parent / "scripts"
+sys.path[:0] = [*map(str, [SCRIPTS, *SCRIPTS.glob("*/")]), str(TESTS)]
 
 
 @pytest.fixture

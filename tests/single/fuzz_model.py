@@ -273,11 +273,21 @@ class Truth:
             setattr(self.reference, name, value)
 
     def given_up(
-        self, grads: list[dict], scale: float, residues: list[dict[str, torch.Tensor]]
+        self,
+        grads: list[dict],
+        scale: float,
+        residues: list[dict[str, torch.Tensor]],
+        skipped: Collection[int],
     ) -> None:
         """A step failed in the middle on all ranks: nothing is lost, and look-ahead has no offsets
         any more.
+
+        skipped: how many steps ranks have skipped. Where one failed while a void step was taken
+        back, all have counted that.
         """
+        (skipped,) = set(skipped)
+        assert skipped - self.skipped in (0, 1)
+        self.skipped = skipped
         self._check_unchanged(self._in_residue_units(grads, scale, whole=False), residues)
         self.reference._chosen_ahead.clear()
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import scalecom_hvd
+from scalecom_hvd.missing import explained
 
 PACKAGE = Path(scalecom_hvd.__file__).parent
 FREE = "framework-free"
+COMMANDS = "__main__"
 # Which other rooms, and which of the packages below, each room may import.
 ROOMS = {
     FREE: set(),
@@ -24,6 +26,8 @@ ROOMS = {
     "torch": {FREE, "native", "exchange"},
     "ddp": {FREE, "exchange"},
     "tensorflow": {FREE, "native"},
+    "doctor": {FREE, "native", "exchange", "torch", "ddp", "tensorflow"},
+    COMMANDS: {FREE, "doctor"},
 }
 PACKAGES = {
     FREE: set(),
@@ -33,6 +37,8 @@ PACKAGES = {
     "torch": {"torch", "horovod"},
     "ddp": {"torch"},
     "tensorflow": {"tensorflow", "horovod"},
+    "doctor": {"torch", "tensorflow", "triton"},  # in processes of their own
+    COMMANDS: set(),
 }
 FRAMEWORKS = {"torch", "tensorflow", "horovod", "triton"}
 
@@ -63,6 +69,7 @@ assert average[0]["weight"].count_nonzero() == 500
 """
 
 
+# The barrier: torch 2.13 over Gloo may else abort where Python ends, with a hook or without.
 HOOK = """
 import os, torch, torch.distributed as dist
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
@@ -76,6 +83,7 @@ for step in range(3):
     model(torch.randn(8, 100)).square().mean().backward()
 assert state.stats()["step"] == 3
 assert model.module.weight.grad.count_nonzero() == 500
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -127,6 +135,26 @@ def test_they_are_absent_there(run_there, name):
     assert f"No module named '{name}'" in run_there(f"import {name}").stderr
 
 
+@pytest.mark.parametrize("face", ["torch", "tensorflow", "tensorflow.keras"])
+def test_faces_of_horovod_say_what_is_missing(run_there, face):
+    error = run_there(f"import scalecom_hvd.{face}").stderr.splitlines()[-1]
+    needs = f"ModuleNotFoundError: scalecom_hvd.{face.split('.')[0]} needs Horovod"
+    assert error.startswith(needs)
+    assert "Without Horovod there are scalecom_hvd.ddp" in error
+
+
+@pytest.mark.parametrize("face", ["ddp", "exchange"])
+def test_faces_of_torch_say_what_is_missing(run_there, face):
+    hidden = "import sys; sys.modules['torch'] = None\n"
+    error = run_there(f"{hidden}import scalecom_hvd.{face}").stderr.splitlines()[-1]
+    assert f'scalecom_hvd.{face} needs PyTorch: pip install "scalecom_hvd[torch]"' in error
+
+
+def test_what_is_no_framework_is_not_explained():
+    error = ModuleNotFoundError("No module named 'of_ones_own'", name="of_ones_own")
+    assert explained(error, "scalecom_hvd.ddp") is error
+
+
 def imports_of(path):
     """Full names of what a file imports, also inside of functions."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -138,6 +166,8 @@ def imports_of(path):
 
 
 def room_of(path):
+    if path.stem == COMMANDS:
+        return COMMANDS
     return path.parts[0] if len(path.parts) > 1 else FREE
 
 

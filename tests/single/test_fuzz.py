@@ -187,7 +187,8 @@ class Training(RuleBasedStateMachine):
                 {t.name: t.residue.view(t.shape) for t in compressor.residues.tensors.values()}
                 for compressor in run.compressors
             ]
-            self.truth.given_up(came, self.scale, residues)
+            skipped = [compressor.residues.skipped_steps for compressor in run.compressors]
+            self.truth.given_up(came, self.scale, residues, skipped)
         else:  # there were fewer calls than that
             seen = [
                 Seen.of(compressor, average)

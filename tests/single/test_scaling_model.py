@@ -2,12 +2,18 @@
 them, and orders that must hold.
 """
 
+import dataclasses
 import math
+from pathlib import Path
 
 import pytest
-import scaling_model as model
-from scaling_model import Constants, Setting
+import scaling_model
 
+from scalecom_hvd import scaling as model
+from scalecom_hvd.scaling import Constants, Setting
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TABLES = [DOCS / "bench.csv", DOCS / "bench_local_steps.csv"]
 TRUE = Constants(
     reached=0.95,
     negotiation=1.0,
@@ -24,7 +30,7 @@ def made_up():
         for hosts, mbit in ((2, 100), (2, 1000), (4, 100), (4, 1000), (4, 10_000), (8, 1000)):
             result = {"method": method, "hosts": hosts, "mbit": mbit, "compute_ms": 160.0}
             found.append(
-                result | {"step_ms": model.predict(method, model.setting_of(result), TRUE)}
+                result | {"step_ms": model.predict(method, scaling_model.setting_of(result), TRUE)}
             )
     return found
 
@@ -40,12 +46,12 @@ def test_bytes_are_those_of_a_ring():
 
 
 def test_the_fit_finds_the_constants_again():
-    found = model.fit(made_up(), cores=2)
+    found = scaling_model.fit(made_up(), cores=2)
     assert found.reached == pytest.approx(TRUE.reached, rel=0.06)
     for result in made_up():
-        assert model.predict(result["method"], model.setting_of(result), found) == pytest.approx(
-            result["step_ms"], rel=0.03
-        )
+        assert model.predict(
+            result["method"], scaling_model.setting_of(result), found
+        ) == pytest.approx(result["step_ms"], rel=0.03)
 
 
 def test_orders_that_must_hold():
@@ -59,13 +65,69 @@ def test_orders_that_must_hold():
             <= model.predict("ScaleCom staggered", slow, c) + 2
         )
     ends = [
-        model.where_the_gain_ends("ScaleCom look-ahead", model.on_devices(c), 8, compute)
+        model.where_the_gain_ends(
+            "ScaleCom look-ahead", Setting(8, 1, compute), model.on_devices(c)
+        )
         for compute in (50, 500)
     ]
     assert ends[1] < ends[0] < math.inf, "the more there is to compute, the sooner dense is hidden"
 
 
 def test_the_report_names_every_measured_point():
-    report = model.report(made_up(), TRUE)
+    report = scaling_model.report(made_up(), TRUE)
     assert report.count("hosts, ") >= len(made_up())
     assert "where the gain ends" in report
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return [row for table in TABLES for row in scaling_model.read(table)[0]]
+
+
+def test_the_library_has_the_constants_that_its_own_tables_give(measured):
+    c = scaling_model.fit(measured, cores=2)
+    assert c.step.keys() == model.FITTED.step.keys() == model.FITTED.megabyte.keys()
+    for row in measured:
+        method, s = scaling_model.method_of(row), scaling_model.setting_of(row)
+        assert model.predict(method, s, model.FITTED) == pytest.approx(
+            model.predict(method, s, c), rel=0.02
+        ), "fit anew: see what stands above FITTED in scalecom_hvd/scaling.py"
+
+
+def test_they_meet_what_was_measured(measured):
+    """As the plan says. Dense steps at 1 Gbit/s on 4 and 8 hosts were two and three times as slow
+    as the model has them.
+    """
+    for row in measured:
+        method, s = scaling_model.method_of(row), scaling_model.setting_of(row)
+        off = model.predict(method, s, model.FITTED) / row["step_ms"]
+        assert off < 1.15
+        assert off > (0.35 if method == "dense" else 0.82)
+        if method.startswith("ScaleCom"):
+            assert off == pytest.approx(1, abs=0.1)
+
+
+def test_local_steps_share_what_an_exchange_takes():
+    c = model.own_cores(model.FITTED)
+    for method in model.LOCAL_METHODS:
+        one, four = (Setting(4, 0.1, 100, local_steps=h) for h in (1, 4))
+        assert model.bytes_a_step(method, four) == model.bytes_a_step(method, one) / 4
+        waits = [model.predict(method, s, c) - s.compute for s in (one, four)]
+        assert waits[1] == pytest.approx(waits[0] / 4)
+
+
+def test_what_is_sent_whole_and_wide_offsets_are_counted():
+    s = Setting(2, 1, 100, numel=1000, rate=500, whole=500)
+    assert model.traffic("ScaleCom staggered", s) == (4 * 1 + 4 * 500, 2 / 2)
+    assert model.traffic("random-k", s) == (4 * 1 + 4 * 500, 0)
+    assert model.traffic("LocalTopK", s) == ((4 + 2) * 1 + 4 * 500, 0)
+    assert model.traffic("LocalTopK", dataclasses.replace(s, rate=250))[0] == (4 + 1) * 2 + 2000
+
+
+def test_small_models_do_not_compress_for_nothing():
+    c = model.with_derived(model.own_cores(model.FITTED))
+    tiny = Setting(2, 40, 10, numel=200_000)
+    for method in ("ScaleCom staggered", "ScaleCom look-ahead", "random-k", "LocalTopK"):
+        assert model.predict(method, tiny, c) - model.predict("dense", tiny, c) > 2
+    assert Setting(2, 1, 1, numel=200_000).buckets == 1
+    assert Setting(2, 1, 1).buckets == 4

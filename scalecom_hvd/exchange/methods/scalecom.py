@@ -27,7 +27,7 @@ class ScaleCom(Method):
     """Cyclic local top-k compression with low-pass filtered residues.
 
     At step t, with n workers, of which j = t mod n is the leader, worker i with its residue m_i
-    and its gradient g_i does:
+    and its gradient g_i does::
 
         (1)  acc_i = m_i + g_i                    the accumulator
         (2)  I     = top-k of |acc_j|             the leader's choice; its offsets are broadcast
@@ -46,7 +46,7 @@ class ScaleCom(Method):
     the gradient it has, and the broadcast hides behind the next forward and backward.
 
     Args:
-        config, loss_scale, diagnostics, **fields: see `Method`.
+        config, loss_scale, diagnostics, fields: see `Method`.
         quantiser: what the values become before they travel: QSGD, Sign (of less than 16 bits:
             gathered, while that is less traffic; without look-ahead), or Float16, which is
             wire_dtype="float16".

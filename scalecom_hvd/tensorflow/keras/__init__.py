@@ -19,6 +19,7 @@ from horovod.tensorflow.keras import *  # noqa: F403
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.tensorflow.compressor import ScaleCom
 from scalecom_hvd.tensorflow.compressor import is_scalecom as _is_scalecom
+from scalecom_hvd.tensorflow.monitor import Monitor, MonitorCallback
 from scalecom_hvd.tensorflow.optimizer import KerasOptimizer as _KerasOptimizer
 from scalecom_hvd.tensorflow.optimizer import keras_optimizer as _keras_optimizer
 
@@ -119,6 +120,8 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     *(name for name in dir(_horovod) if not name.startswith("_")),
+    "Monitor",
+    "MonitorCallback",
     "PartialDistributedOptimizer",
     "ScaleCom",
     "ScaleComConfig",

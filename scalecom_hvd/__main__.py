@@ -1,0 +1,71 @@
+"""`python -m scalecom_hvd doctor` and `python -m scalecom_hvd plan`: the command line.
+
+The one place that writes: doctor/ and plan.py give lines. Imports those two, and no framework.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+from scalecom_hvd import __version__, doctor, plan
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        words: of the command line, without the program's name; None: this process's.
+
+    Returns:
+        The exit code: 0; 1 where the doctor found something wrong. Words that cannot be
+        understood end the process with 2.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m scalecom_hvd", description="Gradient compression: is it there, does it pay?"
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | plan")
+    for name, module, purpose in (
+        ("doctor", doctor, "what is installed, whether it works, and what to do about the rest"),
+        ("plan", plan, "what each method would cost a step of your model on your network"),
+    ):
+        command = commands.add_parser(name, help=purpose, description=f"{name}: {purpose}.")
+        module.add_arguments(command)
+    arguments = parser.parse_args(_joined(sys.argv[1:] if words is None else words))
+    try:
+        if arguments.command == "doctor":
+            examination = doctor.Examination(arguments)
+            _write(examination.lines())
+            return 1 if examination.wrong else 0
+        try:
+            _write(plan.run(arguments))
+        except ValueError as error:  # settings that are wrong together
+            parser.error(str(error))
+    except BrokenPipeError:  # the reader has seen enough, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """--rate -3 as --rate=-3: argparse takes -3M for an option, and could not say what is wrong."""
+    joined: list[str] = []
+    for word in words:
+        if joined and re.match(r"-[\d.]", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _write(lines: Iterable[str]) -> None:
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

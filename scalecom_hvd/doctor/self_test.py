@@ -1,0 +1,165 @@
+"""The self-test: two ranks on this machine with each launcher that is there.
+
+What the ranks do is in torch_rank.py and tensorflow_rank.py. Imports children, facts, findings and
+rank_check.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scalecom_hvd.doctor import children
+from scalecom_hvd.doctor.facts import Facts
+from scalecom_hvd.doctor.findings import NAMES
+from scalecom_hvd.doctor.rank_check import PASSED, RANKS
+
+# A line in which an error says what it is: Python's, or C++'s when it ends the process.
+ERROR = re.compile(r"(Error|Exception)\b.*: |terminate called|what\(\):|not enough slots")
+# Lines of a failed test's output that are shown.
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Test:
+    """Ranks to start.
+
+    Attributes:
+        name: what is tested.
+        command: that does it.
+        left_out: why it is not run; empty: it is.
+    """
+
+    name: str
+    command: list[str]
+    left_out: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a test.
+
+    Attributes:
+        name: of the test.
+        ok: whether it passed; None: it was left out.
+        seconds: that it took.
+        says: what the ranks say, or why it was left out, or its last words.
+        command: that runs it again.
+    """
+
+    name: str
+    ok: bool | None
+    seconds: float
+    says: str
+    command: str
+
+
+def tests(facts: Facts) -> list[Test]:
+    """All tests; those of what is not there, or cannot work, say why they are left out."""
+    mpi = _why_not_mpirun(facts)
+    gloo = _why_not_horovodrun(facts)
+    mpirun, horovodrun = _mpirun(facts), _horovodrun(facts)
+    torch, tensorflow = (
+        _why_not_on_horovod(facts, "torch"),
+        _why_not_on_horovod(facts, "tensorflow"),
+    )
+    horovod = [*_rank("torch"), "horovod"]
+    # Half of TensorFlow's test is the time that it takes to start: one launcher is enough.
+    starts, why = (mpirun, "") if not mpi else (horovodrun, gloo)
+    launcher = "mpirun" if not mpi else "horovodrun --gloo"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", str(RANKS), *_rank("torch")[1:], "ddp"]
+    return [
+        Test("PyTorch on Horovod, mpirun", [*mpirun, *horovod], torch or mpi),
+        Test("PyTorch on Horovod, horovodrun --gloo", [*horovodrun, *horovod], torch or gloo),
+        Test("PyTorch on torch.distributed, torchrun", torchrun, _why_not_torchrun(facts)),
+        Test(
+            f"TensorFlow on Horovod, {launcher}",
+            [*starts, *_rank("tensorflow")],
+            tensorflow or why,
+        ),
+    ]
+
+
+def run(test: Test, limit: float) -> Result:
+    """Run a test, unless it is to be left out. limit: seconds."""
+    command = shlex.join(test.command)
+    if test.left_out:
+        return Result(test.name, None, 0.0, test.left_out, command)
+    start = time.monotonic()
+    outcome = children.run(test.command, limit)
+    seconds = time.monotonic() - start
+    passed = [line for line in outcome.output.splitlines() if PASSED in line]
+    if outcome.code == 0 and len(passed) == RANKS:
+        return Result(test.name, True, seconds, passed[0].partition(PASSED)[2], command)
+    return Result(test.name, False, seconds, "\n".join(_words_of(outcome)), command)
+
+
+def _words_of(outcome: children.Outcome) -> list[str]:
+    """The first error that was written, and the last words, which may be the launcher's own."""
+    written = [line for line in outcome.output.splitlines() if line.strip()]
+    earlier = written[:-SHOWN]
+    first = next((i for i, line in enumerate(earlier) if ERROR.search(line)), len(earlier))
+    cause = earlier[first : first + 3]
+    ending = [] if outcome.why == outcome.last_line else [outcome.why]
+    return [*cause, *["..."] * bool(cause), *written[-SHOWN:], *ending]
+
+
+def lines(result: Result) -> Iterator[str]:
+    """What a result says."""
+    if result.ok is None:
+        yield f"  -      {result.name:40s} left out: {result.says}"
+    elif result.ok:
+        yield f"  ok     {result.name:40s} {result.seconds:4.1f} s, {result.says}"
+    else:
+        yield f"  FAILS  {result.name:40s} {result.seconds:4.1f} s"
+        yield from (f"           {line}" for line in result.says.splitlines())
+
+
+def _rank(framework: str) -> list[str]:
+    return [sys.executable, "-m", f"scalecom_hvd.doctor.{framework}_rank"]
+
+
+def _mpirun(facts: Facts) -> list[str]:
+    path = facts.programs["mpirun"].path if "mpirun" in facts.programs else "mpirun"
+    return [path, "--oversubscribe", "--bind-to", "none", "-np", str(RANKS)]
+
+
+def _horovodrun(facts: Facts) -> list[str]:
+    path = facts.programs["horovodrun"].path if "horovodrun" in facts.programs else "horovodrun"
+    return [path, "--gloo", "-np", str(RANKS), "-H", f"localhost:{RANKS}"]
+
+
+def _why_not_on_horovod(facts: Facts, framework: str) -> str:
+    if not facts.installed.get(framework):
+        return f"{NAMES[framework]} is not installed"
+    if facts.horovod is None:
+        return "Horovod is not installed"
+    for part in (framework, f"horovod.{framework}"):
+        if not facts.works(part):
+            return f"{part} cannot be imported"
+    return ""
+
+
+def _why_not_mpirun(facts: Facts) -> str:
+    if not facts.horovod_parts.get("mpi"):
+        return "Horovod was built without MPI"
+    return "" if "mpirun" in facts.programs else "there is no mpirun"
+
+
+def _why_not_horovodrun(facts: Facts) -> str:
+    if not facts.horovod_parts.get("gloo"):
+        return "Horovod was built without Gloo"
+    return "" if "horovodrun" in facts.programs else "there is no horovodrun"
+
+
+def _why_not_torchrun(facts: Facts) -> str:
+    if not facts.installed.get("torch"):
+        return "PyTorch is not installed"
+    if not facts.works("torch"):
+        return "torch cannot be imported"
+    return "" if facts.said["torch"].get("gloo") else "PyTorch was built without Gloo"

@@ -1,0 +1,45 @@
+"""What papers train with, by name: arguments of every face's DistributedOptimizer.
+
+Imports methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.exchange.methods import Method, ScaleCom
+
+
+def everything_whole() -> Method:
+    """A method that sends all of every tensor, whatever the environment says of ScaleCom."""
+    return ScaleCom(config=ScaleComConfig(dense=("*",), warmup_steps=0))
+
+
+def diloco(local_steps: int | Mapping[int, int] | Sequence[int] = 500) -> dict[str, Any]:
+    """DiLoCo (Douillard et al., 2023, arXiv 2311.08105), for DistributedOptimizer.
+
+    Every rank takes H steps of its own, with AdamW in the paper. The averaged change, sent whole,
+    is the gradient of an outer SGD with Nesterov's momentum 0.9 and a learning rate of 0.7.
+
+    Args:
+        local_steps: H, 500 in most of the paper; see DistributedOptimizer.
+
+    Returns:
+        Its arguments compression, local_steps and outer, to be changed as you like.
+
+    Example:
+        >>> optimizer = hvd.DistributedOptimizer(
+        ...     torch.optim.AdamW(model.parameters(), lr=4e-4),
+        ...     named_parameters=model.named_parameters(),
+        ...     **hvd.diloco(100),
+        ... )
+    """
+    return {
+        "compression": everything_whole(),
+        "local_steps": local_steps,
+        "outer": lambda common: torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True),
+    }

@@ -1,0 +1,26 @@
+"""What to install where a face's framework is missing. Imports no framework."""
+
+from __future__ import annotations
+
+HOROVOD = (
+    "Horovod, which pip does not bring along: it is compiled for the frameworks that are there "
+    "(https://horovod.readthedocs.io/en/stable/install.html; `make setup` in this package's "
+    "sources does it for PyTorch and TensorFlow). Without Horovod there are scalecom_hvd.ddp, for "
+    "torch.distributed, and scalecom_hvd.reference, in NumPy"
+)
+WHAT_IT_NEEDS = {
+    "horovod": HOROVOD,
+    "torch": 'PyTorch: pip install "scalecom_hvd[torch]"',
+    "tensorflow": 'TensorFlow 2.15, so Python 3.11 at most: pip install "scalecom_hvd[tensorflow]"',
+}
+
+
+def explained(error: ModuleNotFoundError, face: str) -> ModuleNotFoundError:
+    """Say what to install for a face, such as scalecom_hvd.ddp, whose import failed so.
+
+    Returns:
+        The error to raise; what is no framework's absence is given back as it came.
+    """
+    if error.name not in WHAT_IT_NEEDS:
+        return error
+    return ModuleNotFoundError(f"{face} needs {WHAT_IT_NEEDS[error.name]}", name=error.name)

@@ -1,0 +1,127 @@
+"""What `stats()` says while training goes on: in TensorBoard, in the log, in a progress bar.
+
+Framework-free: each face says which rank this is, and how TensorBoard is opened there. Imports
+diagnostics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from scalecom_hvd.diagnostics import Board, FilePath, Summary, check_tensorboard
+
+log = logging.getLogger("scalecom_hvd")
+
+# What is written of stats(), as far as there is such a number.
+NAMES = (
+    "bytes_traffic",
+    "rate",
+    "residue_norm",
+    "residue_ratio",
+    "skipped_steps",
+    "steps_skipped",
+    "leader",
+)
+
+
+class ScalarWriter(Protocol):
+    """What is asked of a writer of one's own; PyTorch's SummaryWriter is one."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> Any:
+        """Write one number."""
+        ...
+
+
+class Monitor:
+    """Writes the numbers of `stats()` every so many steps.
+
+    Rank 0 alone looks and writes; the others only count. stats() reads all residues, which takes
+    about as long as one pass of the kernel, so it is not called in other steps.
+
+    Args:
+        source: the optimizer, its `compression`, or the hook's ScaleComState.
+        every: look in every so many calls of `step`.
+        tensorboard: a directory for TensorBoard, where the numbers are called scalecom/<name>:
+            bytes_traffic (a rank's, in a step), rate, residue_norm, residue_ratio, skipped_steps,
+            leader, as in stats().
+        writer: a writer of yours beside it: what has add_scalar(name, number, step).
+
+    Attributes:
+        line: the last look as a short text, for a progress bar. Empty before the first look, and on
+            ranks other than 0. The log has it at level INFO.
+
+    Raises:
+        ImportError: TensorBoard is asked for and not installed.
+        TypeError: `source` has no stats().
+        ValueError: `every` is less than one step.
+
+    Example:
+        >>> monitor = hvd.Monitor(optimizer, every=50, tensorboard="runs/scalecom")
+        >>> for images, labels in batches:
+        ...     ...  # a step of training
+        ...     monitor.step()
+    """
+
+    # Each face's own.
+    _rank: Callable[[], int]
+    _open_tensorboard: Callable[[str, int], Summary]
+
+    def __init__(
+        self,
+        source: Any,
+        every: int = 50,
+        *,
+        tensorboard: FilePath | None = None,
+        writer: ScalarWriter | None = None,
+    ) -> None:
+        self._source: Any = source
+        if not hasattr(source, "stats"):
+            self._source = getattr(source, "compression", None)
+        if not hasattr(self._source, "stats"):
+            raise TypeError(
+                "monitor: there is no stats() to write: give an optimizer that compresses, its "
+                f"compression, or a ScaleComState, not {type(source).__name__}"
+            )
+        if every < 1:
+            raise ValueError(f"monitor: every is a number of steps: at least 1, not {every}")
+        if tensorboard is not None:
+            check_tensorboard("monitor")
+        self.line = ""
+        self._every, self._calls, self._writer = every, 0, writer
+        self._board = None if tensorboard is None else Board(tensorboard, self._open_tensorboard)
+
+    def step(self) -> None:
+        """A step is over; call it after every one, on any ranks."""
+        self._calls += 1
+        if self._calls % self._every == 0 and self._rank() == 0:
+            self._look()
+
+    def _look(self) -> None:
+        found = self._source.stats()
+        # With local steps `step` counts synchronisations.
+        step = int(found.get("steps_taken", found["step"]))
+        numbers = {name: found[name] for name in NAMES if found.get(name) is not None}
+        self.line = line_of(numbers)
+        log.info("step %d: %s", step, self.line)
+        if self._writer is not None:
+            for name, number in numbers.items():
+                self._writer.add_scalar(f"scalecom/{name}", number, step)
+        if self._board is not None:
+            self._board.write(numbers, step)
+
+
+def line_of(numbers: Mapping[str, float]) -> str:
+    """Numbers of stats() as a short text.
+
+    Args:
+        numbers: {name: number}, of NAMES.
+    """
+    said = []
+    if "bytes_traffic" in numbers:
+        said += [f"{numbers['bytes_traffic'] / 1e6:.3g} MB", f"rate {numbers['rate']:.3g}"]
+    if "residue_ratio" in numbers:
+        said.append(f"{numbers['residue_ratio']:.2g} gradients wait")
+    skipped = numbers.get("skipped_steps", 0) + numbers.get("steps_skipped", 0)
+    return ", ".join([*said, f"{skipped:g} steps skipped"] if skipped else said)

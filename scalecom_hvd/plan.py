@@ -1,0 +1,479 @@
+"""`python -m scalecom_hvd plan`: what each method would cost a step of your training, what to set.
+
+The numbers are predictions of scaling.py: the command runs nothing, and needs no framework. Every
+function here gives values or text, and __main__ writes. Imports config, scaling and
+training_warnings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.scaling import (
+    FITTED,
+    LOCAL_METHODS,
+    Constants,
+    Setting,
+    bytes_a_step,
+    on_devices,
+    own_cores,
+    predict,
+    where_the_gain_ends,
+    with_derived,
+)
+from scalecom_hvd.training_warnings import SENDS_WANTED
+
+SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+WORTH_IT = 1.1
+"""A method that makes steps less than so many times as fast is not worth its trouble."""
+WARMUP_SHARE = 0.1
+"""Of a run's steps, those sent whole: the first rule of the README."""
+MEGABYTE = 1e6
+# {the model's name: what the user sets}
+AVERAGING = {
+    "dense": "dense (no compression)",
+    "fp16": "Horovod's fp16",
+    "LocalTopK": "LocalTopK",
+    "random-k": "RandomK",
+    "ScaleCom staggered": "ScaleCom",
+    "ScaleCom look-ahead": "ScaleCom, lookahead=True",
+}
+LOCAL = {"local SGD": "local steps, dense", "ScaleCom local": "local steps, ScaleCom"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one method costs.
+
+    Attributes:
+        method: the model's name.
+        label: what the user knows it by.
+        megabytes: that a worker sends in a step, on average.
+        milliseconds: of a step, on average.
+        speed_up: times as fast as a dense step.
+        memory: megabytes of residues, and copies of parameters, on each worker.
+    """
+
+    method: str
+    label: str
+    megabytes: float
+    milliseconds: float
+    speed_up: float
+    memory: float
+
+
+def count(text: str) -> float:
+    """A number of parameters: "350M" is 350 million.
+
+    Raises:
+        ArgumentTypeError: it is no number that is above 0.
+    """
+    factor = SUFFIXES.get(text[-1:].upper(), 1.0)
+    number = _positive(text[:-1] if factor != 1 else text)
+    if number is None or number * factor < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a number from 1 on, such as 25000000, 350M or 1.3B, not {text!r}"
+        )
+    return number * factor
+
+
+def positive(text: str) -> float:
+    """A number above 0.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    number = _positive(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, such as 1000, not {text!r}")
+    return number
+
+
+def whole_number(least: int, why: str) -> Callable[[str], int]:
+    """What reads a whole number from `least` on; `why` ends the error that says so."""
+
+    def read(text: str) -> int:
+        number = _positive(text)
+        if number is None or number != int(number) or number < least:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {least} on{why}, not {text!r}"
+            )
+        return int(number)
+
+    return read
+
+
+def _positive(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Tell a parser what `plan` asks for."""
+    add = parser.add_argument
+    workers = whole_number(2, " (a single worker sends nothing)")
+    add("--parameters", type=count, required=True, metavar="N", help="of the model: 350M, 1.3B")
+    add("--workers", type=workers, required=True, metavar="N", help="that train together")
+    add(
+        "--mbit",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="nominal speed of each worker's network link in Mbit/s: 1000 for 1 Gbit/s",
+    )
+    add(
+        "--compute-ms",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="forward and backward of a step without any communication, in milliseconds",
+    )
+    add("--rate", type=positive, default=100, metavar="N", help="one element in so many is sent")
+    add(
+        "--output-layer",
+        type=count,
+        metavar="N",
+        help="its parameters, which are sent whole by default; left out: counted as compressed",
+    )
+    add(
+        "--local-steps",
+        type=whole_number(1, ""),
+        metavar="H",
+        help="a number of local steps to show besides 4 and 16",
+    )
+    add(
+        "--steps",
+        type=whole_number(1, ""),
+        metavar="N",
+        help="of the whole run: is it long enough for the rate?",
+    )
+    add("--nccl", action="store_true", help="gradients are summed on GPUs, not on processors")
+    add("--json", action="store_true", help="the same numbers for a program")
+
+
+def run(arguments: argparse.Namespace) -> Iterator[str]:
+    """The lines that the command writes.
+
+    Args:
+        arguments: as `add_arguments` reads them.
+
+    Raises:
+        ValueError: settings that cannot work, with what to write instead.
+    """
+    s = setting(arguments)
+    c = constants(arguments.nccl)
+    rows = compare(s, c, sorted({4, 16, arguments.local_steps or 4}))
+    if arguments.json:
+        yield json.dumps(as_numbers(s, rows, recommended(rows)), indent=1)
+        return
+    yield from _wrapped(heading(s, arguments.nccl))
+    yield ""
+    yield from table(rows)
+    yield ""
+    yield from _wrapped(advice(s, c, rows, arguments.steps))
+    yield ""
+    yield from _wrapped([" ".join(caveats(s, c))])
+
+
+def setting(arguments: argparse.Namespace) -> Setting:
+    """Where steps are predicted.
+
+    Raises:
+        ValueError: the rate is below 1, or the output layer larger than the model.
+    """
+    whole = arguments.output_layer or 0
+    if whole >= arguments.parameters:
+        raise ValueError(
+            f"--output-layer is {_count(whole)} and --parameters {_count(arguments.parameters)}: "
+            "give the whole model's parameters, of which the output layer is a part"
+        )
+    return Setting(
+        workers=arguments.workers,
+        gbit=arguments.mbit / 1000,
+        compute=arguments.compute_ms,
+        numel=arguments.parameters,
+        rate=ScaleComConfig(rate=arguments.rate).rate,
+        whole=whole,
+    )
+
+
+def constants(nccl: bool = False) -> Constants:
+    """Those of workers with processors of their own. nccl: which sum on GPUs."""
+    c = with_derived(own_cores(FITTED))
+    return on_devices(c) if nccl else c
+
+
+def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
+    """Every method, dense first.
+
+    Args:
+        s: where.
+        c: the model's constants.
+        local_steps: each H to show.
+    """
+    at = [(method, label, s) for method, label in AVERAGING.items()]
+    at += [
+        (method, f"{label}, H = {h}", dataclasses.replace(s, local_steps=h))
+        for method, label in LOCAL.items()
+        for h in local_steps
+    ]
+    dense = predict("dense", s, c)
+    rows = []
+    for method, label, there in at:
+        time = predict(method, there, c)
+        megabytes = bytes_a_step(method, there) / MEGABYTE
+        rows.append(Row(method, label, megabytes, time, dense / time, memory(method, there)))
+    return rows
+
+
+def memory(method: str, s: Setting) -> float:
+    """Megabytes on each worker, beyond what dense training takes.
+
+    A residue has 4 bytes for each parameter that is compressed. Local steps keep the common
+    parameters, and the changes, besides.
+    """
+    residues = 0.0 if method in ("dense", "fp16", "local SGD") else 4 * (s.numel - s.whole)
+    copies = 2 * 4 * s.numel if method in LOCAL_METHODS else 0.0
+    return (residues + copies) / MEGABYTE
+
+
+def recommended(rows: list[Row]) -> Row:
+    """What to set: the simplest of dense, fp16, ScaleCom and look-ahead that is near the fastest.
+
+    Near is within WORTH_IT. Simpler ones cost less accuracy.
+    """
+    by_name = {row.method: row for row in rows}
+    candidates = [
+        by_name[name] for name in ("dense", "fp16", "ScaleCom staggered", "ScaleCom look-ahead")
+    ]
+    fastest = min(row.milliseconds for row in candidates)
+    return next(row for row in candidates if row.milliseconds <= WORTH_IT * fastest)
+
+
+def heading(s: Setting, nccl: bool) -> Iterator[str]:
+    """What was asked."""
+    sums = "on GPUs (NCCL)" if nccl else "by processors (Gloo, MPI)"
+    whole = f", but for {_count(s.whole)} of the output layer" if s.whole else ""
+    yield (
+        f"{_count(s.numel)} parameters, {s.workers} workers with {_speed(s.gbit)} each, "
+        f"{s.compute:g} ms of compute a step. Gradients are summed {sums}. Compressing methods "
+        f"send one element in {s.rate:g}{whole}."
+    )
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    """The rows, aligned."""
+    wide = max(len(row.label) for row in rows)
+    yield (
+        f"{'method':{wide}s} {'MB a step':>10s} {'ms a step':>10s} {'speed-up':>9s} "
+        f"{'MB of memory':>13s}"
+    )
+    for row in rows:
+        yield (
+            f"{row.label:{wide}s} {_digits(row.megabytes):>10s} {_digits(row.milliseconds):>10s} "
+            f"{_speed_up(row.speed_up) + 'x':>9s} {_digits(row.memory):>13s}"
+        )
+
+
+def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iterator[str]:
+    """What to set, what that costs, and what else would help.
+
+    Args:
+        s: where.
+        c: the model's constants.
+        rows: as `compare` gave them.
+        steps: of the whole run, if known.
+    """
+    choice = recommended(rows)
+    if choice.method == "dense":
+        yield (
+            "Leave compression out: averaging less in every step is not "
+            f"{WORTH_IT:g} times as fast here, and dense training costs no accuracy."
+        )
+        yield from _where_it_would_pay(s, c)
+        yield from _fewer_averages(choice, rows)
+        return
+    yield f"Set {choice.label}: steps are {_times(choice.speed_up)} as fast as dense ones."
+    yield ""
+    yield from _snippet(choice, s, steps)
+    yield ""
+    if choice.method == "fp16":
+        yield f"- Sending less is not {WORTH_IT:g} times as fast as that here."
+        return
+    yield from _whole_run(choice)
+    yield from _accuracy(choice, s, steps)
+    yield from _what_else(choice, s, c, rows)
+
+
+def caveats(s: Setting, c: Constants) -> Iterator[str]:
+    """On what the numbers rest, as sentences. s, c: where, and the model's constants."""
+    buckets = "a bucket" if s.buckets == 1 else f"{s.buckets} buckets"
+    yield (
+        "This is a model, not a measurement. Its constants are fitted to steps of 24.8 M "
+        "parameters on 2 to 8 hosts of one machine, over Gloo (docs/speed.md). It meets those of "
+        "ScaleCom within 10 %. Dense ones on 4 and 8 hosts at 1 Gbit/s took two and nearly "
+        "three times as long as it says. LocalTopK and RandomK are put together from "
+        "what was measured."
+    )
+    if not c.megabyte["dense"]:
+        yield "With NCCL nothing was measured: sums are taken to cost nothing."
+    yield (
+        "Each worker has a link and processors of its own, and gradients fill "
+        f"{buckets} of 25 MiB (bucket_bytes)."
+    )
+    if not s.whole:
+        yield "The output layer, sent whole by default, is not counted: --output-layer does."
+
+
+def as_numbers(s: Setting, rows: list[Row], choice: Row) -> dict[str, object]:
+    """All of it as plain numbers and names, for JSON."""
+    return {
+        "setting": dataclasses.asdict(s),
+        "methods": [dataclasses.asdict(row) for row in rows],
+        "recommended": choice.label,
+    }
+
+
+def _where_it_would_pay(s: Setting, c: Constants) -> Iterator[str]:
+    ends = max(
+        where_the_gain_ends(method, s, c, WORTH_IT)
+        for method in ("ScaleCom staggered", "ScaleCom look-ahead")
+    )
+    if ends > 0.01:
+        yield f"- ScaleCom would pay on networks slower than {_speed(ends)}."
+
+
+def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
+    """The lines to paste into a script."""
+    if choice.method == "fp16":
+        compression = "hvd.Compression.fp16"
+    else:
+        settings = [f"rate={s.rate:g}"] + ["lookahead=True"] * choice.label.endswith("=True")
+        if steps is None:
+            settings.append("warmup_steps=total_steps // 10")
+        else:
+            settings += [f"warmup_steps={round(WARMUP_SHARE * steps)}", f"planned_steps={steps}"]
+        compression = f"hvd.ScaleCom({', '.join(settings)})"
+    yield "    import scalecom_hvd.torch as hvd  # or scalecom_hvd.tensorflow.keras"
+    yield ""
+    yield "    optimizer = hvd.DistributedOptimizer("
+    yield "        optimizer,"
+    yield "        named_parameters=model.named_parameters(),  # not in Keras"
+    yield f"        compression={compression},"
+    yield "    )"
+
+
+def _whole_run(choice: Row) -> Iterator[str]:
+    whole = 1 / (WARMUP_SHARE + (1 - WARMUP_SHARE) / choice.speed_up)
+    yield (
+        f"- The whole run is {_times(whole)} as fast: a tenth of its steps, the warm-up, is sent "
+        "whole, like dense ones."
+    )
+
+
+def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
+    yield (
+        "- Accuracy: at rate 100 small models lost 0.2 points with batch norm, 1 to 2 with group "
+        "or layer norm, and in text 0.13 bits after 500 steps, 0.02 after 4,000. What to turn "
+        "when: docs/tuning.md."
+    )
+    if choice.method == "ScaleCom look-ahead":
+        yield "- lookahead=True costs 0.02 bits more, with group or layer norm 1 to 2 points more."
+    if steps is None:
+        least = math.ceil(SENDS_WANTED * s.rate / (1 - WARMUP_SHARE))
+        yield (
+            f"- Runs of under {least:,} steps send a place fewer than {SENDS_WANTED} times at this "
+            "rate, and lose accuracy by it: lower the rate there."
+        )
+        return
+    sends = (1 - WARMUP_SHARE) * steps / s.rate
+    if sends < SENDS_WANTED:
+        rate = math.floor((1 - WARMUP_SHARE) * steps / SENDS_WANTED)
+        yield (
+            f"- {steps:,} steps are too few for rate {s.rate:g}: a place is sent {sends:.1f} "
+            f"times, and under about {SENDS_WANTED} accuracy suffers. "
+            + (f"Try --rate {rate}." if rate > 1 else "Train dense.")
+        )
+
+
+def _what_else(choice: Row, s: Setting, c: Constants, rows: list[Row]) -> Iterator[str]:
+    """Other settings that would be faster, or better, and where this one ends to pay."""
+    by_name = {row.method: row for row in rows}
+    if s.whole:
+        compressed = predict(choice.method, dataclasses.replace(s, whole=0), c)
+        if choice.milliseconds > WORTH_IT * compressed:
+            yield (
+                f"- The output layer, sent whole, costs {_digits(choice.milliseconds - compressed)}"
+                f' ms a step: dense=[], rates={{"name.of.it*": {max(1, s.rate / 2):g}}} compresses '
+                "it too."
+            )
+    top_k = by_name["LocalTopK"]
+    if top_k.milliseconds <= WORTH_IT * choice.milliseconds:
+        yield "- LocalTopK is about as fast here, and on few workers the more accurate."
+    yield from _fewer_averages(choice, rows)
+    ends = where_the_gain_ends(choice.method, s, c, WORTH_IT)
+    if ends < math.inf:
+        yield f"- On networks faster than {_speed(ends)} it is no longer worth it."
+    if c.megabyte["dense"]:
+        on_gpus = constants(nccl=True)
+        there = predict("dense", s, on_gpus) / predict(choice.method, s, on_gpus)
+        yield f"- Where GPUs sum the gradients it would be {_times(there)} as fast (--nccl)."
+
+
+def _fewer_averages(choice: Row, rows: list[Row]) -> Iterator[str]:
+    """Whether local steps would be faster."""
+    local = min(
+        (row for row in rows if row.method in LOCAL_METHODS), key=lambda row: row.milliseconds
+    )
+    if WORTH_IT * local.milliseconds < choice.milliseconds:
+        yield (
+            f"- Faster still: {local.label}, {_digits(local.milliseconds)} ms a step. They cost "
+            "accuracy: docs/local_steps.md."
+        )
+
+
+def _count(number: float) -> str:
+    """350 M."""
+    for factor, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= factor:
+            return f"{number / factor:.4g}{name}"
+    return f"{number:g}"
+
+
+def _speed(gbit: float) -> str:
+    return f"{gbit:.3g} Gbit/s" if gbit >= 1 else f"{1000 * gbit:.3g} Mbit/s"
+
+
+def _digits(number: float) -> str:
+    """Three digits that count, or all before the point."""
+    if number >= 100 or number == 0:
+        return f"{number:,.0f}"
+    return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
+
+
+def _speed_up(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else _digits(ratio)
+
+
+def _times(speed_up: float) -> str:
+    return f"{_speed_up(speed_up)} times"
+
+
+def _wrapped(paragraphs: Iterable[str]) -> Iterator[str]:
+    """Lines of at most 100 columns. What is indented stays as it is."""
+    for paragraph in paragraphs:
+        if not paragraph or paragraph.startswith(" "):
+            yield paragraph
+            continue
+        hanging = "  " if paragraph.startswith("- ") else ""
+        yield from textwrap.wrap(paragraph, 100, subsequent_indent=hanging, break_on_hyphens=False)

@@ -1,0 +1,259 @@
+"""A model of how long a training step takes, with each method on 2 to 4096 workers.
+
+`python -m scalecom_hvd plan` asks it what a method would bring. scripts/bench/scaling_model.py fits
+its constants to what `make bench` measured. Framework-free; imports no other room.
+
+The model (all of it is `predict`). Gradients become ready evenly over backward, two thirds of the
+compute; a bucket's collectives follow each other and the last bucket's cannot hide. A collective
+costs a negotiation and its hops, 2(n-1) of them for a ring's all-reduce, log2 n for a broadcast,
+and its bytes at the network's speed:
+
+    dense       2(n-1)/n * 4N bytes a worker        fp16  half of that
+    local top-k (n-1) * 8k bytes: the union of n choices, values and indices
+    LocalTopK   (n-1) * 5k bytes: this package's, whose indices are offsets of one byte
+    ScaleCom    2(n-1)/n * 4k + (n-1)/n * k bytes: nearly constant in n; look-ahead hides the
+                offsets, the second term, behind the next forward and backward
+    random-k    2(n-1)/n * 4k bytes, and no broadcast
+    local steps what the method sends, once in H steps, and none of it behind backward
+
+Offsets take two bytes each where the rate is above 256. What is sent whole (`whole`) is added to
+what a compressing method sends.
+
+Five kinds of constants are fitted to the measured steps: the share of the nominal speed that is
+reached, one negotiation, one hop, and per method the processor's time a step and a megabyte (one
+for all that is ScaleCom; what compressing methods send whole costs what dense costs). All but the
+first grow where workers share processors, as those of `make bench` do. A step's time is that of the
+measured model's size; with other sizes all but `FIXED` of it grows in proportion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+METHODS = ["dense", "fp16", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"]
+"""Averaging gradients, as scripts/bench/bench.py measures it. A cyclic leader costs what staggered
+ones do, as far as the model goes."""
+
+LOCAL_METHODS = ["local SGD", "ScaleCom local"]
+"""Averaging the changes of H steps: whole, and compressed."""
+
+WHOLE_METHODS = ["dense", "fp16", "local SGD"]
+"""Those that send every element."""
+
+DERIVED = ["random-k", "LocalTopK"]
+"""Not measured across hosts; see `with_derived`."""
+
+BACKWARD = 2 / 3
+"""Backward's share of the compute."""
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients, as ScaleComConfig.bucket_bytes has it by default."""
+MEASURED_NUMEL = 24_800_000
+"""Parameters of the model that `make bench` measures."""
+FIXED = 4.4
+"""ms that a step of a compressing method costs more than a dense one, however small the model.
+
+`make demo`, whose models have 0.2 M parameters, measured 13.2 - 9.5 and 18.0 - 13.0 ms.
+"""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fitted. Times in ms.
+
+    Attributes:
+        reached: of the network's nominal speed, a share.
+        negotiation, hop: of one collective.
+        step, megabyte: {method: the processor's time} a step, and a megabyte.
+        cores: that all workers share. Infinite: every worker has its own.
+    """
+
+    reached: float
+    negotiation: float
+    hop: float
+    step: dict[str, float]
+    megabyte: dict[str, float]
+    cores: float = math.inf
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a step is predicted.
+
+    Attributes:
+        workers: n, at least 2; each has a link of its own.
+        gbit: the link's nominal speed in Gbit/s.
+        compute: of one worker's forward and backward, ms.
+        numel: N, the model's parameters, of 4 bytes.
+        rate: N/k.
+        whole: how many of the parameters compressing methods send whole.
+        local_steps: H, for the methods that have it.
+    """
+
+    workers: int
+    gbit: float
+    compute: float
+    numel: float = MEASURED_NUMEL
+    rate: float = 100
+    whole: float = 0
+    local_steps: int = 1
+
+    @property
+    def buckets(self) -> int:
+        """How many buckets the gradients fill."""
+        return max(1, math.ceil(4 * self.numel / BUCKET_BYTES))
+
+
+# Fitted to docs/bench.csv and docs/bench_local_steps.csv, which are the tables that `make bench`
+# wrote, on 2 cores for all workers, by
+#     python scripts/bench/scaling_model.py --cores 2 --results docs/bench.csv \
+#         docs/bench_local_steps.csv
+# tests/single/test_scaling_model.py holds them to that.
+FITTED = Constants(
+    reached=0.90,
+    negotiation=1.44,
+    hop=0.05,
+    step={
+        "dense": 0.0,
+        "fp16": 403.0,
+        "local top-k": 116.2,
+        "ScaleCom staggered": 19.45,
+        "ScaleCom look-ahead": 17.91,
+        "local SGD": 333.9,
+        "ScaleCom local": 128.6,
+    },
+    megabyte={
+        "dense": 1.965,
+        "fp16": 3.843,
+        "local top-k": 14.33,
+        "ScaleCom staggered": 25.17,
+        "ScaleCom look-ahead": 25.17,
+        "local SGD": 7.314,
+        "ScaleCom local": 25.17,
+    },
+    cores=2,
+)
+
+
+def traffic(method: str, s: Setting) -> tuple[float, float]:
+    """Bytes that a worker sends each time that workers average.
+
+    Returns:
+        What is averaged or gathered, and offsets.
+    """
+    n = s.workers
+    ring, offset = 2 * (n - 1) / n, 1 if s.rate <= 256 else 2
+    if method in ("dense", "local SGD"):
+        return ring * s.numel * 4, 0
+    if method == "fp16":
+        return ring * s.numel * 2, 0
+    k, whole = (s.numel - s.whole) / s.rate, ring * s.whole * 4
+    if method == "local top-k":
+        return (n - 1) * k * 8 + whole, 0
+    if method == "LocalTopK":
+        return (n - 1) * k * (4 + offset) + whole, 0
+    if method == "random-k":
+        return ring * k * 4 + whole, 0
+    return ring * k * 4 + whole, k * offset * (n - 1) / n
+
+
+def bytes_a_step(method: str, s: Setting) -> float:
+    """Bytes that a worker sends in a step, on average."""
+    return sum(traffic(method, s)) / (s.local_steps if method in LOCAL_METHODS else 1)
+
+
+def broadcast_of_offsets(method: str, s: Setting, c: Constants) -> float:
+    """The time in ms that a step's broadcasts take if nothing hides them."""
+    shared = max(1.0, s.workers / c.cores)
+    hops = math.ceil(math.log2(s.workers))
+    return s.buckets * shared * (c.negotiation + hops * c.hop) + traffic(method, s)[1] * _per_byte(
+        method, s, c
+    )
+
+
+def predict(method: str, s: Setting, c: Constants) -> float:
+    """A step's time in ms, on average.
+
+    Args:
+        method: of METHODS, LOCAL_METHODS or DERIVED; the constants must have it.
+        s: where.
+        c: the constants.
+    """
+    n, shared = s.workers, max(1.0, s.workers / c.cores)
+    hops = (n - 1) if method in ("local top-k", "LocalTopK") else 2 * (n - 1)
+    values, _ = traffic(method, s)
+    exchange = s.buckets * shared * (c.negotiation + hops * c.hop)
+    whole = 0.0 if method in WHOLE_METHODS else 2 * (n - 1) / n * 4 * s.whole
+    exchange += (values - whole) * _per_byte(method, s, c) + whole * _per_byte("dense", s, c)
+    broadcast = broadcast_of_offsets(method, s, c) if method.startswith("ScaleCom") else 0.0
+    processor = _processor(method, s, c) * shared
+    if method in LOCAL_METHODS:
+        # A round's exchange begins when its last backward is over.
+        return s.compute + (processor + exchange + broadcast) / s.local_steps
+    if method == "ScaleCom look-ahead":
+        # The next step's offsets travel until its buckets are ready, so they take part only where
+        # the network is busy all the time.
+        tail, total = exchange / s.buckets, exchange + broadcast
+        hidden = s.compute * (1 - (1 - BACKWARD) / s.buckets)
+    else:
+        total = exchange + broadcast
+        tail, hidden = total / s.buckets, s.compute * BACKWARD * (1 - 1 / s.buckets)
+    return s.compute + processor + max(tail, total - hidden)
+
+
+def _per_byte(method: str, s: Setting, c: Constants) -> float:
+    """ms: on the network, and of the processors that read, add and write it."""
+    shared = max(1.0, s.workers / c.cores)
+    return 8e-6 / (s.gbit * c.reached) + 1e-6 * c.megabyte[method] * shared
+
+
+def _processor(method: str, s: Setting, c: Constants) -> float:
+    """ms a step (with local steps: a round) besides what bytes cost, of a processor of its own."""
+    measured = c.step[method]
+    fixed = 0.0 if method in WHOLE_METHODS else min(FIXED, measured)
+    return fixed + (measured - fixed) * s.numel / MEASURED_NUMEL
+
+
+def own_cores(c: Constants) -> Constants:
+    """The same, where every worker has processors of its own."""
+    return dataclasses.replace(c, cores=math.inf)
+
+
+def on_devices(c: Constants) -> Constants:
+    """The same, where sums cost no processor time, as with NCCL.
+
+    Where all is sent whole, sums are all that a step costs.
+    """
+    whole = {method: c.step["dense"] for method in WHOLE_METHODS if method in c.step}
+    return dataclasses.replace(c, step=c.step | whole, megabyte=dict.fromkeys(c.megabyte, 0.0))
+
+
+def with_derived(c: Constants) -> Constants:
+    """The same, with DERIVED methods, whose constants are those of what they do alike.
+
+    random-k takes and scatters values as ScaleCom does. LocalTopK chooses by ScaleCom's kernel, on
+    every worker, and its gathered bytes cost what those of local top-k cost.
+    """
+    step, megabyte = c.step["ScaleCom staggered"], c.megabyte
+    return dataclasses.replace(
+        c,
+        step=c.step | dict.fromkeys(DERIVED, step),
+        megabyte=megabyte
+        | {"random-k": megabyte["ScaleCom staggered"], "LocalTopK": megabyte["local top-k"]},
+    )
+
+
+def where_the_gain_ends(method: str, s: Setting, c: Constants, least: float = 1.1) -> float:
+    """The Gbit/s above which `method` makes a dense step less than `least` times as fast.
+
+    Returns:
+        To one part in sixty; infinity where it gains at 4000 Gbit/s.
+    """
+    gbit = 0.01
+    while gbit <= 4000:
+        there = dataclasses.replace(s, gbit=gbit)
+        if predict("dense", there, c) / predict(method, there, c) < least:
+            return gbit
+        gbit *= 1.016
+    return math.inf

@@ -1,0 +1,72 @@
+"""Monitor, by Horovod's ranks and with TensorFlow's summaries; and Keras's callback of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+
+from scalecom_hvd import monitoring
+from scalecom_hvd.diagnostics import Summary
+
+
+class _Scalars:
+    """TensorFlow's summaries under the names of PyTorch's."""
+
+    def __init__(self, directory: str) -> None:
+        self._file = tf.summary.create_file_writer(directory)
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        with self._file.as_default():
+            tf.summary.scalar(tag, scalar_value, step=global_step)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _open_tensorboard(directory: str, step: int) -> Summary:
+    return _Scalars(directory)
+
+
+class Monitor(monitoring.Monitor):  # noqa: D101 (it is that one's)
+    __doc__ = monitoring.Monitor.__doc__
+
+    _rank = staticmethod(horovod.rank)
+    _open_tensorboard = staticmethod(_open_tensorboard)
+
+
+class MonitorCallback(tf.keras.callbacks.Callback):
+    """A Monitor of what model.fit trains.
+
+    Args:
+        compression: the ScaleCom; default: that of the model's optimizer.
+        every, tensorboard, writer: as in Monitor.
+
+    Attributes:
+        monitor: it, once training has begun.
+
+    Raises:
+        ImportError, TypeError, ValueError: as in Monitor, when training begins.
+
+    Example:
+        >>> model.fit(..., callbacks=[hvd.MonitorCallback(tensorboard="runs/scalecom")])
+    """
+
+    def __init__(self, compression: Any = None, every: int = 50, **settings: Any) -> None:
+        super().__init__()
+        self.monitor: Monitor | None = None
+        self._compression = compression
+        self._settings = {"every": every} | settings
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Keras's: a second call of fit goes on with the same monitor."""
+        if self.monitor is None:
+            optimizer = self.model.optimizer
+            source = self._compression or getattr(optimizer, "inner_optimizer", optimizer)
+            self.monitor = Monitor(source, **self._settings)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Keras's."""
+        assert self.monitor is not None, "training has begun"
+        self.monitor.step()

@@ -1,0 +1,155 @@
+"""How all pictures of the project look: one style, and in all of them one mark for each method.
+
+A mark is a colour of Okabe and Ito's palette, which the colour-blind tell apart, with a marker, a
+line and a hatch that tell the same without colour. Fonts are legible where a page shows the picture
+700 pixels wide, so no picture is wider than two panels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # the backend is chosen first
+
+WIDTH = 7.3  # inches, which are 700 pixels of a page
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+DARK, GREY, LIGHT = "#595959", "#999999", "#D9D9D9"
+
+plt.rcParams.update(
+    {
+        "font.size": 9,
+        "axes.titlesize": 9,
+        "axes.labelsize": 9,
+        "legend.fontsize": 8,
+        "legend.frameon": False,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": "0.9",
+        "lines.linewidth": 1.5,
+        "lines.markersize": 5,
+        "hatch.linewidth": 0.7,
+        "savefig.dpi": 160,
+        "savefig.facecolor": "white",
+        "svg.fonttype": "path",
+        "svg.hashsalt": "scalecom_hvd",
+    }
+)
+
+
+class Mark(NamedTuple):
+    """What tells one thing from another, with colour and without."""
+
+    colour: str
+    marker: str = ""
+    line: Any = "-"
+    hatch: str = ""
+
+    def curve(self, **more: Any) -> dict[str, Any]:
+        """Keywords of plot() and errorbar()."""
+        style = {"color": self.colour, "marker": self.marker, "linestyle": self.line}
+        return style | more
+
+    def bar(self, **more: Any) -> dict[str, Any]:
+        """Keywords of bar() and barh()."""
+        style = {
+            "facecolor": self.colour,
+            "hatch": self.hatch,
+            "edgecolor": "white",
+            "linewidth": 0,
+        }
+        return style | more
+
+
+MARKS = {
+    "dense": Mark(BLACK, "s", "--"),
+    "fp16": Mark(DARK, "P", ":", "||||"),
+    "ScaleCom": Mark(BLUE, "o"),
+    "ScaleCom look-ahead": Mark(SKY, "D", "-", "\\\\\\\\"),
+    "local top-k": Mark(VERMILION, "^", "-.", "////"),
+    "random-k": Mark(GREEN, "X", (0, (5, 1)), "xxxx"),
+    "gTop-k": Mark(ORANGE, "v", (0, (3, 1, 1, 1)), "----"),
+    "global top-k": Mark(PURPLE, "p", (0, (1, 1)), "++++"),
+    "ECQ-SGD, 4 bits": Mark(GREY, "*", (0, (4, 2)), "//--"),
+}
+# For what is no method: three of Tol's colours first.
+SPARE = (
+    Mark("#882255", "h", (0, (6, 1, 1, 1))),
+    Mark("#332288", ">", (0, (2, 1))),
+    Mark("#999933", "<", (0, (8, 2))),
+    *reversed(MARKS.values()),
+)
+# What the project's parts call the same methods.
+SAME = {
+    "sent whole": "dense",
+    "ScaleCom cyclic": "ScaleCom",
+    "ScaleCom staggered": "ScaleCom",
+    "ScaleCom, look-ahead": "ScaleCom look-ahead",
+    "LocalTopK": "local top-k",
+    "GTopK": "gTop-k",
+    "RandomK": "random-k",
+    "GlobalTopK": "global top-k",
+    "ECQSGD 4 bits": "ECQ-SGD, 4 bits",
+}
+# What a step is made of.
+PARTS = {
+    "compute": Mark(LIGHT),
+    "select": Mark(BLUE),
+    "offsets": Mark(PURPLE, hatch="////"),
+    "values": Mark(ORANGE),
+    "scatter": Mark(GREEN, hatch="||||"),
+    "other": Mark(DARK, hatch="xxxx"),
+}
+
+
+def known(name: str) -> Mark | None:
+    """A method's mark, if it has one."""
+    return MARKS.get(SAME.get(name, name))
+
+
+def marks(names: Iterable[str]) -> dict[str, Mark]:
+    """A mark for each name; one that is no known method gets what none of the others has."""
+    names = list(dict.fromkeys(names))
+    found = {name: mark for name in names if (mark := known(name))}
+    spares = itertools.cycle(mark for mark in SPARE if mark not in found.values())
+    return {name: found.get(name) or next(spares) for name in names}
+
+
+def panels(titles: Sequence[str], height: float = 2.9, columns: int = 2) -> tuple[Any, Any]:
+    """A figure with a panel for each title, in rows of two; gives it and its axes."""
+    columns = min(len(titles), columns)
+    rows = -(-len(titles) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(WIDTH, height * rows), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat[len(titles) :]:
+        axis.remove()
+    for axis, title in zip(axes.flat, titles, strict=False):
+        axis.set_title(textwrap.fill(title, 92 // columns))
+    return figure, axes.flat[: len(titles)]
+
+
+def legend(figure: Any, axes: Iterable[Any], columns: int = 3) -> None:
+    """One legend above all panels, of what any of them shows."""
+    found = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    figure.legend(found.values(), found, loc="outside upper center", ncols=columns)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a picture, of the kind that its name ends in; the same figure gives the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
+    figure.savefig(path, metadata=metadata)
+    plt.close(figure)

@@ -1,0 +1,67 @@
+"""The pages' examples: the blocks of Python in README.md and docs/*.md.
+
+A comment in the page, `<!-- run with: torch -->`, says what the blocks after it are run with: the
+names that a reader's own script has at that place. Blocks up to the next such comment are one
+script.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+KINDS = (
+    "torch",  # a model and an optimizer
+    "torch, training",  # where the optimizer is a DistributedOptimizer already
+    "stock",  # the same as torch, without `hvd`
+    "torch script",  # nothing: a whole script
+    "ddp",
+    "keras",
+    "keras script",
+    "tensorflow",
+    "methods",  # one process
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Blocks that are one script.
+
+    name: of the page, and the line of its comment.  kind: of KINDS.  code: the blocks, with empty
+    lines before them, so that errors name the page's own lines.
+    """
+
+    name: str
+    kind: str
+    code: str
+
+    def run(self, scope):
+        """Run it with these names, which it may change."""
+        exec(compile(self.code, self.name, "exec"), scope)
+
+    def shorter(self, number, instead):
+        """The same with a smaller number in place of one that it has."""
+        assert number in self.code
+        return dataclasses.replace(self, code=self.code.replace(number, instead))
+
+
+def examples(*kinds):
+    """All examples of these kinds, in the order of the pages."""
+    return [example for page in PAGES for example in examples_of(page) if example.kind in kinds]
+
+
+def examples_of(page):
+    """A page's examples, of any kind."""
+    text, found = page.read_text(), []
+    for comment in re.finditer(
+        r"^<!-- run with: (.*) -->\n((?:(?!<!-- run with: ).*\n)*)", text, re.M
+    ):
+        code = ""
+        for block in re.finditer(r"^```python\n(.*?)^```", comment[2], re.M | re.S):
+            before = text.count("\n", 0, comment.start(2) + block.start(1))
+            code += "\n" * (before - code.count("\n")) + block[1]
+        line = text.count("\n", 0, comment.start()) + 1
+        found.append(Example(f"{page.name}:{line}", comment[1], code))
+    return found

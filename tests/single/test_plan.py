@@ -1,0 +1,175 @@
+"""`python -m scalecom_hvd plan`: what it predicts, what it says to set, and what it refuses."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from scalecom_hvd import plan
+from scalecom_hvd.__main__ import main
+from scalecom_hvd.scaling import Setting, bytes_a_step, predict
+
+SLOW = "--parameters 350M --workers 16 --mbit 1000 --compute-ms 200"
+FAST = "--parameters 25M --workers 8 --mbit 100000 --compute-ms 150 --nccl"
+
+
+@pytest.fixture
+def said(capsys):
+    """said(words) -> what the command writes to standard output."""
+
+    def run(words):
+        assert main(["plan", *words.split()]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """refused(words) -> the error that ends it."""
+
+    def run(words):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *words.split()])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("25000000", 25e6),
+        ("350M", 350e6),
+        ("1.3B", 1.3e9),
+        ("2g", 2e9),
+        ("64k", 64e3),
+        ("1e6", 1e6),
+    ],
+)
+def test_numbers_take_suffixes(text, number):
+    assert plan.count(text) == number
+
+
+def test_a_slow_network_gets_scalecom(said):
+    text = said(SLOW)
+    assert "Set ScaleCom: steps are" in text
+    assert "compression=hvd.ScaleCom(rate=100, warmup_steps=total_steps // 10)," in text
+    assert "docs/tuning.md" in text
+    for label in plan.AVERAGING.values():
+        assert f"\n{label} " in text
+    for h in (4, 16):
+        assert f"local steps, ScaleCom, H = {h}" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_stands_in_the_table_is_what_the_model_says(said):
+    found = json.loads(said(f"{SLOW} --output-layer 10M --rate 300 --json"))
+    s = Setting(16, 1, 200, numel=350e6, rate=300, whole=10e6)
+    rows = {row["method"]: row for row in found["methods"] if "H = 4" not in row["label"]}
+    c = plan.constants()
+    for method in plan.AVERAGING:
+        assert rows[method]["milliseconds"] == predict(method, s, c)
+        assert rows[method]["megabytes"] == bytes_a_step(method, s) / 1e6
+        assert rows[method]["speed_up"] == predict("dense", s, c) / predict(method, s, c)
+    assert rows["dense"]["memory"] == rows["fp16"]["memory"] == 0
+    assert rows["ScaleCom staggered"]["memory"] == 4 * 340
+    assert rows["ScaleCom local"]["memory"] == 4 * 340 + 8 * 350
+    assert found["recommended"] == "ScaleCom"
+
+
+def test_a_fast_network_gets_no_compression(said):
+    text = said(FAST)
+    assert "Leave compression out" in text
+    assert "hvd.ScaleCom(" not in text
+    assert "ScaleCom would pay on networks slower than" in text
+    assert "With NCCL nothing was measured" in text
+
+
+def test_what_is_recommended_is_near_the_fastest_and_the_simplest():
+    for mbit in (10, 100, 1000, 10_000, 100_000):
+        for workers in (2, 8, 64):
+            for nccl in (False, True):
+                s = Setting(workers, mbit / 1000, 150)
+                rows = plan.compare(s, plan.constants(nccl), [4])
+                choice = plan.recommended(rows)
+                named = {row.method: row.milliseconds for row in rows}
+                candidates = ["dense", "fp16", "ScaleCom staggered", "ScaleCom look-ahead"]
+                fastest = min(named[name] for name in candidates)
+                assert choice.milliseconds <= plan.WORTH_IT * fastest
+                for simpler in candidates[: candidates.index(choice.method)]:
+                    assert named[simpler] > plan.WORTH_IT * fastest
+
+
+def test_where_it_would_pay_is_where_the_advice_changes(said):
+    words = "--parameters 25M --workers 8 --compute-ms 300 --nccl --json --mbit"
+    text = said(words.replace(" --json", "") + " 100000")
+    ends = text.split("networks slower than ")[1].split(".\n")[0]
+    assert ends.endswith("Gbit/s")
+    mbit = 1000 * float(ends.split()[0])
+    assert json.loads(said(f"{words} {1.1 * mbit}"))["recommended"].startswith("dense")
+    assert not json.loads(said(f"{words} {0.9 * mbit}"))["recommended"].startswith("dense")
+
+
+def test_short_runs_are_warned(said):
+    text = said(f"{SLOW} --steps 300")
+    assert "300 steps are too few for rate 100: a place is sent 2.7 times" in text
+    assert "Try --rate 54." in text
+    assert "warmup_steps=30, planned_steps=300" in text
+    assert "too few" not in said(f"{SLOW} --steps 100000")
+    assert "Train dense." in said(f"{SLOW} --steps 6")
+
+
+def test_a_large_output_layer_is_named(said):
+    text = said(f"{SLOW} --output-layer 100M")
+    assert "The output layer, sent whole, costs" in text
+    assert "dense=[]" in text
+    assert "The output layer, sent whole, costs" not in said(f"{SLOW} --output-layer 10K")
+
+
+def test_local_steps_of_ones_own(said):
+    assert "local steps, dense, H = 50" in said(f"{SLOW} --local-steps 50")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ("--parameters abc", "such as 25000000, 350M or 1.3B, not 'abc'"),
+        ("--parameters -3M", "not '-3M'"),
+        ("--parameters 0", "not '0'"),
+        ("--parameters M", "not 'M'"),
+        ("--parameters nan", "not 'nan'"),
+        ("--workers 1", "a whole number from 2 on (a single worker sends nothing), not '1'"),
+        ("--workers 2.5", "not '2.5'"),
+        ("--mbit -5", "a number above 0, such as 1000, not '-5'"),
+        ("--mbit inf", "not 'inf'"),
+        ("--compute-ms 0", "not '0'"),
+        ("--rate 0.5", "rate is N/k"),
+        ("--output-layer 350M", "give the whole model's parameters"),
+        ("--local-steps 0", "a whole number from 1 on, not '0'"),
+    ],
+)
+def test_wrong_input_is_refused_with_what_to_write(refused, wrong, error):
+    assert error in refused(f"{SLOW} {wrong}")
+
+
+def test_without_words_it_says_what_it_wants(refused):
+    assert "--parameters, --workers, --mbit, --compute-ms" in refused("")
+
+
+def test_numbers_have_three_digits():
+    found = [plan._digits(number) for number in (0, 0.0123, 9.999, 12.34, 123.4, 12345.6)]
+    assert found == ["0", "0.0123", "10.00", "12.3", "123", "12,346"]
+    assert not math.isnan(float(found[1]))
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = [sys.executable, "-m", "scalecom_hvd", "plan", *SLOW.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        error = process.stderr.read()
+        assert process.wait(60) == 0, error
+    assert not error
