@@ -5,15 +5,17 @@ number of steps.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 WIDTHS = [1000, 2000, 500, 10]
 
 
-def in_torch(settings: dict[str, Any] | None) -> tuple[Callable, Callable, int]:
-    """(step(), report(), rank) of a training in PyTorch."""
+def in_torch(settings: dict[str, Any] | None) -> tuple[Callable, Callable, ModuleType]:
+    """(step(), report(), Horovod's module) of a training in PyTorch."""
     import torch
 
     import scalecom_hvd.torch as hvd
@@ -40,10 +42,10 @@ def in_torch(settings: dict[str, Any] | None) -> tuple[Callable, Callable, int]:
             "k": {name: [t.geometry.k, t.residue.numel()] for name, t in tensors.items()}
         }
 
-    return step, report, hvd.rank()
+    return step, report, hvd
 
 
-def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, int]:
+def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, ModuleType]:
     """The same in Keras."""
     import tensorflow as tf
 
@@ -69,16 +71,20 @@ def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, 
         k = {name: [t.geometry.k, t.geometry.numel] for name, t in exchange.tensors.items()}
         return optimizer.compression.stats() | {"k": k}
 
-    return step, report, hvd.rank()
+    return step, report, hvd
 
 
 def main() -> None:
     framework, settings, steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-    step, report, rank = (in_torch if framework == "torch" else in_tensorflow)(settings)
+    step, report, hvd = (in_torch if framework == "torch" else in_tensorflow)(settings)
     for _ in range(steps):
         step()
-    if settings is not None and rank == 0:
+    if settings is not None and hvd.rank() == 0:
         print("STATS " + json.dumps(report()), flush=True)
+    if os.environ.get("HOROVOD_TIMELINE"):
+        # Horovod 0.28.1 drops the events that its writer has not come to when the process ends;
+        # this call waits for them.
+        hvd.stop_timeline()
 
 
 if __name__ == "__main__":
