@@ -119,6 +119,27 @@ def check_finite(finite: Mapping[str, bool]) -> None:
         )
 
 
+def norms_of(state: Mapping[str, Any]) -> list[list[float]]:
+    """The norms of the last three looks in a saved state, as training_warnings.Health keeps them.
+
+    Args:
+        state: what state_dict() gave; one that was saved before norms were has none.
+
+    Returns:
+        Norms of what waited, and of gradients (2, 3); zeros where there were none.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    norms = np.asarray(state.get("norms", np.zeros((2, 3))), np.float64)
+    if norms.shape != (2, 3) or not np.isfinite(norms).all():
+        raise ValueError(
+            f"the state's norms are {norms.tolist()}, not three of residues and three of "
+            "gradients: it is damaged; load an older one, or delete its norms"
+        )
+    return [list(map(float, row)) for row in norms]
+
+
 def check_residues(
     saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:

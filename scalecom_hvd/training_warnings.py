@@ -131,18 +131,37 @@ def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float
     return rising & (sum(gradients) > 0)
 
 
+def ratio_of(norms: Sequence[Sequence[float]]) -> float | None:
+    """|waiting| at the last look, by the largest |g| of the last three looks.
+
+    Args:
+        norms: of what waited at these looks, and of gradients (2, 3).
+
+    Returns:
+        The ratio; None before the first look, and where all gradients were zero.
+    """
+    waiting, gradients = norms
+    return float(waiting[-1] / max(gradients)) if max(gradients) > 0 else None
+
+
 class Health:
     """Watches what waits, m / beta, against gradients over a run, and steps that are skipped.
 
     Attributes:
-        ratio: |waiting| / |g| at the last look; None before the first.
+        norms: of what waited at the last three looks, and of gradients; 0 where there was none.
     """
 
     def __init__(self) -> None:
-        self.ratio: float | None = None
-        self._residues = self._gradients = (0.0, 0.0, 0.0)
+        # The last three norms of residues, and of gradients. Saved with residues: one look alone
+        # would take a batch that fits, whose gradients are tiny, for residues that grew.
+        self.norms = [[0.0] * 3, [0.0] * 3]
         self._warned = False
         self._skips = 0
+
+    @property
+    def ratio(self) -> float | None:
+        """|waiting| at the last look, by the largest |g| of the last three; None before one."""
+        return ratio_of(self.norms)
 
     def skip(self, step: int) -> None:
         """A step did not count. Logs a warning when that came so often that none may ever again."""
@@ -169,10 +188,7 @@ class Health:
             gradients: that of their gradients.
             limit: as growth_limit gives it.
         """
-        self._residues = (*self._residues[1:], residues)
-        self._gradients = (*self._gradients[1:], gradients)
-        largest = max(self._gradients)
-        self.ratio = residues / largest if largest > 0 else None
-        if not self._warned and keep_growing(self._residues, self._gradients, limit):
+        self.norms = [[*self.norms[0][1:], residues], [*self.norms[1][1:], gradients]]
+        if not self._warned and keep_growing(*self.norms, limit):
             self._warned = True
             log.warning(GROWTH_WARNING, step, self.ratio)

@@ -18,7 +18,13 @@ import torch
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.kernels import kernel_for
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
+from scalecom_hvd.saved_state import (
+    STATE_VERSION,
+    check_finite,
+    check_residues,
+    check_state,
+    norms_of,
+)
 from scalecom_hvd.training_warnings import (
     LOOK_EVERY,
     Health,
@@ -146,6 +152,7 @@ class Residues:
             "step": self.step,
             "config": self.config.to_dict(),
             "residues": {name: t.residue.view(t.shape) for name, t in self.tensors.items()},
+            "norms": self.health.norms,
         }
         if self.loaded is not None:
             state["residues"] = self.loaded
@@ -158,6 +165,7 @@ class Residues:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError that names what does not fit, unless a state can be taken up."""
         check_state(state, self.config)
+        norms_of(state)
         residues = state["residues"]
         finite = {name: bool(residue.isfinite().all()) for name, residue in residues.items()}
         check_finite(finite)
@@ -167,6 +175,7 @@ class Residues:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state of `state_dict` that `check` has passed."""
         self.step = int(state["step"])
+        self.health.norms = norms_of(state)
         if self.attached:
             self._copy_in(state["residues"])
         else:

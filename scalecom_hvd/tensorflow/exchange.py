@@ -61,6 +61,7 @@ from scalecom_hvd.training_warnings import (
     check_share_whole,
     growth_limit,
     keep_growing,
+    ratio_of,
 )
 
 log = logging.getLogger("scalecom_hvd")
@@ -464,11 +465,8 @@ class Exchange:
             ),
         )
         skipped = int(value_of(self.progress.skipped))
-        return {"step": step, "skipped_steps": skipped, **last, "residue_ratio": self._ratio()}
-
-    def _ratio(self) -> float | None:
-        residues, gradients = value_of(self.progress.norms)
-        return float(residues[-1] / max(gradients)) if max(gradients) > 0 else None
+        ratio = ratio_of(value_of(self.progress.norms))
+        return {"step": step, "skipped_steps": skipped, **last, "residue_ratio": ratio}
 
 
 def reduction(

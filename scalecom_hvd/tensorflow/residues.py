@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes, geometry
-from scalecom_hvd.saved_state import check_offsets
+from scalecom_hvd.saved_state import check_offsets, norms_of
 from scalecom_hvd.tensorflow.transport import runs_eagerly
 
 
@@ -88,12 +88,12 @@ def value_of(variable: tf.Variable) -> np.ndarray:
 
 def set_value(variable: tf.Variable, value: np.ndarray | float) -> None:
     """Make this the variable's value. TensorFlow 1's graphs need a default session for it."""
+    array = np.asarray(value, variable.dtype.as_numpy_dtype).reshape(variable.shape)
     if runs_eagerly():
         with tf.init_scope():
-            variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
+            variable.assign(array)
     else:
-        array = np.asarray(value, variable.dtype.as_numpy_dtype)
-        variable.load(array.reshape(variable.shape), _session())
+        variable.load(array, _session())
 
 
 def _session() -> tf.compat.v1.Session:
@@ -174,10 +174,12 @@ class Progress(tf.Module):
             "step": int(value_of(self.step)),
             "ranks": int(value_of(self.ranks)),
             "offsets": {name: value_of(variable) for name, variable in offsets.items()},
+            "norms": value_of(self.norms),
         }
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError for offsets that `take_up` cannot use."""
+        """Raise ValueError for offsets, and norms, that `take_up` cannot use."""
+        norms_of(saved)
         offsets = {
             name: np.asarray(chosen)
             for name, chosen in saved.get("offsets", {}).items()
@@ -195,6 +197,7 @@ class Progress(tf.Module):
         offsets = saved.get("offsets", {})
         set_value(self.step, saved["step"])
         set_value(self.ranks, saved.get("ranks", 0))
+        set_value(self.norms, norms_of(saved))
         set_value(self.ahead, bool(offsets) and offsets.keys() >= self.offsets.keys())
         for name, variable in self.offsets.items():
             if name in offsets:

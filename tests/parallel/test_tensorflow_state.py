@@ -56,6 +56,9 @@ def test_resuming_from_a_state_dict_is_bit_identical(mode):
     assert resumed.state_dict()["step"] == 5
     assert_same(run(resumed, range(5, 9)), after)
     assert resumed.state_dict()["step"] == resumed.stats()["step"] == 9
+    ratio = resumed.stats()["residue_ratio"]
+    assert ratio == straight.stats()["residue_ratio"]
+    assert mode or ratio is not None
     # In mid-run: back to where it was.
     straight.load_state_dict(saved)
     assert_same(run(step, range(5, 9)), after)

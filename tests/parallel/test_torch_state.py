@@ -56,6 +56,7 @@ def test_resuming_is_bit_identical(library, mode):
         }
     )
     run(optimizer, straight, range(7, 14))
+    stats = compressor.stats()
 
     resumed = parameters(SHAPES)
     optimizer, compressor = make(library, resumed, **mode)
@@ -70,7 +71,10 @@ def test_resuming_is_bit_identical(library, mode):
     run(optimizer, resumed, range(7, 14))
     for name in SHAPES:
         assert torch.equal(resumed[name], straight[name]), name
-    assert compressor.stats()["step"] == 14
+    assert stats["step"] == 14
+    # Looked at in the first step, but not by Horovod's own, nor where that is sent whole.
+    assert library is stock or mode or stats["residue_ratio"] is not None
+    assert compressor.stats() == stats
     assert same_on_all_ranks(resumed.values())
 
 

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from scalecom_hvd import ScaleComConfig
-from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
+from scalecom_hvd.saved_state import (
+    STATE_VERSION,
+    check_finite,
+    check_residues,
+    check_state,
+    norms_of,
+)
 
 CONFIG = ScaleComConfig(rate=20)
 
@@ -53,6 +59,14 @@ def test_residues_of_other_settings():
             check_state(state(config=other_buckets, **who), CONFIG)
     with pytest.raises(ValueError, match="novelty=1 in the state and None now"):
         check_state(state(config=CONFIG.to_dict() | {"novelty": 1}), CONFIG)
+
+
+def test_norms_that_are_damaged():
+    assert norms_of(state()) == [[0, 0, 0], [0, 0, 0]]  # saved before 0.2.0
+    assert norms_of(state(norms=[[1, 2, 3], (4, 5, 6)])) == [[1, 2, 3], [4, 5, 6]]
+    for norms in ([[1, 2, 3]], [[1, 2, 3], [4, 5, np.nan]]):
+        with pytest.raises(ValueError, match="norms are .*damaged; load an older one"):
+            norms_of(state(norms=norms))
 
 
 def test_residues_of_another_model():
