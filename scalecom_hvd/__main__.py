@@ -29,12 +29,13 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | plan")
+    parsers = {}
     for name, module, purpose in (
         ("doctor", doctor, "what is installed, whether it works, and what to do about the rest"),
         ("plan", plan, "what each method would cost a step of your model on your network"),
     ):
-        command = commands.add_parser(name, help=purpose, description=f"{name}: {purpose}.")
-        module.add_arguments(command)
+        parsers[name] = commands.add_parser(name, help=purpose, description=f"{name}: {purpose}.")
+        module.add_arguments(parsers[name])
     arguments = parser.parse_args(_joined(sys.argv[1:] if words is None else words))
     try:
         if arguments.command == "doctor":
@@ -44,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             _write(plan.run(arguments))
         except ValueError as error:  # settings that are wrong together
-            parser.error(str(error))
+            parsers["plan"].error(str(error))
     except BrokenPipeError:  # the reader has seen enough, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -77,6 +77,39 @@ class Names:
         self.number = number
 
 
+def check_arguments(optimizer: object, has: str, framework: str, compression: object) -> None:
+    """Check what an optimizer is made of, on one rank as on many.
+
+    Horovod finds out at the first gradient that it sends, which a single process never does.
+
+    Args:
+        optimizer: to be wrapped.
+        has: an attribute of the framework's optimizers.
+        framework: its name.
+        compression: a method, or one of Horovod's compressors.
+
+    Raises:
+        TypeError: they are something else.
+    """
+    if not hasattr(optimizer, has):
+        kind = type(optimizer)
+        raise TypeError(
+            f"this DistributedOptimizer wraps optimizers of {framework}, not "
+            f"{kind.__module__}.{kind.__qualname__}: import hvd from scalecom_hvd.torch for "
+            "PyTorch, from scalecom_hvd.tensorflow.keras for Keras"
+        )
+    check_compression(compression)
+
+
+def check_compression(compression: object) -> None:
+    """Raise TypeError for what is no method and no compressor, such as "scalecom"."""
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise TypeError(
+            f"compression must be hvd.ScaleCom, hvd.ScaleCom(rate=...), or a compressor of "
+            f"Horovod's such as hvd.Compression.none, not {compression!r}"
+        )
+
+
 def check_operation(op: object, predivide: float, horovod: ModuleType) -> None:
     """Check that ScaleCom can do what an optimizer is asked to do.
 

@@ -281,7 +281,11 @@ class ScaleComConfig:
                 fields[name] = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 raise ValueError(f"{variable}={text!r} is not a value in YAML: {error}") from error
-        return (base or cls()).replace(**fields)
+        try:
+            return (base or cls()).replace(**fields)
+        except (TypeError, ValueError) as error:
+            given = ", ".join(f"{variable}={text!r}" for variable, text in found.values())
+            raise type(error)(f"{error}. The environment sets {given}") from error
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> ScaleComConfig:

@@ -1,6 +1,9 @@
-"""What to install where a face's framework is missing. Imports no framework."""
+"""What to say where a framework is missing, or has not what was asked. Imports no framework."""
 
 from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
 
 HOROVOD = (
     "Horovod, which pip does not bring along: it is compiled for the frameworks that are there "
@@ -24,3 +27,38 @@ def explained(error: ModuleNotFoundError, face: str) -> ModuleNotFoundError:
     if error.name not in WHAT_IT_NEEDS:
         return error
     return ModuleNotFoundError(f"{face} needs {WHAT_IT_NEEDS[error.name]}", name=error.name)
+
+
+TORCHS_ALONE = (
+    "ECQSGD",
+    "QSGD",
+    "Diagnostics",
+    "Float16",
+    "GTopK",
+    "GlobalTopK",
+    "LocalTopK",
+    "Method",
+    "RandomK",
+    "Sign",
+    "diloco",
+    "rates_from_flops",
+)
+
+
+def attribute(horovod: ModuleType, name: str, face: str) -> Any:
+    """What a face of TensorFlow has of Horovod's module.
+
+    Args:
+        horovod: the module.
+        name: of what is asked for.
+        face: the module that was asked.
+
+    Raises:
+        AttributeError: Horovod has none either.
+    """
+    if name in TORCHS_ALONE:
+        raise AttributeError(
+            f"{face} has no {name}: TensorFlow has ScaleCom alone. In PyTorch, scalecom_hvd.torch "
+            "has it"
+        )
+    return getattr(horovod, name)

@@ -30,7 +30,8 @@ from scalecom_hvd.scaling import (
 )
 from scalecom_hvd.training_warnings import SENDS_WANTED
 
-SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+LARGEST_MODEL = 1e14
 WORTH_IT = 1.1
 """A method that makes steps less than so many times as fast is not worth its trouble."""
 WARMUP_SHARE = 0.1
@@ -73,13 +74,13 @@ def count(text: str) -> float:
     """A number of parameters: "350M" is 350 million.
 
     Raises:
-        ArgumentTypeError: it is no number that is above 0.
+        ArgumentTypeError: it is no number, or no model has so many.
     """
     factor = SUFFIXES.get(text[-1:].upper(), 1.0)
     number = _positive(text[:-1] if factor != 1 else text)
-    if number is None or number * factor < 1:
+    if number is None or not 1 <= number * factor <= LARGEST_MODEL:
         raise argparse.ArgumentTypeError(
-            f"must be a number from 1 on, such as 25000000, 350M or 1.3B, not {text!r}"
+            f"must be a number from 1 to 100T, such as 25000000, 350M or 1.3B, not {text!r}"
         )
     return number * factor
 
@@ -262,7 +263,7 @@ def recommended(rows: list[Row]) -> Row:
 
 def heading(s: Setting, nccl: bool) -> Iterator[str]:
     """What was asked."""
-    sums = "on GPUs (NCCL)" if nccl else "by processors (Gloo, MPI)"
+    sums = "on GPUs (NCCL)" if nccl else "by processors (Gloo, MPI; --nccl: on GPUs)"
     whole = f", but for {_count(s.whole)} of the output layer" if s.whole else ""
     yield (
         f"{_count(s.numel)} parameters, {s.workers} workers with {_speed(s.gbit)} each, "
@@ -295,6 +296,7 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
         steps: of the whole run, if known.
     """
     choice = recommended(rows)
+    yield from _on_gpus(choice, s, c)
     if choice.method == "dense":
         yield (
             "Leave compression out: averaging less in every step is not "
@@ -342,6 +344,22 @@ def as_numbers(s: Setting, rows: list[Row], choice: Row) -> dict[str, object]:
         "methods": [dataclasses.asdict(row) for row in rows],
         "recommended": choice.label,
     }
+
+
+def _on_gpus(choice: Row, s: Setting, c: Constants) -> Iterator[str]:
+    """What NCCL would change, where it was not asked for: sums on processors are slow."""
+    if not c.megabyte["dense"]:
+        return
+    there = recommended(compare(s, constants(nccl=True), [4]))
+    if there.method == choice.method:
+        gain = "" if choice.method == "dense" else f", {_times(there.speed_up)} as fast as dense"
+        yield f"The same holds where GPUs sum the gradients by NCCL{gain}."
+    else:
+        yield (
+            "This is for gradients that are summed by processors (Gloo, MPI). Where GPUs sum them "
+            f"by NCCL, ask again with --nccl: there it is {there.label}."
+        )
+    yield ""
 
 
 def _where_it_would_pay(s: Setting, c: Constants) -> Iterator[str]:
@@ -419,15 +437,14 @@ def _what_else(choice: Row, s: Setting, c: Constants, rows: list[Row]) -> Iterat
             )
     top_k = by_name["LocalTopK"]
     if top_k.milliseconds <= WORTH_IT * choice.milliseconds:
-        yield "- LocalTopK is about as fast here, and on few workers the more accurate."
+        yield (
+            "- hvd.LocalTopK is about as fast here. On few workers it is more accurate: take it "
+            "where accuracy comes first."
+        )
     yield from _fewer_averages(choice, rows)
     ends = where_the_gain_ends(choice.method, s, c, WORTH_IT)
     if ends < math.inf:
         yield f"- On networks faster than {_speed(ends)} it is no longer worth it."
-    if c.megabyte["dense"]:
-        on_gpus = constants(nccl=True)
-        there = predict("dense", s, on_gpus) / predict(choice.method, s, on_gpus)
-        yield f"- Where GPUs sum the gradients it would be {_times(there)} as fast (--nccl)."
 
 
 def _fewer_averages(choice: Row, rows: list[Row]) -> Iterator[str]:

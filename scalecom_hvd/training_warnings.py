@@ -10,6 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from scalecom_hvd.config import ScaleComConfig
 
 log = logging.getLogger("scalecom_hvd")
@@ -20,7 +23,7 @@ LOOK_EVERY = 100
 # Steps in a row that are skipped before it is said aloud. Loss scaling that finds its scale skips
 # fewer.
 SKIPS_IN_A_ROW = 20
-# Below so many sends per coordinate, every compressor loses accuracy.
+# Where elements are sent fewer times, every compressor loses accuracy.
 SENDS_WANTED = 5
 # Elements of a model, and the share of it sent whole, from which on that is worth a warning. A
 # twentieth is five times what a rate of 100 leaves.
@@ -87,9 +90,9 @@ def check_length(planned: int | None, warmup: int, rates: Iterable[float]) -> No
     steps = max(planned - warmup, 0)
     if steps / rate < SENDS_WANTED:
         log.warning(
-            "planned_steps: of %d exchanges %d are sent compressed at rate %g: %.1f sends per "
-            "coordinate. Under about %d, accuracy suffers. Use a rate of at most %d, more steps, "
-            "or no compression",
+            "planned_steps: of %d exchanges %d are sent compressed at rate %g: each element is "
+            "sent %.1f times. Under about %d, accuracy suffers. Use a rate of at most %d, more "
+            "steps, or no compression",
             planned,
             steps,
             rate,
@@ -131,7 +134,7 @@ def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float
     return rising & (sum(gradients) > 0)
 
 
-def ratio_of(norms: Sequence[Sequence[float]]) -> float | None:
+def ratio_of(norms: ArrayLike) -> float | None:
     """|waiting| at the last look, by the largest |g| of the last three looks.
 
     Args:
@@ -140,7 +143,7 @@ def ratio_of(norms: Sequence[Sequence[float]]) -> float | None:
     Returns:
         The ratio; None before the first look, and where all gradients were zero.
     """
-    waiting, gradients = norms
+    waiting, gradients = np.asarray(norms)
     return float(waiting[-1] / max(gradients)) if max(gradients) > 0 else None
 
 
@@ -189,6 +192,7 @@ class Health:
             limit: as growth_limit gives it.
         """
         self.norms = [[*self.norms[0][1:], residues], [*self.norms[1][1:], gradients]]
-        if not self._warned and keep_growing(*self.norms, limit):
+        waiting, own = self.norms
+        if not self._warned and keep_growing(waiting, own, limit):
             self._warned = True
             log.warning(GROWTH_WARNING, step, self.ratio)

@@ -6,6 +6,7 @@ Frameworks are asked by probe.py, in processes of their own. Imports children an
 from __future__ import annotations
 
 import concurrent.futures
+import difflib
 import fcntl
 import importlib.metadata
 import importlib.util
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import scalecom_hvd
-from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.config import ENVIRONMENT_PREFIX, ScaleComConfig
 from scalecom_hvd.doctor import children
 
 PROGRAMS = ("mpirun", "horovodrun", "torchrun", "nvidia-smi", "cc")
@@ -87,6 +88,7 @@ class Facts:
         interfaces: of the network.
         variables: {name: value} of the environment, those that matter here.
         wrong_setting: what ScaleComConfig says about the SCALECOM_ ones; empty: they are right.
+        misspelt: {name: the SCALECOM_ one that it looks like} of variables that nobody reads.
     """
 
     python: str = ""
@@ -106,6 +108,7 @@ class Facts:
     interfaces: list[Interface] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     wrong_setting: str = ""
+    misspelt: dict[str, str] = field(default_factory=dict)
 
     def works(self, part: str) -> bool:
         """Whether a part of probe.py was imported."""
@@ -155,6 +158,7 @@ def collect(limit: float) -> Facts:
         interfaces=_interfaces(),
         variables=_variables(),
         wrong_setting=_wrong_setting(),
+        misspelt=_misspelt(),
     )
 
 
@@ -268,6 +272,18 @@ def _variables() -> dict[str, str]:
         if name.startswith(PREFIXES) or name in OTHER_VARIABLES:
             secret = any(word in name for word in SECRETS)
             found[name] = "(not shown)" if secret else value
+    return found
+
+
+def _misspelt() -> dict[str, str]:
+    """SCALCOM_RATE: those whose prefix nobody reads, and whose rest is a setting's name."""
+    found = {}
+    for name in os.environ:
+        prefix, _, rest = name.partition("_")
+        like = f"{ENVIRONMENT_PREFIX}{rest.upper()}"
+        near = difflib.SequenceMatcher(None, f"{prefix.upper()}_", ENVIRONMENT_PREFIX).ratio()
+        if name != like and near > 0.8 and rest.lower() in ScaleComConfig().to_dict():
+            found[name] = like
     return found
 
 

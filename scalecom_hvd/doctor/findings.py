@@ -91,6 +91,8 @@ def _environment(facts: Facts) -> Iterator[Finding]:
             f"a SCALECOM_ variable cannot be used: {facts.wrong_setting}",
             "correct it, or unset it: every training would end with this error",
         )
+    for name, like in facts.misspelt.items():
+        yield Finding(WRONG, f"{name} is set, which nobody reads", f"is it meant as {like}?")
     kernel = facts.variables.get("SCALECOM_KERNEL", "")
     if kernel and kernel not in KERNELS:
         yield Finding(
@@ -139,7 +141,7 @@ def _frameworks(facts: Facts) -> Iterator[Finding]:
             )
     if not facts.installed.get("torch") and not facts.installed.get("tensorflow"):
         yield Finding(
-            MISSING,
+            WRONG,
             "neither PyTorch nor TensorFlow is installed: there is nothing to train with",
             "install PyTorch, which is enough under torchrun, or run make setup in this project's "
             "checkout:",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import Any
 
+from scalecom_hvd.missing import attribute as _attribute
 from scalecom_hvd.missing import explained as _explained
 
 try:
@@ -45,7 +46,7 @@ def join() -> int:
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_horovod, name)
+    return _attribute(_horovod, name, __name__)
 
 
 __all__ = [

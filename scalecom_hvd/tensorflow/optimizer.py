@@ -17,6 +17,7 @@ import horovod.tensorflow.keras as horovod_keras
 import tensorflow as tf
 from horovod.tensorflow.compression import Compression, Compressor
 
+from scalecom_hvd.agreement import check_arguments, check_compression
 from scalecom_hvd.tensorflow.compressor import ScaleCom, is_scalecom, shared
 from scalecom_hvd.tensorflow.exchange import Arguments, Reduction
 
@@ -72,6 +73,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ValueError: what ScaleCom cannot do (Adasum, operations other than Average and Sum).
     """
     given = dict(locals())
+    check_optimizer(optimizer, compression)
     if not is_scalecom(compression):
         return horovod.DistributedOptimizer(**given)
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
@@ -182,8 +184,16 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     return _tape(horovod.PartialDistributedGradientTape, dict(locals()))
 
 
+def check_optimizer(optimizer: object, compression: object) -> None:
+    """Raise TypeError for what is no optimizer of Keras or TensorFlow 1, or no compression."""
+    of_tensorflow_1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
+    has = "get_name" if of_tensorflow_1 else "get_config"
+    check_arguments(optimizer, has, "Keras and TensorFlow", compression)
+
+
 def _tape(make: Callable[..., tf.GradientTape], given: dict[str, Any]) -> tf.GradientTape:
     compression = given["compression"]
+    check_compression(compression)
     if not is_scalecom(compression):
         return make(**given)
     compressor = compression if isinstance(compression, ScaleCom) else shared()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import ArrayLike
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes, geometry
@@ -86,7 +87,7 @@ def value_of(variable: tf.Variable) -> np.ndarray:
         return np.zeros(variable.shape, variable.dtype.as_numpy_dtype)
 
 
-def set_value(variable: tf.Variable, value: np.ndarray | float) -> None:
+def set_value(variable: tf.Variable, value: ArrayLike) -> None:
     """Make this the variable's value. TensorFlow 1's graphs need a default session for it."""
     array = np.asarray(value, variable.dtype.as_numpy_dtype).reshape(variable.shape)
     if runs_eagerly():

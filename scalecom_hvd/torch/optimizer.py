@@ -24,7 +24,7 @@ from horovod.common.process_sets import ProcessSet
 from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression, Compressor
 
-from scalecom_hvd.agreement import check_operation, warn_of_half_sums
+from scalecom_hvd.agreement import check_arguments, check_operation, warn_of_half_sums
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
 from scalecom_hvd.exchange.methods import Method
@@ -90,7 +90,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Raises:
         ValueError: what a method cannot do (Adasum, operations other than Average and Sum), and
             settings that fit no parameter.
-        TypeError: complex parameters.
+        TypeError: complex or sharded parameters; no optimizer, or no compression.
 
     Example:
         >>> import scalecom_hvd.torch as hvd
@@ -101,6 +101,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ... )
         >>> torch.save(optimizer.compression.state_dict(), f"residues.{hvd.rank()}.pt")
     """
+    check_arguments(optimizer, "param_groups", "PyTorch", compression)
     check_outer(outer, local_steps)
     if local_steps is not None:
         compression = _with_local_steps(compression)

@@ -663,5 +663,5 @@ def test_residues_that_keep_growing_are_reported_once(traced, capfd, caplog):
     for _ in range(310 if traced else 210):
         step({"weight": np.ones((100, 100), np.float32)})
     assert capfd.readouterr().err.count("residues keep growing") == 1
-    assert caplog.text.count("sends per coordinate") == 1
+    assert caplog.text.count("each element is sent") == 1
     assert 100 < compression.stats()["residue_ratio"] < 400

@@ -709,7 +709,7 @@ def test_residues_that_keep_growing_are_reported_once(library, caplog):
         for record in caplog.records
         if record.name == "scalecom_hvd" and record.levelname == "WARNING"
     ]
-    assert [("sends per coordinate" in m, "residues keep growing" in m) for m in messages] == [
+    assert [("each element is sent" in m, "residues keep growing" in m) for m in messages] == [
         (True, False),
         (False, True),
     ]

@@ -141,8 +141,9 @@ def test_wrong_environment_and_files(tmp_path, monkeypatch):
 )
 def test_the_environment_is_checked_like_code(variable, text, error, message, monkeypatch):
     monkeypatch.setenv(variable, text)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as refusal:
         ScaleComConfig.from_env()
+    assert variable in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,11 @@ NO_HOROVOD = {
             "wrong",
             ["did you mean SCALECOM_RATE?", "unset it"],
         ),
+        (
+            {"misspelt": {"SCALCOM_RATE": "SCALECOM_RATE"}},
+            "wrong",
+            ["SCALCOM_RATE is set, which nobody reads", "is it meant as SCALECOM_RATE?"],
+        ),
         ({"variables": {"SCALECOM_KERNEL": "rust"}}, "wrong", ["SCALECOM_KERNEL=rust", "native"]),
         (
             {"variables": {"GLOO_SOCKET_IFNAME": "ib0"}},
@@ -192,7 +197,7 @@ def test_each_lack_is_named_with_what_to_do(fields, level, words):
     assert ("Nothing is wrong." in text) == (level != "wrong")
 
 
-def test_neither_framework_is_no_error():
+def test_with_neither_framework_nothing_works():
     merged = {part: None for part in HEALTHY.said if part != "native"}
     there = with_(
         installed={"torch": False, "tensorflow": False, "horovod": False},
@@ -200,7 +205,7 @@ def test_neither_framework_is_no_error():
         horovod_serves=[],
         said=merged,
     )
-    assert levels(there) == ["missing"]
+    assert levels(there) == ["wrong"]
     assert "nothing to train with" in re.sub(r"\s+", " ", said(there))
     assert all(test.left_out for test in self_test.tests(there))
 
@@ -357,6 +362,9 @@ def test_an_import_that_crashes_hides_nothing_else(tmp_path, monkeypatch):
 def test_a_wrong_variable_is_a_fact(monkeypatch):
     monkeypatch.setenv("SCALECOM_RATEE", "5")
     monkeypatch.setenv("HOROVOD_SECRET_KEY", "hush")
+    for name in ("SCALCOM_RATE", "scalecom_beta", "OTHER_RATE", "SCALECOM_KERNEL"):
+        monkeypatch.setenv(name, "1")
+    assert facts._misspelt() == {"SCALCOM_RATE": "SCALECOM_RATE", "scalecom_beta": "SCALECOM_BETA"}
     assert "did you mean SCALECOM_RATE?" in facts._wrong_setting()
     variables = facts._variables()
     assert variables["SCALECOM_RATEE"] == "5"

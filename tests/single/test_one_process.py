@@ -10,6 +10,7 @@ import torch
 
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.residue import Residues
+from scalecom_hvd.missing import TORCHS_ALONE
 from scalecom_hvd.torch.horovod_collectives import Restarts
 
 
@@ -153,3 +154,22 @@ def test_another_init_is_noticed_once():
     assert not restarts.noticed()
     hvd.init()
     assert [restarts.noticed(), restarts.noticed()] == [True, False]
+
+
+def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too():
+    """Horovod finds out at the first gradient it sends, which one process never does."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], 0.1)
+    for wrong in ("scalecom", None, 100):
+        with pytest.raises(
+            TypeError, match=r"compression must be hvd.ScaleCom.*not " + repr(wrong)
+        ):
+            hvd.DistributedOptimizer(optimizer, compression=wrong)
+    with pytest.raises(
+        TypeError, match=r"of PyTorch, not builtins.list: .*scalecom_hvd.tensorflow"
+    ):
+        hvd.DistributedOptimizer([], compression=hvd.ScaleCom)
+    assert hvd.DistributedOptimizer(optimizer) is not optimizer  # Horovod's own
+
+
+def test_what_tensorflow_has_not_is_here():
+    assert set(TORCHS_ALONE) < set(hvd.__all__)

@@ -139,3 +139,22 @@ def test_offsets_that_are_damaged_are_refused_and_change_nothing(selection, plac
     assert (
         progress.as_dict()["offsets"]["kernel"].view(tensor.geometry.offset_dtype)[place] != value
     )
+
+
+@pytest.mark.parametrize("face", [hvd, hvd_keras], ids=["tensorflow", "keras"])
+def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too(face):
+    with pytest.raises(TypeError, match="compression must be hvd.ScaleCom.*not 'scalecom'"):
+        face.DistributedOptimizer(tf.keras.optimizers.SGD(), compression="scalecom")
+    with pytest.raises(TypeError, match="of Keras and TensorFlow, not builtins.list: import hvd"):
+        face.DistributedOptimizer([], compression=hvd.ScaleCom)
+    with pytest.raises(AttributeError, match="has no LocalTopK: TensorFlow has ScaleCom alone"):
+        _ = face.LocalTopK
+    with pytest.raises(AttributeError, match="has no attribute 'LocalTopKK'"):
+        _ = face.LocalTopKK
+
+
+def test_a_tape_without_a_compression():
+    with tf.GradientTape() as tape:
+        pass
+    with pytest.raises(TypeError, match="compression must be hvd.ScaleCom"):
+        hvd.DistributedGradientTape(tape, compression="scalecom")

@@ -36,7 +36,7 @@ def test_a_run_too_short_for_its_rate(caplog, steps, warmup, rates, warned):
     check_length(steps, warmup, rates.values())
     assert len(caplog.records) == warned
     if warned:
-        assert "sends per coordinate" in caplog.text
+        assert "each element is sent" in caplog.text
         assert "a rate of at most" in caplog.text
 
 

@@ -17,10 +17,12 @@ from horovod.tensorflow.compression import Compression, Compressor
 from horovod.tensorflow.keras import *  # noqa: F403
 
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.missing import attribute as _attribute
 from scalecom_hvd.tensorflow.compressor import ScaleCom
 from scalecom_hvd.tensorflow.compressor import is_scalecom as _is_scalecom
 from scalecom_hvd.tensorflow.monitor import Monitor, MonitorCallback
 from scalecom_hvd.tensorflow.optimizer import KerasOptimizer as _KerasOptimizer
+from scalecom_hvd.tensorflow.optimizer import check_optimizer as _check_optimizer
 from scalecom_hvd.tensorflow.optimizer import keras_optimizer as _keras_optimizer
 
 # Over Horovod's, which the star brought.
@@ -61,6 +63,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ValueError: what ScaleCom cannot do (operations other than Average and Sum).
     """
     given = dict(locals())
+    _check_optimizer(optimizer, compression)
     make = _keras_optimizer if _is_scalecom(compression) else _horovod.DistributedOptimizer
     return make(**given)
 
@@ -115,7 +118,7 @@ def load_model(
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_horovod, name)
+    return _attribute(_horovod, name, __name__)
 
 
 __all__ = [
