@@ -18,6 +18,7 @@ KINDS = (
     "stock",  # the same as torch, without `hvd`
     "torch script",  # nothing: a whole script
     "ddp",
+    "ddp script",
     "keras",
     "keras script",
     "tensorflow",

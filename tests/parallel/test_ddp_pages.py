@@ -1,5 +1,7 @@
 """What README.md and docs/ show for PyTorch under torchrun trains as it stands there."""
 
+import sys
+
 import pages
 import pytest
 import torch
@@ -26,3 +28,15 @@ def test_examples(example, tmp_path, monkeypatch):
         torch.nn.functional.cross_entropy(trained(inputs), torch.arange(8) % 4).backward()
         scope["optimizer"].step()
     assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.parametrize("method", ["dense", "scalecom"])
+@pytest.mark.parametrize("example", pages.examples("ddp script"), ids=lambda e: e.name)
+def test_scripts(example, method, monkeypatch, capsys):
+    for done_by_the_tests in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, done_by_the_tests, lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["train_ddp.py", method])
+    scope = {}
+    example.shorter("600", "60").run(scope)
+    assert same_on_all_ranks(scope["model"].parameters())
+    assert (f"{method}: loss" in capsys.readouterr().out) == (dist.get_rank() == 0)
