@@ -30,6 +30,7 @@ def explained(error: ModuleNotFoundError, face: str) -> ModuleNotFoundError:
 
 
 TORCHS_ALONE = (
+    "BinMeans",
     "ECQSGD",
     "QSGD",
     "Diagnostics",
@@ -42,6 +43,7 @@ TORCHS_ALONE = (
     "Sign",
     "diloco",
     "rates_from_flops",
+    "sparseloco",
 )
 
 

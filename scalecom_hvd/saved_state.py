@@ -22,7 +22,7 @@ _FREE_SETTINGS = ("planned_steps", "flush")
 # bucket by bucket. (Where leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)
 # What states of this package's methods may hold besides the config.
-_METHODS_SETTINGS = ("bits", "seed", "shared", "quantiser")
+_METHODS_SETTINGS = ("bits", "seed", "shared", "quantiser", "decay")
 
 
 def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:

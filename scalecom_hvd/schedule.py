@@ -80,6 +80,22 @@ class Schedule:
         """Whether ranks have synchronisation points of their own."""
         return self.ranks is not None
 
+    def check_overlap(self, overlap: int) -> None:
+        """Check how many steps may be taken while an average travels.
+
+        Raises:
+            TypeError: it is no whole number.
+            ValueError: it is below 0, or averages would still travel when the next are due.
+        """
+        if not _is_whole(overlap):
+            raise TypeError(f"overlap must be a whole number of steps, not {overlap!r}")
+        least = min(self.ranks or [steps for _, steps in self._changes])
+        if not 0 <= overlap < least:
+            raise ValueError(
+                f"overlap must be from 0 to {least - 1}, less than local_steps, not {overlap}: "
+                "averages must have arrived before the next are sent"
+            )
+
     def check_ranks(self, size: int) -> None:
         """Check that this is a schedule for so many ranks.
 

@@ -23,6 +23,7 @@ from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange import (
     ECQSGD,
     QSGD,
+    BinMeans,
     BucketCollectives,
     Float16,
     GlobalTopK,
@@ -36,11 +37,13 @@ from scalecom_hvd.exchange import (
     State,
     diloco,
     rates_from_flops,
+    sparseloco,
 )
 
 __all__ = [
     "ECQSGD",
     "QSGD",
+    "BinMeans",
     "BucketCollectives",
     "Diagnostics",
     "DistributedOptimizer",
@@ -62,4 +65,5 @@ __all__ = [
     "diloco",
     "rates_from_flops",
     "scalecom_hook",
+    "sparseloco",
 ]

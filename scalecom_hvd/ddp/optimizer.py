@@ -23,7 +23,7 @@ from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.optimizers import (
-    check_outer,
+    check_local,
     check_parameters,
     common_parameters,
     is_method,
@@ -49,6 +49,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     process_group: dist.ProcessGroup | None = None,
     local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
     outer: Outer | None = None,
+    overlap: int = 0,
 ) -> torch.optim.Optimizer:
     """An optimizer that averages gradients over ranks, compressed, before each of its steps.
 
@@ -72,6 +73,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True). All ranks step it
             alike, with the averaged change as the gradient (DiLoCo, Douillard et al., 2023, arXiv
             2311.08105). None: the average is subtracted.
+        overlap: with local steps, how many steps are taken while an average travels; fewer than
+            local_steps. What a rank did meanwhile is part of its next change (after Streaming
+            DiLoCo, Douillard et al., 2025, arXiv 2501.18512). 0: ranks wait for it.
 
     Returns:
         An optimizer with `compression`, the method with this rank's residues: its `state_dict()`
@@ -96,7 +100,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(
             "op must be dist.ReduceOp.AVG (the default) or SUM: others need all values"
         )
-    check_outer(outer, local_steps)
+    check_local(local_steps, outer, overlap)
     if compression is None:
         compression = everything_whole()
     if not is_method(compression):
@@ -123,6 +127,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             in_groups,
             start_anew=lambda: zero_state(this()),
             outer=outer,
+            overlap=overlap,
         )
         members = local_members(local, type(optimizer), parameters.values())
         bases: tuple[type, ...] = (type(optimizer),)

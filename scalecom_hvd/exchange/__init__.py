@@ -27,13 +27,14 @@ from scalecom_hvd.exchange.methods import (
     ScaleCom,
     State,
 )
-from scalecom_hvd.exchange.quantisers import QSGD, Float16, Quantiser, Sign
-from scalecom_hvd.exchange.recipes import diloco
+from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Float16, Quantiser, Sign
+from scalecom_hvd.exchange.recipes import diloco, sparseloco
 from scalecom_hvd.exchange.simulator import Simulation
 
 __all__ = [
     "ECQSGD",
     "QSGD",
+    "BinMeans",
     "BucketCollectives",
     "CollectiveError",
     "Collectives",
@@ -55,4 +56,5 @@ __all__ = [
     "Work",
     "diloco",
     "rates_from_flops",
+    "sparseloco",
 ]

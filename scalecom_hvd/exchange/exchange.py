@@ -258,6 +258,19 @@ class Exchange:
                     self._finishing = False
             return self._outputs.pop(name)
 
+    def go_on(self) -> None:
+        """Submit what can be, without waiting: for who takes long between `ready` and `result`.
+
+        Raises:
+            Exception: what failed meanwhile. The step is rolled back.
+        """
+        with self._lock:
+            try:
+                self._advance()
+            except BaseException:
+                self._abort()
+                raise
+
     def in_step(self) -> bool:
         """Whether gradients were reported that are not averaged yet."""
         return bool(self._arrived)

@@ -14,6 +14,12 @@ its residue.
 outer is a torch optimizer that all ranks step alike, with the average as the gradient (DiLoCo,
 Douillard et al., 2023, arXiv 2311.08105); without one the average is subtracted.
 
+With an overlap of tau steps the average travels while each worker takes tau more; d_i is what these
+changed of x_i. Then x_i <- x + d_i: what a worker did meanwhile is part of its next change. The
+idea is Streaming DiLoCo's (Douillard et al., 2025, arXiv 2501.18512). That paper mixes
+x_i <- alpha x_i + (1 - alpha) x, which throws a share of d_i away, and where a residue keeps what
+was not sent, counts a share of that twice.
+
 The Exchange is used as it is, on the common parameters, with their changes in the place of
 gradients: buckets, residues, leaders, warm-up, void steps and checks are the same. Every worker's
 optimizer keeps its own state, which is never averaged.
@@ -33,11 +39,14 @@ Imports exchange, methods/base and the rooms below.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import copy
 import gc
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,6 +76,25 @@ class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
     def __init__(self, result: Any = None) -> None:
         super().__init__("a gradient is not finite, or larger than 2**100")
         self.result = result
+
+
+@dataclass
+class Journey:
+    """A synchronisation between its departure and the step at which its averages count.
+
+    Attributes:
+        since: how many steps were taken before it.
+        mine: whether this rank sent its change.
+        whole: whether all ranks did.
+        sent_from: {name: x_i then}, where this rank goes on meanwhile.
+        averages: {name: the averaged change} once it was waited for; {}: it was void.
+    """
+
+    since: int
+    mine: bool = True
+    whole: bool = True
+    sent_from: dict[str, torch.Tensor] = field(default_factory=dict)
+    averages: dict[str, torch.Tensor] | None = None
 
 
 _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
@@ -112,6 +140,7 @@ class LocalSteps:
             parameters had to go back.
         outer: makes the optimizer that steps the common parameters with the averaged change; the
             same on every rank. None: the average is subtracted.
+        overlap: tau, how many steps are taken while an average travels.
 
     Attributes:
         common: {name: x}, float32 or float64, the same on all ranks once they agreed.
@@ -122,8 +151,9 @@ class LocalSteps:
         outer: the outer optimizer, or None.
 
     Raises:
-        ValueError: look-ahead, or an outer optimizer, where every rank has a schedule of its own.
-        TypeError: `outer` gives no optimizer of the common parameters.
+        ValueError: look-ahead, an overlap or an outer optimizer, where every rank has a schedule of
+            its own; an overlap longer than a round.
+        TypeError: `outer` gives no optimizer of the common parameters; the overlap is no number.
     """
 
     def __init__(
@@ -135,8 +165,11 @@ class LocalSteps:
         groups: Groups | None = None,
         start_anew: Callable[[], None] = lambda: None,
         outer: Outer | None = None,
+        overlap: int = 0,
     ) -> None:
+        schedule.check_overlap(overlap)
         for given, name, why in (
+            (overlap > 0, "overlap", "has every rank wait at the same step"),
             (method.config.lookahead, "lookahead", "needs to know who synchronises next"),
             (outer is not None, "outer", "steps when all ranks synchronise"),
         ):
@@ -145,6 +178,8 @@ class LocalSteps:
                     f"{name} {why}: give all ranks the same local_steps, or leave {name} out"
                 )
         self.schedule = schedule
+        self._overlap = overlap
+        self._journey: Journey | None = None
         self.taken = 0
         self.skipped = 0
         self.newcomer = True
@@ -179,11 +214,15 @@ class LocalSteps:
             method,
             collectives,
             groups=groups,
-            settings={"local_steps": schedule.describe()} | self._describe_outer(),
+            settings=self._settings(),
             is_scaled=False,
         )
         method.attach(self.common, self.exchange, self)
         _alive.add(self)
+        if overlap:
+            # A script may end while averages travel. Whoever ends first shuts Horovod down, which
+            # would fail the others. Registered after Horovod's own, this is called before it.
+            atexit.register(_collect_at_exit, weakref.ref(self))
 
     @property
     def active(self) -> bool:
@@ -223,9 +262,16 @@ class LocalSteps:
         self.taken += 1
         if self.active:
             self._under_way = self._open = True
+            if self._journey is not None:
+                if self.taken >= self._journey.since + self._overlap:
+                    self._arrive()
+                else:
+                    self.exchange.go_on()
             due = self.schedule.due(self.taken, self._collectives.size)
             if due:
-                self._synchronise(due)
+                self._depart(due)
+                if not self._overlap:
+                    self._arrive()
         return result
 
     def synchronise(self) -> None:
@@ -240,12 +286,18 @@ class LocalSteps:
             return
         self._begin()
         self._own = None
+        if self._journey is not None:
+            self._arrive()
         if not self._open:
             return
         everyone = range(self._collectives.size)
         # Where a rank's change is not finite, nothing is averaged, and that rank goes back. The
         # second time it works.
-        if not self._synchronise(everyone) and not self._synchronise(everyone):
+        for _ in range(2):
+            self._depart(everyone)
+            if self._arrive():
+                break
+        else:
             raise RuntimeError(
                 "ranks cannot synchronise: their changes, or residues, add up to what is not "
                 "finite. Lower the learning rate"
@@ -255,8 +307,7 @@ class LocalSteps:
     @torch.no_grad()
     def _begin(self) -> None:
         """Before a step: see that ranks agree, and that x is where this round begins."""
-        if self._restarted():
-            self._agreed = False
+        self._notice_restart()
         if not self._agreed:
             self._agree()
             self._agreed = self._knows = True
@@ -265,6 +316,17 @@ class LocalSteps:
             # parameters. Where ranks have rounds of their own, only some are between two: there
             # it is part of the change.
             self._take_up_parameters()
+
+    def _notice_restart(self) -> None:
+        """Ranks were started anew (elastic runs): what travelled never arrives.
+
+        It is the difference of parameters still, and is sent the next time.
+        """
+        if self._restarted():
+            self._agreed = False
+            if self._journey is not None and self._journey.averages is None:
+                self.exchange.abort()
+                self._journey = None
 
     def _take_up_parameters(self) -> None:
         for name, parameter in self._parameters.items():
@@ -279,15 +341,17 @@ class LocalSteps:
             self._start[name].copy_(self.common[name])
 
     @torch.no_grad()
-    def _synchronise(self, due: Sequence[int]) -> bool:
-        """Average the changes of the ranks at these positions; gives whether it happened.
+    def _depart(self, due: Sequence[int]) -> None:
+        """Send the changes of the ranks at these positions.
 
         The other ranks send nothing, and go on as they are.
         """
         mine = self._collectives.position in due
         for name, parameter in self._parameters.items():
             x, change = self.common[name], self._changes[name]
-            if mine:
+            if mine and parameter.dtype == change.dtype:
+                torch.sub(self._start[name], parameter, out=change)
+            elif mine:
                 # In the parameter's dtype it began where x was rounded to.
                 change.copy_(self._start[name].to(parameter.dtype)).sub_(parameter)
             else:
@@ -298,23 +362,55 @@ class LocalSteps:
             x.requires_grad_(mine and (parameter.requires_grad or bool(change.any())))
             x.grad = change
         self.exchange.senders = list(due) if self.schedule.asynchronous else None
-        skipped = self._residues.skipped_steps
         for x in reversed(self.common.values()):
             self.exchange.ready(x)
+        self._journey = Journey(self.taken, mine, len(due) == self._collectives.size)
+        if self._overlap:
+            self._journey.sent_from = {n: p.detach().clone() for n, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Wait for averages that travel, which every rank has sent its part of.
+
+        They count when their steps are over. A step of the exchange that was aborted is forgotten:
+        its change is still the difference of parameters, and is sent the next time.
+        """
+        journey = self._journey
+        if journey is None or journey.averages is not None:
+            return
+        if not self.exchange.in_step():
+            self._journey = None
+            return
+        skipped = self._residues.skipped_steps
         averages = {name: self.exchange.result(x) for name, x in self.common.items()}
-        if self._residues.skipped_steps > skipped:
-            if mine:
+        journey.averages = {} if self._residues.skipped_steps > skipped else averages
+
+    @torch.no_grad()
+    def _arrive(self) -> bool:
+        """Let the averages count; gives whether there were any."""
+        self.collect()
+        journey, self._journey = self._journey, None
+        if journey is None:
+            return False
+        if not journey.averages:
+            if journey.mine:
                 self._go_back()
             return False
-        self._take_outer_step(averages)
-        for name, parameter in self._parameters.items():
-            if mine:
-                parameter.copy_(self.common[name])
+        self._take_outer_step(journey.averages)
+        went_on = self.taken > journey.since
+        if journey.mine:
+            for name, parameter in self._parameters.items():
+                x = self.common[name]
+                if not went_on:
+                    parameter.copy_(x)
+                elif parameter.dtype == x.dtype:
+                    parameter.sub_(journey.sent_from[name]).add_(x)
+                else:
+                    parameter.copy_(x + (parameter - journey.sent_from[name]))
                 self._begin_at(name)
-        if mine:
-            self._under_way = False
-        if len(due) == self._collectives.size:
-            self._open = False
+            self._under_way = went_on
+        if journey.whole:
+            self._open = went_on
         return True
 
     def _take_outer_step(self, averages: Mapping[str, torch.Tensor]) -> None:
@@ -360,12 +456,14 @@ class LocalSteps:
         Args:
             early: whether ranks that are all new may still differ, as the first step is not now.
         """
+        self._notice_restart()
+        self.collect()
         self.schedule.check_ranks(self._collectives.size)
         overwritten = not self._in_place()
         if not self._under_way and not overwritten:
             self._take_up_parameters()
         mine = {
-            "settings": {"local_steps": self.schedule.describe()} | self._describe_outer(),
+            "settings": self._settings(),
             "taken": self.taken,
             "knows": self._knows,
             "open": self._under_way or self._open,
@@ -373,6 +471,7 @@ class LocalSteps:
             "overwritten": overwritten,
             "parameters": digest([*self.common.values(), *self._outer_tensors()]),
             "outer": self._outer_shapes(),
+            "since": None if self._journey is None else self._journey.since,
         }
         everyone = gather_objects(self._collectives, mine, "local_steps")
         compare_ranks(everyone, ("settings",))
@@ -392,6 +491,13 @@ class LocalSteps:
         known = [rank for rank, is_latest in enumerate(are_latest) if is_latest]
         if early and not known:
             return
+        if len({other["since"] for other in everyone}) > 1:
+            # Newcomers know nothing of averages that travel: with those who do they count now.
+            if self._collectives.position in known:
+                self._arrive_where_held()
+            self._journey = None
+            self._agree(early)
+            return
         compared = known or range(len(everyone))
         if len({everyone[rank]["parameters"] for rank in compared}) > 1:
             raise RuntimeError(
@@ -406,6 +512,16 @@ class LocalSteps:
         if known:
             self.taken, self._early = latest, everyone[known[0]]["early"]
         self._open = any(everyone[rank]["open"] for rank in compared)
+
+    def _arrive_where_held(self) -> None:
+        """Let averages of a loaded state count before their time."""
+        if self._journey is None:
+            return
+        if self._own is not None:
+            self.put_back()
+        self._arrive()
+        if self._own is not None:
+            self._own = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     def _send_common(self, root: int, keeps: bool) -> None:
         """Give all ranks the common parameters of the rank at position `root`.
@@ -423,19 +539,24 @@ class LocalSteps:
                 self._begin_at(name)
         if not keeps:
             self._under_way, self._own = False, None
+            if self._journey is not None:
+                self._journey.sent_from = {n: p.clone() for n, p in self._parameters.items()}
             log.warning(
                 "this rank begins from the common parameters of rank %d, in the middle of a "
                 "round of local steps",
                 root,
             )
 
-    # The outer optimizer's state, which is the same on all ranks.
+    def _settings(self) -> dict[str, Any]:
+        """What ranks must have in common."""
+        settings: dict[str, Any] = {"local_steps": self.schedule.describe()}
+        if self._overlap:
+            settings["overlap"] = self._overlap
+        if self.outer is not None:
+            settings["outer"] = f"{type(self.outer).__name__}({self.outer.defaults})"
+        return settings
 
-    def _describe_outer(self) -> dict[str, Any]:
-        """What ranks must have in common of it: its class, and what it was made with."""
-        if self.outer is None:
-            return {}
-        return {"outer": f"{type(self.outer).__name__}({self.outer.defaults})"}
+    # The outer optimizer's state, which is the same on all ranks.
 
     def _outer_tensors(self) -> list[torch.Tensor]:
         if self.outer is None:
@@ -533,7 +654,9 @@ class LocalSteps:
             ranks have schedules of their own) also {"common": {name: x}, "local": {name: x_i}},
             "under_way" and "open": whether this rank, and any rank, has taken steps since; and
             with schedules of their own "start": {name: what x_i was at its last synchronisation}.
-            With an outer optimizer "outer": its state_dict().
+            With an outer optimizer "outer": its state_dict(). While averages travel "since": the
+            steps taken before, "averages": {name: average}, empty where there are none, and
+            "sent_from": {name: x_i then}.
         """
         state: dict[str, Any] = {"taken": self.taken, "early": self._early}
         if self.outer is not None:
@@ -547,6 +670,9 @@ class LocalSteps:
             state["local"] = self._own or _detached(self._parameters)
             if self._start is not self.common:
                 state["start"] = _detached(self._start)
+        if self._journey is not None:
+            state |= {"since": self._journey.since, "averages": dict(self._journey.averages)}
+            state["sent_from"] = dict(self._journey.sent_from)
         return state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -567,8 +693,8 @@ class LocalSteps:
             )
             raise ValueError(f"the state was made {made} an outer optimizer: {give}")
         shapes = {name: x.shape for name, x in self.common.items()}
-        for part in ("common", "local", "start"):
-            saved = state.get(part, self.common)
+        for part in ("common", "local", "start", "sent_from", "averages"):
+            saved = state.get(part) or self.common
             if {name: tensor.shape for name, tensor in saved.items()} != shapes:
                 raise ValueError(f"the state's local steps ({part}) belong to another model")
 
@@ -583,6 +709,7 @@ class LocalSteps:
             self.outer.load_state_dict(copy.deepcopy(state["outer"]))
         self.taken, self._early = int(state["taken"]), int(state.get("early", 0))
         self._under_way = self._open = self._agreed = False
+        self._journey = None
         # A state of before the first step knows no more than a newcomer does.
         self._knows, self.newcomer, self._own = self.taken > 0, self.taken == 0, None
         if "common" in state:
@@ -597,6 +724,11 @@ class LocalSteps:
                 for name, p in self._parameters.items()
             }
             self.put_back()
+        if "since" in state:
+            self._journey = Journey(int(state["since"]))
+            for part, like in (("averages", self.common), ("sent_from", self._parameters)):
+                saved = {n: torch.empty_like(like[n]).copy_(t) for n, t in state[part].items()}
+                setattr(self._journey, part, saved)
 
     def stats(self) -> dict[str, Any]:
         """What the method's `stats` say of local steps.
@@ -610,6 +742,13 @@ class LocalSteps:
             "steps_taken": self.taken,
             "steps_skipped": self.skipped,
         }
+
+
+def _collect_at_exit(local: weakref.ref[LocalSteps]) -> None:
+    found = local()
+    if found is not None:
+        with contextlib.suppress(Exception):  # whoever failed has said so
+            found.collect()
 
 
 def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> None:

@@ -87,12 +87,16 @@ def local_members(
     return members
 
 
-def check_outer(outer: Any, local_steps: Any) -> None:
-    """Raise ValueError where an outer optimizer would never step."""
-    if outer is not None and local_steps is None:
-        raise ValueError(
-            "outer= steps with what local steps changed: give local_steps=H too, such as 30"
-        )
+def check_local(local_steps: Any, outer: Any, overlap: Any) -> None:
+    """Raise ValueError for what means nothing without local steps."""
+    if local_steps is not None:
+        return
+    for given, name, what in (
+        (outer is not None, "outer", "steps with what local steps changed"),
+        (overlap != 0, "overlap", "lets local steps go on while their change is averaged"),
+    ):
+        if given:
+            raise ValueError(f"{name}= {what}: give local_steps=H too, such as 30")
 
 
 def check_parameters(

@@ -29,12 +29,14 @@ class Quantiser:
 
     Attributes:
         bits: per value: 1, 2, 4 or 8.
-        chunk: how many values of one tensor share a scale, which travels with them in their dtype.
+        chunk: how many values of one tensor share scales, which travel with them in their dtype.
+        scales: how many a chunk has.
         seed: of random rounding, which differs from rank to rank.
     """
 
     bits: int
     chunk: int = CHUNK
+    scales: int = 1
     seed: int = 0
 
     def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
@@ -58,7 +60,8 @@ class Quantiser:
             random: gives uniform numbers in [0, 1), shaped like the chunks.
 
         Returns:
-            Scales (chunks,), and levels (chunks, chunk), int8, that fit into `bits` bits.
+            Scales (chunks,), or (chunks, scales) where there are several; and levels
+            (chunks, chunk), int8, that fit into `bits` bits.
         """
         raise NotImplementedError
 
@@ -66,7 +69,7 @@ class Quantiser:
         """The values that chunks stand for.
 
         Args:
-            scales: (chunks, 1).
+            scales: (chunks, scales).
             levels: (chunks, chunk).
 
         Returns:
@@ -96,14 +99,16 @@ class Quantiser:
 
         scales, levels = self.quantise(chunks, lengths, uniform)
         # Both travel as bytes, which say nothing of a dtype.
-        expected = (lengths.shape, values.dtype), (chunks.shape, torch.int8)
+        shape = lengths.shape if self.scales == 1 else (len(lengths), self.scales)
+        expected = (shape, values.dtype), (chunks.shape, torch.int8)
         given = (scales.shape, scales.dtype), (levels.shape, levels.dtype)
         if given != expected:
             raise ValueError(
                 f"{type(self).__name__}.quantise gave scales and levels of {given}, and they must "
                 f"be of {expected}"
             )
-        return torch.cat([scales.view(torch.uint8), pack_levels(layout.collect(levels), self.bits)])
+        own = scales.reshape(-1).view(torch.uint8)
+        return torch.cat([own, pack_levels(layout.collect(levels), self.bits)])
 
     def unpack(
         self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
@@ -116,10 +121,10 @@ class Quantiser:
             counts: as `pack` was given.
         """
         layout = _layout(tuple(counts), self.chunk, like.device)
-        cut = len(layout.lengths) * like.element_size()
-        scales = payload[:cut].view(like.dtype)
+        cut = len(layout.lengths) * self.scales * like.element_size()
+        scales = payload[:cut].view(like.dtype).view(-1, self.scales)
         levels = unpack_levels(payload[cut:], self.bits)[: like.numel()]
-        return layout.collect(self.restore(scales[:, None], layout.spread(levels)))
+        return layout.collect(self.restore(scales, layout.spread(levels)))
 
     def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
         """What ranks sum instead of gathering: the values `sent` that the bytes stand for."""
@@ -247,6 +252,44 @@ class Sign(Quantiser):
         return torch.where(levels < 0, -scales, scales)
 
 
+class BinMeans(Quantiser):
+    """The mean of a value's bin, in two bits: its sign, and whether it is large in the chunk.
+
+    A magnitude is large above the chunk's mean. The four means travel as scales. As in SparseLoCo
+    (Sarfi et al., 2025, arXiv 2508.15706) levels follow the values; its bins are others.
+
+    Args:
+        chunk: values that share the means.
+
+    Raises:
+        ValueError: chunk is no whole number of values.
+    """
+
+    bits, scales = 2, 4
+
+    def __init__(self, *, chunk: int = CHUNK) -> None:
+        _check_chunk(chunk)
+        self.chunk = chunk
+
+    def quantise(
+        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Wide, so that no sum overflows, and that the order of summands does not show.
+        size = chunks.abs().double()
+        large = (size > (size.sum(1) / counts)[:, None]).to(torch.int8)
+        levels = torch.where(chunks < 0, -1 - large, large)
+        inside = torch.arange(chunks.shape[1], device=chunks.device) < counts[:, None]
+        means = []
+        for level in (0, 1, -2, -1):  # in the order of their two bits
+            members = (levels == level) & inside
+            total = torch.where(members, size, 0.0).sum(1)
+            means.append(total / members.sum(1).clamp_min(1) * (-1 if level < 0 else 1))
+        return torch.stack(means, 1).to(chunks.dtype), levels
+
+    def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        return scales.gather(1, (levels & 3).long())
+
+
 class Float16(Quantiser):
     """Half precision.
 
@@ -316,7 +359,8 @@ def quantiser_of(value: Quantiser | type[Quantiser] | None) -> Quantiser:
             )
         return value
     raise TypeError(
-        f"quantiser must be hvd.QSGD(levels=...), hvd.Sign(), hvd.Float16() or None, not {value!r}"
+        f"quantiser must be hvd.QSGD(levels=...), hvd.Sign(), hvd.BinMeans(), hvd.Float16() "
+        f"or None, not {value!r}"
     )
 
 

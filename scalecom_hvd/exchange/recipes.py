@@ -1,6 +1,6 @@
 """What papers train with, by name: arguments of every face's DistributedOptimizer.
 
-Imports methods.
+Imports methods and quantisers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.exchange.methods import Method, ScaleCom
+from scalecom_hvd.exchange.methods import LocalTopK, Method, ScaleCom
+from scalecom_hvd.exchange.quantisers import BinMeans
 
 
 def everything_whole() -> Method:
@@ -42,4 +43,38 @@ def diloco(local_steps: int | Mapping[int, int] | Sequence[int] = 500) -> dict[s
         "compression": everything_whole(),
         "local_steps": local_steps,
         "outer": lambda common: torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True),
+    }
+
+
+def sparseloco(
+    local_steps: int | Mapping[int, int] | Sequence[int] = 30, rate: float = 64
+) -> dict[str, Any]:
+    """SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706), for DistributedOptimizer.
+
+    Every rank takes H steps of its own, with AdamW in the paper. Of its change, and 0.95 of what
+    it did not send before, it sends its own largest elements, in two bits. The average is
+    subtracted: residues take the place of the outer momentum. All tensors from min_numel on are
+    compressed.
+
+    It is not to the letter: of every `rate` elements the largest is sent, where the paper sends the
+    64 largest of every 4096; and the two bits' levels are those of BinMeans.
+
+    Args:
+        local_steps: H, 15 to 250 in the paper; see DistributedOptimizer.
+        rate: one element in so many is sent; 33 to 100 in the paper.
+
+    Returns:
+        Its arguments compression and local_steps, to be changed as you like.
+
+    Example:
+        >>> optimizer = hvd.DistributedOptimizer(
+        ...     torch.optim.AdamW(model.parameters(), lr=4e-4),
+        ...     named_parameters=model.named_parameters(),
+        ...     **hvd.sparseloco(30),
+        ... )
+    """
+    config = ScaleComConfig(rate=rate, beta=1.0, dense=(), warmup_steps=0)
+    return {
+        "compression": LocalTopK(config=config, decay=0.95, quantiser=BinMeans()),
+        "local_steps": local_steps,
     }

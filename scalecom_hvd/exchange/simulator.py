@@ -329,8 +329,8 @@ class Simulation:
         predivide: Horovod's gradient_predivide_factor.
         groups, sparse_as_dense: see Exchange.
         compression: the method's class.
-        local_steps, outer: as in DistributedOptimizer. Then `take_steps` takes the place of
-            `step`, and every rank needs parameters of its own.
+        local_steps, outer, overlap: as in DistributedOptimizer. Then `take_steps` takes the place
+            of `step`, and every rank needs parameters of its own.
         **settings: what the class takes: config=, loss_scale=, and fields of ScaleComConfig.
 
     Attributes:
@@ -355,6 +355,7 @@ class Simulation:
         compression: Callable[..., Method] = ScaleCom,
         local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
         outer: Outer | None = None,
+        overlap: int = 0,
         **settings: Any,
     ) -> None:
         self.network = Network(n)
@@ -370,7 +371,15 @@ class Simulation:
         for parameters, method, collectives in ranks:
             if local_steps is not None:
                 schedule = Schedule(local_steps)
-                local = LocalSteps(parameters, method, collectives, schedule, groups, outer=outer)
+                local = LocalSteps(
+                    parameters,
+                    method,
+                    collectives,
+                    schedule,
+                    groups,
+                    outer=outer,
+                    overlap=overlap,
+                )
                 self.locals.append(local)
                 exchange = local.exchange
             else:
@@ -426,6 +435,13 @@ class Simulation:
     def synchronise(self) -> None:
         """End the round of local steps on all ranks."""
         self._run([local.synchronise for local in self.locals])
+
+    def collect(self) -> None:
+        """Wait on all ranks for averages that travel, as their state_dict() does by itself.
+
+        Call it before: simulated ranks cannot wait outside of a step.
+        """
+        self._run([local.collect for local in self.locals])
 
     def _run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         try:

@@ -31,8 +31,8 @@ from scalecom_hvd.exchange.methods import (
     RandomK,
     State,
 )
-from scalecom_hvd.exchange.quantisers import QSGD, Float16, Quantiser, Sign
-from scalecom_hvd.exchange.recipes import diloco
+from scalecom_hvd.exchange.quantisers import QSGD, BinMeans, Float16, Quantiser, Sign
+from scalecom_hvd.exchange.recipes import diloco, sparseloco
 from scalecom_hvd.torch.broadcast import broadcast_parameters as broadcast_parameters
 from scalecom_hvd.torch.collective_names import named_collectives as _named_collectives
 from scalecom_hvd.torch.horovod_collectives import exchanges_alive as _exchanges_alive
@@ -67,6 +67,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [name for name in dir(_horovod) if not name.startswith("_")] + [
     "ECQSGD",
     "QSGD",
+    "BinMeans",
     "BucketCollectives",
     "Diagnostics",
     "Float16",
@@ -83,4 +84,5 @@ __all__ = [name for name in dir(_horovod) if not name.startswith("_")] + [
     "State",
     "diloco",
     "rates_from_flops",
+    "sparseloco",
 ]

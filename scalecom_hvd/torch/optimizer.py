@@ -29,7 +29,7 @@ from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.optimizers import (
-    check_outer,
+    check_local,
     is_method,
     local_members,
     names_of_groups,
@@ -56,6 +56,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     process_set: ProcessSet = horovod.global_process_set,
     local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
     outer: Outer | None = None,
+    overlap: int = 0,
 ) -> torch.optim.Optimizer:
     """horovod.torch.DistributedOptimizer, which also takes ScaleCom and other methods.
 
@@ -77,6 +78,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True). All ranks step it
             alike, with the averaged change as the gradient (DiLoCo, Douillard et al., 2023, arXiv
             2311.08105). None: the average is subtracted.
+        overlap: with local steps, how many steps are taken while an average travels; fewer than
+            local_steps. What a rank did meanwhile is part of its next change (after Streaming
+            DiLoCo, Douillard et al., 2025, arXiv 2501.18512). 0: ranks wait for it.
 
     Returns:
         An optimizer as Horovod's, with more. `compression` is the method with this rank's
@@ -102,7 +106,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> torch.save(optimizer.compression.state_dict(), f"residues.{hvd.rank()}.pt")
     """
     check_arguments(optimizer, "param_groups", "PyTorch", compression)
-    check_outer(outer, local_steps)
+    check_local(local_steps, outer, overlap)
     if local_steps is not None:
         compression = _with_local_steps(compression)
     if not is_method(compression):
@@ -141,6 +145,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             in_groups,
             start_anew=lambda: zero_state(this()),
             outer=outer,
+            overlap=overlap,
         )
         own = local_members(local, type(optimizer), parameters.values())
         members = _members(local.exchange) | own

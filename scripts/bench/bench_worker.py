@@ -43,16 +43,18 @@ SCALECOM = {
         "wire_dtype": "float16",
     },
 }
-# {name: (local steps, compression)}: what is averaged is the change of so many steps.
+# {name: (local steps, overlap, compression)}: what is averaged is the change of so many steps.
 LOCAL = {
-    f"{name}, H = {h}": (h, make)
-    for name, make in {
-        "local SGD": lambda **settings: hvd.Compression.none,
-        "ScaleCom": hvd.ScaleCom,
-        "ScaleCom 4 bits": lambda **settings: hvd.ScaleCom(quantiser=hvd.QSGD(7), **settings),
-    }.items()
+    f"{name}, H = {h}": (h, overlap, make)
+    for name, overlap, make in (
+        ("local SGD", 0, lambda **settings: hvd.Compression.none),
+        ("local SGD overlap", 2, lambda **settings: hvd.Compression.none),
+        ("ScaleCom", 0, hvd.ScaleCom),
+        ("ScaleCom overlap", 2, hvd.ScaleCom),
+        ("ScaleCom 4 bits", 0, lambda **settings: hvd.ScaleCom(quantiser=hvd.QSGD(7), **settings)),
+    )
     for h in (1, 4, 16)
-    if (name, h) != ("local SGD", 1)  # which is dense
+    if h > overlap and (name, h) != ("local SGD", 1)  # which is dense
 }
 METHODS = ["no communication", "dense", "fp16", "local top-k", *SCALECOM]
 
@@ -116,12 +118,13 @@ class Training:
                 settings = {"rate": rate} | ALL_COMPRESSED | options
                 self.model.register_comm_hook(*DDP[method](self.model, **settings))
         elif method in LOCAL:
-            self.round, compression = LOCAL[method]
+            self.round, overlap, compression = LOCAL[method]
             self.optimizer = hvd.DistributedOptimizer(
                 self.optimizer,
                 parameters,
                 compression=compression(rate=rate, **ALL_COMPRESSED | options),
                 local_steps=self.round,
+                overlap=overlap,
             )
         elif method == "local top-k":
             self.local = LocalTopK([p for _, p in parameters], rate)

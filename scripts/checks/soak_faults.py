@@ -56,6 +56,7 @@ class Plan:
     deaths: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
     grow_at: int | None = None
     local_steps: int | None = None
+    overlap: int = 0
 
 
 def begin() -> tuple[Plan, Path]:

@@ -58,7 +58,8 @@ class Run:
     clip, clip_first: clipping norm after the exchange, or before it.  momentum_first: momentum, and
         with it weight decay, before the exchange; decay_first: weight decay alone.  local_steps: H,
         after which workers average their parameters' changes.  optimizer: "sgd" or "adamw".
-        outer: of OUTERS, what steps the common parameters with these averages.
+        outer: of OUTERS, what steps the common parameters with these averages.  overlap: how many
+        steps are taken while these averages travel.
     """
 
     task: str
@@ -83,6 +84,7 @@ class Run:
     local_steps: int | None = None
     optimizer: str = "sgd"
     outer: str | None = None
+    overlap: int = 0
 
     def resolved(self) -> Run:
         """With the task's own numbers in the place of None."""
@@ -337,6 +339,7 @@ def simulate(
         config=config,
         local_steps=run.local_steps,
         outer=run.outer and OUTERS[run.outer],
+        overlap=run.overlap,
         **options,
     )
 

@@ -9,6 +9,8 @@ at its last synchronisation, `starts[i]`.
         without an outer optimizer the average is subtracted
     those again:  x_i <- x, start_i <- x
 
+With an overlap all this counts some steps later, and x_i <- x + what these steps changed of it.
+
 Imports NumPy, schedule and the oracle of the methods only.
 """
 
@@ -34,6 +36,7 @@ class LocalStepsReference:
         update: gives worker i's new parameters from its old ones and its gradients, its own
             optimizer's step.
         outer: gives the new common parameters from the old ones and the averages.
+        overlap: how many steps are taken while averages travel.
 
     Attributes:
         common: x.
@@ -49,6 +52,7 @@ class LocalStepsReference:
         schedule: Schedule,
         update: Callable[[int, Arrays, Arrays], Arrays],
         outer: Callable[[Arrays, Arrays], Arrays] | None = None,
+        overlap: int = 0,
     ) -> None:
         n = method.n_workers
         self.method, self.schedule, self.update = method, schedule, update
@@ -57,20 +61,40 @@ class LocalStepsReference:
         self.workers: list[Arrays] = [dict(self.common) for _ in range(n)]
         self.starts: list[Arrays] = [dict(self.common) for _ in range(n)]
         self.taken = 0
+        self.overlap = overlap
+        # (when their average arrives, all changes, where every worker was when they were sent)
+        self.travelling: tuple[int, list[Arrays], list[Arrays]] | None = None
 
     def step(self, grads: Sequence[Arrays]) -> None:
         """Every worker's own step, and the synchronisation, if one is due."""
         n = len(self.workers)
         self.workers = [self.update(i, self.workers[i], grads[i]) for i in range(n)]
         self.taken += 1
+        if self.travelling is not None and self.taken == self.travelling[0]:
+            self._arrive()
         due = self.schedule.due(self.taken, n)
         if not due:
             return
         self.method.senders = due if self.schedule.asynchronous else None
-        averages = self.method.step([self._change(i, i in due) for i in range(n)])
+        changes = [self._change(i, i in due) for i in range(n)]
+        if self.overlap:
+            self.travelling = (self.taken + self.overlap, changes, list(self.workers))
+            return
+        averages = self.method.step(changes)
         self.common = self.outer(self.common, averages)
         for i in due:
             self.workers[i], self.starts[i] = dict(self.common), dict(self.common)
+
+    def _arrive(self) -> None:
+        """The common parameters move; what a worker did meanwhile, it did from there."""
+        _, changes, sent_from = self.travelling
+        self.travelling = None
+        self.common = self.outer(self.common, self.method.step(changes))
+        for i, (now, then) in enumerate(zip(self.workers, sent_from, strict=True)):
+            self.workers[i] = {
+                name: x + (now[name] - then[name]) for name, x in self.common.items()
+            }
+            self.starts[i] = dict(self.common)
 
     def _change(self, i: int, is_due: bool) -> Arrays:
         if not is_due:

@@ -7,6 +7,8 @@ the methods have in common (Stich et al., 2018):
     acc_i = m_i + grad_i            g = (1/n) * sum_i sent_i
     m_i  <- (1 - beta) * m_i + beta * (acc_i - sent_i)
 
+With decay (SparseLoCo) acc_i = decay * m_i + grad_i.
+
 Places are chosen by accumulators. With flush what is sent there is more: see reference.py.
 
 Random numbers are arguments: they are the framework's. Imports NumPy and framework-free rooms only.
@@ -70,6 +72,7 @@ class MethodReference(ScaleComReference):
         n_workers, shapes, config: as ScaleComReference's.
         send: the method, one of the functions below.
         buckets: names of tensors that share a bucket, in its order.
+        decay: of residues.
 
     Attributes:
         senders: workers that have something to send, where that changes. The others send nothing,
@@ -83,9 +86,10 @@ class MethodReference(ScaleComReference):
         config: ScaleComConfig,
         send: Send,
         buckets: Sequence[Sequence[str]] | None = None,
+        decay: float = 1.0,
     ) -> None:
         super().__init__(n_workers, shapes, config, buckets)
-        self.send = send
+        self.send, self.decay = send, decay
         self.senders: list[int] | None = None
         self.buckets = [list(names) for names in buckets or [self.shapes]]
 
@@ -129,7 +133,7 @@ class MethodReference(ScaleComReference):
         m = np.stack([joined(mine) for mine in self.residues])
         g = np.stack([joined(worker) for worker in grads])
         beta, rest = kind.type(self.config.beta), kind.type(1 - self.config.beta)
-        accumulators = m + g
+        accumulators = kind.type(self.decay) * m + g
         sendable = accumulators
         if self.config.extra:
             sendable = sendable + self._more(m, accumulators - m)
@@ -316,6 +320,28 @@ def sign(chunk: int) -> Quantise:
         means = np.abs(chunks).astype(np.float64).sum(1) / lengths
         scale = means.astype(values.dtype)[:, None]
         return np.where(chunks < 0, -scale, scale).reshape(-1)[back]
+
+    return quantise
+
+
+def bin_means(chunk: int) -> Quantise:
+    """The means of four bins of each chunk: by the sign, and by the mean magnitude."""
+
+    def quantise(
+        values: np.ndarray,
+        counts: Sequence[int],
+        random: Callable[[tuple[int, ...]], np.ndarray],
+    ) -> np.ndarray:
+        chunks, back = in_chunks(values, counts, chunk)
+        result = np.empty_like(chunks)
+        for row, length, new in zip(chunks, np.bincount(back // chunk), result, strict=True):
+            own = row[:length].astype(np.float64)
+            large = np.abs(own) > np.abs(own).sum() / length
+            bins = 2 * large + (own < 0)
+            for members in (bins == which for which in range(4)):
+                if members.any():
+                    new[:length][members] = own[members].sum() / members.sum()
+        return result.reshape(-1)[back]
 
     return quantise
 

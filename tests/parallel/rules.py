@@ -35,6 +35,8 @@ def rounding(quantiser):
         )
     if isinstance(quantiser, hvd.Sign):
         return oracle.sign(quantiser.chunk)
+    if isinstance(quantiser, hvd.BinMeans):
+        return oracle.bin_means(quantiser.chunk)
     return oracle.float16(float16_limit(hvd.size())) if isinstance(quantiser, hvd.Float16) else None
 
 

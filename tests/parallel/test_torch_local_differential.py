@@ -316,6 +316,9 @@ class Simulated:
             self.outer = OUTERS[setting["outer"]](self.common.values())
         self.start = [self.x] * n
         self.taken = self.last = 0
+        # What travels: (since, due, the average, where workers were); and of the real one what this
+        # rank brought to it: (due, its change, its residues before).
+        self.departed = self.brought = None
 
     def values(self):
         return [
@@ -339,12 +342,16 @@ class Simulated:
         self.last = self.taken
         return list(range(len(self.workers)))
 
-    def average(self, due):
+    def depart(self, due):
         values, n = self.values(), len(self.workers)
-        return {
+        average = {
             name: sum(self.start[rank][name] - values[rank][name] for rank in due) / n
             for name in self.x
         }
+        self.departed = self.taken, due, average, values
+
+    def has_arrived(self):
+        return self.departed and self.taken >= self.departed[0] + self.setting["overlap"]
 
     def take_average(self, average, changed):
         """Let x become what the average of what was sent makes of it.
@@ -361,9 +368,12 @@ class Simulated:
         self.outer.step()
         self.x = {name: common.detach().clone() for name, common in self.common.items()}
 
-    def arrive(self, due):
+    def arrive(self):
+        _, due, _, sent_from = self.departed
+        values, self.departed = self.values(), None
         for rank in due:
-            self.set(rank, self.x)
+            meanwhile = {name: values[rank][name] - sent_from[rank][name] for name in self.x}
+            self.set(rank, {name: x + meanwhile[name] for name, x in self.x.items()})
             self.start[rank] = self.x
 
     def save(self):
@@ -372,12 +382,12 @@ class Simulated:
             for worker in self.workers
         ]
         outer = self.outer and self.outer.state_dict()
-        return copy.deepcopy(
-            [kept, self.values(), self.x, self.start, self.taken, self.last, outer]
-        )
+        steps = self.taken, self.last, self.departed, self.brought
+        return copy.deepcopy([kept, self.values(), self.x, self.start, steps, outer])
 
     def load(self, saved):
-        kept, values, self.x, self.start, self.taken, self.last, outer = copy.deepcopy(saved)
+        kept, values, self.x, self.start, steps, outer = copy.deepcopy(saved)
+        self.taken, self.last, self.departed, self.brought = steps
         if outer is not None:
             self.outer.load_state_dict(outer)
         for worker, (state, scaler), value in zip(self.workers, kept, values, strict=True):
@@ -422,6 +432,7 @@ class Training:
             compression=compressor,
             local_steps=self.setting["local_steps"],
             outer=OUTERS.get(self.setting["outer"]),
+            overlap=self.setting["overlap"],
             backward_passes_per_step=self.setting["passes"],
         )
         self.worker = Worker(hvd.rank(), net, optimizer, self.scaler, False)
@@ -430,26 +441,31 @@ class Training:
 
     def watch(self, local):
         """See what a synchronisation begins and ends with."""
-        synchronise = local._synchronise
+        depart, arrive = local._depart, local._arrive
 
-        def seen(due):
+        def see_what_departs(due):
             changes = {
-                name: (local._start[name].to(p.dtype) - p.detach()).double()
+                name: (local._start[name].detach().to(p.dtype) - p.detach()).double()
                 if hvd.rank() in due
                 else torch.zeros_like(p).double()
                 for name, p in self.worker.net.named_parameters()
             }
-            if not self.setting["whole"]:  # else it has its own
-                self.simulated.x = {name: x.detach().clone() for name, x in local.common.items()}
-            residues = self.residues()
-            happened = synchronise(due)
-            left = self.residues()
-            now = {name: one.detach().clone() for name, one in local.common.items()}
-            sent = {name: changes[name] + residues.get(name, 0) - left.get(name, 0) for name in now}
-            self.seen.append((list(due), happened, now, sent))
+            self.simulated.brought = list(due), changes, self.residues()
+            depart(due)
+
+        def see_what_arrives():
+            before = {name: x.detach().clone() for name, x in local.common.items()}
+            travelled = local._journey is not None
+            happened = arrive()
+            if travelled:
+                due, changes, residues = self.simulated.brought
+                left = self.residues()
+                now = {name: one.detach().clone() for name, one in local.common.items()}
+                sent = {n: changes[n] + residues.get(n, 0) - left.get(n, 0) for n in now}
+                self.seen.append((due, happened, before, now, sent))
             return happened
 
-        local._synchronise = seen
+        local._depart, local._arrive = see_what_departs, see_what_arrives
 
     def residues(self):
         tensors = self.worker.optimizer.compression.residues.tensors
@@ -486,18 +502,25 @@ class Training:
         assert train(self.simulated.workers, plan, shared_by_all) == stepped
         if stepped:
             self.simulated.taken += 1
+            if self.simulated.has_arrived():
+                self.synchronised()
             due = self.simulated.due()
             if due:
-                self.synchronised(due)
+                self.simulated.depart(due)
+                if not self.setting["overlap"]:
+                    self.synchronised()
 
     def end_the_round(self):
         self.worker.optimizer.synchronize_parameters()
+        if self.simulated.departed:
+            self.synchronised()
         if self.seen:
-            self.synchronised(list(range(hvd.size())))
+            self.simulated.depart(list(range(hvd.size())))
+            self.synchronised()
 
-    def synchronised(self, due):
-        ((seen, happened, now, sent),) = self.seen
-        self.seen.clear()
+    def synchronised(self):
+        seen, happened, before, now, sent = self.seen.pop(0)
+        _, due, average_of_changes, _ = self.simulated.departed
         assert (seen, happened) == (due, True)
         average = {
             name: hvd.allreduce(one, name=f"fuzz.sent.{name}").to(now[name].dtype)
@@ -505,13 +528,15 @@ class Training:
         }
         changed = {name for name, one in average.items() if one.any()}
         if self.setting["whole"]:
-            average = self.simulated.average(due)
+            average = average_of_changes
+        else:  # it has none of its own
+            self.simulated.x = before
         self.simulated.take_average(average, changed)
         for name, x in self.simulated.x.items():
             torch.testing.assert_close(now[name], x, **TOLERANCES[self.setting["dtype"]])
         if not self.setting["whole"]:
             self.simulated.x = now
-        self.simulated.arrive(due)
+        self.simulated.arrive()
 
     def compare(self):
         """All ranks' parameters are those of the simulated workers, which go on from them: errors
@@ -643,12 +668,16 @@ def draw_setting(choose):
             "leader": choose(("cyclic", "staggered")),
         }
         fields |= {"lookahead": choose((False, True)) and not own}
+    overlap, local_steps = 0, [choose((1, 2, 3, 4)) for _ in range(n)]
+    if not own:
+        local_steps = choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3}))
+        least = min(local_steps.values()) if isinstance(local_steps, dict) else local_steps
+        overlap = choose((0, *range(least)))
     return {
         "whole": whole,
         "compression": (kind, fields),
-        "local_steps": [choose((1, 2, 3, 4)) for _ in range(n)]
-        if own
-        else choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3})),
+        "local_steps": local_steps,
+        "overlap": overlap,
         "outer": None if own else choose((None, None, *OUTERS)),
         "optimizer": optimizer,
         "several": several,

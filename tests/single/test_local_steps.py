@@ -339,3 +339,155 @@ def test_ranks_with_other_outer_optimizers_are_refused():
 
     with pytest.raises(RuntimeError, match="outer"):
         Ranks(2, 2, outer=differs).step(0.25)
+
+
+# Averages that travel while ranks go on.
+
+GRADIENTS = [[0.25, -0.125], [0.5, 0.0], [-0.25, 0.375], [0.125, 0.25], [0.0, -0.5]]
+
+
+def travelling(n=2, steps=5, overlap=2, **fields):
+    """Ranks whose averages travel since step 4."""
+    ranks = Ranks(n, 4, overlap=overlap, **fields)
+    for step in range(steps):
+        ranks.step(GRADIENTS[step % 5])
+    ranks.simulation.collect()
+    return ranks
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("compression", [hvd.ScaleCom, hvd.LocalTopK])
+def test_nothing_is_lost_while_averages_travel(overlap, compression):
+    ranks = Ranks(2, 4, overlap=overlap, compression=compression, beta=1.0)
+    begin, came = ranks.models[0].detach().clone(), 0.0
+    for step in range(27):
+        ranks.step(GRADIENTS[step % 5])
+        came += sum(GRADIENTS[step % 5]) / 2
+    ranks.simulation.synchronise()
+    assert ranks.alike()
+    kept = sum(each.residues.tensors["w"].residue for each in ranks.compressors) / 2
+    torch.testing.assert_close(begin - ranks.models[0].detach() + kept, torch.full([40], came))
+
+
+@pytest.mark.parametrize("outer", [None, momentum, adam])
+@pytest.mark.parametrize("steps", [4, 5])
+def test_resuming_while_averages_travel_is_bit_identical(outer, steps):
+    ranks = travelling(steps=steps, outer=outer)
+    states, models = ranks.states(), [model.detach().clone() for model in ranks.models]
+    assert states[0]["local_steps"]["since"] == 4
+    resumed = Ranks(2, 4, overlap=2, outer=outer)
+    for rank, model in enumerate(models):
+        resumed.compressors[rank].load_state_dict(states[rank])
+        assert torch.equal(resumed.models[rank], model)
+    for step in range(9):
+        ranks.step(GRADIENTS[step % 5])
+        resumed.step(GRADIENTS[step % 5])
+        for one, other in zip(ranks.models, resumed.models, strict=True):
+            assert torch.equal(one, other), step
+    ranks.simulation.collect()
+    resumed.simulation.collect()
+    residues = [r.compressors[1].residues.tensors["w"].residue for r in (ranks, resumed)]
+    assert torch.equal(*residues)
+
+
+def test_a_newcomer_while_averages_travel():
+    """It knows nothing of them. With those who do they count at once, and it begins from there."""
+    ranks = travelling(outer=momentum)
+    states = ranks.states()
+    later = Ranks(3, 4, overlap=2, outer=momentum)
+    for rank in range(2):
+        later.compressors[rank].load_state_dict(states[rank])
+    ranks.step(0.0)
+    later.step(0.0)
+    for local in later.locals:
+        assert torch.equal(local.common["w"], ranks.locals[0].common["w"])
+    assert torch.equal(later.models[1], ranks.models[1])
+    assert torch.equal(later.models[2], later.locals[2].common["w"])
+    for _ in range(3):
+        later.step([0.25, 0.5, 0.125])
+    later.simulation.synchronise()
+    assert later.alike()
+
+
+def test_a_void_average_that_travels():
+    """Nothing counts; the rank that went astray goes back, the other sends its change again."""
+    ranks = Ranks(2, 4, overlap=2, dense=["*"])
+    begin = ranks.models[0].detach().clone()
+    for step in range(6):
+        ranks.step([0.25, float("nan") if step == 2 else 0.25])
+    assert torch.equal(ranks.models[1], begin)
+    torch.testing.assert_close(ranks.models[0].detach(), begin - 6 * 0.25)
+    for _ in range(4):
+        ranks.step([0.25, 0.5])
+    ranks.simulation.synchronise()
+    assert ranks.alike()
+    torch.testing.assert_close(ranks.models[0].detach(), begin - (10 * 0.25 + 4 * 0.5) / 2)
+
+
+def test_a_void_average_goes_on_from_a_checkpoint():
+    ranks = Ranks(2, 4, overlap=2)
+    for step in range(5):
+        ranks.step([0.25, float("nan") if step == 2 else 0.25])
+    ranks.simulation.collect()
+    states = ranks.states()
+    assert states[0]["local_steps"]["averages"] == {}
+    resumed = Ranks(2, 4, overlap=2)
+    for rank in range(2):
+        resumed.compressors[rank].load_state_dict(states[rank])
+    for _ in range(6):
+        ranks.step([0.25, 0.5])
+        resumed.step([0.25, 0.5])
+    for one, other in zip(ranks.models, resumed.models, strict=True):
+        assert torch.equal(one, other)
+    assert bool(ranks.models[1].isfinite().all())
+
+
+def test_loading_an_older_state_while_averages_travel():
+    ranks = Ranks(2, 4, overlap=2)
+    for step in range(3):
+        ranks.step(GRADIENTS[step])
+    states, models = ranks.states(), [model.detach().clone() for model in ranks.models]
+    found = []
+    for _ in range(2):
+        for step in range(3, 13):
+            ranks.step(GRADIENTS[step % 5])
+        found.append(ranks.models[1].detach().clone())
+        ranks.simulation.collect()
+        for rank, model in enumerate(models):
+            ranks.models[rank].data.copy_(model)
+            ranks.compressors[rank].load_state_dict(states[rank])
+    assert torch.equal(*found)
+
+
+def test_an_overlap_in_half_precision():
+    ranks = Ranks(2, 4, torch.bfloat16, overlap=2, dense=["*"])
+    begin = ranks.models[0].detach().clone()
+    for _ in range(22):
+        ranks.step([0.25, 0.5])
+    ranks.simulation.synchronise()
+    assert ranks.alike()
+    torch.testing.assert_close(ranks.models[0].detach(), begin - 22 * 0.375, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("local_steps", "overlap", "error", "message"),
+    [
+        (4, 4, ValueError, "from 0 to 3, less than local_steps, not 4"),
+        ({0: 1, 8: 4}, 1, ValueError, "from 0 to 0"),
+        (4, -1, ValueError, "not -1"),
+        (4, 1.5, TypeError, "a whole number of steps, not 1.5"),
+        (4, True, TypeError, "not True"),
+        ([4, 4], 1, ValueError, "overlap has every rank wait at the same step"),
+    ],
+)
+def test_overlaps_that_cannot_work_are_refused(local_steps, overlap, error, message):
+    with pytest.raises(error, match=message):
+        Ranks(2, local_steps, overlap=overlap)
+
+
+def test_an_overlap_without_local_steps_is_refused():
+    weight = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"overlap= lets local steps go on.*give local_steps=H"):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), [("w", weight)], hvd.ScaleCom, overlap=1
+        )

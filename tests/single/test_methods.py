@@ -227,3 +227,57 @@ def test_another_seed_gives_other_numbers(method):
         for seed in (0, 1)
     ]
     assert not torch.equal(*outputs)
+
+
+# Residues that fade.
+
+
+@pytest.mark.parametrize("selection", ["lanes", "exact"])
+def test_what_waits_fades_as_the_oracle_says(selection):
+    method = functools.partial(hvd.LocalTopK, decay=0.75)
+    simulation = simulate(3, method, beta=1.0, selection=selection)
+    config = simulation.compressors[0].config
+    reference = oracle.MethodReference(3, SHAPES, config, oracle.local_topk, BUCKETS, decay=0.75)
+    for step in range(12):
+        everyone = made_up(3, step)
+        if step in (3, 7):
+            everyone[-1]["second"][1, 17] = np.nan
+        outputs, averages = simulation.step(as_tensors(everyone))[1], reference.step(everyone)
+        for name, got in outputs.items():
+            np.testing.assert_allclose(got.numpy(), averages[name], 1e-5, 1e-5, err_msg=name)
+        for name, tensor in simulation.compressors[1].residues.tensors.items():
+            want = reference.residues[1].get(name, np.zeros(tensor.shape, np.float32)).reshape(-1)
+            np.testing.assert_allclose(tensor.residue.numpy(), want, 1e-5, 1e-5, err_msg=name)
+
+
+def test_a_frozen_tensors_residue_does_not_fade():
+    simulation = simulate(2, functools.partial(hvd.LocalTopK, decay=0.5), beta=1.0)
+    simulation.step(as_tensors(made_up(2, 0)))
+    residue = simulation.compressors[0].residues.tensors["second"].residue
+    before = residue.clone()
+    for parameters in simulation.parameters:
+        parameters["second"].requires_grad_(False)
+    without = [{n: g for n, g in each.items() if n != "second"} for each in made_up(2, 1)]
+    simulation.step(as_tensors(without))
+    assert bool(before.any())
+    assert torch.equal(residue, before)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"decay": 1.5, "beta": 1.0}, ValueError, r"from 0 \(no residue\) to 1 \(all of it\)"),
+        ({"decay": "much", "beta": 1.0}, TypeError, "decay must be a number, not 'much'"),
+        ({"decay": 0.9, "beta": 0.5}, ValueError, "exclude each other: give beta=1, not 0.5"),
+    ],
+)
+def test_decays_that_cannot_work(fields, error, message):
+    with pytest.raises(error, match=message):
+        hvd.LocalTopK(**fields)
+
+
+def test_another_decay_is_another_method():
+    one, other = (simulate(2, functools.partial(hvd.LocalTopK, decay=d), beta=1.0) for d in (1, 0))
+    one.step(as_tensors(made_up(2, 0)))
+    with pytest.raises(ValueError, match=r"decay=None in the state and 0.0 now"):
+        other.compressors[0].load_state_dict(one.compressors[0].state_dict())

@@ -28,6 +28,7 @@ RANDOM = [
     UNSCALED,
 ]
 ALL = [*RANDOM, hvd.QSGD(1, chunk=300), hvd.Sign(), hvd.Sign(chunk=7), hvd.Float16()]
+ALL += [hvd.BinMeans(), hvd.BinMeans(chunk=7)]
 COUNTS = (1, 700, 512, 33, 600)
 
 
@@ -79,7 +80,9 @@ def test_the_bytes_are_those_that_were_promised(quantiser, dtype):
     values = values_of("normal", 1, dtype)
     payload, restored = sent(quantiser, values)
     chunks = sum(-(-count // quantiser.chunk) for count in COUNTS)
-    scales = 0 if isinstance(quantiser, hvd.Float16) else chunks * dtype.itemsize
+    scales = chunks * quantiser.scales * dtype.itemsize
+    if isinstance(quantiser, hvd.Float16):
+        scales = 0
     assert payload.dtype == torch.uint8
     assert payload.numel() == scales + -(-len(values) * quantiser.bits // 8)
     assert (restored.dtype, restored.shape) == (values.dtype, values.shape)
@@ -191,6 +194,8 @@ def test_the_oracle_agrees(quantiser, dtype):
         values = values_of(kind, 4, dtype)
         if isinstance(quantiser, hvd.Sign):
             rule = oracle.sign(quantiser.chunk)
+        elif isinstance(quantiser, hvd.BinMeans):
+            rule = oracle.bin_means(quantiser.chunk)
         elif isinstance(quantiser, hvd.Float16):
             rule = oracle.float16(float16_limit(4))
         else:
@@ -218,11 +223,13 @@ def test_when_values_are_gathered():
 
     def up_to(quantiser):
         payload = quantiser.pack(values, (5120,), generator(1), 2)
-        assert payload.numel() * 8 / 5120 == pytest.approx(quantiser.bits + 32 / quantiser.chunk)
+        scales = 32 * quantiser.scales / quantiser.chunk
+        assert payload.numel() * 8 / 5120 == pytest.approx(quantiser.bits + scales)
         return [n for n in range(1, 70) if quantiser.is_gathered(payload, values, n)]
 
     assert up_to(hvd.Sign()) == list(range(1, 61))  # of 1 + 1/16 bits
     assert up_to(hvd.QSGD(1)) == list(range(1, 26))  # of 2.5
+    assert up_to(hvd.BinMeans()) == list(range(1, 29))  # of 2.25
     assert up_to(hvd.QSGD(7)) == list(range(1, 16))  # of 4 + 1/8
     assert up_to(hvd.QSGD(127)) == list(range(1, 8))
     for quantiser in (hvd.Float16(), Unrounded()):
@@ -262,8 +269,8 @@ def test_what_quantiser_may_be():
         with pytest.raises(
             TypeError,
             match=(
-                r"quantiser must be hvd.QSGD\(levels=...\), hvd.Sign\(\), hvd.Float16\(\) or "
-                r"None"
+                r"quantiser must be hvd.QSGD\(levels=...\), hvd.Sign\(\), hvd.BinMeans\(\), "
+                r"hvd.Float16\(\) or None"
             ),
         ):
             hvd.LocalTopK(quantiser=wrong)

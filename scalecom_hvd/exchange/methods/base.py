@@ -240,6 +240,10 @@ class LocalRounds(Protocol):
         """How many synchronisations there are in this many first steps."""
         ...
 
+    def collect(self) -> None:
+        """Wait for averages that travel."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """What is saved of them."""
         ...
@@ -618,6 +622,8 @@ class Method:
 
     def _complete(self, complaint: str) -> None:
         if self._averager is not None:
+            if self._local is not None:
+                self._local.collect()
             if self._averager.in_step():
                 raise RuntimeError(f"{type(self).__name__}.{complaint}")
             self._averager.complete_state()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from scalecom_hvd.exchange.bucket import Bucket
@@ -22,13 +24,42 @@ class LocalTopK(Method):
     Args:
         quantiser: of the values, None or one of quantisers.py; with Sign it is Qsparse's SignTop-k
             (Basu et al., 2019, arXiv 1906.02367).
+        decay: what residues are multiplied by before a gradient, or change, is added, so that what
+            waits long fades: acc = decay * m + g (SparseLoCo, Sarfi et al., 2025, arXiv
+            2508.15706). The rest of it is lost. Below 1 it needs beta=1.
         **fields: of ScaleComConfig; leader, lookahead and wire_dtype mean nothing here.
+
+    Raises:
+        ValueError, TypeError: settings that cannot work.
     """
 
     takes_quantiser = always_gathers = True
 
+    def __init__(self, *, decay: float = 1.0, **fields: Any) -> None:
+        super().__init__(**fields)
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)):
+            raise TypeError(f"decay must be a number, not {decay!r}")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay must be from 0 (no residue) to 1 (all of it), not {decay}")
+        if decay < 1 and self.config.beta != 1:
+            raise ValueError(
+                f"decay and the filter exclude each other: give beta=1, not {self.config.beta:g}"
+            )
+        self.decay = float(decay)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What ranks must have in common besides the config."""
+        return super().settings | ({"decay": self.decay} if self.decay < 1 else {})
+
     def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """Choose, send to all, add up."""
+        if self.decay < 1:
+            for tensor, part, frozen in zip(
+                bucket.tensors, bucket.parts, bucket.frozen, strict=True
+            ):
+                if not frozen:
+                    part.sub_(tensor.residue, alpha=1 - self.decay)
         offsets = bucket.choose()
         places, counts = bucket.places_at(offsets), bucket.counts
         values = bucket.sendable(places)
