@@ -125,6 +125,8 @@ class Exchange:
         self._whole = False
         kinds = ("offsets", "values", "dense", "gathered", "collectives")
         self._submitted = dict.fromkeys(kinds, 0)
+        # Of the last step that was finished: what was submitted, and whether it was sent whole.
+        self._last = self._submitted, False
 
     # What the optimizer calls.
 
@@ -427,6 +429,7 @@ class Exchange:
             self._commit()
         else:
             self._roll_back()
+        self._last = dict(self._submitted), self._whole
         for step in self._steps:
             self._outputs.update(step.end())
         self._outputs.update(sparse)
@@ -576,14 +579,15 @@ class Exchange:
         """Numbers of the last step taken; see Method.stats."""
         dense = {n: p.numel() for n, p in self._parameters.items() if n not in self._sparse}
         chosen = {name: tensor.geometry.k for name, tensor in self.residues.tensors.items()}
+        submitted, whole = self._last
         last, size = max(self.residues.step - 1, 0), self._collectives.size
         staggered = self.config.leader == "staggered"
         numbers = step_stats(
             size,
             leader(last, 0, size or 1, staggered, self.senders),
             dense,
-            {} if self._whole else chosen,
-            **self._submitted,
+            {} if whole else chosen,
+            **submitted,
         )
         return numbers | ({"diagnostics": self._sampler.last} if self._sampler else {})
 

@@ -33,6 +33,7 @@ QUANTISERS = {
     "2 bits": hvd.QSGD(1),
     "4 bits": hvd.QSGD(7),
     "8 bits": hvd.QSGD(127),
+    "means": hvd.BinMeans(),
 }
 # A training loss beyond this many times the first one is a run that came apart.
 DIVERGED = 20

@@ -469,6 +469,21 @@ def test_an_overlap_in_half_precision():
     torch.testing.assert_close(ranks.models[0].detach(), begin - 22 * 0.375, rtol=0, atol=0.1)
 
 
+def test_stats_are_of_what_has_arrived():
+    ranks = Ranks(2, 4, overlap=2, compression=hvd.LocalTopK)
+    for _ in range(6):
+        ranks.step([0.25, 0.5])
+    arrived = ranks.compressors[0].stats()
+    assert arrived["bytes_gathered"] > 0
+    for _ in range(3):
+        ranks.step([0.25, 0.5])
+    travels = ranks.compressors[0].stats()
+    changing = {"residue_norm", "steps_taken"}
+    assert {n: v for n, v in travels.items() if n not in changing} == {
+        n: v for n, v in arrived.items() if n not in changing
+    }
+
+
 @pytest.mark.parametrize(
     ("local_steps", "overlap", "error", "message"),
     [
