@@ -323,9 +323,8 @@ def caveats(s: Setting, c: Constants) -> Iterator[str]:
     yield (
         "This is a model, not a measurement. Its constants are fitted to steps of 24.8 M "
         "parameters on 2 to 8 hosts of one machine, over Gloo (docs/speed.md). It meets those of "
-        "ScaleCom within 10 %. Dense ones on 4 and 8 hosts at 1 Gbit/s took two and nearly "
-        "three times as long as it says. LocalTopK and RandomK are put together from "
-        "what was measured."
+        "ScaleCom within 13 %. Dense ones at 1 Gbit/s took 1.4 to 2.9 times as long as it says. "
+        "LocalTopK and RandomK are put together from what was measured."
     )
     if not c.megabyte["dense"]:
         yield "With NCCL nothing was measured: sums are taken to cost nothing."
