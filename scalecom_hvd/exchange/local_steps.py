@@ -324,7 +324,7 @@ class LocalSteps:
         """
         if self._restarted():
             self._agreed = False
-            if self._journey is not None and self._journey.averages is None:
+            if self.travels:
                 self.exchange.abort()
                 self._journey = None
 
@@ -367,6 +367,11 @@ class LocalSteps:
         self._journey = Journey(self.taken, mine, len(due) == self._collectives.size)
         if self._overlap:
             self._journey.sent_from = {n: p.detach().clone() for n, p in self._parameters.items()}
+
+    @property
+    def travels(self) -> bool:
+        """Whether averages travel that were not waited for."""
+        return self._journey is not None and self._journey.averages is None
 
     @torch.no_grad()
     def collect(self) -> None:

@@ -39,6 +39,10 @@ class ResiduesHandler(_state.StateHandler):
         try:
             state = self.value.state_dict()
         except HorovodInternalError:
+            if self.value.local is not None and self.value.local.travels:
+                # Others may have received the averages that this rank waited for, and have
+                # committed them. The last commit stays: all go on from the latest there is.
+                raise
             # A worker was lost after the step, with look-ahead's offsets under way. The commit is
             # whole without them: they would be dropped when Horovod starts again. Half a commit,
             # the model of this step with the residues of another, would not be.
@@ -66,9 +70,9 @@ class OptimizerHandler(_state.OptimizerStateHandler):
         self._residues = ResiduesHandler(self.value._compression)
 
     def save(self) -> None:
-        """Remember the optimizer's state, and its method's."""
-        super().save()
+        """Remember the optimizer's state, and its method's, which may fail and so comes first."""
         self._residues.set_value(self.value._compression)
+        super().save()
 
     def restore(self) -> None:
         """Take up what was remembered."""

@@ -203,15 +203,15 @@ class LocalTrainer(Trainer):
         self.local = self.optimizer._local
         depart, arrive = self.local._depart, self.local._arrive
         # What this rank brought to the synchronisation that departed last: after how many steps,
-        # its changes, its residues before.
-        self.brought: tuple[int, Arrays, Arrays] = (-1, {}, {})
+        # its changes, its residues before, and of how many ranks.
+        self.brought: tuple[int, Arrays, Arrays, int] = (-1, {}, {}, 0)
         self.arrived: int | None = None
 
         def see_what_departs(due: Any) -> None:
             # As the first one begins, x is not known before.
             self.x = arrays(self.local.common)
             changes = {name: self.x[name] - mine for name, mine in self.own().items()}
-            self.brought = self.local.taken, changes, self.residues()
+            self.brought = self.local.taken, changes, self.residues(), hvd.size()
             depart(due)
 
         def see_what_arrives() -> bool:
@@ -244,6 +244,7 @@ class LocalTrainer(Trainer):
             )
 
     def commit(self, state: Any, loss: float) -> None:
+        self.local.collect()  # as the commit does, which changes residues
         travels = self.local._journey is not None
         self.committed_own = self.local.taken, digest(self.own()), travels
         super().commit(state, loss)
@@ -272,8 +273,9 @@ class LocalTrainer(Trainer):
                 "a synchronisation did not count",
                 batch,
             )
-            # Who came, or went back to a commit, since it departed knows nothing of it.
-            known = torch.tensor(float(self.brought[0] == self.arrived))
+            # Who came since it departed knows nothing of it, and who left had a part in it.
+            same = self.brought[0] == self.arrived and self.brought[3] == hvd.size()
+            known = torch.tensor(float(same))
             if hvd.allreduce(known, op=hvd.Min, name="soak.known") == 1:
                 self.check_changes(batch)
         elif hit:
@@ -282,7 +284,7 @@ class LocalTrainer(Trainer):
 
     def check_changes(self, batch: int) -> None:
         """What left ranks' residues and changes, averaged, is what x moved by."""
-        _, changes, before = self.brought
+        _, changes, before, _ = self.brought
         sent, moved, allowed, common = dict(changes), {}, {}, self.common()
         beta = self.compression.config.beta
         for name, now in self.residues().items():

@@ -236,6 +236,11 @@ class LocalRounds(Protocol):
 
     newcomer: bool
 
+    @property
+    def travels(self) -> bool:
+        """Whether averages travel that were not waited for."""
+        ...
+
     def synchronisations_in(self, steps: int) -> int:
         """How many synchronisations there are in this many first steps."""
         ...
