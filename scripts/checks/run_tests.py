@@ -115,7 +115,7 @@ def named(*names: str) -> list[str]:
 TORCH = [*parallel("torch_*"), *named("local_topk")]
 # Where the launcher decides: the order in which collectives end, what fails and how. The rest runs
 # under Gloo in --long.
-UNDER_GLOO = named("torch_differential", "torch_optimizer", "torch_orders", "torch_refusals")
+UNDER_GLOO = named("torch_differential", "torch_orders", "torch_refusals")
 PROGRAMS = named("torch_differential", "torch_local_differential")
 TAPES = "parallel/test_tensorflow_tape.py::test_"
 # What Gloo, and more than two ranks, may change for TensorFlow.

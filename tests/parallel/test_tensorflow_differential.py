@@ -24,7 +24,7 @@ from tensorflow_models import examples, net, same_on_all_ranks
 import scalecom_hvd.tensorflow as hvd
 import scalecom_hvd.tensorflow.keras as keras
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", 20))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 10))
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
 PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 4
 SHAPES = {"a": (300,), "b": (20, 15), "c": (7,), "d": (150,)}

@@ -85,7 +85,12 @@ def test_rate_one_equals_stock_horovod_with_options(options, compile_options):
 
 
 @pytest.mark.parametrize(
-    ("make", "mode"), [(OPTIMIZERS[1], MODES[1]), (OPTIMIZERS[2], MODES[2])], ids=NAMES[1:3]
+    ("make", "mode"),
+    [
+        (OPTIMIZERS[1], MODES[1]),
+        pytest.param(OPTIMIZERS[2], MODES[2], marks=pytest.mark.long),
+    ],
+    ids=NAMES[1:3],
 )
 def test_several_fits_with_validation(make, mode):
     model = net()

@@ -135,7 +135,7 @@ def test_bfloat16():
     [({"gradient_predivide_factor": 3.0}, {}), ({"op": hvd.Sum}, {"lookahead": True})],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.long)])
 def test_float16_values_keep_what_is_tiny(dtype, options, settings):
     """Below 6e-5 float16 goes in steps of 6e-8: what they round stays in the residue, the division
     included.
@@ -598,7 +598,11 @@ def test_graphs_and_sessions(options):
 
 @pytest.mark.parametrize(
     ("options", "mode"),
-    list(zip([{}, {"passes": 2}, {"monitored": True}], MODES, strict=True)),
+    [
+        pytest.param({}, MODES[0], marks=pytest.mark.long),
+        ({"passes": 2}, MODES[1]),
+        pytest.param({"monitored": True}, MODES[2], marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_nothing_is_lost_in_graphs_and_sessions(options, mode):

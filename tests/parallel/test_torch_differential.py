@@ -33,7 +33,7 @@ from models import same_on_all_ranks
 
 import scalecom_hvd.torch as hvd
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", 20))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", 10))
 PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 25
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
 SHAPES = {"weight": (37, 11), "bias": (11,), "scale": (), "wide": (3, 230), "rows": (40, 6)}
