@@ -98,6 +98,10 @@ class Journey:
 
 
 _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
+# Those whose averages travel. They are kept: where an optimizer is dropped meanwhile, ranks would
+# let go of it at different times, and a process group's end waits for what others never submit.
+# In the order of their departures, which is that of all ranks.
+_departed: dict[LocalSteps, None] = {}
 
 
 def any_held() -> bool:
@@ -183,6 +187,9 @@ class LocalSteps:
         self.taken = 0
         self.skipped = 0
         self.newcomer = True
+        for other in list(_departed):
+            if other.trains({parameter.data_ptr() for parameter in parameters.values()}):
+                _collect(other)  # the script made its optimizer anew
         self.common = {name: _wide(parameter) for name, parameter in parameters.items()}
         self.outer = None if outer is None else _outer_of(outer, self.common)
         self._parameters = parameters
@@ -222,7 +229,8 @@ class LocalSteps:
         if overlap:
             # A script may end while averages travel. Whoever ends first shuts Horovod down, which
             # would fail the others. Registered after Horovod's own, this is called before it.
-            atexit.register(_collect_at_exit, weakref.ref(self))
+            atexit.unregister(_collect_all)
+            atexit.register(_collect_all)
 
     @property
     def active(self) -> bool:
@@ -326,7 +334,7 @@ class LocalSteps:
             self._agreed = False
             if self.travels:
                 self.exchange.abort()
-                self._journey = None
+                self._forget_journey()
 
     def _take_up_parameters(self) -> None:
         for name, parameter in self._parameters.items():
@@ -366,6 +374,7 @@ class LocalSteps:
             self.exchange.ready(x)
         self._journey = Journey(self.taken, mine, len(due) == self._collectives.size)
         if self._overlap:
+            _departed[self] = None
             self._journey.sent_from = {n: p.detach().clone() for n, p in self._parameters.items()}
 
     @property
@@ -384,11 +393,16 @@ class LocalSteps:
         if journey is None or journey.averages is not None:
             return
         if not self.exchange.in_step():
-            self._journey = None
+            self._forget_journey()
             return
         skipped = self._residues.skipped_steps
+        _departed.pop(self, None)
         averages = {name: self.exchange.result(x) for name, x in self.common.items()}
         journey.averages = {} if self._residues.skipped_steps > skipped else averages
+
+    def _forget_journey(self) -> None:
+        self._journey = None
+        _departed.pop(self, None)
 
     @torch.no_grad()
     def _arrive(self) -> bool:
@@ -500,7 +514,7 @@ class LocalSteps:
             # Newcomers know nothing of averages that travel: with those who do they count now.
             if self._collectives.position in known:
                 self._arrive_where_held()
-            self._journey = None
+            self._forget_journey()
             self._agree(early)
             return
         compared = known or range(len(everyone))
@@ -714,7 +728,7 @@ class LocalSteps:
             self.outer.load_state_dict(copy.deepcopy(state["outer"]))
         self.taken, self._early = int(state["taken"]), int(state.get("early", 0))
         self._under_way = self._open = self._agreed = False
-        self._journey = None
+        self._forget_journey()
         # A state of before the first step knows no more than a newcomer does.
         self._knows, self.newcomer, self._own = self.taken > 0, self.taken == 0, None
         if "common" in state:
@@ -749,11 +763,14 @@ class LocalSteps:
         }
 
 
-def _collect_at_exit(local: weakref.ref[LocalSteps]) -> None:
-    found = local()
-    if found is not None:
-        with contextlib.suppress(Exception):  # whoever failed has said so
-            found.collect()
+def _collect_all() -> None:
+    for local in list(_departed):
+        _collect(local)
+
+
+def _collect(local: LocalSteps) -> None:
+    with contextlib.suppress(Exception):  # whoever failed has said so
+        local.collect()
 
 
 def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> None:
