@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("worker_faults.py")
+END = Path(__file__).with_name("worker_end.py")
 
 
 @pytest.mark.long
@@ -30,3 +31,11 @@ def test_a_rank_takes_a_step_more_than_the_others(launched, launcher):
     output = launched(launcher, 2, [WORKER, "longer"], limit=60)
     assert "a step more: HorovodInternalError" in output
     assert "nothing was lost" in output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])
+def test_a_script_ends_while_averages_travel(launched, launcher):
+    """Whoever ends first waits for the others' part, and nobody for ever."""
+    output = launched(launcher, 2, [END], limit=60)
+    assert all(f"rank {rank} is done" in output for rank in range(2))

@@ -1,0 +1,45 @@
+"""Run on every rank by test_faults.py: ends while averages of local steps travel, of the optimizer
+in use and of one that was dropped. Without MPI under torchrun.
+"""
+
+import os
+import sys
+import time
+
+import torch
+
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    import torch.distributed as dist
+
+    from scalecom_hvd import ddp as hvd
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+else:
+    import scalecom_hvd.torch as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+
+
+def train(steps: int) -> torch.optim.Optimizer:
+    weights = [torch.nn.Parameter(torch.ones(40_000)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(weights, lr=0.1),
+        named_parameters=[(f"weight{i}", weight) for i, weight in enumerate(weights)],
+        compression=hvd.ScaleCom(rate=100, dense=[], warmup_steps=0, bucket_bytes=200_000),
+        local_steps=4,
+        overlap=3,
+    )
+    for step in range(steps):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 1.0 + rank)
+        if rank == 1 and step == steps - 2:
+            time.sleep(1)  # the other one is at its end
+        optimizer.step()
+    return optimizer
+
+
+train(9)  # and drops it
+kept = train(8)
+sys.stdout.write(f"rank {rank} is done\n")
