@@ -2,6 +2,7 @@
 in use and of one that was dropped. Without MPI under torchrun.
 """
 
+import gc
 import os
 import sys
 import time
@@ -34,12 +35,13 @@ def train(steps: int) -> torch.optim.Optimizer:
     for step in range(steps):
         for weight in weights:
             weight.grad = torch.full_like(weight, 1.0 + rank)
-        if rank == 1 and step == steps - 2:
-            time.sleep(1)  # the other one is at its end
+        if rank == 1 and step == 7:
+            time.sleep(1)  # the other one has sent its part, and goes on to the end
         optimizer.step()
     return optimizer
 
 
 train(9)  # and drops it
+gc.collect()
 kept = train(8)
 sys.stdout.write(f"rank {rank} is done\n")
