@@ -91,6 +91,7 @@ class ProcessGroupCollectives:
     """
 
     numbers = NUMBERS
+    ends_waiting = True  # a group that is let go of waits for its collectives
     elastic = False  # torchrun starts all ranks again, each in a new process
     spins = True
 

@@ -98,10 +98,8 @@ class Journey:
 
 
 _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
-# Those whose averages travel. They are kept: where an optimizer is dropped meanwhile, ranks would
-# let go of it at different times, and a process group's end waits for what others never submit.
-# In the order of their departures, which is that of all ranks.
-_departed: dict[LocalSteps, None] = {}
+# Those whose averages travel, in the order of their departures, which is that of all ranks.
+_departed: dict[int, Callable[[], LocalSteps | None]] = {}
 
 
 def any_held() -> bool:
@@ -187,9 +185,8 @@ class LocalSteps:
         self.taken = 0
         self.skipped = 0
         self.newcomer = True
-        for other in list(_departed):
-            if other.trains({parameter.data_ptr() for parameter in parameters.values()}):
-                _collect(other)  # the script made its optimizer anew
+        addresses = {parameter.data_ptr() for parameter in parameters.values()}
+        _collect_all(lambda other: other.trains(addresses))  # the script made its optimizer anew
         self.common = {name: _wide(parameter) for name, parameter in parameters.items()}
         self.outer = None if outer is None else _outer_of(outer, self.common)
         self._parameters = parameters
@@ -374,7 +371,11 @@ class LocalSteps:
             self.exchange.ready(x)
         self._journey = Journey(self.taken, mine, len(due) == self._collectives.size)
         if self._overlap:
-            _departed[self] = None
+            _departed.pop(id(self), None)  # another's, which is gone
+            # Ranks let go of an optimizer that is dropped at different times, and a process group's
+            # end waits for what others then never submit. So it is kept.
+            kept = getattr(self._collectives, "ends_waiting", False)
+            _departed[id(self)] = (lambda: self) if kept else weakref.ref(self)
             self._journey.sent_from = {n: p.detach().clone() for n, p in self._parameters.items()}
 
     @property
@@ -396,13 +397,13 @@ class LocalSteps:
             self._forget_journey()
             return
         skipped = self._residues.skipped_steps
-        _departed.pop(self, None)
+        _departed.pop(id(self), None)
         averages = {name: self.exchange.result(x) for name, x in self.common.items()}
         journey.averages = {} if self._residues.skipped_steps > skipped else averages
 
     def _forget_journey(self) -> None:
         self._journey = None
-        _departed.pop(self, None)
+        _departed.pop(id(self), None)
 
     @torch.no_grad()
     def _arrive(self) -> bool:
@@ -763,14 +764,11 @@ class LocalSteps:
         }
 
 
-def _collect_all() -> None:
-    for local in list(_departed):
-        _collect(local)
-
-
-def _collect(local: LocalSteps) -> None:
-    with contextlib.suppress(Exception):  # whoever failed has said so
-        local.collect()
+def _collect_all(wanted: Callable[[LocalSteps], bool] = lambda local: True) -> None:
+    for local in [found() for found in _departed.values()]:
+        if local is not None and wanted(local):
+            with contextlib.suppress(Exception):  # whoever failed has said so
+                local.collect()
 
 
 def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> None:
