@@ -34,7 +34,7 @@ def test_a_rank_takes_a_step_more_than_the_others(launched, launcher):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_a_script_ends_while_averages_travel(launched, launcher):
     """Whoever ends first waits for the others' part, and nobody for ever."""
     output = launched(launcher, 2, [END], limit=60)

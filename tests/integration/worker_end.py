@@ -1,26 +1,16 @@
 """Run on every rank by test_faults.py: ends while averages of local steps travel, of the optimizer
-in use and of one that was dropped. Without MPI under torchrun.
+in use and of one that was dropped.
 """
 
 import gc
-import os
 import sys
 import time
 
 import torch
 
-if "TORCHELASTIC_RUN_ID" in os.environ:
-    import torch.distributed as dist
+import scalecom_hvd.torch as hvd
 
-    from scalecom_hvd import ddp as hvd
-
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-else:
-    import scalecom_hvd.torch as hvd
-
-    hvd.init()
-    rank = hvd.rank()
+hvd.init()
 
 
 def train(steps: int) -> torch.optim.Optimizer:
@@ -34,8 +24,8 @@ def train(steps: int) -> torch.optim.Optimizer:
     )
     for step in range(steps):
         for weight in weights:
-            weight.grad = torch.full_like(weight, 1.0 + rank)
-        if rank == 1 and step == 7:
+            weight.grad = torch.full_like(weight, 1.0 + hvd.rank())
+        if hvd.rank() == 1 and step == 7:
             time.sleep(1)  # the other one has sent its part, and goes on to the end
         optimizer.step()
     return optimizer
@@ -44,4 +34,4 @@ def train(steps: int) -> torch.optim.Optimizer:
 train(9)  # and drops it
 gc.collect()
 kept = train(8)
-sys.stdout.write(f"rank {rank} is done\n")
+sys.stdout.write(f"rank {hvd.rank()} is done\n")
