@@ -26,6 +26,8 @@ ENVIRONMENT_PREFIX = "SCALECOM_"
 # Variables with the prefix that are not fields: they choose how the library runs, not what it
 # computes.
 OTHER_VARIABLES = ("SCALECOM_KERNEL",)
+# What somebody may look for here.
+OPTIMIZERS_ARGUMENTS = ("local_steps", "outer", "overlap", "fragments", "clip_changes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +69,17 @@ class ScaleComConfig:
     """Globs on the names of parameters that are sent whole. They win over `rates`.
 
     "auto:output" and "auto:first" stand for the last and the first layer, by the order of
-    `named_parameters`; a model of one layer has neither. The output layer costs little and matters
-    most. Where weights are tied it is not listed last: name it, `dense=["embedding.*"]`. Where it
-    is a large part of the model the log says so: then take `dense=[]`, and a rate of its own in
-    `rates`.
+    `named_parameters`; here a model of one layer has neither. The output layer costs little and
+    matters most. Where weights are tied it is not listed last: name it, `dense=["embedding.*"]`.
+    Where it is a large part of the model the log says so: then take `dense=[]`, and a rate of its
+    own in `rates`.
     """
 
     rates: Mapping[str, float] | None = None
     """Rates of some parameters, by globs on their names.
 
-    Such as {"conv*": 25, "embed.*": 400}; the first match wins, and others get `rate`.
+    Such as {"conv*": 25, "embed.*": 400}; the first match wins, and others get `rate`. The last
+    and the first layer have names here too: `dense=[], rates={"auto:output": 8}`.
     `rates_from_flops(model, example_inputs, batch_size)` gives those of the paper's guide; take
     `dense=[]` with them.
     """
@@ -149,7 +152,7 @@ class ScaleComConfig:
             object.__setattr__(self, name, value)
 
         for name in ("rate", "beta"):
-            fix(name, _number(name, getattr(self, name)))
+            fix(name, checked_number(name, getattr(self, name)))
         for name in ("min_numel", "warmup_steps", "bucket_bytes"):
             fix(name, _integer(name, getattr(self, name)))
         if self.planned_steps is not None:
@@ -173,7 +176,10 @@ class ScaleComConfig:
                     f"not {self.rates!r}"
                 )
             pairs = dict(self.rates).items()
-            fix("rates", {str(glob): _number(f"rates[{glob!r}]", rate) for glob, rate in pairs})
+            fix(
+                "rates",
+                {str(glob): checked_number(f"rates[{glob!r}]", rate) for glob, rate in pairs},
+            )
 
     def _check_ranges(self) -> None:
         rates = {f"rates[{glob!r}]": rate for glob, rate in (self.rates or {}).items()}
@@ -204,9 +210,20 @@ class ScaleComConfig:
             if value not in allowed:
                 listed = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name} must be one of {listed}, not {value!r}")
-        for glob in self.dense:
-            if glob.startswith("auto:") and glob not in ("auto:first", "auto:output"):
-                raise ValueError(f"dense knows 'auto:first' and 'auto:output', not {glob!r}")
+        self._check_automatic()
+
+    def _check_automatic(self) -> None:
+        for setting, globs in (("dense", self.dense), ("rates", self.rates or ())):
+            for glob in filter(_is_automatic, globs):
+                if glob not in ("auto:first", "auto:output"):
+                    raise ValueError(
+                        f"{setting} knows 'auto:first' and 'auto:output', not {glob!r}"
+                    )
+                if setting == "rates" and glob in self.dense:
+                    raise ValueError(
+                        f"rates has {glob!r}, which dense sends whole: leave it out of dense "
+                        "(dense=[] sends no layer whole)"
+                    )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ScaleComConfig) and self.to_dict() == other.to_dict()
@@ -323,10 +340,7 @@ class ScaleComConfig:
         """
         whole: set[str] = set()
         for glob in self.dense:
-            automatic = glob.startswith("auto:")
-            whole.update(
-                _automatic(glob, shapes) if automatic else _matching(glob, shapes, "dense")
-            )
+            whole.update(_matching(glob, shapes, "dense"))
         chosen: dict[str, float] = {}
         for glob, rate in (self.rates or {}).items():
             for name in _matching(glob, shapes, "rates"):
@@ -371,7 +385,8 @@ def largest_gradient(residue_dtype: str) -> float:
     return {"float32": 2.0**100, "float64": 2.0**960}[residue_dtype]
 
 
-def _number(name: str, value: object) -> float:
+def checked_number(name: str, value: object) -> float:
+    """The value of a setting of this name; raises TypeError unless it is a number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
     return float(value)
@@ -399,10 +414,14 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
             near = difflib.get_close_matches(str(name), known, n=1)
             listed = ", ".join(map(spell, known))
             hint = f"did you mean {spell(near[0])}?" if near else f"it knows {listed}"
+            if name in OPTIMIZERS_ARGUMENTS:
+                hint = "that is an argument of DistributedOptimizer"
             raise ValueError(f"{complaint} {spell(str(name))}; {hint}")
 
 
-def _matching(glob: str, shapes: Mapping[str, object], setting: str) -> list[str]:
+def _matching(glob: str, shapes: Mapping[str, tuple[int, ...]], setting: str) -> list[str]:
+    if _is_automatic(glob):
+        return _automatic(glob, shapes, setting)
     matched = [name for name in shapes if fnmatchcase(name, glob)]
     if not matched:
         near = difflib.get_close_matches(glob, shapes, n=3, cutoff=0.4) or list(shapes)[:3]
@@ -413,7 +432,11 @@ def _matching(glob: str, shapes: Mapping[str, object], setting: str) -> list[str
     return matched
 
 
-def _automatic(glob: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _is_automatic(glob: str) -> bool:
+    return glob.startswith("auto:")
+
+
+def _automatic(glob: str, shapes: Mapping[str, tuple[int, ...]], setting: str) -> list[str]:
     """The parameters of the first or the last layer that has a weight, in the order given.
 
     A weight has two dimensions or more.
@@ -427,7 +450,8 @@ def _automatic(glob: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         return name if cut < 0 or name[cut + 1 :].isdigit() else name[:cut]
 
     weights = [name for name, shape in shapes.items() if len(shape) >= 2]
-    if len({layer(name) for name in weights}) < 2:
-        return []  # else nothing would be left to compress
+    # Were the only layer sent whole, nothing would be left to compress.
+    if len({layer(name) for name in weights}) < (2 if setting == "dense" else 1):
+        return []
     wanted = layer(weights[0] if glob == "auto:first" else weights[-1])
     return [name for name in shapes if layer(name) == wanted]

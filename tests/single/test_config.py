@@ -49,6 +49,8 @@ from scalecom_hvd.config import float16_limit
         ({"leader": None}, ValueError, "leader must be one of 'cyclic', 'staggered', not None"),
         ({"lookahead": None}, TypeError, "lookahead must be True or False"),
         ({"dense": ["auto:last"]}, ValueError, "'auto:first' and 'auto:output', not 'auto:last'"),
+        ({"rates": {"auto:last": 2}}, ValueError, "rates knows 'auto:first' and 'auto:output'"),
+        ({"rates": {"auto:output": 8}}, ValueError, r"dense sends whole.*dense=\[\]"),
     ],
 )
 def test_what_cannot_work_is_refused(fields, error, message):
@@ -234,10 +236,18 @@ def test_which_tensors_are_compressed():
         "head.bias": 1,
         "final_norm.weight": 400,
     }
+    ends = ScaleComConfig(rates={"auto:output": 8, "auto:first": 20, "*.weight": 50}, dense=[])
+    assert ends.rates_for(SHAPES) == {
+        name: {"embed.weight": 20, "head.weight": 8, "conv.bias": 1, "head.bias": 1}.get(name, 50)
+        for name in SHAPES
+    }
     tiny = {"empty": (0,), "one": (1,)}
     assert ScaleComConfig(min_numel=0).rates_for(tiny) == {"empty": 1, "one": 100}
     nameless = {f"allreduce.noname.0.{i}": (100, 100) for i in range(3)}
     assert list(ScaleComConfig(dense=["auto:output"]).rates_for(nameless).values()) == [100, 100, 1]
+    one = {"weight": (10, 500)}
+    assert ScaleComConfig(dense=["auto:output"]).rates_for(one) == {"weight": 100}
+    assert ScaleComConfig(rates={"auto:output": 8}, dense=[]).rates_for(one) == {"weight": 8}
 
 
 def test_the_defaults_are_those_the_study_supports():
