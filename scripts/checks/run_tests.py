@@ -152,7 +152,7 @@ FUZZ = ("-k", "test_random_programs")
 MINUTE = {"FUZZ_SECONDS": "60"}
 LONG = {
     "torch, horovodrun --gloo -np 2, the rest": on_ranks(
-        GLOO, 2, [file for file in TORCH if file not in UNDER_GLOO]
+        GLOO, 2, [file for file in TORCH if file not in UNDER_GLOO], *ALL
     ),
     "ddp, torch alone, torchrun -np 2": on_ranks(
         "torchrun", 2, DDP_LONG, interpreter=launch.TORCH_ALONE, environment=ONE_THREAD

@@ -36,17 +36,18 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("framework", "launcher", "settings"),
     [
-        ("torch", "horovodrun --gloo", {"rate": 100}),
+        pytest.param("torch", "horovodrun --gloo", {"rate": 100}, marks=pytest.mark.long),
         (
             "torch",
             "horovodrun",
             {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000},
         ),
         ("torch", "mpirun", {"rate": 100, "warmup_steps": STEPS}),
-        (
+        pytest.param(
             "tensorflow",
             "mpirun",
             {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000},
+            marks=pytest.mark.long,
         ),
         (
             "tensorflow",

@@ -440,6 +440,9 @@ class Truth:
         if name in self.compressed:
             # Denormals of float32, whose rounding the loss scale magnifies.
             allowed = allowed + 4 * n * scale * 2.0**-149
+        if name in self.compressed and not whole:
+            # With flush up to m / beta travels, and is what is rounded.
+            magnitude = (1 + self.setting.config.extra) * magnitude
         if name in self.compressed and not whole and self.setting.config.wire_dtype:
             # sums of what is small are exact
             return allowed + EPSILON[torch.float16] * n * magnitude
