@@ -7,8 +7,11 @@ Imports lanes only.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from scalecom_hvd.lanes import Lanes
+
+Unit = TypeVar("Unit")
 
 
 def group_names(
@@ -74,6 +77,35 @@ def cut(sizes: Sequence[int], names: Sequence[str], limit: int) -> list[list[str
         buckets[-1].append(name)
         filled += size
     return buckets
+
+
+def divide(sizes: Sequence[int], units: Sequence[Unit], count: int) -> list[list[Unit]]:
+    """Units in order, cut into so many fragments of about the same size, none of them empty.
+
+    Args:
+        sizes: of each unit.
+        units: tensors, or groups of them.
+        count: how many fragments.
+
+    Raises:
+        ValueError: there are fewer units.
+    """
+    if len(units) < count:
+        raise ValueError(
+            f"{len(units)} tensors, or groups, cannot be cut into {count} fragments: give fewer"
+        )
+    parts: list[list[Unit]] = []
+    begin = 0
+    for left in range(count, 0, -1):
+        share = sum(sizes[begin:]) / left
+        end, filled = begin + 1, sizes[begin]
+        # To the nearest cut, and one unit at least stays for each fragment to come.
+        while end <= len(units) - left and filled + sizes[end] / 2 <= share:
+            filled += sizes[end]
+            end += 1
+        parts.append(list(units[begin:end]))
+        begin = end
+    return parts
 
 
 class Layout:

@@ -454,7 +454,7 @@ def _fewer_averages(choice: Row, rows: list[Row]) -> Iterator[str]:
     if WORTH_IT * local.milliseconds < choice.milliseconds:
         yield (
             f"- Faster still: {local.label}, {_digits(local.milliseconds)} ms a step. They cost "
-            "accuracy: docs/local_steps.md."
+            "accuracy, less of it with hvd.sparseloco(H): docs/local_steps.md."
         )
 
 

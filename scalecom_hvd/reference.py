@@ -82,7 +82,8 @@ class ScaleComReference:
         """One step.
 
         Args:
-            grads: every worker's {name: gradient}.
+            grads: every worker's {name: gradient}. Of tensors that are left out, for all workers,
+                nothing is sent, and residues stay.
 
         Returns:
             g, {name: average}, of the gradients' shapes and dtypes. If any element of any worker is
@@ -90,7 +91,8 @@ class ScaleComReference:
             it is not finite. What a residue is to take up is bad also where it is larger than
             config.largest_gradient.
         """
-        everyone = [{name: np.asarray(worker[name]) for name in self.shapes} for worker in grads]
+        names = [name for name in self.shapes if name in grads[0]]
+        everyone = [{name: np.asarray(worker[name]) for name in names} for worker in grads]
         if not all(self._is_good(name, worker[name]) for worker in everyone for name in worker):
             first = everyone[0]
             return {name: np.full_like(grad, np.nan) for name, grad in first.items()}
@@ -102,7 +104,7 @@ class ScaleComReference:
     def _average(self, grads: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
         return {
             name: self._average_tensor(name, [worker[name] for worker in grads])
-            for name in self.shapes
+            for name in grads[0]
         }
 
     def _is_good(self, name: str, grad: Array) -> bool:

@@ -22,7 +22,7 @@ _FREE_SETTINGS = ("planned_steps", "flush")
 # bucket by bucket. (Where leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)
 # What states of this package's methods may hold besides the config.
-_METHODS_SETTINGS = ("bits", "seed", "shared", "quantiser", "decay")
+_METHODS_SETTINGS = ("bits", "seed", "shared", "quantiser", "decay", "average")
 
 
 def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
@@ -92,11 +92,12 @@ def check_local_steps(state: Mapping[str, Any], local: bool) -> None:
     """
     if local != ("local_steps" in state):
         made, now = "gradients", "changes of parameters (local_steps)"
+        do = "leave local_steps out"
         if not local:
-            made, now = now, made
+            made, now, do = now, made, "give local_steps"
         raise ValueError(
-            f"the state's residues hold {made}, and this optimizer sends {now}: give local_steps "
-            "as then, or do not load it"
+            f"the state's residues hold {made}, and this optimizer sends {now}: {do} as then, or "
+            "do not load it"
         )
 
 

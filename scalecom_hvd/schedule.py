@@ -44,18 +44,32 @@ class Schedule:
     rank, every rank has its own synchronisation points (Basu et al., 2019, arXiv 1906.02367,
     algorithm 2), and those that have none at a step contribute nothing to it.
 
+    A model in P fragments synchronises one after the other: fragment p, of 0 to P - 1, after the
+    share (p + 1) / P of each round's steps (Streaming DiLoCo, arXiv 2501.18512). The last one ends
+    the round.
+
     Args:
         local_steps: H, {first step: H}, or [H of rank 0, H of rank 1, ...].
+        fragments: P.
 
     Attributes:
         ranks: every rank's own H; None where all have one.
+        fragments: P.
 
     Raises:
-        TypeError: local_steps, or a number in it, has another type.
-        ValueError: a number is less than one step, or something is missing.
+        TypeError: local_steps, or a number in it, or fragments has another type.
+        ValueError: a number is less than one step, or something is missing; fragments where every
+            rank has an H of its own.
     """
 
-    def __init__(self, local_steps: int | Mapping[int, int] | Sequence[int]) -> None:
+    def __init__(
+        self, local_steps: int | Mapping[int, int] | Sequence[int], fragments: int = 1
+    ) -> None:
+        if not _is_whole(fragments):
+            raise TypeError(f"fragments must be a whole number, not {fragments!r}")
+        if fragments < 1:
+            raise ValueError(f"fragments must be 1 (the whole model) or more, not {fragments}")
+        self.fragments = fragments
         self.ranks: list[int] | None = None
         self._changes: list[tuple[int, int]] = []
         if isinstance(local_steps, Mapping):
@@ -72,6 +86,11 @@ class Schedule:
             if not local_steps:
                 raise ValueError(_FORMS)
             self.ranks = [_steps(steps) for steps in local_steps]
+            if fragments > 1:
+                raise ValueError(
+                    "fragments have all ranks synchronise at the same steps: give all ranks the "
+                    "same local_steps, or leave fragments out"
+                )
         else:
             self._changes = [(0, _steps(local_steps))]
 
@@ -90,9 +109,13 @@ class Schedule:
         if not _is_whole(overlap):
             raise TypeError(f"overlap must be a whole number of steps, not {overlap!r}")
         least = min(self.ranks or [steps for _, steps in self._changes])
-        if not 0 <= overlap < least:
+        between = max(least // self.fragments, 1)
+        if not 0 <= overlap < between:
+            several = len(self.ranks or self._changes) > 1
+            what = "the least of local_steps" if several else "local_steps"
+            share = " // fragments" if self.fragments > 1 else ""
             raise ValueError(
-                f"overlap must be from 0 to {least - 1}, less than local_steps, not {overlap}: "
+                f"overlap must be from 0 to {between - 1}, less than {what}{share}, not {overlap}: "
                 "averages must have arrived before the next are sent"
             )
 
@@ -120,16 +143,30 @@ class Schedule:
         """
         if self.ranks is not None:
             return [rank for rank, steps in enumerate(self.ranks) if step % steps == 0]
-        return list(range(size)) if self._number_of(step)[1] else []
+        return list(range(size)) if self.fragments_due(step) else []
+
+    def fragments_due(self, step: int) -> range:
+        """The numbers of the fragments that synchronise after a step: 1, 2, ...
+
+        Where ranks have synchronisation points of their own that is the whole model, 0.
+        """
+        if self.ranks is not None:
+            return range(1)
+        _, begin, steps = self._round_of(step)
+        done = step - begin
+        return range(self.fragments * (done - 1) // steps, self.fragments * done // steps)
 
     def synchronisations(self, steps: int) -> int:
-        """After how many of the first `steps` steps some rank synchronises."""
+        """After how many of the first `steps` steps some rank synchronises, or a round ends."""
         if self.ranks is not None:
             return sum(bool(self.due(step, 0)) for step in range(1, steps + 1))
-        return self._number_of(steps)[0]
+        if steps == 0:
+            return 0
+        count, begin, length = self._round_of(steps)
+        return count + (steps == begin + length)
 
-    def _number_of(self, step: int) -> tuple[int, bool]:
-        """How many synchronisations there are up to a step, itself included; whether it is one."""
+    def _round_of(self, step: int) -> tuple[int, int, int]:
+        """How many rounds there are before that of a step; after which it begins; its length."""
         count = last = 0
         ends = [*(change for change, _ in self._changes[1:]), step]
         for (_, steps), end in zip(self._changes, ends, strict=True):
@@ -137,12 +174,13 @@ class Schedule:
             # decides when the first after it comes.
             further = max(-(-(end - last) // steps), 0)
             if last + further * steps >= step:
-                return count + (step - last) // steps, step > last and (step - last) % steps == 0
+                before = (step - last - 1) // steps
+                return count + before, last + before * steps, steps
             last, count = last + further * steps, count + further
-        return count, False
+        raise AssertionError("the last number is in force for ever")
 
     def describe(self) -> list[int] | list[list[int]]:
-        """What ranks compare; a JSON value."""
+        """What ranks compare of local_steps; a JSON value."""
         return self.ranks or [list(change) for change in self._changes]
 
 

@@ -166,16 +166,20 @@ class Health:
         """|waiting| at the last look, by the largest |g| of the last three; None before one."""
         return ratio_of(self.norms)
 
-    def skip(self, step: int) -> None:
-        """A step did not count. Logs a warning when that came so often that none may ever again."""
+    def skip(self, step: int, whose: str = "some rank") -> None:
+        """A step did not count, for a gradient of this rank, or some.
+
+        Logs a warning when that came so often that none may ever again.
+        """
         self._skips += 1
         if self._skips == SKIPS_IN_A_ROW:
             log.warning(
-                "step %d was skipped %d times in a row: each time some rank had a gradient that is "
+                "step %d was skipped %d times in a row: each time %s had a gradient that is "
                 "not finite, or beyond 2**100. Look for NaN in the data and the loss of every "
                 "rank, or lower the learning rate or the loss scale",
                 step,
                 SKIPS_IN_A_ROW,
+                whose,
             )
 
     def take(self) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives, check_devices
 from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
+from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.optimizers import (
     check_local,
@@ -32,6 +32,7 @@ from scalecom_hvd.exchange.optimizers import (
     trained_parameters,
     zero_state,
 )
+from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.recipes import everything_whole
 from scalecom_hvd.schedule import Schedule
 
@@ -50,6 +51,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
     outer: Outer | None = None,
     overlap: int = 0,
+    fragments: int = 1,
+    clip_changes: float | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer that averages gradients over ranks, compressed, before each of its steps.
 
@@ -76,6 +79,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         overlap: with local steps, how many steps are taken while an average travels; fewer than
             local_steps. What a rank did meanwhile is part of its next change (after Streaming
             DiLoCo, Douillard et al., 2025, arXiv 2501.18512). 0: ranks wait for it.
+        fragments: with local steps, into how many parts of about the same size the model is cut.
+            They synchronise in turn, each once in every local_steps steps, so that less travels at
+            a time (from the same paper). An `overlap` is then less than local_steps // fragments.
+        clip_changes: with local steps, how many times the median norm of all ranks' changes each
+            may have, such as 2; longer ones are cut to that. Then a rank that went astray moves
+            the others less. None: any length.
 
     Returns:
         An optimizer with `compression`, the method with this rank's residues: its `state_dict()`
@@ -100,7 +109,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError(
             "op must be dist.ReduceOp.AVG (the default) or SUM: others need all values"
         )
-    check_local(local_steps, outer, overlap)
+    check_local(local_steps, outer, overlap, fragments, clip_changes)
     if compression is None:
         compression = everything_whole()
     if not is_method(compression):
@@ -114,8 +123,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     parameters = trained_parameters(optimizer, named_parameters)
     _check_names(optimizer, parameters)
     check_devices(parameters.values())
-    if isinstance(optimizer, _Averaging):
-        raise TypeError("this optimizer averages gradients already: wrap the one it was made of")
     collectives = ProcessGroupCollectives(process_group, sums=op == dist.ReduceOp.SUM)
     in_groups = names_of_groups(groups, parameters)
     if local_steps is not None:
@@ -123,11 +130,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             parameters,
             method,
             collectives,
-            Schedule(local_steps),
+            Schedule(local_steps, fragments),
             in_groups,
             start_anew=lambda: zero_state(this()),
             outer=outer,
             overlap=overlap,
+            clip_changes=clip_changes,
         )
         members = local_members(local, type(optimizer), parameters.values())
         bases: tuple[type, ...] = (type(optimizer),)

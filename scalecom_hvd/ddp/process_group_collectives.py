@@ -10,12 +10,19 @@ two exchanges that agree at once, each on its thread, would meet in each other's
 not hand on the script's time limit; and a group lives until the process ends. Here a group is found
 by its name, and goes with its last collective. They are Gloo's: nothing of this has run on a GPU.
 
+A group that goes earlier waits for its collectives, which other ranks may never submit: those of a
+step that was given up. Python's garbage collector let them go wherever it came by, while the other
+ranks waited for this one. So a group is held until all that was submitted to it is done; what never
+is stays, also when the process ends.
+
 Imports agreement, and collectives of exchange/.
 """
 
 from __future__ import annotations
 
+import atexit
 import collections
+import ctypes
 import datetime
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,12 +37,31 @@ from scalecom_hvd.exchange.collectives import CollectiveError
 # How many exchanges each set of ranks has made, the same on all of them.
 _made: collections.Counter[tuple[int, ...]] = collections.Counter()
 
+# Collectives that nobody has waited for yet, each with its group, by their id().
+_held: dict[int, tuple[dist.Work, Any]] = {}
+
+
+def _hold(work: dist.Work, group: Any) -> None:
+    # Those of a step that was given up are done when the other ranks submitted them too.
+    for key, (other, _) in _held.copy().items():
+        if other.is_completed():
+            _held.pop(key, None)
+    _held[id(work)] = work, group
+
+
+@atexit.register
+def _leave_behind() -> None:
+    """The process ends, and nobody shall wait for what will never be done."""
+    for work, group in _held.values():
+        if not work.is_completed():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
 
 class ProcessGroupWork:
     """A collective that was submitted to torch.distributed. See `Work`.
 
     Args:
-        group: what it was submitted to, kept until it is done.
+        group: what it was submitted to.
         work: torch's.
         result: what its result is made of.
         then: makes it, when the collective is done.
@@ -48,13 +74,14 @@ class ProcessGroupWork:
         result: torch.Tensor,
         then: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._under_way: tuple[dist.Work, Any] | None = (work, group)
+        _hold(work, group)
+        self._work: dist.Work | None = work
         self._result, self._then = result, then
         self._error: Exception | None = None
 
     def done(self) -> bool:
         """Whether waiting would return at once."""
-        return self._under_way is None or self._under_way[0].is_completed()
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
         """Wait for it, and give its result.
@@ -62,8 +89,8 @@ class ProcessGroupWork:
         Raises:
             CollectiveError: it failed, such as for a rank that was lost.
         """
-        if self._under_way is not None:
-            (work, _), self._under_way = self._under_way, None
+        if self._work is not None:
+            work, self._work = self._work, None
             try:
                 work.wait()
             except RuntimeError as error:
@@ -72,6 +99,8 @@ class ProcessGroupWork:
             else:
                 if self._then is not None:
                     self._result = self._then(self._result)
+            finally:
+                _held.pop(id(work), None)
         if self._error is not None:
             raise self._error
         return self._result
@@ -91,7 +120,6 @@ class ProcessGroupCollectives:
     """
 
     numbers = NUMBERS
-    ends_waiting = True  # a group that is let go of waits for its collectives
     elastic = False  # torchrun starts all ranks again, each in a new process
     spins = True
 

@@ -644,8 +644,13 @@ class Values:
 def norm(tensors: Sequence[torch.Tensor]) -> float:
     """The Euclidean norm of all of them together; reads them all."""
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-    wide = torch.float64 if has_double else torch.float32
-    return math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
+    total = math.inf
+    # Squares of what a residue may hold overflow float32; float64 takes eight times as long.
+    for wide in (torch.float64,) if has_double else (torch.float32, torch.float64):
+        total = math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
+        if math.isfinite(total):
+            break
+    return total
 
 
 def finished(step: Step[Result]) -> Result:

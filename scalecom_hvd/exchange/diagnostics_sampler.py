@@ -57,7 +57,10 @@ class Sampler:
         self._every, self._sample = diagnostics.every, diagnostics.sample
         self._writer = Writer(diagnostics, open_tensorboard)
         self._before: dict[str, Before] = {}
+        # {name: m, acc, average, m afterwards} of the parts of the step so far.
+        self._columns: dict[str, tuple[torch.Tensor, ...]] = {}
         self._pieces: dict[str, Piece] = {}
+        self._beta = 1.0
         self._places: dict[str, torch.Tensor] = {}
 
     def due(self, step: int) -> bool:
@@ -67,6 +70,8 @@ class Sampler:
     def draw(self, buckets: Sequence[Bucket]) -> None:
         """Choose the sample of these buckets' compressed tensors, the same on every rank."""
         tensors = {name: tensor for bucket in buckets for name, tensor in bucket.compressed.items()}
+        self._columns = {}
+        self._beta = next((tensor.beta for tensor in tensors.values()), 1.0)
         geometries = {name: tensor.geometry for name, tensor in tensors.items()}
         self._pieces = draw(geometries, self._sample)
         self._places = {
@@ -82,36 +87,37 @@ class Sampler:
             gradient, _ = usable(bucket.grads[name][places], residue, bucket.scale)
             self._before[name] = Before(residue, residue + gradient, bucket.scale, frozen)
 
-    def look(
-        self, step: int, buckets: Sequence[Bucket], collectives: Collectives, name: str
-    ) -> None:
-        """Look at the step after it: it counts, and buckets' gradients are its averages.
+    def after(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
+        """Look at buckets whose step counts: their gradients are its averages."""
+        for bucket in buckets:
+            for name, tensor in bucket.compressed.items():
+                seen, places = self._before.pop(name), self._places[name]
+                # Residues hold what one worker has, so a sum over workers is divided by their
+                # number.
+                scale = seen.scale / (collectives.share * collectives.size)
+                average = bucket.grads[name][places].to(tensor.residue.dtype) * scale
+                column = seen.residue, seen.accumulator, average, tensor.residue[places]
+                zeros = tuple(map(torch.zeros_like, column))
+                self._columns[name] = zeros if seen.frozen else column
 
-        All ranks are here, so they may wait for each other.
+    def look(self, step: int, collectives: Collectives, name: str) -> None:
+        """The step is over: let ranks compare what they saw of it.
+
+        All ranks are here, so they may wait for each other. Where a part of the step was void,
+        which all know, there is nothing to compare.
 
         Args:
             step: its number.
-            buckets: all of them.
             collectives: the other ranks.
             name: the full name by which ranks gather.
         """
-        if not self._pieces:
-            return
-        bucket_of = {own: bucket for bucket in buckets for own in bucket.compressed}
-        columns: list[tuple[torch.Tensor, ...]] = []
-        for own, places in self._places.items():
-            bucket, seen = bucket_of[own], self._before[own]
-            tensor = bucket.compressed[own]
-            # Residues hold what one worker has, so a sum over workers is divided by their number.
-            scale = seen.scale / (collectives.share * collectives.size)
-            average = bucket.grads[own][places].to(tensor.residue.dtype) * scale
-            column = seen.residue, seen.accumulator, average, tensor.residue[places]
-            columns.append(tuple(map(torch.zeros_like, column)) if seen.frozen else column)
-        m, acc, average, new = (
-            torch.cat([part.cpu() for part in parts]) for parts in zip(*columns, strict=True)
-        )
+        columns, self._columns = self._columns, {}
         self._before.clear()
-        share = share_sent(m.numpy(), acc.numpy(), new.numpy(), tensor.beta)
+        if not self._pieces or columns.keys() != self._pieces.keys():
+            return
+        parts = zip(*(columns[own] for own in self._pieces), strict=True)
+        m, acc, average, new = (torch.cat([column.cpu() for column in part]) for part in parts)
+        share = share_sent(m.numpy(), acc.numpy(), new.numpy(), self._beta)
         mine = torch.cat([m, acc, torch.tensor([share], dtype=m.dtype)])
         everyone = collectives.gather(mine[None], name).wait()
         pieces = list(self._pieces.values())

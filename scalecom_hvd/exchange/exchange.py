@@ -20,6 +20,9 @@ rank, and each collective is completed. `complete_state` waits only for what eve
 its last step. Nothing is waited for in a hook, so ranks may see their gradients in any order, or
 not at all (those take part with zeros).
 
+Where a step is taken in parts, each of some buckets (fragments of local steps), each part is as
+above. All have the step's number, which the last one ends.
+
 Optimizers call `ready` from hooks and `result` from synchronize(). Imports methods/base,
 diagnostics_sampler, new_gradients, bucket and the rooms below.
 """
@@ -27,8 +30,8 @@ diagnostics_sampler, new_gradients, bucket and the rooms below.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
@@ -75,6 +78,7 @@ class Exchange:
     Attributes:
         senders: the positions of the ranks that have something to send, where that changes from
             step to step; None: all, always.
+        part: what the step that comes is about, the same on all ranks; None: all, always.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Exchange:
         self.config: ScaleComConfig = method.config
         self.buckets: list[Bucket] = []
         self.senders: Sequence[int] | None = None
+        self.part: Part | None = None
         self.names = Names(collectives.numbers)
         self._parameters = dict(parameters)
         self._name_of = {parameter: name for name, parameter in parameters.items()}
@@ -119,14 +124,17 @@ class Exchange:
         self._channels: list[Collectives] = []
         self._steps: list[BucketStep] = []
         self._step_of: dict[str, BucketStep] = {}
+        # Of the parts of a step so far: {bucket's number: norms of residues and gradients}.
+        self._norms: dict[int, tuple[float, float]] = {}
         self._arrived: dict[str, None] = {}
         self._sparse: dict[str, Callable[[], torch.Tensor] | None] = {}
         self._outputs: dict[str, torch.Tensor] = {}
         self._whole = False
         kinds = ("offsets", "values", "dense", "gathered", "collectives")
         self._submitted = dict.fromkeys(kinds, 0)
-        # Of the last step that was finished: what was submitted, and whether it was sent whole.
-        self._last = self._submitted, False
+        # Of the last step, or part, that was finished: whether it ended the step, what was
+        # submitted, whether it was sent whole, and the tensors it was about.
+        self._last = True, self._submitted, False, list(self._parameters)
 
     # What the optimizer calls.
 
@@ -260,18 +268,26 @@ class Exchange:
                     self._finishing = False
             return self._outputs.pop(name)
 
-    def go_on(self) -> None:
-        """Submit what can be, without waiting: for who takes long between `ready` and `result`.
+    def send(self) -> None:
+        """Have all that was reported travel, for who takes long between `ready` and `result`.
+
+        All ranks are here: at the first step they agree. From then on none waits for another's
+        script. What follows on what other ranks send is submitted on the kernel's thread, also
+        where a script drops its optimizer meanwhile, which ranks do at different times.
 
         Raises:
+            RuntimeError: ranks were started differently; at the first step, on all of them.
             Exception: what failed meanwhile. The step is rolled back.
         """
         with self._lock:
             try:
-                self._advance()
+                if not self._agreed:
+                    self._agree()
+                self._start()
             except BaseException:
                 self._abort()
                 raise
+        self._thread.keep_owner()
 
     def in_step(self) -> bool:
         """Whether gradients were reported that are not averaged yet."""
@@ -333,14 +349,14 @@ class Exchange:
     def _go_on(self) -> bool:
         """The same on the kernel's thread.
 
-        Gives whether some bucket waits for other ranks, so that it is worth looking again soon.
+        Gives whether some bucket has more to submit, so that it is worth looking again soon.
         """
         if not self._lock.acquire(blocking=False):
             # A hook has the lock for a moment only; `_finish` has it until the step's end.
             return not self._finishing
         try:
             self._advance()
-            return any(step.waits_for_others for step in self._steps)
+            return any(step.has_more for step in self._steps)
         except BaseException as error:
             self._failure = error  # raised where the user's thread comes by
             return False
@@ -409,28 +425,28 @@ class Exchange:
             )
         if not self._agreed:
             self._agree()
-        self._advance()
-        for step in self._steps:
-            step.start(self._bucket_step(step))
+        steps = self._start()
         # All buckets wait for what comes in one round before any waits for the next: then what
         # follows is submitted early, and by every rank in the same order.
         up_to_round = 0
-        while any(step.waits and step.waits.round < LAST for step in self._steps):
-            for step in self._steps:
+        while any(step.waits and step.waits.round < LAST for step in steps):
+            for step in steps:
                 step.advance(up_to_round)
             up_to_round += 1
-        for step in self._steps:
+        for step in steps:
             step.advance(LAST)
         sparse = {name: wait() for name, wait in self._sparse.items()}
         # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
-        sound = [bucket.is_sound().cpu() for bucket in self.buckets]
+        sound = [step.bucket.is_sound().cpu() for step in steps]
         sound += [average._values().isfinite().all().cpu() for average in sparse.values()]
+        names = [name for step in steps for name in step.bucket.names]
+        ends = self.part is None or self.part.is_last
+        self._last = ends, dict(self._submitted), self._whole, names
         if all(map(bool, sound)):
-            self._commit()
+            self._commit(steps, ends)
         else:
-            self._roll_back()
-        self._last = dict(self._submitted), self._whole
-        for step in self._steps:
+            self._roll_back(steps)
+        for step in steps:
             self._outputs.update(step.end())
         self._outputs.update(sparse)
         self._sparse = dict.fromkeys(self._sparse)
@@ -438,14 +454,39 @@ class Exchange:
         if self._news is not None:
             self._news.end()
 
-    def _commit(self) -> None:
+    def _start(self) -> list[BucketStep]:
+        """Begin the steps of the buckets that this part is about, where they have not begun."""
+        self._advance()
+        steps = self._steps_of_part()
+        for step in steps:
+            step.start(self._bucket_step(step))
+        return steps
+
+    def _steps_of_part(self) -> list[BucketStep]:
+        """Those of the buckets that the step is about. No bucket is in two parts."""
+        if self.part is None:
+            return self._steps
+        return [step for step in self._steps if step.bucket.names[0] in self.part.names]
+
+    def _commit(self, steps: Sequence[BucketStep], ends: bool) -> None:
         if self.residues.look_due() and not self._whole:
-            compressing = [bucket for bucket in self.buckets if bucket.compressed]
-            self.residues.look([bucket.norms() for bucket in compressing])
-        for bucket in self.buckets:
-            bucket.commit()
-        self._method.take_state([step.keep_state() for step in self._steps if step.new_state])
+            own = [step.bucket for step in steps if step.bucket.compressed]
+            self._norms |= {bucket.number: bucket.norms() for bucket in own}
+        for step in steps:
+            step.bucket.commit()
+        self._method.take_state([step.keep_state() for step in steps if step.new_state])
         looks = self._look_due()
+        if looks:
+            self._sampler.after([step.bucket for step in steps], self._collectives)
+        if ends:
+            self._end_step(looks)
+
+    def _end_step(self, looks: bool) -> None:
+        """All parts of the step are committed, or were void."""
+        # Where a part was void, or ranks agreed anew since, the step was not seen whole.
+        if self._norms and len(self._norms) == sum(bool(b.compressed) for b in self.buckets):
+            self.residues.look(list(self._norms.values()))
+        self._norms = {}
         self.residues.note_step()
         if self._whole and self.residues.step >= self.residues.warmup:
             # Here every rank can wait, and the first choice is not to be waited for in a hook.
@@ -454,15 +495,15 @@ class Exchange:
                 step.bucket.drop_whole_buffer()
         if looks:
             name = self.names("diagnostics")
-            self._sampler.look(self.residues.step - 1, self.buckets, self._collectives, name)
+            self._sampler.look(self.residues.step - 1, self._collectives, name)
 
-    def _roll_back(self) -> None:
+    def _roll_back(self, steps: Sequence[BucketStep]) -> None:
         """A gradient was not finite on some rank: this step never happened.
 
         Gradients are NaN on every rank. What the method's state would have become is dropped.
         """
         self.residues.note_skipped_step()
-        for step in self._steps:
+        for step in steps:
             step.bucket.roll_back()
             step.bucket.spoil()
             if step.new_state is not None and step.new_state.arrives is not None:
@@ -562,7 +603,7 @@ class Exchange:
         return split(names, kind_of, bytes_of, limit)
 
     def _make_buckets(self, plan: list[list[str]]) -> None:
-        self.residues.buckets = plan
+        self.residues.buckets, self._norms = plan, {}
         size, share = self._collectives.size, self._collectives.share
         self.buckets = [
             Bucket(b, names, self._parameters, self.residues, size, share, self._thread)
@@ -579,17 +620,29 @@ class Exchange:
         """Numbers of the last step taken; see Method.stats."""
         dense = {n: p.numel() for n, p in self._parameters.items() if n not in self._sparse}
         chosen = {name: tensor.geometry.k for name, tensor in self.residues.tensors.items()}
-        submitted, whole = self._last
-        last, size = max(self.residues.step - 1, 0), self._collectives.size
+        ends, submitted, whole, names = self._last
+        last, size = max(self.residues.step - ends, 0), self._collectives.size
         staggered = self.config.leader == "staggered"
         numbers = step_stats(
             size,
             leader(last, 0, size or 1, staggered, self.senders),
-            dense,
+            {name: dense[name] for name in names if name in dense},
             {} if whole else chosen,
             **submitted,
         )
         return numbers | ({"diagnostics": self._sampler.last} if self._sampler else {})
+
+
+class Part(NamedTuple):
+    """A part of a step.
+
+    Attributes:
+        names: of its tensors: all those of some buckets.
+        is_last: whether it ends the step.
+    """
+
+    names: Collection[str]
+    is_last: bool
 
 
 class BucketStep:
@@ -628,9 +681,9 @@ class BucketStep:
             self.waits = next(self._generator, None)
 
     @property
-    def waits_for_others(self) -> bool:
-        """Whether it waits for other ranks, and something follows."""
-        return self.waits is not None and 0 < self.waits.round < LAST
+    def has_more(self) -> bool:
+        """Whether something follows what it waits for."""
+        return self.waits is not None and self.waits.round < LAST
 
     def keep_state(self) -> State:
         """The step counts: its new state."""

@@ -2,13 +2,17 @@
 
 After every kernel it lets the exchange go on. Gradients arrive in bursts, and between two of them
 backward may compute for long without a hook: what became possible meanwhile (a kernel is done,
-offsets have come) must not wait for the next one. Imports nothing of this package.
+offsets have come) must not wait for the next one.
+
+An owner may be let go of while it has something left to do for other ranks, which wait for it. Then
+it is kept until it has done that. Imports nothing of this package.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,6 +20,23 @@ from types import MethodType
 from typing import Any
 
 POLL_SECONDS = 3e-4
+
+Jobs = queue.SimpleQueue  # of (job, function, arguments); None: the owner is gone
+
+# Owners that are kept until they have nothing left to do, by the jobs of their threads.
+_kept: dict[Jobs, Any] = {}
+_kept_lock = threading.Lock()
+
+
+def wait_for_kept() -> None:
+    """Wait until no owner of this process is kept by its thread."""
+    while _is_any_kept():
+        time.sleep(POLL_SECONDS)
+
+
+def _is_any_kept() -> bool:
+    with _kept_lock:
+        return bool(_kept)
 
 
 class Job(Future):
@@ -39,7 +60,7 @@ class KernelThread:
     def __init__(self, go_on: Callable[[], bool]) -> None:
         assert isinstance(go_on, MethodType), "its owner is what it is bound to"
         self._go_on = weakref.WeakMethod(go_on)  # the thread must not keep its owner alive
-        self._jobs: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
+        self._jobs: Jobs = Jobs()
         self._thread: threading.Thread | None = None
         weakref.finalize(go_on.__self__, self._jobs.put, None)
 
@@ -55,10 +76,14 @@ class KernelThread:
         self._jobs.put((future, function, arguments))
         return future
 
+    def keep_owner(self) -> None:
+        """Let the owner go on by itself, and keep it until go_on gives False."""
+        with _kept_lock:
+            _kept[self._jobs] = self._go_on().__self__
+            self.submit(lambda: None)
 
-def _serve(
-    jobs: queue.SimpleQueue[tuple | None], go_on: weakref.WeakMethod[Callable[[], bool]]
-) -> None:
+
+def _serve(jobs: Jobs, go_on: weakref.WeakMethod[Callable[[], bool]]) -> None:
     again = False
     while True:
         try:
@@ -73,6 +98,10 @@ def _serve(
         owners = go_on()
         again = owners is not None and owners()
         del owners
+        if not again:
+            with _kept_lock:
+                if jobs.empty():
+                    _kept.pop(jobs, None)
 
 
 def _do(future: Job, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -11,8 +11,7 @@ its residue.
                x      <- outer(x, (1/n) * sum_i sent_i)
                x_i    <- x
 
-outer is a torch optimizer that all ranks step alike, with the average as the gradient (DiLoCo,
-Douillard et al., 2023, arXiv 2311.08105); without one the average is subtracted.
+outer is a torch optimizer of the common parameters, or subtracts the average: see outer_step.
 
 With an overlap of tau steps the average travels while each worker takes tau more; d_i is what these
 changed of x_i. Then x_i <- x + d_i: what a worker did meanwhile is part of its next change. The
@@ -20,13 +19,21 @@ idea is Streaming DiLoCo's (Douillard et al., 2025, arXiv 2501.18512). That pape
 x_i <- alpha x_i + (1 - alpha) x, which throws a share of d_i away, and where a residue keeps what
 was not sent, counts a share of that twice.
 
+Where changes are clipped, that of each worker is made no longer than so many times the median
+length of all (SparseLoCo's deployment against workers that go astray: Sarfi et al., 2025, arXiv
+2508.15706). What is cut off is lost, as where gradients are clipped.
+
+With fragments the model is cut into P parts, which synchronise in turn: all of the above is of one
+part at a time. A round is over with the last, and is one step of the Exchange, in P parts.
+
 The Exchange is used as it is, on the common parameters, with their changes in the place of
 gradients: buckets, residues, leaders, warm-up, void steps and checks are the same. Every worker's
 optimizer keeps its own state, which is never averaged.
 
 Which rank waits for whom: `step` waits for all ranks at the first step, where they compare, and
-after each step at which the schedule has any rank synchronise. Both depend only on how many steps
-were taken, so every rank has to take every step, also one with a bad gradient.
+after each step at which the schedule has any rank synchronise (with an overlap, tau steps after it;
+where changes are clipped, after the step too). All this depends only on how many steps were taken,
+so every rank has to take every step, also one with a bad gradient.
 
 A rank that resumes in the middle of a round has parameters of its own. They must be in place
 before its first forward, whoever loads or broadcasts a model meanwhile. So they are held until the
@@ -34,7 +41,7 @@ first step: put in place with the state, and again after every `broadcast_parame
 which sends the common ones to newcomers. Where they were overwritten otherwise, all ranks refuse
 to go on.
 
-Imports exchange, methods/base and the rooms below.
+Imports exchange, outer_step, methods/base and the rooms below.
 """
 
 from __future__ import annotations
@@ -44,6 +51,8 @@ import contextlib
 import copy
 import gc
 import logging
+import math
+import statistics
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,18 +61,19 @@ from typing import Any
 import torch
 
 from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.bucket_layout import cut, divide
+from scalecom_hvd.config import ScaleComConfig, checked_number
+from scalecom_hvd.exchange.bucket import norm
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
-from scalecom_hvd.exchange.exchange import Exchange, Groups
+from scalecom_hvd.exchange.exchange import Exchange, Groups, Part
 from scalecom_hvd.exchange.kernels import limit_of
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import digest
+from scalecom_hvd.exchange.outer_step import Outer, OuterStep
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.training_warnings import Health
 
 log = logging.getLogger("scalecom_hvd")
-
-Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""Makes an optimizer of the common parameters."""
 
 
 class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
@@ -83,6 +93,7 @@ class Journey:
     """A synchronisation between its departure and the step at which its averages count.
 
     Attributes:
+        names: of the parameters that it is about.
         since: how many steps were taken before it.
         mine: whether this rank sent its change.
         whole: whether all ranks did.
@@ -90,6 +101,7 @@ class Journey:
         averages: {name: the averaged change} once it was waited for; {}: it was void.
     """
 
+    names: Sequence[str]
     since: int
     mine: bool = True
     whole: bool = True
@@ -99,7 +111,7 @@ class Journey:
 
 _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 # Those whose averages travel, in the order of their departures, which is that of all ranks.
-_departed: dict[int, Callable[[], LocalSteps | None]] = {}
+_departed: weakref.WeakValueDictionary[int, LocalSteps] = weakref.WeakValueDictionary()
 
 
 def any_held() -> bool:
@@ -143,6 +155,10 @@ class LocalSteps:
         outer: makes the optimizer that steps the common parameters with the averaged change; the
             same on every rank. None: the average is subtracted.
         overlap: tau, how many steps are taken while an average travels.
+        clip_changes: how many times the median norm of all ranks' changes each may have; None: any.
+
+    Where the schedule has fragments, tensors in the model's order, or groups of them, are cut into
+    so many parts of about the same size.
 
     Attributes:
         common: {name: x}, float32 or float64, the same on all ranks once they agreed.
@@ -154,8 +170,10 @@ class LocalSteps:
 
     Raises:
         ValueError: look-ahead, an overlap or an outer optimizer, where every rank has a schedule of
-            its own; an overlap longer than a round.
-        TypeError: `outer` gives no optimizer of the common parameters; the overlap is no number.
+            its own; an overlap longer than a round, or its share where there are fragments; more
+            fragments than tensors, or groups of them.
+        TypeError: `outer` gives no optimizer of the common parameters; the overlap, or
+            clip_changes, is no number.
     """
 
     def __init__(
@@ -168,6 +186,7 @@ class LocalSteps:
         start_anew: Callable[[], None] = lambda: None,
         outer: Outer | None = None,
         overlap: int = 0,
+        clip_changes: float | None = None,
     ) -> None:
         schedule.check_overlap(overlap)
         for given, name, why in (
@@ -181,6 +200,7 @@ class LocalSteps:
                 )
         self.schedule = schedule
         self._overlap = overlap
+        self._clip, self._clipped = _checked_clip(clip_changes), 0
         self._journey: Journey | None = None
         self.taken = 0
         self.skipped = 0
@@ -188,9 +208,13 @@ class LocalSteps:
         addresses = {parameter.data_ptr() for parameter in parameters.values()}
         _collect_all(lambda other: other.trains(addresses))  # the script made its optimizer anew
         self.common = {name: _wide(parameter) for name, parameter in parameters.items()}
-        self.outer = None if outer is None else _outer_of(outer, self.common)
+        self._outer = OuterStep(self.common, outer)
+        self.outer = self._outer.optimizer
         self._parameters = parameters
         self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
+        # Made once: memory that every synchronisation asks for anew takes longer to get than to
+        # fill (see Bucket).
+        self._sent_from = {n: torch.empty_like(p) for n, p in parameters.items() if overlap}
         # What this rank's parameters were at its last synchronisation. With one schedule for all
         # ranks x is still that.
         self._start: Mapping[str, torch.Tensor] = self.common
@@ -213,6 +237,9 @@ class LocalSteps:
         # This rank's own parameters, from when a state was loaded until the first step.
         self._own: dict[str, torch.Tensor] | None = None
         self._residues = method.residues
+        self._fragments: list[list[str]] = [list(parameters)]
+        if schedule.fragments > 1:
+            self._fragments, groups = _cut(parameters, groups, schedule.fragments, method.config)
         self.exchange = Exchange(
             self.common,
             method,
@@ -263,22 +290,23 @@ class LocalSteps:
                 reason,
                 self.skipped,
             )
-            self._health.skip(self.taken)
+            self._health.skip(self.taken, f"rank {self._collectives.position}")
         self.taken += 1
         if self.active:
             self._under_way = self._open = True
-            if self._journey is not None:
-                if self.taken >= self._journey.since + self._overlap:
-                    self._arrive()
-                else:
-                    self.exchange.go_on()
             due = self.schedule.due(self.taken, self._collectives.size)
+            # Those of a state that another schedule made may not have come when more are due.
+            if self._journey is not None and (
+                due or self.taken >= self._journey.since + self._overlap
+            ):
+                self._arrive()
             if due:
-                self._depart(due)
+                self._depart(due, self.schedule.fragments_due(self.taken))
                 if not self._overlap:
                     self._arrive()
         return result
 
+    @torch.inference_mode(False)  # scripts call it where they evaluate
     def synchronise(self) -> None:
         """Synchronise now, whatever the schedule says.
 
@@ -296,10 +324,11 @@ class LocalSteps:
         if not self._open:
             return
         everyone = range(self._collectives.size)
+        self._early += self.taken < self._residues.config.warmup_steps
         # Where a rank's change is not finite, nothing is averaged, and that rank goes back. The
         # second time it works.
         for _ in range(2):
-            self._depart(everyone)
+            self._depart(everyone, range(len(self._fragments)))
             if self._arrive():
                 break
         else:
@@ -307,7 +336,6 @@ class LocalSteps:
                 "ranks cannot synchronise: their changes, or residues, add up to what is not "
                 "finite. Lower the learning rate"
             )
-        self._early += self.taken < self._residues.config.warmup_steps
 
     @torch.no_grad()
     def _begin(self) -> None:
@@ -346,13 +374,16 @@ class LocalSteps:
             self._start[name].copy_(self.common[name])
 
     @torch.no_grad()
-    def _depart(self, due: Sequence[int]) -> None:
-        """Send the changes of the ranks at these positions.
+    def _depart(self, due: Sequence[int], fragments: range) -> None:
+        """Send the changes of the ranks at these positions, of these fragments.
 
         The other ranks send nothing, and go on as they are.
         """
         mine = self._collectives.position in due
-        for name, parameter in self._parameters.items():
+        names = [name for fragment in fragments for name in self._fragments[fragment]]
+        journey = Journey(names, self.taken, mine, len(due) == self._collectives.size)
+        for name in names:
+            parameter = self._parameters[name]
             x, change = self.common[name], self._changes[name]
             if mine and parameter.dtype == change.dtype:
                 torch.sub(self._start[name], parameter, out=change)
@@ -366,23 +397,44 @@ class LocalSteps:
             # round has a change to send.
             x.requires_grad_(mine and (parameter.requires_grad or bool(change.any())))
             x.grad = change
+            if self._overlap:  # at once: the processor's cache may still hold the parameter
+                journey.sent_from[name] = self._sent_from[name].copy_(parameter)
+        if self._clip is not None:
+            self._clip_change(names, due)
         self.exchange.senders = list(due) if self.schedule.asynchronous else None
-        for x in reversed(self.common.values()):
-            self.exchange.ready(x)
-        self._journey = Journey(self.taken, mine, len(due) == self._collectives.size)
+        self.exchange.part = Part(set(names), fragments[-1] == len(self._fragments) - 1)
+        for name in reversed(names):
+            self.exchange.ready(self.common[name])
         if self._overlap:
-            _departed.pop(id(self), None)  # another's, which is gone
-            # Ranks let go of an optimizer that is dropped at different times, and a process group's
-            # end waits for what others then never submit. So it is kept.
-            kept = getattr(self._collectives, "ends_waiting", False)
-            _departed[id(self)] = (lambda: self) if kept else weakref.ref(self)
-            self._journey.sent_from = {n: p.detach().clone() for n, p in self._parameters.items()}
+            self.exchange.send()
+        self._journey = journey
+        if self._overlap:
+            _departed[id(self)] = self
+
+    def _clip_change(self, names: Sequence[str], due: Sequence[int]) -> None:
+        """Make this rank's change of these no longer than clip_changes allows.
+
+        All ranks wait for each other here. One that is not finite is left as it is, and makes the
+        synchronisation void.
+        """
+        changes = [self._changes[name] for name in names]
+        mine = norm(changes)
+        length = torch.tensor([mine], dtype=torch.float64, device=changes[0].device)
+        everyone = self._collectives.gather(length, "scalecom.local_steps.norms").wait().tolist()
+        # Whoever changed nothing, such as ranks without an expert's tokens, does not tell how long
+        # a change is. Of two in the middle the lower: between both no rank of two was ever cut.
+        lengths = [everyone[rank] for rank in due if everyone[rank] > 0]
+        limit = self._clip * statistics.median_low(lengths) if lengths else math.inf
+        if limit < mine < math.inf:
+            torch._foreach_mul_(changes, limit / mine)
+            self._clipped += 1
 
     @property
     def travels(self) -> bool:
         """Whether averages travel that were not waited for."""
         return self._journey is not None and self._journey.averages is None
 
+    @torch.inference_mode(False)  # in which a script may save
     @torch.no_grad()
     def collect(self) -> None:
         """Wait for averages that travel, which every rank has sent its part of.
@@ -398,7 +450,7 @@ class LocalSteps:
             return
         skipped = self._residues.skipped_steps
         _departed.pop(id(self), None)
-        averages = {name: self.exchange.result(x) for name, x in self.common.items()}
+        averages = {name: self.exchange.result(self.common[name]) for name in journey.names}
         journey.averages = {} if self._residues.skipped_steps > skipped else averages
 
     def _forget_journey(self) -> None:
@@ -416,11 +468,13 @@ class LocalSteps:
             if journey.mine:
                 self._go_back()
             return False
-        self._take_outer_step(journey.averages)
+        self._outer.take(journey.averages)
+        # Of these parameters, or of the others where there are fragments.
         went_on = self.taken > journey.since
+        under_way = went_on or len(journey.names) < len(self.common)
         if journey.mine:
-            for name, parameter in self._parameters.items():
-                x = self.common[name]
+            for name in journey.names:
+                x, parameter = self.common[name], self._parameters[name]
                 if not went_on:
                     parameter.copy_(x)
                 elif parameter.dtype == x.dtype:
@@ -428,23 +482,10 @@ class LocalSteps:
                 else:
                     parameter.copy_(x + (parameter - journey.sent_from[name]))
                 self._begin_at(name)
-            self._under_way = went_on
+            self._under_way = under_way
         if journey.whole:
-            self._open = went_on
+            self._open = under_way
         return True
-
-    def _take_outer_step(self, averages: Mapping[str, torch.Tensor]) -> None:
-        """Let x become what the averages make of it, on every rank alike."""
-        if self.outer is None:
-            for name, x in self.common.items():
-                x.sub_(averages[name])
-            return
-        for name, x in self.common.items():
-            # What nobody changed, such as a frozen tensor, stays: no momentum moves it.
-            x.grad = averages[name] if bool(averages[name].any()) else None
-        self.outer.step()
-        for x in self.common.values():
-            x.grad = None
 
     def _go_back(self) -> None:
         """Some rank's change was not finite: that rank goes back to where its round began.
@@ -489,8 +530,9 @@ class LocalSteps:
             "open": self._under_way or self._open,
             "early": self._early,
             "overwritten": overwritten,
-            "parameters": digest([*self.common.values(), *self._outer_tensors()]),
-            "outer": self._outer_shapes(),
+            "parameters": digest([*self.common.values(), *self._outer.tensors()]),
+            "outer": self._outer.describe(),
+            "outer_groups": self._outer.groups(),
             "since": None if self._journey is None else self._journey.since,
         }
         everyone = gather_objects(self._collectives, mine, "local_steps")
@@ -519,16 +561,26 @@ class LocalSteps:
             self._agree(early)
             return
         compared = known or range(len(everyone))
+        first = everyone[compared[0]]
         if len({everyone[rank]["parameters"] for rank in compared}) > 1:
             raise RuntimeError(
                 "ranks begin local steps from different parameters, which local steps would keep "
-                "apart for ever: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) "
-                "on all ranks before the first step, and load states of one step"
+                "apart for ever: call broadcast_parameters on all ranks before the first step, "
+                "and load states of one step; with a model that was saved in the middle of a "
+                "round the compressor's state too"
             )
+        if any(everyone[rank]["outer_groups"] != first["outer_groups"] for rank in compared):
+            raise RuntimeError(
+                "ranks' outer optimizers differ: "
+                f"{[everyone[rank]['outer_groups'] for rank in compared]}. Let a scheduler of "
+                "optimizer.outer step, or load its state, on every rank alike"
+            )
+        if known:
+            self._outer.take_groups(first["outer_groups"])
         if len({other["parameters"] for other in everyone}) > 1:
             root = known[0]
             self._send_common(root, keeps=self._collectives.position in known)
-            self._send_outer(root, everyone[root]["outer"])
+            self._outer.broadcast(self._collectives, root, everyone[root]["outer"])
         if known:
             self.taken, self._early = latest, everyone[known[0]]["early"]
         self._open = any(everyone[rank]["open"] for rank in compared)
@@ -560,7 +612,9 @@ class LocalSteps:
         if not keeps:
             self._under_way, self._own = False, None
             if self._journey is not None:
-                self._journey.sent_from = {n: p.clone() for n, p in self._parameters.items()}
+                self._journey.sent_from = {
+                    name: self._parameters[name].clone() for name in self._journey.names
+                }
             log.warning(
                 "this rank begins from the common parameters of rank %d, in the middle of a "
                 "round of local steps",
@@ -569,53 +623,13 @@ class LocalSteps:
 
     def _settings(self) -> dict[str, Any]:
         """What ranks must have in common."""
-        settings: dict[str, Any] = {"local_steps": self.schedule.describe()}
-        if self._overlap:
-            settings["overlap"] = self._overlap
-        if self.outer is not None:
-            settings["outer"] = f"{type(self.outer).__name__}({self.outer.defaults})"
-        return settings
-
-    # The outer optimizer's state, which is the same on all ranks.
-
-    def _outer_tensors(self) -> list[torch.Tensor]:
-        if self.outer is None:
-            return []
-        states = [self.outer.state.get(x, {}) for x in self.common.values()]
-        values = [state[key] for state in states for key in sorted(state)]
-        return [value for value in values if isinstance(value, torch.Tensor)]
-
-    def _outer_shapes(self) -> list[dict[str, Any]]:
-        """Of each common parameter {key: (shape, dtype) of a tensor, or the number}, for JSON."""
-        if self.outer is None:
-            return []
-
-        def describe(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return [list(value.shape), str(value.dtype).removeprefix("torch.")]
-
-        states = [self.outer.state.get(x, {}) for x in self.common.values()]
-        return [{key: describe(state[key]) for key in sorted(state)} for state in states]
-
-    def _send_outer(self, root: int, shapes: Sequence[Mapping[str, Any]]) -> None:
-        """Give all ranks the state of the rank at position `root`, which has these shapes."""
-        for x, described in zip(self.common.values(), shapes, strict=False):
-            state = {key: value for key, value in described.items() if not _is_shape(value)}
-            for key in (key for key, value in described.items() if _is_shape(value)):
-                shape, dtype = described[key]
-                now = self.outer.state.get(x, {}).get(key)
-                if not (isinstance(now, torch.Tensor) and list(now.shape) == shape):
-                    device = x.device if shape else "cpu"  # steps are counted on the CPU
-                    now = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-                state[key] = now
-            self.outer.state.pop(x, None)
-            if state:
-                self.outer.state[x] = state
-        for i, tensor in enumerate(self._outer_tensors()):
-            whole = tensor.detach().contiguous().view(-1)
-            self._collectives.broadcast(whole, root, f"scalecom.local_steps.outer.{i}").wait()
-            tensor.copy_(whole.view(tensor.shape))
+        return {
+            "local_steps": self.schedule.describe(),
+            "overlap": self._overlap,
+            "fragments": len(self._fragments),
+            "clip_changes": self._clip,
+            **self._outer.settings(),
+        }
 
     # What elastic states, broadcast_parameters and the method ask.
 
@@ -674,13 +688,12 @@ class LocalSteps:
             ranks have schedules of their own) also {"common": {name: x}, "local": {name: x_i}},
             "under_way" and "open": whether this rank, and any rank, has taken steps since; and
             with schedules of their own "start": {name: what x_i was at its last synchronisation}.
-            With an outer optimizer "outer": its state_dict(). While averages travel "since": the
-            steps taken before, "averages": {name: average}, empty where there are none, and
-            "sent_from": {name: x_i then}.
+            With an outer optimizer "outer": its state_dict(), and "outer_kind". While averages
+            travel "since": the steps taken before, "averages": {name: average}, empty where there
+            are none, and "sent_from": {name: x_i then}, both of the parameters that travel.
         """
         state: dict[str, Any] = {"taken": self.taken, "early": self._early}
-        if self.outer is not None:
-            state["outer"] = self.outer.state_dict()
+        state |= self._outer.state_dict()
         if not self.taken or not (self.held or self.active):
             return state
         narrow = any(p.dtype != self.common[name].dtype for name, p in self._parameters.items())
@@ -705,17 +718,13 @@ class LocalSteps:
                 "the state's local steps are of another kind of schedule: give the same "
                 "local_steps, or go on without it"
             )
-        if ("outer" in state) != (self.outer is not None):
-            made, give = (
-                ("with", "give the same outer=")
-                if "outer" in state
-                else ("without", "leave out outer=")
-            )
-            raise ValueError(f"the state was made {made} an outer optimizer: {give}")
+        self._outer.check_state(state)
         shapes = {name: x.shape for name, x in self.common.items()}
         for part in ("common", "local", "start", "sent_from", "averages"):
-            saved = state.get(part) or self.common
-            if {name: tensor.shape for name, tensor in saved.items()} != shapes:
+            saved = {name: tensor.shape for name, tensor in (state.get(part) or {}).items()}
+            # Of one fragment, where there are several.
+            some = saved.keys() if part in ("sent_from", "averages") or not saved else shapes
+            if saved != {name: shapes.get(name) for name in some}:
                 raise ValueError(f"the state's local steps ({part}) belong to another model")
 
     @torch.no_grad()
@@ -745,7 +754,7 @@ class LocalSteps:
             }
             self.put_back()
         if "since" in state:
-            self._journey = Journey(int(state["since"]))
+            self._journey = Journey(list(state["sent_from"]), int(state["since"]))
             for part, like in (("averages", self.common), ("sent_from", self._parameters)):
                 saved = {n: torch.empty_like(like[n]).copy_(t) for n, t in state[part].items()}
                 setattr(self._journey, part, saved)
@@ -755,9 +764,11 @@ class LocalSteps:
 
         Returns:
             "local_steps": the schedule; "steps_taken": by this rank's optimizer; "steps_skipped":
-            those left out for a bad gradient.
+            those left out for a bad gradient. Where changes are clipped "changes_clipped": how many
+            of this rank's were.
         """
-        return {
+        clipped = {} if self._clip is None else {"changes_clipped": self._clipped}
+        return clipped | {
             "local_steps": self.schedule.describe(),
             "steps_taken": self.taken,
             "steps_skipped": self.skipped,
@@ -765,8 +776,8 @@ class LocalSteps:
 
 
 def _collect_all(wanted: Callable[[LocalSteps], bool] = lambda local: True) -> None:
-    for local in [found() for found in _departed.values()]:
-        if local is not None and wanted(local):
+    for local in list(_departed.values()):
+        if wanted(local):
             with contextlib.suppress(Exception):  # whoever failed has said so
                 local.collect()
 
@@ -784,26 +795,52 @@ def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> N
     values = [grad._values() if grad.is_sparse else grad for grad in grads]
     for dtype in (torch.float32, torch.float64):
         own = [value for value in values if value.numel() and _wide_dtype(value) == dtype]
-        if own:
-            ends = [end.to(own[0].device, torch.float64) for v in own for end in torch.aminmax(v)]
-            if not bool((torch.stack(ends).abs() <= limit_of(dtype)).all()):
-                raise NotFinite(result)
+        # No element is larger than the norm, which few kernels find of many tensors. Its squares
+        # overflow far below the limit: then the largest elements tell.
+        if (
+            own
+            and not _are_within(limit_of(dtype), torch._foreach_norm(own, 2, dtype=dtype))
+            and not _are_within(limit_of(dtype), [e for v in own for e in torch.aminmax(v)])
+        ):
+            raise NotFinite(result)
 
 
-def _outer_of(make: Outer, common: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    outer = make(list(common.values()))
-    if not isinstance(outer, torch.optim.Optimizer) or {
-        x for group in outer.param_groups for x in group["params"]
-    } != set(common.values()):
-        raise TypeError(
-            "outer must be a function of the common parameters that gives a torch optimizer of "
-            "them, such as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)"
+def _are_within(limit: float, numbers: Sequence[torch.Tensor]) -> bool:
+    first = numbers[0].device
+    wide = [number.to(first, torch.float64) for number in numbers]
+    return bool((torch.stack(wide).abs() <= limit).all())
+
+
+def _cut(
+    parameters: Mapping[str, torch.Tensor],
+    groups: Groups | None,
+    fragments: int,
+    config: ScaleComConfig,
+) -> tuple[list[list[str]], Groups]:
+    """The names of each fragment, and groups of them such that no bucket is in two fragments."""
+
+    def bytes_of(names: Sequence[str]) -> list[int]:
+        return [parameters[n].numel() * parameters[n].element_size() for n in names]
+
+    units = [list(group) for group in groups if group] if groups else [[n] for n in parameters]
+    sizes = [sum(bytes_of(unit)) for unit in units]
+    own: list[list[str]] = []
+    buckets: list[list[str]] = []
+    for part in divide(sizes, units, fragments):
+        names = [name for unit in part for name in unit]
+        own.append(names)
+        buckets += part if groups else cut(bytes_of(names), names, config.bucket_bytes)
+    return own, buckets
+
+
+def _checked_clip(clip: Any) -> float | None:
+    number = None if clip is None else checked_number("clip_changes", clip)
+    if number is not None and not 0 < number < math.inf:
+        raise ValueError(
+            "clip_changes is how many times the median length a change may have, such as 2: a "
+            f"number above 0, not {clip}"
         )
-    return outer
-
-
-def _is_shape(described: Any) -> bool:
-    return isinstance(described, list)
+    return number
 
 
 def _wide(parameter: torch.Tensor) -> torch.nn.Parameter:

@@ -77,6 +77,8 @@ def local_members(
         "_step_supports_amp_scaling": True,
         "_register_hooks": lambda self: None,
         "step": step,
+        # Not Horovod's, which forgets what is under way: that is none of this optimizer's state.
+        "load_state_dict": base.load_state_dict,
         "synchronize": _nothing_to_synchronize,
         "skip_synchronize": _skip_nothing,
         "synchronize_parameters": _synchronize_parameters,
@@ -87,13 +89,17 @@ def local_members(
     return members
 
 
-def check_local(local_steps: Any, outer: Any, overlap: Any) -> None:
+def check_local(
+    local_steps: Any, outer: Any, overlap: Any, fragments: Any, clip_changes: Any
+) -> None:
     """Raise ValueError for what means nothing without local steps."""
     if local_steps is not None:
         return
     for given, name, what in (
         (outer is not None, "outer", "steps with what local steps changed"),
         (overlap != 0, "overlap", "lets local steps go on while their change is averaged"),
+        (fragments != 1, "fragments", "has parts of what local steps changed averaged in turn"),
+        (clip_changes is not None, "clip_changes", "makes what local steps changed shorter"),
     ):
         if given:
             raise ValueError(f"{name}= {what}: give local_steps=H too, such as 30")
@@ -196,8 +202,10 @@ def trained_parameters(
     In the order of named_parameters, which is that of the model's layers.
 
     Raises:
-        TypeError: they are sharded.
+        TypeError: they are sharded, or the optimizer is a DistributedOptimizer.
     """
+    if hasattr(optimizer, "skip_synchronize"):
+        raise TypeError("this optimizer averages already: wrap the one that it was made of")
     trained = {
         # Horovod's name for a nameless parameter (optimizer.py:49).
         id(p): (f"allreduce.noname.{i}.{j}", p)

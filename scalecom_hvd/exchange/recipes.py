@@ -52,9 +52,9 @@ def sparseloco(
     """SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706), for DistributedOptimizer.
 
     Every rank takes H steps of its own, with AdamW in the paper. Of its change, and 0.95 of what
-    it did not send before, it sends its own largest elements, in two bits. The average is
-    subtracted: residues take the place of the outer momentum. All tensors from min_numel on are
-    compressed.
+    it did not send before, it sends its own largest elements, in two bits. Their average, over
+    those who sent something at a place, is subtracted: residues take the place of the outer
+    momentum. All tensors from min_numel on are compressed.
 
     It is not to the letter: of every `rate` elements the largest is sent, where the paper sends the
     64 largest of every 4096; and the two bits' levels are those of BinMeans.
@@ -75,6 +75,8 @@ def sparseloco(
     """
     config = ScaleComConfig(rate=rate, beta=1.0, dense=(), warmup_steps=0)
     return {
-        "compression": LocalTopK(config=config, decay=0.95, quantiser=BinMeans()),
+        "compression": LocalTopK(
+            config=config, decay=0.95, average="contributors", quantiser=BinMeans()
+        ),
         "local_steps": local_steps,
     }

@@ -25,8 +25,9 @@ from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.collectives import CollectiveError
 from scalecom_hvd.exchange.exchange import Exchange, Groups
 from scalecom_hvd.exchange.gradients import as_bytes
-from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
+from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method, ScaleCom
+from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.schedule import Schedule
 
 Gradients = Mapping[str, torch.Tensor | None]
@@ -329,8 +330,8 @@ class Simulation:
         predivide: Horovod's gradient_predivide_factor.
         groups, sparse_as_dense: see Exchange.
         compression: the method's class.
-        local_steps, outer, overlap: as in DistributedOptimizer. Then `take_steps` takes the place
-            of `step`, and every rank needs parameters of its own.
+        local_steps, outer, overlap, fragments, clip_changes: as in DistributedOptimizer. Then
+            `take_steps` takes the place of `step`, and every rank needs parameters of its own.
         **settings: what the class takes: config=, loss_scale=, and fields of ScaleComConfig.
 
     Attributes:
@@ -356,6 +357,8 @@ class Simulation:
         local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
         outer: Outer | None = None,
         overlap: int = 0,
+        fragments: int = 1,
+        clip_changes: float | None = None,
         **settings: Any,
     ) -> None:
         self.network = Network(n)
@@ -370,7 +373,7 @@ class Simulation:
         ranks = zip(self.parameters, self.compressors, self.collectives, strict=True)
         for parameters, method, collectives in ranks:
             if local_steps is not None:
-                schedule = Schedule(local_steps)
+                schedule = Schedule(local_steps, fragments)
                 local = LocalSteps(
                     parameters,
                     method,
@@ -379,6 +382,7 @@ class Simulation:
                     groups,
                     outer=outer,
                     overlap=overlap,
+                    clip_changes=clip_changes,
                 )
                 self.locals.append(local)
                 exchange = local.exchange

@@ -21,6 +21,7 @@ from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.flops import rates_from_flops
+from scalecom_hvd.exchange.kernel_thread import wait_for_kept as _wait_for_kept
 from scalecom_hvd.exchange.methods import (
     ECQSGD,
     BucketCollectives,
@@ -55,6 +56,9 @@ def join(device: int = -1) -> int:
     Raises:
         RuntimeError: an optimizer uses ScaleCom, whose broadcasts this would break.
     """
+    # Of optimizers that were dropped while averages travelled: where only some ranks have submitted
+    # a collective, Horovod 0.28.1's join() ends in a segmentation fault.
+    _wait_for_kept()
     if _exchanges_alive():
         raise RuntimeError(_JOIN_REFUSED)
     return _horovod.join(device)

@@ -26,7 +26,7 @@ from horovod.torch.compression import Compression, Compressor
 
 from scalecom_hvd.agreement import check_arguments, check_operation, warn_of_half_sums
 from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.local_steps import LocalSteps, Outer
+from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.optimizers import (
     check_local,
@@ -36,6 +36,7 @@ from scalecom_hvd.exchange.optimizers import (
     trained_parameters,
     zero_state,
 )
+from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.recipes import everything_whole
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
@@ -57,6 +58,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
     outer: Outer | None = None,
     overlap: int = 0,
+    fragments: int = 1,
+    clip_changes: float | None = None,
 ) -> torch.optim.Optimizer:
     """horovod.torch.DistributedOptimizer, which also takes ScaleCom and other methods.
 
@@ -81,6 +84,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         overlap: with local steps, how many steps are taken while an average travels; fewer than
             local_steps. What a rank did meanwhile is part of its next change (after Streaming
             DiLoCo, Douillard et al., 2025, arXiv 2501.18512). 0: ranks wait for it.
+        fragments: with local steps, into how many parts of about the same size the model is cut.
+            They synchronise in turn, each once in every local_steps steps, so that less travels at
+            a time (from the same paper). An `overlap` is then less than local_steps // fragments.
+        clip_changes: with local steps, how many times the median norm of all ranks' changes each
+            may have, such as 2; longer ones are cut to that. Then a rank that went astray moves
+            the others less. None: any length.
 
     Returns:
         An optimizer as Horovod's, with more. `compression` is the method with this rank's
@@ -106,7 +115,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> torch.save(optimizer.compression.state_dict(), f"residues.{hvd.rank()}.pt")
     """
     check_arguments(optimizer, "param_groups", "PyTorch", compression)
-    check_local(local_steps, outer, overlap)
+    check_local(local_steps, outer, overlap, fragments, clip_changes)
     if local_steps is not None:
         compression = _with_local_steps(compression)
     if not is_method(compression):
@@ -141,11 +150,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             parameters,
             method,
             collectives,
-            Schedule(local_steps),
+            Schedule(local_steps, fragments),
             in_groups,
             start_anew=lambda: zero_state(this()),
             outer=outer,
             overlap=overlap,
+            clip_changes=clip_changes,
         )
         own = local_members(local, type(optimizer), parameters.values())
         members = _members(local.exchange) | own

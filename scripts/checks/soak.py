@@ -51,7 +51,7 @@ PLANS = [
     ),
     Plan(optimizer="stock", settings=COMPRESSED | {"wire_dtype": "float16"}),
     Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3),
-    Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3, overlap=2),
+    Plan(optimizer="local steps", settings=COMPRESSED, local_steps=6, overlap=2, fragments=2),
     Plan(optimizer="TensorFlow", settings=COMPRESSED),
     Plan(
         optimizer="TensorFlow",

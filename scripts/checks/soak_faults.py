@@ -57,6 +57,7 @@ class Plan:
     grow_at: int | None = None
     local_steps: int | None = None
     overlap: int = 0
+    fragments: int = 1
 
 
 def begin() -> tuple[Plan, Path]:

@@ -59,6 +59,7 @@ class Trainer(soak_faults.Worker):
         )
         more = {} if plan.local_steps is None else {"local_steps": plan.local_steps}
         more |= {"overlap": plan.overlap} if plan.overlap else {}
+        more |= {"fragments": plan.fragments} if plan.fragments > 1 else {}
         self.optimizer = make(
             optimizer,
             named_parameters=self.model.named_parameters(),
@@ -207,12 +208,15 @@ class LocalTrainer(Trainer):
         self.brought: tuple[int, Arrays, Arrays, int] = (-1, {}, {}, 0)
         self.arrived: int | None = None
 
-        def see_what_departs(due: Any) -> None:
+        def see_what_departs(due: Any, fragments: range) -> None:
             # As the first one begins, x is not known before.
             self.x = arrays(self.local.common)
-            changes = {name: self.x[name] - mine for name, mine in self.own().items()}
+            names = {name for number in fragments for name in self.local._fragments[number]}
+            changes = {
+                name: (self.x[name] - mine) * (name in names) for name, mine in self.own().items()
+            }
             self.brought = self.local.taken, changes, self.residues(), hvd.size()
-            depart(due)
+            depart(due, fragments)
 
         def see_what_arrives() -> bool:
             self.arrived = self.local._journey and self.local._journey.since

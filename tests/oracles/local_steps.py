@@ -10,6 +10,9 @@ at its last synchronisation, `starts[i]`.
     those again:  x_i <- x, start_i <- x
 
 With an overlap all this counts some steps later, and x_i <- x + what these steps changed of it.
+With fragments all this is of some of the parameters at a time. Where changes are clipped, one that
+is longer than so many times the median length of those that synchronise, without those that changed
+nothing, is cut to that; of two in the middle the lower is the median.
 
 Imports NumPy, schedule and the oracle of the methods only.
 """
@@ -37,6 +40,8 @@ class LocalStepsReference:
             optimizer's step.
         outer: gives the new common parameters from the old ones and the averages.
         overlap: how many steps are taken while averages travel.
+        fragments: the names of each, where the schedule has several.
+        clip: how many times the median length a change may have.
 
     Attributes:
         common: x.
@@ -53,6 +58,8 @@ class LocalStepsReference:
         update: Callable[[int, Arrays, Arrays], Arrays],
         outer: Callable[[Arrays, Arrays], Arrays] | None = None,
         overlap: int = 0,
+        fragments: Sequence[Sequence[str]] | None = None,
+        clip: float | None = None,
     ) -> None:
         n = method.n_workers
         self.method, self.schedule, self.update = method, schedule, update
@@ -61,9 +68,10 @@ class LocalStepsReference:
         self.workers: list[Arrays] = [dict(self.common) for _ in range(n)]
         self.starts: list[Arrays] = [dict(self.common) for _ in range(n)]
         self.taken = 0
-        self.overlap = overlap
-        # (when their average arrives, all changes, where every worker was when they were sent)
-        self.travelling: tuple[int, list[Arrays], list[Arrays]] | None = None
+        self.overlap, self.clip = overlap, clip
+        self.fragments = [list(names) for names in fragments or [parameters]]
+        # (when their averages arrive, which fragments, their changes, where every worker was)
+        self.travelling: tuple[int, range, list[Arrays], list[Arrays]] | None = None
 
     def step(self, grads: Sequence[Arrays]) -> None:
         """Every worker's own step, and the synchronisation, if one is due."""
@@ -71,35 +79,49 @@ class LocalStepsReference:
         self.workers = [self.update(i, self.workers[i], grads[i]) for i in range(n)]
         self.taken += 1
         if self.travelling is not None and self.taken == self.travelling[0]:
-            self._arrive()
-        due = self.schedule.due(self.taken, n)
-        if not due:
-            return
-        self.method.senders = due if self.schedule.asynchronous else None
-        changes = [self._change(i, i in due) for i in range(n)]
-        if self.overlap:
-            self.travelling = (self.taken + self.overlap, changes, list(self.workers))
-            return
-        averages = self.method.step(changes)
-        self.common = self.outer(self.common, averages)
-        for i in due:
-            self.workers[i], self.starts[i] = dict(self.common), dict(self.common)
+            self._arrive(range(n))
+        due, fragments = self.schedule.due(self.taken, n), self.schedule.fragments_due(self.taken)
+        if due:
+            self.method.senders = due if self.schedule.asynchronous else None
+            changes = [self._change(i, fragments, i in due) for i in range(n)]
+            if self.clip is not None:
+                changes = self._clipped(changes, due)
+            sent_from = [dict(worker) for worker in self.workers]
+            self.travelling = self.taken + self.overlap, fragments, changes, sent_from
+            if not self.overlap:
+                self._arrive(due)
 
-    def _arrive(self) -> None:
+    def _arrive(self, due: Sequence[int]) -> None:
         """The common parameters move; what a worker did meanwhile, it did from there."""
-        _, changes, sent_from = self.travelling
-        self.travelling = None
-        self.common = self.outer(self.common, self.method.step(changes))
-        for i, (now, then) in enumerate(zip(self.workers, sent_from, strict=True)):
-            self.workers[i] = {
-                name: x + (now[name] - then[name]) for name, x in self.common.items()
-            }
-            self.starts[i] = dict(self.common)
+        _, fragments, changes, sent_from = self.travelling
+        self.travelling, number = None, self.method.step_number
+        averages = self.method.step(changes)
+        if fragments[-1] < len(self.fragments) - 1:
+            self.method.step_number = number  # the round goes on
+        self.common |= self.outer({name: self.common[name] for name in averages}, averages)
+        for i in due:
+            for name in averages:
+                x, then = self.common[name], sent_from[i][name]
+                self.workers[i][name] = x + (self.workers[i][name] - then)
+                self.starts[i][name] = x
 
-    def _change(self, i: int, is_due: bool) -> Arrays:
+    def _clipped(self, changes: list[Arrays], due: Sequence[int]) -> list[Arrays]:
+        lengths = [
+            np.sqrt(sum(np.square(one.astype(np.float64)).sum() for one in change.values()))
+            for change in changes
+        ]
+        counted = sorted(lengths[i] for i in due if lengths[i] > 0)
+        limit = self.clip * counted[(len(counted) - 1) // 2] if counted else 1.0
+        return [
+            {name: one * one.dtype.type(min(1, limit / (length or 1))) for name, one in own.items()}
+            for own, length in zip(changes, lengths, strict=True)
+        ]
+
+    def _change(self, i: int, fragments: range, is_due: bool) -> Arrays:
+        names = [name for fragment in fragments for name in self.fragments[fragment]]
         if not is_due:
-            return {name: np.zeros_like(x) for name, x in self.common.items()}
-        return {name: self.starts[i][name] - self.workers[i][name] for name in self.common}
+            return {name: np.zeros_like(self.common[name]) for name in names}
+        return {name: self.starts[i][name] - self.workers[i][name] for name in names}
 
 
 def _subtract(common: Arrays, averages: Arrays) -> Arrays:

@@ -7,7 +7,8 @@ the methods have in common (Stich et al., 2018):
     acc_i = m_i + grad_i            g = (1/n) * sum_i sent_i
     m_i  <- (1 - beta) * m_i + beta * (acc_i - sent_i)
 
-With decay (SparseLoCo) acc_i = decay * m_i + grad_i.
+With decay (SparseLoCo) acc_i = decay * m_i + grad_i. Averaged over contributors, g is divided at
+each place by how many sent what is not zero, and not by n.
 
 Places are chosen by accumulators. With flush what is sent there is more: see reference.py.
 
@@ -73,6 +74,7 @@ class MethodReference(ScaleComReference):
         send: the method, one of the functions below.
         buckets: names of tensors that share a bucket, in its order.
         decay: of residues.
+        by_contributors: whether averages are over those who sent something.
 
     Attributes:
         senders: workers that have something to send, where that changes. The others send nothing,
@@ -87,9 +89,10 @@ class MethodReference(ScaleComReference):
         send: Send,
         buckets: Sequence[Sequence[str]] | None = None,
         decay: float = 1.0,
+        by_contributors: bool = False,
     ) -> None:
         super().__init__(n_workers, shapes, config, buckets)
-        self.send, self.decay = send, decay
+        self.send, self.decay, self.by_contributors = send, decay, by_contributors
         self.senders: list[int] | None = None
         self.buckets = [list(names) for names in buckets or [self.shapes]]
 
@@ -104,12 +107,12 @@ class MethodReference(ScaleComReference):
         return {name: np.full_like(average, np.nan) for name, average in averages.items()}
 
     def _average(self, grads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        whole = {name for name in self.shapes if self._is_sent_whole(name)}
+        whole = {name for name in grads[0] if self._is_sent_whole(name)}
         averages = {
             name: self._average_tensor(name, [worker[name] for worker in grads]) for name in whole
         }
         for number, names in enumerate(self.buckets):
-            compressed = [name for name in names if name not in whole]
+            compressed = [name for name in names if name in grads[0] and name not in whole]
             if compressed:
                 averages |= self._average_bucket(number, compressed, grads)
         return averages
@@ -147,6 +150,8 @@ class MethodReference(ScaleComReference):
         m = rest * m + beta * (accumulators - sent)
         m[silent] = kept
         average = mean(sent)
+        if self.by_contributors:
+            average = average * kind.type(self.n_workers) / np.maximum((sent != 0).sum(0), 1)
 
         averages = {}
         for name, (_, elements) in zip(names, tensors, strict=True):

@@ -16,12 +16,13 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
+    "barrier",
     "broadcast_object",
     "rank",
     "size",
 ]
 Average, Sum = dist.ReduceOp.AVG, dist.ReduceOp.SUM
-size, rank = dist.get_world_size, dist.get_rank
+size, rank, barrier = dist.get_world_size, dist.get_rank, dist.barrier
 
 
 class Compression:

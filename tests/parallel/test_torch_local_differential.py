@@ -17,6 +17,7 @@ import contextlib
 import copy
 import gc
 import io
+import math
 import os
 import random
 import time
@@ -292,7 +293,9 @@ def shared_by_all(hidden, plan, number):
 
 
 class Simulated:
-    """All workers in plain PyTorch. x: the common parameters; start: where each began its round."""
+    """All workers in plain PyTorch. x: the common parameters; start: where each began its round;
+    fragments: their names, told by the real one.
+    """
 
     def __init__(self, setting):
         self.setting, n = setting, hvd.size()
@@ -314,7 +317,8 @@ class Simulated:
         if setting["outer"] is not None:
             self.common = {name: torch.nn.Parameter(x.clone()) for name, x in self.x.items()}
             self.outer = OUTERS[setting["outer"]](self.common.values())
-        self.start = [self.x] * n
+        self.start = [dict(self.x) for _ in range(n)]
+        self.fragments = [self.names]
         self.taken = self.last = 0
         # What travels: (since, due, the average, where workers were); and of the real one what this
         # rank brought to it: (due, its change, its residues before).
@@ -332,21 +336,26 @@ class Simulated:
                 p.copy_(values[name])
 
     def due(self):
-        """Who synchronises after the step that was just taken."""
+        """Who synchronises what after the step that was just taken: ranks, names."""
         steps = self.setting["local_steps"]
         if isinstance(steps, list):
-            return [rank for rank, every in enumerate(steps) if self.taken % every == 0]
+            return [rank for rank, every in enumerate(steps) if self.taken % every == 0], self.names
         changes = steps if isinstance(steps, dict) else {0: steps}
-        if self.taken < self.last + changes[max(first for first in changes if first <= self.last)]:
-            return []
-        self.last = self.taken
-        return list(range(len(self.workers)))
+        steps = changes[max(first for first in changes if first <= self.last)]
+        done, count = self.taken - self.last, len(self.fragments)
+        names = []
+        for number, fragment in enumerate(self.fragments):
+            if math.ceil(steps * (number + 1) / count) == done:
+                names += fragment
+        if done == steps:
+            self.last = self.taken
+        return list(range(len(self.workers))) if names else [], names
 
-    def depart(self, due):
+    def depart(self, due, names):
         values, n = self.values(), len(self.workers)
         average = {
             name: sum(self.start[rank][name] - values[rank][name] for rank in due) / n
-            for name in self.x
+            for name in names
         }
         self.departed = self.taken, due, average, values
 
@@ -359,7 +368,7 @@ class Simulated:
         changed: names of what really changed, where a rounding here is no change.
         """
         if self.outer is None:
-            self.x = {name: x - average[name] for name, x in self.x.items()}
+            self.x = self.x | {name: self.x[name] - one for name, one in average.items()}
             return
         with torch.no_grad():
             for name, common in self.common.items():
@@ -369,12 +378,13 @@ class Simulated:
         self.x = {name: common.detach().clone() for name, common in self.common.items()}
 
     def arrive(self):
-        _, due, _, sent_from = self.departed
+        _, due, average, sent_from = self.departed
         values, self.departed = self.values(), None
         for rank in due:
-            meanwhile = {name: values[rank][name] - sent_from[rank][name] for name in self.x}
-            self.set(rank, {name: x + meanwhile[name] for name, x in self.x.items()})
-            self.start[rank] = self.x
+            meanwhile = {name: values[rank][name] - sent_from[rank][name] for name in average}
+            moved = {name: self.x[name] + change for name, change in meanwhile.items()}
+            self.set(rank, values[rank] | moved)
+            self.start[rank] = self.start[rank] | {name: self.x[name] for name in average}
 
     def save(self):
         kept = [
@@ -433,6 +443,7 @@ class Training:
             local_steps=self.setting["local_steps"],
             outer=OUTERS.get(self.setting["outer"]),
             overlap=self.setting["overlap"],
+            fragments=self.setting["fragments"],
             backward_passes_per_step=self.setting["passes"],
         )
         self.worker = Worker(hvd.rank(), net, optimizer, self.scaler, False)
@@ -442,16 +453,21 @@ class Training:
     def watch(self, local):
         """See what a synchronisation begins and ends with."""
         depart, arrive = local._depart, local._arrive
+        self.simulated.fragments = local._fragments
+        own = dict(self.worker.net.named_parameters())
 
-        def see_what_departs(due):
+        def see_what_departs(due, fragments):
             changes = {
-                name: (local._start[name].detach().to(p.dtype) - p.detach()).double()
+                name: (
+                    local._start[name].detach().to(own[name].dtype) - own[name].detach()
+                ).double()
                 if hvd.rank() in due
-                else torch.zeros_like(p).double()
-                for name, p in self.worker.net.named_parameters()
+                else torch.zeros_like(own[name]).double()
+                for fragment in fragments
+                for name in local._fragments[fragment]
             }
             self.simulated.brought = list(due), changes, self.residues()
-            depart(due)
+            depart(due, fragments)
 
         def see_what_arrives():
             before = {name: x.detach().clone() for name, x in local.common.items()}
@@ -461,7 +477,7 @@ class Training:
                 due, changes, residues = self.simulated.brought
                 left = self.residues()
                 now = {name: one.detach().clone() for name, one in local.common.items()}
-                sent = {n: changes[n] + residues.get(n, 0) - left.get(n, 0) for n in now}
+                sent = {n: c + residues.get(n, 0) - left.get(n, 0) for n, c in changes.items()}
                 self.seen.append((due, happened, before, now, sent))
             return happened
 
@@ -504,9 +520,9 @@ class Training:
             self.simulated.taken += 1
             if self.simulated.has_arrived():
                 self.synchronised()
-            due = self.simulated.due()
+            due, names = self.simulated.due()
             if due:
-                self.simulated.depart(due)
+                self.simulated.depart(due, names)
                 if not self.setting["overlap"]:
                     self.synchronised()
 
@@ -515,7 +531,7 @@ class Training:
         if self.simulated.departed:
             self.synchronised()
         if self.seen:
-            self.simulated.depart(list(range(hvd.size())))
+            self.simulated.depart(list(range(hvd.size())), self.simulated.names)
             self.synchronised()
 
     def synchronised(self):
@@ -668,16 +684,18 @@ def draw_setting(choose):
             "leader": choose(("cyclic", "staggered")),
         }
         fields |= {"lookahead": choose((False, True)) and not own}
-    overlap, local_steps = 0, [choose((1, 2, 3, 4)) for _ in range(n)]
+    fragments, overlap, local_steps = 1, 0, [choose((1, 2, 3, 4)) for _ in range(n)]
     if not own:
         local_steps = choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3}))
         least = min(local_steps.values()) if isinstance(local_steps, dict) else local_steps
-        overlap = choose((0, *range(least)))
+        fragments = choose((1, 1, 2, 3))
+        overlap = choose((0, *range(max(least // fragments, 1))))
     return {
         "whole": whole,
         "compression": (kind, fields),
         "local_steps": local_steps,
         "overlap": overlap,
+        "fragments": fragments,
         "outer": None if own else choose((None, None, *OUTERS)),
         "optimizer": optimizer,
         "several": several,

@@ -3,6 +3,7 @@ checkpoints, scaling, bad gradients.
 """
 
 import copy
+import gc
 import io
 import itertools
 
@@ -15,6 +16,7 @@ from models import feed, gradients, parameters, same_on_all_ranks
 from oracles import methods as oracle
 from oracles.local_steps import LocalStepsReference, nesterov
 
+from scalecom_hvd.exchange.kernel_thread import wait_for_kept
 from scalecom_hvd.exchange.kernels import positions_of
 from scalecom_hvd.schedule import Schedule
 
@@ -84,14 +86,31 @@ def momentum_sgd():
     return update
 
 
-def hold_to_the_oracle(compression, local_steps, steps, outer=None, outers=None, overlap=0, **more):
+def hold_to_the_oracle(
+    compression,
+    local_steps,
+    steps,
+    outer=None,
+    outers=None,
+    overlap=0,
+    fragments=1,
+    clip_changes=None,
+    **more,
+):
     """outers: what the oracle's outer optimizer is, where there is one."""
     n, rank = hvd.size(), hvd.rank()
     model = begin()
     if isinstance(compression, str):
         compression = COMPRESSIONS[compression](**more)
     optimizer, compressor = make(
-        model, compression, local_steps, momentum=MOMENTUM, outer=outer, overlap=overlap
+        model,
+        compression,
+        local_steps,
+        momentum=MOMENTUM,
+        outer=outer,
+        overlap=overlap,
+        fragments=fragments,
+        clip_changes=clip_changes,
     )
     exchange = oracle.MethodReference(
         n,
@@ -99,15 +118,18 @@ def hold_to_the_oracle(compression, local_steps, steps, outer=None, outers=None,
         compressor.config,
         rules.sending(compressor),
         decay=getattr(compressor, "decay", 1.0),
+        by_contributors=getattr(compressor, "average", "all") == "contributors",
     )
     start = {name: parameter.detach().numpy().copy() for name, parameter in model.items()}
     reference = LocalStepsReference(
         exchange,
         start,
-        Schedule(local_steps),
+        Schedule(local_steps, fragments),
         momentum_sgd(),
         outers,
         overlap,
+        optimizer._local._fragments,
+        clip_changes,
     )
     kinds = {name: value.dtype for name, value in start.items()}
     for step in range(steps):
@@ -171,6 +193,38 @@ def test_averages_that_travel_while_ranks_go_on(compression, overlap):
     hold_to_the_oracle(compression, 4, 43, *outer, overlap=overlap, **ONE_BUCKET)
 
 
+@some_compressions
+@pytest.mark.parametrize(
+    ("local_steps", "overlap", "fragments"),
+    [
+        (6, 2, 2),
+        ({0: 1, 5: 3, 15: 7}, 0, 2),
+        *(pytest.param(*own, marks=pytest.mark.long) for own in [(5, 0, 3), (2, 0, 3)]),
+    ],
+)
+def test_fragments_that_synchronise_in_turn(compression, local_steps, overlap, fragments):
+    hold_to_the_oracle(
+        compression,
+        local_steps,
+        43,
+        outer_sgd,
+        nesterov(0.5, 0.75),
+        overlap=overlap,
+        fragments=fragments,
+        **ONE_BUCKET,
+    )
+
+
+@some_compressions
+@pytest.mark.parametrize("more", [{}, {"overlap": 2, "fragments": 2}], ids=["all", "in turn"])
+@pytest.mark.parametrize("clip_changes", [1, pytest.param(0.9, marks=pytest.mark.long)])
+def test_changes_longer_than_the_median_are_cut(compression, clip_changes, more):
+    own = {"local_steps": 6} if more else {"local_steps": [2 + r % 3 for r in range(hvd.size())]}
+    hold_to_the_oracle(
+        compression, steps=42, clip_changes=clip_changes, **own, **more, **ONE_BUCKET
+    )
+
+
 def test_diloco_by_its_name():
     hold_to_the_oracle(**hvd.diloco(4), steps=24, outers=nesterov(0.7, 0.9))
 
@@ -180,9 +234,10 @@ def test_sparseloco_by_its_name():
     recipe["compression"] = hvd.LocalTopK(  # the oracle is told of a single bucket
         config=recipe["compression"].config.replace(bucket_bytes=10**8, dense=["double"]),
         decay=recipe["compression"].decay,
+        average=recipe["compression"].average,
         quantiser=recipe["compression"].quantiser,
     )
-    assert recipe["compression"].decay == 0.95
+    assert (recipe["compression"].decay, recipe["compression"].average) == (0.95, "contributors")
     hold_to_the_oracle(**recipe, steps=40)
 
 
@@ -880,6 +935,21 @@ def test_synchronize_parameters_ends_a_round_early():
     assert same_on_all_ranks(model.values())
 
 
+@pytest.mark.parametrize("more", [{}, {"clip_changes": 2, "outer": outer_sgd}], ids=["", "more"])
+@pytest.mark.parametrize("compression", ["ScaleCom", "LocalTopK, 8 bits"])
+def test_synchronize_parameters_where_a_script_evaluates(compression, more):
+    """The first synchronisation there makes tensors that later ones write to."""
+    model = begin()
+    optimizer, compressor = make(model, compression, 4, overlap=1, **more)
+    for steps in (range(2), range(2, 9)):
+        run(optimizer, model, steps)
+        with torch.inference_mode():
+            compressor.state_dict()
+            optimizer.synchronize_parameters()
+        assert same_on_all_ranks(model.values())
+    assert compressor.stats()["step"] == 4
+
+
 def test_a_model_loaded_between_rounds_is_where_the_next_begins():
     model, fresh = begin(), begin()
     optimizer, compressor = make(model, COMPRESSIONS["ScaleCom"](dense=["*"]), 2)
@@ -937,6 +1007,54 @@ def test_resuming_is_bit_identical(compression, at, schedule):
         run(again, model, range(at, 13))
         assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
         assert again.compression.stats()["steps_taken"] == 13
+
+
+@pytest.mark.parametrize("compression", [*SOME, "ScaleCom, exact, beta"])
+def test_one_rank_saves_while_averages_travel_and_others_wait_for_it(compression):
+    """What they have still to send of it goes without their scripts."""
+    straight = begin()
+    run(make(straight, compression, 4, overlap=3)[0], straight, range(16))
+    model = begin()
+    optimizer, compressor = make(model, compression, 4, overlap=3)
+    for at, steps in enumerate((range(4), range(4, 9), range(9, 16))):
+        run(optimizer, model, steps)
+        if hvd.rank() == at % hvd.size():
+            compressor.state_dict()
+        stock.barrier()
+    assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
+
+
+def test_an_optimizers_state_is_loaded_while_averages_travel():
+    """It has nothing to do with these, which one rank has waited for, and others have not."""
+    straight = begin()
+    run(make(straight, "ScaleCom", 4, overlap=3)[0], straight, range(13))
+    model = begin()
+    optimizer, compressor = make(model, "ScaleCom", 4, overlap=3)
+    run(optimizer, model, range(9))
+    if hvd.rank() == 0:
+        compressor.state_dict()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, model, range(9, 13))
+    assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("compression", [*SOME, "RandomK"])
+def test_ranks_drop_an_optimizer_at_different_times_while_averages_travel(compression):
+    """What a rank has still to submit of it goes without its optimizer."""
+    model = begin()
+    optimizer, compressor = make(model, compression, 4, overlap=3)
+    leader_of_the_second = 1
+    run(optimizer, model, range(7 if hvd.rank() == leader_of_the_second else 8))
+    if hvd.rank() != leader_of_the_second:
+        if hvd.rank() == 0:
+            del optimizer, compressor
+            gc.collect()
+        stock.barrier()
+        wait_for_kept()
+        return
+    stock.barrier()
+    run(optimizer, model, [7])
+    compressor.state_dict()  # waits for what rank 0 has to send
 
 
 def learn(optimizer, model, steps, bad=(), forwards=None):
@@ -1294,6 +1412,15 @@ def test_states_of_the_other_kind_are_refused():
         make(begin(), "ScaleCom", 4)[1].load_state_dict(wrong)
 
 
+@pytest.mark.parametrize("local_steps", [None, 2])
+def test_what_averages_is_not_wrapped_again(local_steps):
+    model = begin()
+    optimizer, _ = make(model, "ScaleCom", local_steps)
+    for again in (None, 4):
+        with pytest.raises(TypeError, match="averages already: wrap the one that it was made of"):
+            make(model, "ScaleCom", again, made=optimizer)
+
+
 @horovods_alone
 def test_what_cannot_work_is_refused():
     def refused(message, compression=None, local_steps=4, kind=ValueError, **more):
@@ -1338,10 +1465,7 @@ def test_ranks_that_differ_are_refused():
         model["first"] += hvd.rank()
     with pytest.raises(
         RuntimeError,
-        match=(
-            r"different parameters.*hvd.broadcast_parameters\(model.state_dict\(\), "
-            r"root_rank=0\)"
-        ),
+        match="different parameters.*call broadcast_parameters on all ranks before the first step",
     ):
         run(optimizer, model, [0])
 

@@ -118,17 +118,17 @@ def test_a_step_waits_for_no_round_that_others_have_not_come_to():
     step.start(iter([]))  # it has begun
     step.advance()
     assert waited == []
-    assert not step.waits_for_others
+    assert step.has_more
     step.advance(up_to_round=0)
     assert waited == ["kernel"]
-    assert step.waits_for_others
+    assert step.has_more
     step.advance()
     assert waited == ["kernel"]
     offsets.came = True
     step.advance()  # they came meanwhile
     assert waited == ["kernel"]
     assert step.waits.what == "values"
-    assert not step.waits_for_others  # nothing follows: nobody hurries to look
+    assert not step.has_more  # nothing follows: nobody hurries to look
     step.advance(up_to_round=10)
     values.came = True
     step.advance()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scalecom_hvd.bucket_layout import Layout, group_names, split, step_stats, traffic
+from scalecom_hvd.bucket_layout import Layout, divide, group_names, split, step_stats, traffic
 from scalecom_hvd.lanes import geometry
 
 NAMES = {7: "a", 3: "b", 5: "c", 1: "d", 2: "e"}  # keys in the model's order
@@ -40,6 +40,23 @@ def test_buckets_are_of_one_kind_and_of_limited_size():
         parts = buckets(limit)
         assert sorted(name for part in parts for name in part) == list("abcde")
         assert all(len({kinds[name] for name in part}) == 1 for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "expected"),
+    [
+        ([1, 1, 1, 1, 1, 1], 3, ["ab", "cd", "ef"]),
+        ([1, 1, 1, 10, 1, 1], 3, ["abc", "d", "ef"]),
+        ([10, 1, 1], 3, ["a", "b", "c"]),
+        ([1, 1, 10], 2, ["ab", "c"]),
+        ([5, 1, 1, 1], 2, ["a", "bcd"]),
+        ([0, 0, 0, 7], 4, ["a", "b", "c", "d"]),
+        ([3, 2, 1], 1, ["abc"]),
+    ],
+)
+def test_fragments_are_of_about_the_same_size(sizes, count, expected):
+    parts = divide(sizes, list("abcdef")[: len(sizes)], count)
+    assert ["".join(part) for part in parts] == expected
 
 
 def test_tensors_lie_one_after_the_other_and_aligned():

@@ -4,11 +4,12 @@ number is.
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.exchange.local_steps import NotFinite
+from scalecom_hvd.exchange.local_steps import NotFinite, check_gradients
 from scalecom_hvd.exchange.simulator import Simulation
 
 SETTINGS = {"rate": 4, "min_numel": 0, "dense": [], "warmup_steps": 0}
@@ -70,6 +71,14 @@ def test_a_bad_step_changes_nothing_and_gives_what_it_would_have_given():
     assert [one.stats()["steps_skipped"] for one in ranks.locals] == [0, 1]
     ranks.step(0.1)
     assert ranks.alike()
+
+
+def test_a_rank_whose_gradients_stay_bad_is_named(caplog):
+    ranks = Ranks(2, 4)
+    for _ in range(20):
+        ranks.step([0.25, "bad"])
+    (record,) = (r for r in caplog.records if "20 times in a row" in r.getMessage())
+    assert "each time rank 1 had a gradient that is not finite" in record.getMessage()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -203,6 +212,17 @@ def test_early_synchronisations_do_not_end_the_warm_up():
     assert ranks.states()[0]["local_steps"]["early"] == 4
 
 
+def test_an_early_synchronisation_at_the_warm_ups_end_is_sent_whole():
+    ranks = Ranks(2, 4, warmup_steps=7)
+    rates = []
+    for step in range(1, 9):
+        ranks.step(0.01)
+        if step == 6:
+            ranks.simulation.synchronise()
+        rates.append(ranks.compressors[0].stats()["rate"])
+    assert rates[5:] == [1.0, 1.0, 4]
+
+
 def test_every_rank_leads_where_each_has_its_own_schedule():
     ranks = Ranks(4, [1, 1, 2, 2])
     leaders = set()
@@ -274,6 +294,8 @@ def test_a_newcomer_takes_up_the_outer_optimizers_state(outer):
     ranks = Ranks(2, 2, outer=outer)
     for _ in range(4):
         ranks.step([0.25, -0.125])
+    for local in ranks.locals:
+        local.outer.param_groups[0]["lr"] *= 0.75  # as a scheduler does
     one = ranks.states()[1]
     later = Ranks(3, 2, outer=outer)
     for rank in (1, 2):  # rank 0 is new
@@ -284,6 +306,30 @@ def test_a_newcomer_takes_up_the_outer_optimizers_state(outer):
     assert later.alike()
     for key, value in outer_state(later)[0].items():
         assert torch.equal(value, outer_state(later, 1)[0][key])
+    first, second = ({**local.outer.param_groups[0], "params": 0} for local in later.locals[:2])
+    assert first == second
+    assert first["lr"] == ranks.locals[0].outer.param_groups[0]["lr"]
+
+
+def test_a_newcomer_takes_up_an_outer_learning_rate_alone():
+    """Its parameters are what the others have, and so is momentum, which there is none of."""
+
+    def plain(parameters):
+        return torch.optim.SGD(parameters, lr=torch.tensor(0.5))
+
+    ranks = Ranks(2, 2, outer=plain)
+    for _ in range(2):
+        ranks.step(0.25)
+    ranks.locals[1].outer.param_groups[0]["lr"].fill_(0.3)
+    later = Ranks(2, 2, outer=plain)
+    for model in later.models:
+        model.data.copy_(ranks.models[1])
+    later.compressors[1].load_state_dict(ranks.states()[1])
+    for _ in range(2):
+        later.step(0.25)
+    assert later.alike()
+    for local in later.locals:
+        assert local.outer.param_groups[0]["lr"] == torch.tensor(0.3)
 
 
 def test_a_void_synchronisation_leaves_the_outer_momentum():
@@ -316,8 +362,11 @@ def test_outer_momentum_does_not_move_what_is_frozen():
 def test_outer_optimizers_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="outer steps when all ranks synchronise"):
         Ranks(2, [1, 2], outer=momentum)
-    with pytest.raises(TypeError, match="a function of the common parameters"):
-        Ranks(2, 2, outer=lambda parameters: torch.optim.SGD([torch.zeros(3)], lr=1.0))
+    for outer in (lambda parameters: torch.optim.SGD([torch.zeros(3)], lr=1.0), "nesterov"):
+        with pytest.raises(TypeError, match="a function of the common parameters"):
+            Ranks(2, 2, outer=outer)
+    with pytest.raises(TypeError, match="steps without a closure, not LBFGS"):
+        Ranks(2, 2, outer=torch.optim.LBFGS)
     weight = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="give local_steps=H too"):
         hvd.DistributedOptimizer(
@@ -330,6 +379,34 @@ def test_outer_optimizers_that_cannot_work_are_refused():
         without.compressors[0].load_state_dict(with_one.states()[0])
 
 
+def test_an_outer_optimizer_of_ones_own():
+    """Its step() need not know of closures."""
+
+    class Subtract(torch.optim.Optimizer):
+        def step(self):
+            for x in self.param_groups[0]["params"]:
+                x.sub_(x.grad)
+
+    plain, own = Ranks(2, 2), Ranks(2, 2, outer=lambda common: Subtract(common, {}))
+    for ranks in (plain, own):
+        for _ in range(4):
+            ranks.step([0.25, 0.5])
+    assert torch.equal(plain.models[0], own.models[0])
+
+
+@pytest.mark.parametrize(("made", "loaded"), [(momentum, adam), (adam, momentum)])
+def test_a_state_of_another_outer_optimizer_is_refused(made, loaded):
+    """Nothing is changed then."""
+    state = travelling(steps=8, outer=made).states()[0]
+    ranks = Ranks(2, 4, overlap=2, outer=loaded)
+    kind = type(ranks.locals[0].outer).__name__
+    with pytest.raises(ValueError, match=f"is no {kind} of these parameters: give the same outer="):
+        ranks.compressors[0].load_state_dict(state)
+    assert ranks.locals[0].taken == ranks.compressors[0].residues.step == 0
+    for _ in range(4):
+        ranks.step(0.25)
+
+
 def test_ranks_with_other_outer_optimizers_are_refused():
     calls = []
 
@@ -339,6 +416,14 @@ def test_ranks_with_other_outer_optimizers_are_refused():
 
     with pytest.raises(RuntimeError, match="outer"):
         Ranks(2, 2, outer=differs).step(0.25)
+
+
+def test_ranks_with_other_outer_learning_rates_are_refused():
+    """One loaded its scheduler's state, say, and the other did not."""
+    ranks = Ranks(2, 2, outer=momentum)
+    ranks.locals[1].outer.param_groups[0]["lr"] = 0.1
+    with pytest.raises(RuntimeError, match="outer optimizers differ.*lr.*on every rank"):
+        ranks.step(0.25)
 
 
 # Averages that travel while ranks go on.
@@ -355,15 +440,20 @@ def travelling(n=2, steps=5, overlap=2, **fields):
     return ranks
 
 
+def train(ranks, steps):
+    """Take steps and synchronise; gives what came in, on average over two ranks."""
+    for step in range(steps):
+        ranks.step(GRADIENTS[step % 5])
+    ranks.simulation.synchronise()
+    return sum(sum(GRADIENTS[step % 5]) for step in range(steps)) / 2
+
+
 @pytest.mark.parametrize("overlap", [0, 1, 3])
 @pytest.mark.parametrize("compression", [hvd.ScaleCom, hvd.LocalTopK])
 def test_nothing_is_lost_while_averages_travel(overlap, compression):
     ranks = Ranks(2, 4, overlap=overlap, compression=compression, beta=1.0)
-    begin, came = ranks.models[0].detach().clone(), 0.0
-    for step in range(27):
-        ranks.step(GRADIENTS[step % 5])
-        came += sum(GRADIENTS[step % 5]) / 2
-    ranks.simulation.synchronise()
+    begin = ranks.models[0].detach().clone()
+    came = train(ranks, 27)
     assert ranks.alike()
     kept = sum(each.residues.tensors["w"].residue for each in ranks.compressors) / 2
     torch.testing.assert_close(begin - ranks.models[0].detach() + kept, torch.full([40], came))
@@ -388,6 +478,21 @@ def test_resuming_while_averages_travel_is_bit_identical(outer, steps):
     resumed.simulation.collect()
     residues = [r.compressors[1].residues.tensors["w"].residue for r in (ranks, resumed)]
     assert torch.equal(*residues)
+
+
+@pytest.mark.parametrize(("local_steps", "overlap"), [(4, 0), (4, 1), (6, 5), (5, 4), (10, 3)])
+def test_resuming_with_another_schedule_while_averages_travel(local_steps, overlap):
+    """They count before others are sent, and nothing is lost."""
+    settings = {"compression": hvd.LocalTopK, "beta": 1.0}
+    ranks = travelling(overlap=3, **settings)
+    begin, came = torch.linspace(-1, 1, 40), sum(map(sum, GRADIENTS)) / 2
+    resumed = Ranks(2, local_steps, overlap=overlap, **settings)
+    for rank, state in enumerate(ranks.states()):
+        resumed.compressors[rank].load_state_dict(state)
+    came += train(resumed, 13)
+    assert resumed.alike()
+    kept = sum(each.residues.tensors["w"].residue for each in resumed.compressors) / 2
+    torch.testing.assert_close(begin - resumed.models[0].detach() + kept, torch.full([40], came))
 
 
 def test_a_newcomer_while_averages_travel():
@@ -506,3 +611,328 @@ def test_an_overlap_without_local_steps_is_refused():
         hvd.DistributedOptimizer(
             torch.optim.SGD([weight], lr=1.0), [("w", weight)], hvd.ScaleCom, overlap=1
         )
+
+
+# Fragments that synchronise in turn.
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+class Fragments(Ranks):
+    """Simulated ranks with five parameters of 40 elements, of which each fragment has some."""
+
+    def __init__(self, n, local_steps, fragments, dtype=torch.float32, **fields):
+        def parameters():
+            values = torch.linspace(-1, 1, 40).to(dtype)
+            return {name: torch.nn.Parameter(values.clone()) for name in NAMES}
+
+        self.own = [parameters() for _ in range(n)]
+        self.simulation = Simulation(
+            n,
+            lambda rank: self.own[rank],
+            compression=fields.pop("compression", hvd.ScaleCom),
+            local_steps=local_steps,
+            fragments=fragments,
+            **(SETTINGS | fields),
+        )
+        self.locals, self.compressors = self.simulation.locals, self.simulation.compressors
+
+    @property
+    def models(self):
+        """All of a rank's parameters in one: changes in place show."""
+        return [Joined(own.values()) for own in self.own]
+
+    def same(self):
+        """Names of the parameters that are the same on all ranks."""
+        return "".join(
+            name
+            for name in NAMES
+            if all(torch.allclose(self.own[0][name], o[name], atol=1e-6) for o in self.own)
+        )
+
+    def values(self, rank):
+        return torch.cat([p.detach() for p in self.own[rank].values()])
+
+
+class Joined:
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    def sub_(self, number):
+        for parameter in self.parameters:
+            parameter.sub_(number)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [(0, ["", "abc", "de", "abc", "de"]), (1, ["", "", "abc", "", "de"])],
+)
+def test_fragments_synchronise_one_after_the_other(overlap, expected):
+    """Of two ranks that go apart in every step, or, while averages travel, in each but the last."""
+    ranks = Fragments(2, 4, 2, overlap=overlap, dense=["*"])
+    found = []
+    for step in range(5 if overlap else 8):
+        ranks.step(0.25 if overlap and step in (2, 4) else [0.25, 0.5])
+        if overlap or step in (0, 1, 3, 5, 7):
+            found.append(ranks.same())
+    assert found == expected
+    ranks.simulation.synchronise()
+    assert ranks.same() == "abcde"
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("compression", [hvd.ScaleCom, hvd.LocalTopK, hvd.RandomK])
+@pytest.mark.parametrize(("local_steps", "fragments"), [(4, 2), ({0: 2, 7: 5}, 2), (2, 5)])
+def test_nothing_is_lost_of_fragments(compression, overlap, local_steps, fragments):
+    if overlap and local_steps != 4:
+        local_steps = 12
+    ranks = Fragments(2, local_steps, fragments, compression=compression, overlap=overlap, beta=1.0)
+    begin = ranks.values(0)
+    came = train(ranks, 27)
+    assert ranks.same() == "abcde"
+    kept = (
+        sum(
+            torch.cat([each.residues.tensors[name].residue for name in NAMES])
+            for each in ranks.compressors
+        )
+        / 2
+    )
+    torch.testing.assert_close(begin - ranks.values(0) + kept, torch.full([200], came))
+
+
+@pytest.mark.parametrize("outer", [None, momentum, adam])
+@pytest.mark.parametrize(("steps", "overlap"), [(6, 0), (7, 0), (6, 1), (8, 1), (9, 1)])
+@pytest.mark.parametrize("compression", [hvd.ScaleCom, hvd.LocalTopK])
+def test_resuming_between_fragments_is_bit_identical(compression, outer, steps, overlap):
+    def make():
+        return Fragments(2, 4, 2, compression=compression, overlap=overlap, outer=outer)
+
+    ranks, resumed = make(), make()
+    for step in range(steps):
+        ranks.step(GRADIENTS[step % 5])
+    ranks.simulation.collect()
+    for rank, state in enumerate(ranks.states()):
+        # In another order and place, as a new process would: the parameters are loaded last.
+        resumed.compressors[rank].load_state_dict(state)
+        assert torch.equal(resumed.values(rank), ranks.values(rank))
+    for step in range(9):
+        ranks.step(GRADIENTS[step % 5])
+        resumed.step(GRADIENTS[step % 5])
+        for rank in range(2):
+            assert torch.equal(resumed.values(rank), ranks.values(rank)), step
+    ranks.simulation.collect()
+    resumed.simulation.collect()
+    for name in NAMES:
+        residues = [r.compressors[1].residues.tensors[name].residue for r in (ranks, resumed)]
+        assert torch.equal(*residues)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_newcomer_between_fragments(overlap):
+    ranks = Fragments(2, 4, 2, overlap=overlap, outer=momentum)
+    for step in range(6):
+        ranks.step(GRADIENTS[step % 5])
+    ranks.simulation.collect()
+    later = Fragments(3, 4, 2, overlap=overlap, outer=momentum)
+    for rank, state in enumerate(ranks.states()):
+        later.compressors[rank].load_state_dict(state)
+    for _ in range(7):
+        later.step([0.25, 0.5, 0.125])
+    later.simulation.synchronise()
+    assert later.same() == "abcde"
+    for name in NAMES:
+        commons = [local.common[name] for local in later.locals]
+        assert torch.equal(commons[0], commons[2])
+
+
+def test_a_fragment_that_is_void():
+    """One rank's change of it is not finite: that rank goes back, nothing else is lost."""
+    ranks = Fragments(2, 4, 2, dense=["*"])
+    begin = ranks.values(0)
+    for _ in range(3):
+        ranks.step(0.25)
+    with torch.no_grad():
+        ranks.own[1]["e"][3] = float("nan")
+    ranks.step(0.25)
+    # a, b and c were averaged after two steps; here rank 1 goes back to the common parameters.
+    torch.testing.assert_close(ranks.values(0), begin - 1.0)
+    torch.testing.assert_close(ranks.values(1), begin - torch.tensor([0.5] * 120 + [0.0] * 80))
+    assert ranks.compressors[0].stats()["skipped_steps"] == 1
+    for _ in range(4):
+        ranks.step(0.25)
+    ranks.simulation.synchronise()
+    assert ranks.same() == "abcde"
+    torch.testing.assert_close(ranks.values(0), begin - torch.tensor([1.75] * 120 + [1.5] * 80))
+
+
+def test_all_ranks_lead_each_fragment():
+    """Steps are counted in rounds: with as many fragments as ranks each would have one leader."""
+    ranks = Fragments(2, 2, 2, rate=20, beta=1.0)
+    led = []
+    for _ in range(8):
+        ranks.step([0.25, 0.5])
+        led.append(ranks.compressors[0].stats()["leader"])
+    assert ranks.compressors[0].stats()["step"] == 4
+    assert led == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_stats_and_looks_of_fragments():
+    ranks = Fragments(2, 4, 2, diagnostics=2, compression=hvd.LocalTopK, rate=20)
+    found = []
+    for _ in range(16):
+        ranks.step([0.25, -0.5])
+        stats = ranks.compressors[0].stats()
+        found.append((stats["bytes_gathered"], stats["rate"], stats["diagnostics"]))
+    large, small = found[5], found[7]
+    assert (large[:2], small[:2]) == ((3 * 2 * 5, 20), (2 * 2 * 5, 20))
+    # Of the whole model, when the round is over.
+    assert found[2][2] is None
+    assert [found[i][2]["step"] for i in (3, 10, 11, 15)] == [0, 0, 2, 2]
+    # The first change of a, b and c is that of two steps, of d and e that of four.
+    largest = ranks.compressors[0].residues.health.norms[-1][-1]
+    assert largest == pytest.approx((120 * 0.5**2 + 80 * 1.0**2) ** 0.5)
+
+
+def test_groups_stay_together_in_fragments():
+    groups = [["a", "e"], ["b"], ["c", "d"]]
+    ranks = Fragments(2, 4, 2, groups=groups)
+    for _ in range(4):
+        ranks.step([0.25, 0.5])
+    assert sorted(map(sorted, ranks.compressors[0].residues.buckets)) == [
+        ["a", "e"],
+        ["b"],
+        ["c", "d"],
+    ]
+    assert ranks.same() == "cd"
+
+
+def test_groups_of_nothing_are_no_fragments():
+    groups = [["a", "e"], [], ["b"], [], ["c", "d"]]
+    ranks = Fragments(2, 3, 3, groups=groups, warmup_steps=3)
+    rates = []
+    for _ in range(6):
+        ranks.step([0.25, 0.5])
+        rates.append(ranks.compressors[0].stats()["rate"])
+    assert rates == [1.0, 1.0, 1.0, 4, 4, 4]
+    with pytest.raises(ValueError, match="3 tensors, or groups, cannot be cut into 4 fragments"):
+        Fragments(2, 4, 4, groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("local_steps", "overlap", "fragments", "error", "message"),
+    [
+        (4, 0, 0, ValueError, "fragments must be 1 .the whole model. or more, not 0"),
+        (4, 0, 1.5, TypeError, "a whole number, not 1.5"),
+        (4, 0, 6, ValueError, "5 tensors, or groups, cannot be cut into 6 fragments: give fewer"),
+        (4, 2, 2, ValueError, "from 0 to 1, less than local_steps // fragments, not 2"),
+        ({0: 8, 9: 4}, 2, 2, ValueError, "less than the least of local_steps // fragments, not 2"),
+        ([4, 4], 0, 2, ValueError, "fragments have all ranks synchronise at the same steps"),
+    ],
+)
+def test_fragments_that_cannot_work_are_refused(local_steps, overlap, fragments, error, message):
+    with pytest.raises(error, match=message):
+        Fragments(2, local_steps, fragments, overlap=overlap)
+
+
+def test_states_of_other_fragments():
+    """Between synchronisations it does not matter how many there were; ranks must have as many."""
+    ranks, other = Fragments(2, 4, 2), Fragments(2, 4, 5)
+    for _ in range(3):
+        ranks.step([0.25, 0.5])
+    for rank, state in enumerate(ranks.states()):
+        other.compressors[rank].load_state_dict(state)
+    for _ in range(6):
+        other.step([0.25, 0.5])
+    other.simulation.synchronise()
+    assert other.same() == "abcde"
+    travelling = Fragments(2, 4, 2, overlap=1)
+    for _ in range(2):
+        travelling.step([0.25, 0.5])
+    travelling.simulation.collect()
+    state = travelling.states()[0]
+    state["local_steps"]["sent_from"]["unknown"] = torch.zeros(40)
+    with pytest.raises(ValueError, match="sent_from. belong to another model"):
+        ranks.compressors[0].load_state_dict(state)
+
+
+def test_ranks_with_other_fragments_are_refused():
+    ranks = Fragments(2, 4, 2)
+    ranks.locals[1]._fragments = ranks.locals[1]._fragments * 2
+    with pytest.raises(RuntimeError, match="fragments"):
+        ranks.step(0.25)
+
+
+# Changes that are clipped.
+
+
+@pytest.mark.parametrize(
+    ("grads", "changes"),
+    [
+        ([0.25, 0.5, 100.0], [0.5, 1.0, 2.0]),
+        # longer than its square is a float32
+        ([0.25, 0.5, 2.0**90], [0.5, 1.0, 2.0]),
+        # the lower of two in the middle: that of both would never cut
+        ([0.25, 100.0], [0.5, 1.0]),
+        # those that changed nothing say nothing of how long a change is
+        ([0.0, 0.25, 0.0], [0.0, 0.5, 0.0]),
+    ],
+)
+def test_a_rank_that_goes_astray_moves_the_others_less(grads, changes):
+    ranks = Ranks(len(grads), 2, dense=["*"], clip_changes=np.float32(2))
+    begin = ranks.models[0].detach().clone()
+    for _ in range(2):
+        ranks.step(grads)
+    assert ranks.alike()
+    torch.testing.assert_close(ranks.models[0].detach(), begin - sum(changes) / len(changes))
+    cut = [int(2 * grad != change) for grad, change in zip(grads, changes, strict=True)]
+    assert [c.stats()["changes_clipped"] for c in ranks.compressors] == cut
+
+
+def test_what_is_not_finite_is_not_clipped_to_what_is():
+    ranks = Ranks(3, 2, dense=["*"], clip_changes=2)
+    begin = ranks.models[0].detach().clone()
+    for grad in (0.25, float("nan")):
+        ranks.step([0.25, 0.5, grad])
+    assert torch.equal(ranks.models[2], begin)
+    assert ranks.compressors[0].stats()["skipped_steps"] == 1
+    for _ in range(2):
+        ranks.step(0.0)
+    assert ranks.alike()
+    torch.testing.assert_close(ranks.models[0].detach(), begin - (0.5 + 1.0 + 0.0) / 3)
+
+
+def test_what_clips_is_the_same_on_all_ranks():
+    ranks = Ranks(2, 2, clip_changes=2)
+    ranks.locals[1]._clip = 3
+    with pytest.raises(RuntimeError, match="clip_changes"):
+        ranks.step(0.25)
+
+
+@pytest.mark.parametrize(
+    ("clip", "error", "message"),
+    [
+        (0, ValueError, "a number above 0, not 0"),
+        (float("inf"), ValueError, "not inf"),
+        ("2", TypeError, "clip_changes must be a number, not '2'"),
+        (True, TypeError, "not True"),
+    ],
+)
+def test_clips_that_cannot_work_are_refused(clip, error, message):
+    with pytest.raises(error, match=message):
+        Ranks(2, 2, clip_changes=clip)
+
+
+@pytest.mark.parametrize("value", [2.0**99, -(2.0**101), float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_which_gradients_can_be_used(dtype, value):
+    """One whose square is no float32 can be."""
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for _ in range(3)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.ones_like(parameter)
+    check_gradients(parameters)
+    parameters[1].grad[2] = value
+    if abs(value) < 2.0**100:
+        check_gradients(parameters)
+    else:
+        with pytest.raises(NotFinite):
+            check_gradients(parameters)

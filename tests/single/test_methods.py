@@ -232,12 +232,16 @@ def test_another_seed_gives_other_numbers(method):
 # Residues that fade.
 
 
+@pytest.mark.parametrize("average", ["all", "contributors"])
 @pytest.mark.parametrize("selection", ["lanes", "exact"])
-def test_what_waits_fades_as_the_oracle_says(selection):
-    method = functools.partial(hvd.LocalTopK, decay=0.75)
+def test_what_waits_fades_as_the_oracle_says(selection, average):
+    method = functools.partial(hvd.LocalTopK, decay=0.75, average=average)
     simulation = simulate(3, method, beta=1.0, selection=selection)
     config = simulation.compressors[0].config
-    reference = oracle.MethodReference(3, SHAPES, config, oracle.local_topk, BUCKETS, decay=0.75)
+    by_contributors = average == "contributors"
+    reference = oracle.MethodReference(
+        3, SHAPES, config, oracle.local_topk, BUCKETS, 0.75, by_contributors
+    )
     for step in range(12):
         everyone = made_up(3, step)
         if step in (3, 7):
@@ -269,15 +273,28 @@ def test_a_frozen_tensors_residue_does_not_fade():
         ({"decay": 1.5, "beta": 1.0}, ValueError, r"from 0 \(no residue\) to 1 \(all of it\)"),
         ({"decay": "much", "beta": 1.0}, TypeError, "decay must be a number, not 'much'"),
         ({"decay": 0.9, "beta": 0.5}, ValueError, "exclude each other: give beta=1, not 0.5"),
+        ({"average": "some"}, ValueError, 'average must be "all" or "contributors", not \'some\''),
     ],
 )
-def test_decays_that_cannot_work(fields, error, message):
+def test_what_local_top_k_cannot_do(fields, error, message):
     with pytest.raises(error, match=message):
         hvd.LocalTopK(**fields)
 
 
-def test_another_decay_is_another_method():
-    one, other = (simulate(2, functools.partial(hvd.LocalTopK, decay=d), beta=1.0) for d in (1, 0))
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"decay": 0}, "decay=None in the state and 0.0 now"),
+        ({"average": "contributors"}, "average=None in the state and 'contributors' now"),
+    ],
+)
+def test_another_decay_is_another_method(more, message):
+    one, other = (
+        simulate(2, functools.partial(hvd.LocalTopK, **own), beta=1.0) for own in ({}, more)
+    )
     one.step(as_tensors(made_up(2, 0)))
-    with pytest.raises(ValueError, match=r"decay=None in the state and 0.0 now"):
+    with pytest.raises(ValueError, match=message):
         other.compressors[0].load_state_dict(one.compressors[0].state_dict())
+    other.step(as_tensors(made_up(2, 0)))
+    with pytest.raises(ValueError, match="in the state and None now"):
+        one.compressors[0].load_state_dict(other.compressors[0].state_dict())

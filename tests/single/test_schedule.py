@@ -59,8 +59,27 @@ def test_a_step_is_due_where_a_walk_comes_by(changes):
     assert not schedule.asynchronous
 
 
+@pytest.mark.parametrize("fragments", [1, 2, 3, 7])
+@pytest.mark.parametrize("changes", [{0: 1}, {0: 12}, {0: 7, 3: 2}, {0: 1, 10: 5, 50: 16}])
+def test_fragments_are_due_in_turn_once_in_each_round(changes, fragments):
+    schedule, begin = Schedule(changes, fragments), 0
+    for end in walk(changes, 200):
+        due = [
+            (step, p) for step in range(begin + 1, end + 1) for p in schedule.fragments_due(step)
+        ]
+        assert [p for _, p in due] == list(range(fragments))
+        for step, p in due:
+            share = (p + 1) / fragments * (end - begin)
+            assert share <= step - begin < share + 1
+        assert {step for step, _ in due} == {
+            step for step in range(begin + 1, end + 1) if schedule.due(step, 2)
+        }
+        assert schedule.synchronisations(end) == schedule.synchronisations(begin) + 1
+        begin = end
+
+
 def test_one_number():
-    assert [step for step in range(20) if Schedule(4).due(step, 2)] == [4, 8, 12, 16]
+    assert [step for step in range(1, 20) if Schedule(4).due(step, 2)] == [4, 8, 12, 16]
     assert Schedule(4).describe() == Schedule({0: 4}).describe() == [[0, 4]]
     Schedule(4).check_ranks(17)
 

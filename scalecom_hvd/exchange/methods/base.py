@@ -532,8 +532,9 @@ class Method:
             ranks; what ranks gather for them is not counted in the bytes above.
 
             local_steps, steps_taken, steps_skipped, with local steps: the schedule, this rank's
-            steps, and those of them left out because a gradient was not finite; `step` counts
-            synchronisations then, and bytes are those of the last one.
+            steps, and those of them left out because a gradient was not finite; changes_clipped,
+            where they are: how many of this rank's. `step` counts synchronisations then, with
+            fragments rounds, and bytes are those of the last one, or of the last fragment.
 
             quantiser, where there is one, and values: whether its values were "gathered" or
             "averaged" in the last step, or in some buckets this and in others that; None where

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from scalecom_hvd.config import checked_number
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
@@ -27,6 +28,9 @@ class LocalTopK(Method):
         decay: what residues are multiplied by before a gradient, or change, is added, so that what
             waits long fades: acc = decay * m + g (SparseLoCo, Sarfi et al., 2025, arXiv
             2508.15706). The rest of it is lost. Below 1 it needs beta=1.
+        average: over whom values of a place are averaged: "all" ranks, or the "contributors" that
+            sent one that is not zero there. With these a place that one rank chose moves n times as
+            far, so that what is sent and kept no longer adds up to what came in.
         **fields: of ScaleComConfig; leader, lookahead and wire_dtype mean nothing here.
 
     Raises:
@@ -35,22 +39,23 @@ class LocalTopK(Method):
 
     takes_quantiser = always_gathers = True
 
-    def __init__(self, *, decay: float = 1.0, **fields: Any) -> None:
+    def __init__(self, *, decay: float = 1.0, average: str = "all", **fields: Any) -> None:
         super().__init__(**fields)
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)):
-            raise TypeError(f"decay must be a number, not {decay!r}")
+        if average not in ("all", "contributors"):
+            raise ValueError(f'average must be "all" or "contributors", not {average!r}')
+        self.decay, self.average = checked_number("decay", decay), average
         if not 0 <= decay <= 1:
             raise ValueError(f"decay must be from 0 (no residue) to 1 (all of it), not {decay}")
         if decay < 1 and self.config.beta != 1:
             raise ValueError(
                 f"decay and the filter exclude each other: give beta=1, not {self.config.beta:g}"
             )
-        self.decay = float(decay)
 
     @property
     def settings(self) -> dict[str, Any]:
         """What ranks must have in common besides the config."""
-        return super().settings | ({"decay": self.decay} if self.decay < 1 else {})
+        own: dict[str, Any] = {"decay": self.decay} if self.decay < 1 else {}
+        return super().settings | own | ({} if self.average == "all" else {"average": self.average})
 
     def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
         """Choose, send to all, add up."""
@@ -67,10 +72,21 @@ class LocalTopK(Method):
         bucket.send(places, sent)
         # Values first: they are viewed as words, and so must begin on one.
         everyone = yield from collectives.gather(torch.cat([payload, offsets]), "chosen")
-        for theirs in everyone:
+
+        def read(theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             at = bucket.places_at(theirs[len(payload) :].clone())
-            received = self.quantiser.unpack(theirs[: len(payload)], sent, counts)
-            bucket.receive(at, received * collectives.share)
+            return at, self.quantiser.unpack(theirs[: len(payload)], sent, counts)
+
+        contributors: torch.Tensor | None = None
+        if self.average == "contributors":
+            contributors = torch.zeros_like(bucket.accumulators)
+            for at, received in map(read, everyone):
+                contributors[at] += received != 0
+        for at, received in map(read, everyone):
+            share: float | torch.Tensor = collectives.share
+            if contributors is not None:
+                share = share * collectives.size / contributors[at].clamp_(min=1)
+            bucket.receive(at, received * share)
 
 
 def pack(values: torch.Tensor, more: torch.Tensor) -> torch.Tensor:

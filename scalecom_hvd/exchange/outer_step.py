@@ -1,0 +1,187 @@
+"""What averaged changes make of the common parameters of local steps: x <- outer(x, average).
+
+outer is a torch optimizer that all ranks step alike, with the average as its gradient (DiLoCo,
+Douillard et al., 2023, arXiv 2311.08105). Without one the average is subtracted. Its state is the
+same on all ranks; newcomers take up that of the others.
+
+Imports collectives.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from scalecom_hvd.exchange.collectives import Collectives
+
+Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""Makes an optimizer of the common parameters."""
+
+
+class OuterStep:
+    """The common parameters, and the outer optimizer that steps them.
+
+    Args:
+        common: {name: x}, float32 or float64.
+        make: makes the optimizer; None: averages are subtracted.
+
+    Attributes:
+        optimizer: the outer optimizer, or None.
+
+    Raises:
+        TypeError: `make` gives no optimizer of the common parameters, or one that wants a closure.
+    """
+
+    def __init__(self, common: Mapping[str, torch.nn.Parameter], make: Outer | None) -> None:
+        self._common = common
+        self.optimizer = None if make is None else _made(make, common)
+
+    def take(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Let each x become what its average makes of it, on every rank alike."""
+        if self.optimizer is None:
+            for name, average in averages.items():
+                self._common[name].sub_(average)
+            return
+        for name, x in self._common.items():
+            # What nobody changed, such as a frozen tensor, stays: no momentum moves it. So does
+            # what is of another fragment.
+            average = averages.get(name)
+            x.grad = average if average is not None and bool(average.any()) else None
+        self.optimizer.step()
+        for x in self._common.values():
+            x.grad = None
+
+    def settings(self) -> dict[str, str]:
+        """What ranks must have in common, {} without an outer optimizer."""
+        if self.optimizer is None:
+            return {}
+        return {"outer": f"{type(self.optimizer).__name__}({self.optimizer.defaults})"}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The learning rate and the like of each group, which a scheduler changes, for JSON."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [
+            {key: _plain(value) for key, value in group.items() if _is_setting(value)}
+            for group in groups
+        ]
+
+    def take_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what `groups` of another rank gave."""
+        if self.optimizer is None:
+            return
+        for own, others in zip(self.optimizer.param_groups, groups, strict=False):
+            for key, value in others.items():
+                if isinstance(own.get(key), torch.Tensor):
+                    own[key].fill_(value)
+                else:
+                    own[key] = tuple(value) if isinstance(value, list) else value
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved: the optimizer's state, and the name of its class. {} without one."""
+        if self.optimizer is None:
+            return {}
+        return {"outer": self.optimizer.state_dict(), "outer_kind": type(self.optimizer).__name__}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `state_dict` of such an optimizer is part of this."""
+        if ("outer" in state) != (self.optimizer is not None):
+            made, give = (
+                ("with", "give the same outer=")
+                if "outer" in state
+                else ("without", "leave out outer=")
+            )
+            raise ValueError(f"the state was made {made} an outer optimizer: {give}")
+        if self.optimizer is None:
+            return
+        own, saved = self.optimizer.state_dict(), state["outer"]
+        kind = type(self.optimizer).__name__
+        counts, found = (
+            [len(group["params"]) for group in one["param_groups"]] for one in (own, saved)
+        )
+        if state.get("outer_kind", kind) != kind or found != counts:
+            raise ValueError(
+                f"the state's outer optimizer is no {kind} of these parameters: give the same "
+                "outer="
+            )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The optimizer's state."""
+        values = [state[key] for state in self._states() for key in sorted(state)]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Of each common parameter {key: (shape, dtype) of a tensor, or the number}, for JSON."""
+
+        def shape_of(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return [list(value.shape), str(value.dtype).removeprefix("torch.")]
+
+        return [{key: shape_of(state[key]) for key in sorted(state)} for state in self._states()]
+
+    def broadcast(
+        self, collectives: Collectives, root: int, described: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Give all ranks the state of the rank at position `root`, which it described so."""
+        for x, own in zip(self._common.values(), described, strict=False):
+            state = {key: value for key, value in own.items() if not _is_shape(value)}
+            for key in (key for key, value in own.items() if _is_shape(value)):
+                shape, dtype = own[key]
+                now = self.optimizer.state.get(x, {}).get(key)
+                if not (isinstance(now, torch.Tensor) and list(now.shape) == shape):
+                    device = x.device if shape else "cpu"  # steps are counted on the CPU
+                    now = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                state[key] = now
+            self.optimizer.state.pop(x, None)
+            if state:
+                self.optimizer.state[x] = state
+        for i, tensor in enumerate(self.tensors()):
+            whole = tensor.detach().contiguous().view(-1)
+            collectives.broadcast(whole, root, f"scalecom.local_steps.outer.{i}").wait()
+            tensor.copy_(whole.view(tensor.shape))
+
+    def _states(self) -> list[dict[str, Any]]:
+        if self.optimizer is None:
+            return []
+        return [self.optimizer.state.get(x, {}) for x in self._common.values()]
+
+
+def _made(make: Outer, common: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    outer = make(list(common.values())) if callable(make) else None
+    if not isinstance(outer, torch.optim.Optimizer) or {
+        x for group in outer.param_groups for x in group["params"]
+    } != set(common.values()):
+        raise TypeError(
+            "outer must be a function of the common parameters that gives a torch optimizer of "
+            "them, such as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    try:
+        inspect.signature(outer.step).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"outer must be an optimizer that steps without a closure, not {type(outer).__name__}: "
+            "there is no loss to evaluate, only averages"
+        ) from error
+    return outer
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether this is a number, or the like, and not a group's parameters."""
+    if isinstance(value, tuple):
+        return all(map(_is_setting, value))
+    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+    return is_number or isinstance(value, bool | int | float | str | None)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it."""
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _is_shape(described: Any) -> bool:
+    return isinstance(described, list)
