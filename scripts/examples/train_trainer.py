@@ -10,10 +10,12 @@ own. Needs torch, transformers and accelerate; the text is the standard library'
 from __future__ import annotations
 
 import argparse
+import gc
 import pathlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
@@ -99,10 +101,6 @@ def main() -> None:
     )
     callback.trainer = trainer
     trainer.train(resume_from_checkpoint=options.resume)
-    if trainer.args.world_size > 1:
-        # torch 2.13 over Gloo, with a hook or without: where Python ends while a thread of Gloo's
-        # still drops the last losses that Trainer gathered, the process aborts. It is let go here.
-        torch.distributed.barrier()
 
 
 class _StopAt(transformers.TrainerCallback):
@@ -121,3 +119,9 @@ class _StopAt(transformers.TrainerCallback):
 
 if __name__ == "__main__":
     main()
+    # Over Gloo torch 2.13 may abort where Python ends while a thread still lets go of what was
+    # averaged (pytorch/pytorch#190489). The group's end waits for its threads, but for ever where
+    # a wrapped model has hold of it still.
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
