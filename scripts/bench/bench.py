@@ -200,12 +200,12 @@ def table(results: list[Result]) -> str:
             ]
             lines += [
                 f"  {'method':38s} {'step ms':>8s} {'exposed ms':>10s} {'MB sent':>8s} "
-                f"{'CPU ms':>7s} {'vs dense':>9s}"
+                f"{'CPU ms':>7s} {'longest ms':>10s} {'vs dense':>9s}"
             ]
         if r["method"] != "no communication":
             numbers = (
                 f"{r['step_ms']:8.0f} {r['exposed_ms']:10.1f} {r['bytes'] / 1e6:8.2f} "
-                f"{r['exchange_cpu_ms']:7.0f}"
+                f"{r['exchange_cpu_ms']:7.0f} {r['longest_ms']:10.0f}"
             )
             lines += [f"  {r['method']:38s} {numbers} {r['speedup']:8.1f}x"]
     return "\n".join(lines[1:])
@@ -312,7 +312,7 @@ def main() -> int:
         default=Path("bench"),
         help="folder for results.json, steps.csv and steps.png (default: bench)",
     )
-    parser.add_argument("--timeout", type=float, default=400, help="seconds for one job")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one job")
     arguments = parser.parse_args()
     if os.geteuid() == 0:
         hosts.install()

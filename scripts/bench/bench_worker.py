@@ -43,18 +43,25 @@ SCALECOM = {
         "wire_dtype": "float16",
     },
 }
-# {name: (local steps, overlap, compression)}: what is averaged is the change of so many steps.
+IN_TURN = {"overlap": 1, "fragments": 8}
+# {name: (local steps, their arguments, compression)}: what is averaged is the change of so many
+# steps.
 LOCAL = {
-    f"{name}, H = {h}": (h, overlap, make)
-    for name, overlap, make in (
-        ("local SGD", 0, lambda **settings: hvd.Compression.none),
-        ("local SGD overlap", 2, lambda **settings: hvd.Compression.none),
-        ("ScaleCom", 0, hvd.ScaleCom),
-        ("ScaleCom overlap", 2, hvd.ScaleCom),
-        ("ScaleCom 4 bits", 0, lambda **settings: hvd.ScaleCom(quantiser=hvd.QSGD(7), **settings)),
+    f"{name}, H = {h}": (h, more, make)
+    for name, more, make, rounds in (
+        ("local SGD", {}, lambda **settings: hvd.Compression.none, (4, 16)),
+        ("local SGD overlap", {"overlap": 2}, lambda **settings: hvd.Compression.none, (4, 16)),
+        ("local SGD fragments", IN_TURN, lambda **settings: hvd.Compression.none, (16,)),
+        ("ScaleCom", {}, hvd.ScaleCom, (1, 4, 16)),
+        ("ScaleCom overlap", {"overlap": 2}, hvd.ScaleCom, (4, 16)),
+        (
+            "ScaleCom 4 bits",
+            {},
+            lambda **settings: hvd.ScaleCom(quantiser=hvd.QSGD(7), **settings),
+            (1, 4, 16),
+        ),
     )
-    for h in (1, 4, 16)
-    if h > overlap and (name, h) != ("local SGD", 1)  # which is dense
+    for h in rounds
 }
 METHODS = ["no communication", "dense", "fp16", "local top-k", *SCALECOM]
 
@@ -118,13 +125,13 @@ class Training:
                 settings = {"rate": rate} | ALL_COMPRESSED | options
                 self.model.register_comm_hook(*DDP[method](self.model, **settings))
         elif method in LOCAL:
-            self.round, overlap, compression = LOCAL[method]
+            self.round, more, compression = LOCAL[method]
             self.optimizer = hvd.DistributedOptimizer(
                 self.optimizer,
                 parameters,
                 compression=compression(rate=rate, **ALL_COMPRESSED | options),
                 local_steps=self.round,
-                overlap=overlap,
+                **more,
             )
         elif method == "local top-k":
             self.local = LocalTopK([p for _, p in parameters], rate)
@@ -155,13 +162,14 @@ def bytes_sent() -> int:
 
 def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[str, Any]:
     """Times of single steps in ms, their median (with local steps, that of whole rounds' means),
-    and per step what this host sent and how long its processor was busy; about `seconds` of them.
+    that of rounds' longest steps, and per step what this host sent and how long its processor was
+    busy; about `seconds` of them.
     """
     begun = time.perf_counter()
     training.step()
     steps = torch.tensor(seconds / (time.perf_counter() - begun))
     count = int(hvd.broadcast(steps, 0, name="bench.steps").clamp(fewest, most))
-    count = max(-(-count // training.round), 2 if training.round > 1 else 1) * training.round
+    count = max(-(-count // training.round), 3 if training.round > 1 else 1) * training.round
     sent, busy, times = bytes_sent(), time.process_time(), []
     for _ in range(count):
         begun = time.perf_counter()
@@ -176,6 +184,9 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
             statistics.median(rounds),
             (bytes_sent() - sent) / count,
             (time.process_time() - busy) / count * 1e3,
+            statistics.median(
+                max(times[i : i + training.round]) for i in range(0, count, training.round)
+            ),
         ]
     )
     everyone = hvd.allgather(mine[None], name="bench.measured")
@@ -184,6 +195,7 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
         "step_ms": float(everyone[:, 0].max()),
         "bytes": float(everyone[:, 1].mean()),
         "cpu_ms": float(everyone[:, 2].mean()),
+        "longest_ms": float(everyone[:, 3].max()),
         "times_ms": times,
     }
 
@@ -225,7 +237,8 @@ def main() -> None:
         # The first step of look-ahead is sent whole, which would take long on a slow network.
         shape(None)
         training = Training(arguments.case, method, arguments.rate, arguments.options)
-        for _ in range(SETTLING_STEPS):
+        # The first synchronisation of local steps fills memory that the others find.
+        for _ in range(max(SETTLING_STEPS, 2 * training.round)):
             training.step()
         for mbit in arguments.mbit:
             hvd.allreduce(torch.zeros(1), name="bench.barrier")
