@@ -1,10 +1,10 @@
-"""Draws docs/pictures: three from the numbers in docs/bench.csv, settings.csv and real_size.csv,
-three that explain ScaleCom.
+"""Draws docs/pictures: four from the numbers in docs/bench.csv, settings.csv, meetings.csv and
+real_size.csv, three that explain ScaleCom.
 
     python scripts/pictures_of_docs.py
 
-docs/bench.csv is the steps.csv that `make bench` wrote, docs/settings.csv the scores of `make
-study`'s settings.
+docs/bench.csv is the steps.csv that `make bench` wrote, docs/settings.csv and meetings.csv the
+scores of `make study`'s experiments of these names.
 """
 
 from __future__ import annotations
@@ -35,6 +35,17 @@ METHODS = {
     "local top-k": "local top-k",
     "ScaleCom cyclic": "ScaleCom",
     "ScaleCom look-ahead": "ScaleCom,\nlook-ahead",
+}
+# What is shown of few meetings, and what it is called.
+SENT = {
+    "dense": "dense, every step",
+    "ScaleCom": "ScaleCom, every step",
+    "DeMo, 3 %": "DeMo, every step",
+    "plain average": "plain average",
+    "DiLoCo": "DiLoCo",
+    "SparseLoCo, 3 %": "SparseLoCo",
+    "its choice, 3 %": "SparseLoCo over all",
+    "ScaleCom, 2 bits, 3 %": "leader top-k, 2 bits",
 }
 COMPARED = ("ScaleCom", "ScaleCom, look-ahead", "LocalTopK", "RandomK")
 # The elements of one tensor on three ranks, in hundredths: gradients, and what waits in residues.
@@ -143,6 +154,31 @@ def accuracy() -> Any:
     axes[1].set_xlabel("bits per character lost against dense training (further left is better)")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(COMPARED) + 1)
+    return figure
+
+
+def meetings() -> Any:
+    """Bits over bytes, where workers average what 4, 16 and 64 steps changed."""
+    found: dict[str, dict[str, dict[int, list[Any]]]] = {}
+    for row in rows_of(DOCS / "meetings.csv"):
+        by_h = found.setdefault(row["situation"], {}).setdefault(row["sent"], {})
+        by_h.setdefault(int(row["H"]), []).append((float(row["kilobytes"]), float(row["score"])))
+    shown = [situation for situation in found if situation.endswith("4 workers")]
+    figure, axes = pictures.panels(shown, 3.6)
+    known = pictures.marks(SENT)
+    for axis, situation in zip(axes, shown, strict=True):
+        for sent, mark in known.items():
+            means = {
+                h: [statistics.mean(column) for column in zip(*runs, strict=True)]
+                for h, runs in sorted(found[situation].get(sent, {}).items())
+            }
+            axis.plot(*zip(*means.values(), strict=True), **mark.curve(label=SENT[sent]))
+            for h, place in means.items():
+                axis.annotate(f" {h}", place, fontsize=7)
+        axis.set(xscale="log", xlabel="kB per worker and step")
+    axes[0].set_ylabel("bits per character")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4)
     return figure
 
 
@@ -323,7 +359,7 @@ def span(axis: Any, row: int, begin: float, length: float, part: str, said: str)
     axis.text(begin + length / 2, row, said, ha="center", va="center", fontsize=7, **bare)
 
 
-DRAWN = (steps, accuracy, real_size, step, lanes, lookahead)
+DRAWN = (steps, accuracy, real_size, meetings, step, lanes, lookahead)
 
 
 def main() -> None:

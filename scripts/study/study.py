@@ -46,6 +46,7 @@ EXPERIMENTS = (
     "bounded",
     "local",
     "widths",
+    "meetings",
     "settings",
     "tuned",
 )

@@ -1,4 +1,4 @@
-"""Which runs the study makes: ten experiments, each a list of cases.
+"""Which runs the study makes: eleven experiments, each a list of cases.
 
 A case is runs that differ in their seeds alone. Its `group` is the picture's panel it belongs to,
 `what` the curve, `x` the place on it. `--quick` keeps one seed, shorter runs, and the rates and
@@ -8,7 +8,8 @@ numbers of workers that matter most.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,46 @@ STEPS = (1, 4, 16)
 QUANTISERS = ("none", "sign", "4 bits", "8 bits")
 WIDTHS = ("none", "8 bits", "4 bits", "2 bits", "sign")
 SELECTIONS = {"leader": "ScaleCom", "local": "LocalTopK"}
+# Few meetings: what workers send, after H steps or, DeMo, after every step.
+FADING = {"beta": 1.0, "decay": 0.95}
+SENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain average": ("dense", {}),
+    "DiLoCo": ("dense", {"outer": "nesterov 0.7"}),
+    "DiLoCo, half its rate": ("dense", {"outer": "nesterov 0.35"}),
+    "SparseLoCo, 3 %": (
+        "LocalTopK",
+        {"rate": 33, "quantiser": "means", "average": "contributors"} | FADING,
+    ),
+    "its choice, 3 %": ("LocalTopK", {"rate": 33, "quantiser": "means"} | FADING),
+    "its choice, 1 %": ("LocalTopK", {"rate": 100, "quantiser": "means"} | FADING),
+    "its choice, exact, 3 %": (
+        "LocalTopK",
+        {"rate": 33, "quantiser": "means", "selection": "exact"} | FADING,
+    ),
+    "its choice, 4 bits, 3 %": ("LocalTopK", {"rate": 33, "quantiser": "4 bits"} | FADING),
+    "its choice, 32 bits, 3 %": ("LocalTopK", {"rate": 33} | FADING),
+    "ScaleCom, 2 bits, 3 %": ("ScaleCom", {"rate": 33, "quantiser": "means", "beta": 1.0}),
+    "ScaleCom, 32 bits, 3 %": ("ScaleCom", {"rate": 33, "beta": 1.0}),
+}
+DEMO = {"rate": 33, "dense": (), "warmup": 0.0, "min_numel": 1}
+MAIN = (
+    *("plain average", "DiLoCo", "SparseLoCo, 3 %", "its choice, 3 %"),
+    "ScaleCom, 2 bits, 3 %",
+)
+# What is trained, after how many steps workers meet, what they send then, and on how many seeds.
+MEETINGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Iterable[str], int]] = {
+    "LSTM, AdamW, 4 workers": ("lstm", {"steps": 1984}, (4, 16, 64), SENT, 3),
+    "LSTM, AdamW, 8 workers": ("lstm", {"steps": 1984, "workers": 8}, (16,), MAIN, 1),
+    "Transformer of 1.2 M, 4 workers": ("wider", {"lr_warmup": 0.05}, (16, 64), MAIN, 3),
+    # Half an hour of a core each.
+    "Transformer, 10,240 steps": (
+        "wider",
+        {"lr_warmup": 0.05, "steps": 10240},
+        (16,),
+        MAIN[:3],
+        1,
+    ),
+}
 CONTROLS = ("residues thrown away", "compressed tensors frozen")
 # What a user trains, and what may be set: {name: (task, fields)} and {name: (method, fields)}.
 SITUATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,6 +152,8 @@ def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[C
         found += [*bounded(quick), *([] if quick else lstm_betas())]
     found += [*settings(tasks, quick), *trials(tasks, quick)]
     found += [*local(own, quick), *(widths() if digits and not quick else [])]
+    if "lstm" in tasks:
+        found += [*meetings(quick)]
     return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
 
 
@@ -126,6 +169,8 @@ def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]
         wanted = 3
     if case.experiment == "settings" and case.what in COMPARED:
         wanted = len(seeds)
+    if case.experiment == "meetings":
+        *_, wanted = MEETINGS[case.group]
     if quick or case.experiment == "bounded" or run.workers >= 64:
         wanted = 1
     for seed in (TRIAL_SEED,) if case.experiment == "trials" else seeds[:wanted]:
@@ -344,3 +389,21 @@ def widths() -> Iterator[Case]:
         for width in WIDTHS:
             own = fields | ({} if width == "none" else {"quantiser": width})
             yield case("widths", "digits, H = 4", width, "resnet", "ScaleCom", rate, rate, **own)
+
+
+def meetings(quick: bool) -> Iterator[Case]:
+    """11. Few meetings: what an outer optimizer wins back, and how little may be sent.
+
+    AdamW inside, and as many gradients for all. All that has 256 elements is compressed.
+    """
+    for group, (task, own, apart, asked, _) in [*MEETINGS.items()][: 1 if quick else None]:
+        fields = {"optimizer": "adamw"} | own | ({"steps": 128} if quick else {})
+        yield case("meetings", group, "dense", task, x=1, **fields)
+        yield case("meetings", group, "ScaleCom", task, "ScaleCom", 1, **fields)
+        yield case("meetings", group, "DeMo, 3 %", task, "DeMo", 1, **fields, **DEMO)
+        for h, what in itertools.product(*((apart[:1], MAIN) if quick else (apart, asked))):
+            method, options = SENT[what]
+            more = {"local_steps": h} | fields | options
+            if method != "dense":
+                more |= {"dense": (), "warmup": 0.0, "min_numel": 256}
+            yield case("meetings", group, what, task, method, h, **more)

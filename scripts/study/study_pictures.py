@@ -186,21 +186,24 @@ def bounded(study: Study, table: Table) -> Any:
 def local(study: Study, table: Table) -> Any:
     """Scores over what is sent, a curve for each choice and quantiser along H, the points' number.
 
-    Of those that choose without what is sent whole.
+    In the experiment of that name, of those that choose without what is sent whole.
     """
+    compressed = table.experiment == "local"
     figure, groups = by_group(study, table, 4.2)
     known = marks_of(study, table)
     for axis, cases in groups:
 
         def point(s: Scores) -> Point | None:
-            number = "kB per step" if s.case.what == "sent whole" else "kB compressed"
-            return mean_at(s, NUMBERS[number](study, s))
+            part = compressed and s.case.what != "sent whole"
+            return mean_at(s, NUMBERS["kB compressed" if part else "kB per step"](study, s))
 
         curves(axis, cases, known, point)
         for s in cases:
             if (place := point(s)) is not None:
                 axis.annotate(f"{s.case.x:g}", place[:2], fontsize=7)
-        axis.set(xscale="log", xlabel="kB per worker and step, compressed")
+        axis.set(
+            xscale="log", xlabel=f"kB per worker and step{', compressed' if compressed else ''}"
+        )
         show_metric(axis, cases)
     legend(figure, figure.axes)
     return figure
@@ -218,6 +221,7 @@ PICTURES: dict[str, Callable[[Study, Table], Any]] = {
     "bounded": bounded,
     "local": local,
     "widths": over_x,
+    "meetings": local,
 }
 
 

@@ -153,7 +153,11 @@ class Study:
 
         None: one of them came apart.
         """
-        common = {"accuracy": ("dense", "ScaleCom"), "local": ("leader top-k, none",)}
+        common = {
+            "accuracy": ("dense", "ScaleCom"),
+            "local": ("leader top-k, none",),
+            "meetings": ("dense", "plain average"),
+        }
         case = scores.case
         among = [
             s
@@ -203,6 +207,7 @@ LOOKS = {
     "sent density": "sent_density",
 }
 SECONDS = {"s to loss, 1 Gbit/s": 1, "s to loss, 10 Gbit/s": 10}
+SLOWER = {"s to loss, 10 Mbit/s": 0.01, "s to loss, 100 Mbit/s": 0.1}
 NUMBERS: dict[str, Number] = {
     "better": lambda study, s: s.better_than(study.reference(s)),
     "kB per step": lambda study, s: s.bytes / 1000,
@@ -213,7 +218,7 @@ NUMBERS: dict[str, Number] = {
     "MB to loss": lambda study, s: to_loss(study, s, lambda steps, spent: spent / 1e6),
     **{
         head: lambda study, s, gbit=gbit: seconds_to_loss(study, s, gbit)
-        for head, gbit in SECONDS.items()
+        for head, gbit in (SLOWER | SECONDS).items()
     },
     "largest residue": lambda study, s: residue_norm(s, max),
     "last residue": lambda study, s: residue_norm(s, lambda norms: norms[-1]),
@@ -251,6 +256,9 @@ TABLES = {
         "local",
         "H",
         ("kB per step", "kB compressed", *TO_LOSS),
+    ),
+    "meetings": Table(
+        "Few meetings", "meetings", "H", ("better", "kB per step", *TO_LOSS, *SLOWER, *SECONDS)
     ),
     "settings": Table("What to set", "settings", "", ("better",)),
     "tuned": Table(

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import study_demo
 import study_tasks
 import torch
 import training_torch
@@ -50,8 +51,8 @@ OUTERS = {
 class Run:
     """One training run. Fields of None are the task's own.
 
-    method: "dense", or the name of a class in scalecom_hvd.torch, with `options` ((name, value),
-        ...); warmup: share of steps sent whole;
+    method: "dense", "DeMo" (with an optimizer of its own), or the name of a class in
+        scalecom_hvd.torch, with `options` ((name, value), ...); warmup: share of steps sent whole;
     None: what is sent whole is left to the library's defaults.
     control: "residues thrown away", "compressed tensors frozen" (after the dense warm-up), or a
         number b: every worker's gradients pass through the same low-pass filter, f <- (1 - b) f + b
@@ -126,6 +127,7 @@ class Run:
             "plain": 0.12,
             "lstm": 0.7,
             "transformer": 0.8,
+            "wider": 4.0,
         }.get(self.task, 0.5)
         return run.steps * run.workers * (1 + weight * run.batch_size)
 
@@ -291,6 +293,8 @@ def optimizer_of(
     run: Run, task: study_tasks.Task, parameters: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
     """The run's, but for what it does before the exchange; the rate is set at every step."""
+    if run.method == "DeMo":
+        return study_demo.Sign(parameters)
     inside = not run.momentum_first  # momentum, and with it weight decay
     decay = task.weight_decay if inside and not run.decay_first else 0.0
     momentum = task.momentum if inside else 0.0
@@ -323,7 +327,7 @@ def simulate(
     if run.method == "dense":
         method, options = hvd.ScaleCom, {"dense": ["*"], "warmup_steps": 0}
     else:
-        method = getattr(hvd, run.method)
+        method = study_demo.DeMo if run.method == "DeMo" else getattr(hvd, run.method)
         recommended = (
             {}
             if run.warmup is None
@@ -413,7 +417,7 @@ def fingerprint() -> str:
     own = [
         study_tasks.EXAMPLES.parent / f"{name}.py"
         for name in (
-            *("study/study_run", "study/study_tasks"),
+            *("study/study_run", "study/study_tasks", "study/study_demo"),
             *("examples/train_image", "examples/train_char_lm", "examples/digits"),
             "examples/training_torch",
         )

@@ -1,4 +1,4 @@
-"""What the study trains: four small tasks on data that every machine has, and whatever a reader
+"""What the study trains: small tasks on data that every machine has, and whatever a reader
 brings.
 
 A task of your own is a file that defines TASK, an object like these: a subclass of `Task` with a
@@ -157,7 +157,7 @@ class Characters(Task):
     batch_size = 4
 
     def __init__(
-        self, title: str, make: type[nn.Module], steps: int, lr: float, adamw_lr: float
+        self, title: str, make: Callable[[], nn.Module], steps: int, lr: float, adamw_lr: float
     ) -> None:
         self.title, self._make, self.steps = title, make, steps
         self.lr, self.adamw_lr = lr, adamw_lr
@@ -219,6 +219,13 @@ TASKS: dict[str, Task] = {
         steps=250,
         lr=0.2,
         adamw_lr=0.003,
+    ),
+    "wider": Characters(
+        "source code, Transformer of 1.2 M",
+        functools.partial(train_char_lm.Transformer, width=160, inner=640, layers=4),
+        steps=1024,
+        lr=0.2,
+        adamw_lr=0.001,
     ),
 }
 
