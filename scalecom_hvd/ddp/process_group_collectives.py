@@ -24,6 +24,7 @@ import atexit
 import collections
 import ctypes
 import datetime
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,6 +34,8 @@ from torch.distributed import distributed_c10d
 
 from scalecom_hvd.agreement import NUMBERS
 from scalecom_hvd.exchange.collectives import CollectiveError
+
+SECONDS_TO_END = 2  # for what is on its way when the process ends
 
 # How many exchanges each set of ranks has made, the same on all of them.
 _made: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -52,7 +55,10 @@ def _hold(work: dist.Work, group: Any) -> None:
 @atexit.register
 def _leave_behind() -> None:
     """The process ends, and nobody shall wait for what will never be done."""
-    for work, group in _held.values():
+    given_up = time.monotonic() + SECONDS_TO_END
+    for work, group in list(_held.values()):
+        while not work.is_completed() and time.monotonic() < given_up:
+            time.sleep(0.001)
         if not work.is_completed():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

@@ -29,8 +29,9 @@ diagnostics_sampler, new_gradients, bucket and the rooms below.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +121,8 @@ class Exchange:
         self._thread = KernelThread(self._go_on)
         self._failure: BaseException | None = None
         self._finishing = False
+        # The step, where ranks are to compare what they saw of it.
+        self._look_at: int | None = None
         self._agreed = False
         self._channels: list[Collectives] = []
         self._steps: list[BucketStep] = []
@@ -148,14 +151,10 @@ class Exchange:
         Args:
             fresh: whether backward gave this rank any since the last exchange.
         """
-        with self._lock:
-            try:
-                self._notice_restart()
-                anywhere = (fresh or self._news.ask()) if self._agreed else self._news.meet(fresh)
-                return anywhere or self._came_by_hand()
-            except BaseException:
-                self._abort()
-                raise
+        with self._or_forgotten():
+            self._notice_restart()
+            anywhere = (fresh or self._news.ask()) if self._agreed else self._news.meet(fresh)
+            return anywhere or self._came_by_hand()
 
     def _came_by_hand(self) -> bool:
         """Whether scripts put gradients there, when backward gave no rank one.
@@ -218,27 +217,23 @@ class Exchange:
                 the kernel's thread meanwhile. The step is rolled back.
         """
         name = self._name_of[parameter]
-        with self._lock:
-            try:
-                self._notice_restart()
-                if not self._arrived:
-                    self._begin_step()
-                self._arrived[name] = None
-                self._fill_in(name)
-                if name in self._sparse and not parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_sparse(1)
-                may_be_sparse = not (self._sparse_as_dense or self._agreed)
-                if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
-                    self._sparse[name] = self._send_sparse(parameter)
-                elif self._agreed:
-                    step = self._step_of[name]
-                    step.waiting.discard(name)
-                    if not step.waiting:
-                        step.start(self._bucket_step(step))
-                self._advance()
-            except BaseException:
-                self._abort()
-                raise
+        with self._or_forgotten():
+            self._notice_restart()
+            if not self._arrived:
+                self._begin_step()
+            self._arrived[name] = None
+            self._fill_in(name)
+            if name in self._sparse and not parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_sparse(1)
+            may_be_sparse = not (self._sparse_as_dense or self._agreed)
+            if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
+                self._sparse[name] = self._send_sparse(parameter)
+            elif self._agreed:
+                step = self._step_of[name]
+                step.waiting.discard(name)
+                if not step.waiting:
+                    step.start(self._bucket_step(step))
+            self._advance()
 
     def result(self, parameter: torch.Tensor) -> torch.Tensor:
         """The averaged gradient. Called when every gradient of this rank was reported.
@@ -256,17 +251,37 @@ class Exchange:
             Exception: what the transport raises where a collective failed. The step is rolled back.
         """
         name = self._name_of[parameter]
-        with self._lock:
+        with self._or_forgotten():
             if name not in self._outputs:
-                self._finishing = True
-                try:
-                    self._finish()
-                except BaseException:
-                    self._abort()
-                    raise
-                finally:
-                    self._finishing = False
+                self.finish()
+                self.look()
             return self._outputs.pop(name)
+
+    def finish(self) -> None:
+        """Wait for everything, and commit the step, or roll it back; `result` does so too.
+
+        Where everything was sent (`send`), this waits for no other rank's script.
+
+        Raises:
+            RuntimeError, Exception: as `result`.
+        """
+        with self._or_forgotten():
+            self._finishing = True
+            try:
+                self._finish()
+            finally:
+                self._finishing = False
+
+    def look(self, all_are_here: bool = True) -> None:
+        """Let ranks compare what they saw of the step that `finish` ended, if that is due.
+
+        Args:
+            all_are_here: whether all ranks call this. Otherwise it is not compared.
+        """
+        step, self._look_at = self._look_at, None
+        if step is not None and all_are_here:
+            with self._or_forgotten():
+                self._sampler.look(step, self._collectives, self.names("diagnostics"))
 
     def send(self) -> None:
         """Have all that was reported travel, for who takes long between `ready` and `result`.
@@ -279,14 +294,10 @@ class Exchange:
             RuntimeError: ranks were started differently; at the first step, on all of them.
             Exception: what failed meanwhile. The step is rolled back.
         """
-        with self._lock:
-            try:
-                if not self._agreed:
-                    self._agree()
-                self._start()
-            except BaseException:
-                self._abort()
-                raise
+        with self._or_forgotten():
+            if not self._agreed:
+                self._agree()
+            self._start()
         self._thread.keep_owner()
 
     def in_step(self) -> bool:
@@ -304,7 +315,7 @@ class Exchange:
         """Other residues were loaded: ranks compare, and make buckets, at the next step."""
         with self._lock:
             self.buckets, self._steps, self._step_of = [], [], {}
-            self._agreed = False
+            self._agreed, self._look_at = False, None
 
     def meet(self) -> None:
         """Ranks of an elastic run come together.
@@ -331,6 +342,16 @@ class Exchange:
         """Look at steps from now on, and have `stats` tell what was seen."""
         self._sampler = Sampler(diagnostics)
         self._settings |= diagnostics.settings
+
+    @contextlib.contextmanager
+    def _or_forgotten(self) -> Iterator[None]:
+        """What fails here, where one thread is at a time, forgets the step in progress."""
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                self._abort()
+                raise
 
     def _notice_restart(self) -> None:
         """Ranks were started anew (elastic runs): nothing that was under way is."""
@@ -494,8 +515,7 @@ class Exchange:
                 step.complete_state()
                 step.bucket.drop_whole_buffer()
         if looks:
-            name = self.names("diagnostics")
-            self._sampler.look(self.residues.step - 1, self._collectives, name)
+            self._look_at = self.residues.step - 1
 
     def _roll_back(self, steps: Sequence[BucketStep]) -> None:
         """A gradient was not finite on some rank: this step never happened.

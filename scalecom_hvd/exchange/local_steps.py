@@ -66,6 +66,7 @@ from scalecom_hvd.config import ScaleComConfig, checked_number
 from scalecom_hvd.exchange.bucket import norm
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.exchange import Exchange, Groups, Part
+from scalecom_hvd.exchange.kernel_thread import wait_for_kept
 from scalecom_hvd.exchange.kernels import limit_of
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import digest
@@ -110,8 +111,6 @@ class Journey:
 
 
 _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
-# Those whose averages travel, in the order of their departures, which is that of all ranks.
-_departed: weakref.WeakValueDictionary[int, LocalSteps] = weakref.WeakValueDictionary()
 
 
 def any_held() -> bool:
@@ -206,7 +205,7 @@ class LocalSteps:
         self.skipped = 0
         self.newcomer = True
         addresses = {parameter.data_ptr() for parameter in parameters.values()}
-        _collect_all(lambda other: other.trains(addresses))  # the script made its optimizer anew
+        _collect_all(addresses)  # the script made its optimizer anew
         self.common = {name: _wide(parameter) for name, parameter in parameters.items()}
         self._outer = OuterStep(self.common, outer)
         self.outer = self._outer.optimizer
@@ -290,7 +289,7 @@ class LocalSteps:
                 reason,
                 self.skipped,
             )
-            self._health.skip(self.taken, f"rank {self._collectives.position}")
+            self._health.skip(self.taken, "this rank")
         self.taken += 1
         if self.active:
             self._under_way = self._open = True
@@ -359,7 +358,7 @@ class LocalSteps:
             self._agreed = False
             if self.travels:
                 self.exchange.abort()
-                self._forget_journey()
+                self._journey = None
 
     def _take_up_parameters(self) -> None:
         for name, parameter in self._parameters.items():
@@ -408,8 +407,6 @@ class LocalSteps:
         if self._overlap:
             self.exchange.send()
         self._journey = journey
-        if self._overlap:
-            _departed[id(self)] = self
 
     def _clip_change(self, names: Sequence[str], due: Sequence[int]) -> None:
         """Make this rank's change of these no longer than clip_changes allows.
@@ -442,25 +439,25 @@ class LocalSteps:
         They count when their steps are over. A step of the exchange that was aborted is forgotten:
         its change is still the difference of parameters, and is sent the next time.
         """
-        journey = self._journey
-        if journey is None or journey.averages is not None:
+        if not self.travels:
             return
         if not self.exchange.in_step():
-            self._forget_journey()
+            self._journey = None
             return
-        skipped = self._residues.skipped_steps
-        _departed.pop(id(self), None)
+        journey, skipped = self._journey, self._residues.skipped_steps
+        self.exchange.finish()
         averages = {name: self.exchange.result(self.common[name]) for name in journey.names}
         journey.averages = {} if self._residues.skipped_steps > skipped else averages
 
-    def _forget_journey(self) -> None:
-        self._journey = None
-        _departed.pop(id(self), None)
-
     @torch.no_grad()
-    def _arrive(self) -> bool:
-        """Let the averages count; gives whether there were any."""
+    def _arrive(self, everywhere: bool = True) -> bool:
+        """Let the averages count; gives whether there were any.
+
+        Args:
+            everywhere: whether all ranks do so now.
+        """
         self.collect()
+        self.exchange.look(everywhere)
         journey, self._journey = self._journey, None
         if journey is None:
             return False
@@ -555,9 +552,13 @@ class LocalSteps:
             return
         if len({other["since"] for other in everyone}) > 1:
             # Newcomers know nothing of averages that travel: with those who do they count now.
-            if self._collectives.position in known:
+            # Ranks whose part never arrived, as ranks were started anew, take up what these make.
+            knows = self._collectives.position in known
+            if self._journey is not None and knows:
                 self._arrive_where_held()
-            self._forget_journey()
+            elif any(everyone[rank]["since"] is not None for rank in known):
+                self._knows = False
+            self._journey = None
             self._agree(early)
             return
         compared = known or range(len(everyone))
@@ -586,12 +587,10 @@ class LocalSteps:
         self._open = any(everyone[rank]["open"] for rank in compared)
 
     def _arrive_where_held(self) -> None:
-        """Let averages of a loaded state count before their time."""
-        if self._journey is None:
-            return
+        """Let averages that travel, or those of a loaded state, count before their time."""
         if self._own is not None:
             self.put_back()
-        self._arrive()
+        self._arrive(everywhere=False)
         if self._own is not None:
             self._own = {name: p.detach().clone() for name, p in self._parameters.items()}
 
@@ -738,7 +737,7 @@ class LocalSteps:
             self.outer.load_state_dict(copy.deepcopy(state["outer"]))
         self.taken, self._early = int(state["taken"]), int(state.get("early", 0))
         self._under_way = self._open = self._agreed = False
-        self._forget_journey()
+        self._journey = None
         # A state of before the first step knows no more than a newcomer does.
         self._knows, self.newcomer, self._own = self.taken > 0, self.taken == 0, None
         if "common" in state:
@@ -775,11 +774,14 @@ class LocalSteps:
         }
 
 
-def _collect_all(wanted: Callable[[LocalSteps], bool] = lambda local: True) -> None:
-    for local in list(_departed.values()):
-        if wanted(local):
+def _collect_all(addresses: set[int] | None = None) -> None:
+    """Of those that train parameters at these addresses; None: of all that are or were there."""
+    for local in list(_alive):
+        if addresses is None or local.trains(addresses):
             with contextlib.suppress(Exception):  # whoever failed has said so
                 local.collect()
+    if addresses is None:
+        wait_for_kept()
 
 
 def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> None:

@@ -921,6 +921,24 @@ def test_a_process_set():
         hvd.remove_process_set(pair)
 
 
+@horovods_alone
+def test_a_bad_gradient_outside_of_the_process_set():
+    zero = hvd.add_process_set([0])
+    try:
+        model = begin()
+        optimizer, compressor = make(model, "ScaleCom", 2, process_set=zero)
+        for step in range(4):
+            optimizer.zero_grad()
+            feed(model, gradients(SHAPES, hvd.rank(), step))
+            if step == 1:
+                model["first"].grad[0, 0] = torch.nan
+            optimizer.step()
+        stats = compressor.stats()
+        assert (stats["steps_taken"], stats["steps_skipped"]) == (4, 1)
+    finally:
+        hvd.remove_process_set(zero)
+
+
 def test_synchronize_parameters_ends_a_round_early():
     model = begin()
     optimizer, compressor = make(model, "ScaleCom", 4)
@@ -1022,6 +1040,24 @@ def test_one_rank_saves_while_averages_travel_and_others_wait_for_it(compression
             compressor.state_dict()
         stock.barrier()
     assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_one_rank_saves_while_averages_travel_of_a_step_that_is_looked_at(fragments):
+    """Ranks compare what they saw where all of them are, which is after the same step."""
+    found = []
+    for saves in (False, True):
+        model = begin()
+        compressor = hvd.ScaleCom(**SETTINGS, diagnostics=hvd.Diagnostics(1))
+        optimizer, _ = make(model, compressor, 4, overlap=1, fragments=fragments)
+        for step in range(13):
+            run(optimizer, model, [step])
+            if saves and hvd.rank() == step % hvd.size():
+                compressor.state_dict()
+            stock.barrier()
+        found.append(compressor.stats()["diagnostics"])
+    assert found[0] == found[1]
+    assert found[0]["step"] == 2
 
 
 def test_an_optimizers_state_is_loaded_while_averages_travel():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.exchange.kernel_thread import wait_for_kept
 from scalecom_hvd.exchange.local_steps import NotFinite, check_gradients
 from scalecom_hvd.exchange.simulator import Simulation
 
@@ -78,7 +79,7 @@ def test_a_rank_whose_gradients_stay_bad_is_named(caplog):
     for _ in range(20):
         ranks.step([0.25, "bad"])
     (record,) = (r for r in caplog.records if "20 times in a row" in r.getMessage())
-    assert "each time rank 1 had a gradient that is not finite" in record.getMessage()
+    assert "each time this rank had a gradient that is not finite" in record.getMessage()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -512,6 +513,27 @@ def test_a_newcomer_while_averages_travel():
         later.step([0.25, 0.5, 0.125])
     later.simulation.synchronise()
     assert later.alike()
+
+
+@pytest.mark.parametrize("outer", [None, momentum])
+def test_ranks_are_started_anew_when_one_alone_has_averages_that_travel(outer):
+    """It saved meanwhile. The others' part of them is lost, and with it what they changed since."""
+    ranks = Ranks(3, 4, overlap=2, outer=outer, compression=hvd.LocalTopK)
+    for _ in range(5):
+        ranks.step([0.25, 0.5, -0.125])
+    wait_for_kept()  # all is submitted
+    network, (first, *others) = ranks.simulation.network, ranks.locals
+    network.run([first.collect, *[lambda: None] * 2])
+    for owner in (*ranks.locals, *(local.exchange for local in ranks.locals)):
+        answers = iter([True])
+        owner._restarted = lambda answers=answers: next(answers, False)
+    network.run([local.meet for local in ranks.locals])
+    for local in others:
+        assert torch.equal(local.common["w"], first.common["w"])
+    for _ in range(5):
+        ranks.step([0.25, 0.5, -0.125])
+    ranks.simulation.synchronise()
+    assert ranks.alike()
 
 
 def test_a_void_average_that_travels():
