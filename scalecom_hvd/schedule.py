@@ -114,8 +114,9 @@ class Schedule:
             several = len(self.ranks or self._changes) > 1
             what = "the least of local_steps" if several else "local_steps"
             share = " // fragments" if self.fragments > 1 else ""
+            allowed = f"from 0 to {between - 1}" if between > 1 else "0"
             raise ValueError(
-                f"overlap must be from 0 to {between - 1}, less than {what}{share}, not {overlap}: "
+                f"overlap must be {allowed}, less than {what}{share}, not {overlap}: "
                 "averages must have arrived before the next are sent"
             )
 

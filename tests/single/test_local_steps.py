@@ -74,7 +74,7 @@ def test_a_bad_step_changes_nothing_and_gives_what_it_would_have_given():
     assert ranks.alike()
 
 
-def test_a_rank_whose_gradients_stay_bad_is_named(caplog):
+def test_a_rank_is_told_that_its_gradients_stay_bad(caplog):
     ranks = Ranks(2, 4)
     for _ in range(20):
         ranks.step([0.25, "bad"])
