@@ -615,7 +615,7 @@ def test_stats_are_of_what_has_arrived():
     ("local_steps", "overlap", "error", "message"),
     [
         (4, 4, ValueError, "from 0 to 3, less than local_steps, not 4"),
-        ({0: 1, 8: 4}, 1, ValueError, "from 0 to 0"),
+        ({0: 1, 8: 4}, 1, ValueError, "must be 0"),
         (4, -1, ValueError, "not -1"),
         (4, 1.5, TypeError, "a whole number of steps, not 1.5"),
         (4, True, TypeError, "not True"),
