@@ -26,6 +26,10 @@ JOIN_REFUSED = (
     "compression=hvd.Compression.none"
 )
 
+# The collective by which ranks first meet in step(), whether they average gradients or local steps:
+# by two names those that were started differently would wait for each other for ever.
+FIRST_MEETING = "agreement.first"
+
 
 class Numbers:
     """Counts the exchanges that one process has named."""

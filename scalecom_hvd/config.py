@@ -242,7 +242,7 @@ class ScaleComConfig:
             ValueError: a field has a value that cannot work, or its name is misspelt; the error
                 names the nearest right one.
         """
-        _check_names(fields, "ScaleCom has no setting")
+        _check_names(fields, "there is no setting")
         return dataclasses.replace(self, **fields)
 
     def to_dict(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ from typing import Any
 
 import torch
 
-from scalecom_hvd.agreement import compare_ranks
+from scalecom_hvd.agreement import FIRST_MEETING, compare_ranks
 from scalecom_hvd.bucket_layout import cut, divide
 from scalecom_hvd.config import ScaleComConfig, checked_number
 from scalecom_hvd.exchange.bucket import norm
@@ -532,7 +532,7 @@ class LocalSteps:
             "outer_groups": self._outer.groups(),
             "since": None if self._journey is None else self._journey.since,
         }
-        everyone = gather_objects(self._collectives, mine, "local_steps")
+        everyone = gather_objects(self._collectives, mine, FIRST_MEETING)
         compare_ranks(everyone, ("settings",))
         lost = [rank for rank, other in enumerate(everyone) if other["overwritten"]]
         if lost:

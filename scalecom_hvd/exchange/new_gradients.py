@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from scalecom_hvd.agreement import Names
+from scalecom_hvd.agreement import FIRST_MEETING, Names, compare_ranks
 from scalecom_hvd.exchange.collectives import Collectives, Work, gather_objects
 from scalecom_hvd.exchange.gradients import any_of, as_bytes
 
@@ -94,8 +94,16 @@ class NewGradients:
 
         Args:
             fresh: whether this rank has.
+
+        Raises:
+            RuntimeError: some ranks take local steps; on all of them.
         """
-        return any(gather_objects(self._collectives, fresh, "agreement.gradients"))
+        # Another rank may take local steps, whose first meeting this is then.
+        everyone = gather_objects(
+            self._collectives, {"settings": {}, "fresh": fresh}, FIRST_MEETING
+        )
+        compare_ranks(everyone, ("settings",))
+        return any(other["fresh"] for other in everyone)
 
     def compare(self, names: Sequence[str]) -> Found:
         """How p.grad of these parameters stands, where no rank has news and all are here.

@@ -1496,6 +1496,13 @@ def test_ranks_that_differ_are_refused():
     ):
         run(optimizer, model, [0])
     model = begin()
+    optimizer, _ = make(model, "ScaleCom", 4 if hvd.rank() == 1 else None)
+    with pytest.raises(
+        RuntimeError,
+        match=r"settings differ.*local_steps is missing on rank 0 and \[\[0, 4\]\] on rank 1",
+    ):
+        run(optimizer, model, [0])
+    model = begin()
     optimizer, _ = make(model, "ScaleCom", 4)
     with torch.no_grad():
         model["first"] += hvd.rank()
