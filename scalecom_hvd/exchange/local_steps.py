@@ -312,22 +312,32 @@ class LocalSteps:
         All ranks must call it after the same step. The schedule goes on as before.
 
         Raises:
-            RuntimeError: parameters cannot be made the same; on all ranks.
+            RuntimeError: parameters cannot be made the same, as they are not finite, or ranks took
+                other numbers of steps, or step their outer optimizers otherwise; on all ranks.
         """
         if not self.active:
             return
         self._begin()
         self._own = None
+        mine = {"taken": self.taken, "outer_groups": self._outer.groups()}
+        everyone = gather_objects(self._collectives, mine, "local_steps.synchronise")
+        steps = [other["taken"] for other in everyone]
+        if len(set(steps)) > 1:
+            raise RuntimeError(
+                f"ranks synchronise after {steps} steps: let every rank take every step, and call "
+                "synchronize_parameters() on all of them after the same one"
+            )
+        _compare_outer(everyone)
         if self._journey is not None:
             self._arrive()
         if not self._open:
             return
-        everyone = range(self._collectives.size)
+        ranks = range(self._collectives.size)
         self._early += self.taken < self._residues.config.warmup_steps
         # Where a rank's change is not finite, nothing is averaged, and that rank goes back. The
         # second time it works.
         for _ in range(2):
-            self._depart(everyone, range(len(self._fragments)))
+            self._depart(ranks, range(len(self._fragments)))
             if self._arrive():
                 break
         else:
@@ -570,12 +580,7 @@ class LocalSteps:
                 "and load states of one step; with a model that was saved in the middle of a "
                 "round the compressor's state too"
             )
-        if any(everyone[rank]["outer_groups"] != first["outer_groups"] for rank in compared):
-            raise RuntimeError(
-                "ranks' outer optimizers differ: "
-                f"{[everyone[rank]['outer_groups'] for rank in compared]}. Let a scheduler of "
-                "optimizer.outer step, or load its state, on every rank alike"
-            )
+        _compare_outer([everyone[rank] for rank in compared])
         if known:
             self._outer.take_groups(first["outer_groups"])
         if len({other["parameters"] for other in everyone}) > 1:
@@ -772,6 +777,15 @@ class LocalSteps:
             "steps_taken": self.taken,
             "steps_skipped": self.skipped,
         }
+
+
+def _compare_outer(everyone: Sequence[Mapping[str, Any]]) -> None:
+    groups = [other["outer_groups"] for other in everyone]
+    if any(other != groups[0] for other in groups):
+        raise RuntimeError(
+            f"ranks' outer optimizers differ: {groups}. Let a scheduler of optimizer.outer step, "
+            "or load its state, on every rank alike, and by a metric that all ranks have in common"
+        )
 
 
 def _collect_all(addresses: set[int] | None = None) -> None:

@@ -427,6 +427,26 @@ def test_ranks_with_other_outer_learning_rates_are_refused():
         ranks.step(0.25)
 
 
+def test_outer_learning_rates_that_came_to_differ_are_refused():
+    """A scheduler that follows each rank's own loss, say."""
+    ranks = Ranks(2, 2, outer=momentum)
+    for _ in range(3):
+        ranks.step(0.25)
+    ranks.locals[1].outer.param_groups[0]["lr"] = 0.1
+    ranks.step(0.25)
+    with pytest.raises(RuntimeError, match="outer optimizers differ.*metric that all ranks have"):
+        ranks.simulation.synchronise()
+
+
+def test_synchronising_after_different_numbers_of_steps_is_refused():
+    ranks = Ranks(2, 4)
+    for _ in range(3):
+        ranks.step(0.25)
+    ranks.locals[1].taken += 1
+    with pytest.raises(RuntimeError, match=r"after \[3, 4\] steps: let every rank take every step"):
+        ranks.simulation.synchronise()
+
+
 # Averages that travel while ranks go on.
 
 GRADIENTS = [[0.25, -0.125], [0.5, 0.0], [-0.25, 0.375], [0.125, 0.25], [0.0, -0.5]]
