@@ -251,7 +251,7 @@ class Exchange:
             Exception: what the transport raises where a collective failed. The step is rolled back.
         """
         name = self._name_of[parameter]
-        with self._or_forgotten():
+        with self._lock:
             if name not in self._outputs:
                 self.finish()
                 self.look()
