@@ -1,0 +1,95 @@
+"""The methods of same_numbers.py's cases, as plain settings.
+
+They are looked up by name in a face when a case begins. So what one checkout does not have fails
+one case there, and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import scalecom_hvd
+
+Settings = dict[str, Any]
+
+# Every setting whose default may change is given: these cases compare code, not defaults.
+FILTERS: dict[str, Settings] = {
+    "beta 1": {"beta": 1.0, "flush": False},
+    "beta 0.2, flush": {"beta": 0.2, "flush": True},
+    "beta 0.1": {"beta": 0.1, "flush": False},
+    "beta 0.1, flush": {"beta": 0.1, "flush": True},
+}
+BASE: Settings = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
+STAGGERED: Settings = {"leader": "staggered", "bucket_bytes": 5000}
+# Settings stand over those of a filter. A quantiser is its class and its arguments.
+METHODS: dict[str, Settings] = {
+    "ScaleCom": {},
+    "ScaleCom, look-ahead": {"lookahead": True},
+    "ScaleCom, staggered": STAGGERED,
+    "ScaleCom, staggered, look-ahead": STAGGERED | {"lookahead": True},
+    "ScaleCom, exact": {"selection": "exact"},
+    "ScaleCom, exact, look-ahead": {"selection": "exact", "lookahead": True},
+    "ScaleCom, float16": {"wire_dtype": "float16"},
+    "ScaleCom, float16, look-ahead": {"wire_dtype": "float16", "lookahead": True},
+    "ScaleCom, 2 bits": {"quantiser": ("QSGD", {"levels": 1})},
+    "ScaleCom, 4 bits": {"quantiser": ("QSGD", {"levels": 7, "norm": 2})},
+    "ScaleCom, 8 bits": {"quantiser": ("QSGD", {"levels": 127, "seed": 3})},
+    "ScaleCom, sign": {"quantiser": ("Sign", {"chunk": 64})},
+    "ScaleCom, bin means": {"quantiser": ("BinMeans", {})},
+    "ScaleCom, half": {"quantiser": ("Float16", {})},
+    "ScaleCom, many": {"rate": 2.5},
+    "ScaleCom, few": {"rate": 400},
+    "RandomK": {"seed": 1},
+    "RandomK, exact": {"selection": "exact"},
+    "RandomK, own": {"shared": False, "seed": 2},
+    "RandomK, 4 bits": {"quantiser": ("QSGD", {"levels": 7})},
+    "RandomK, own, sign": {"shared": False, "quantiser": ("Sign", {})},
+    "RandomK, half": {"quantiser": ("Float16", {})},
+    "LocalTopK": {},
+    "LocalTopK, exact": {"selection": "exact"},
+    "LocalTopK, decay": {"decay": 0.9, "beta": 1.0, "flush": False},
+    "LocalTopK, contributors": {"average": "contributors"},
+    "LocalTopK, as SparseLoCo": {
+        "decay": 0.95,
+        "average": "contributors",
+        "quantiser": ("BinMeans", {}),
+        "beta": 1.0,
+        "flush": False,
+    },
+    "LocalTopK, sign": {"quantiser": ("Sign", {})},
+    "LocalTopK, 8 bits": {"quantiser": ("QSGD", {"levels": 127})},
+    "LocalTopK, half": {"quantiser": ("Float16", {})},
+    "GTopK": {},
+    "GlobalTopK": {},
+    "ECQSGD, 2 bits": {"bits": 2},
+    "ECQSGD, 4 bits": {"bits": 4},
+    "ECQSGD, 8 bits": {"bits": 8, "seed": 5},
+}
+
+
+def settings_of(method: str, filters: str) -> Settings:
+    """All settings of a method under a filter, by the names of both."""
+    return BASE | FILTERS[filters] | METHODS[method]
+
+
+def class_of(face: Any, method: str) -> Any:
+    """The class of a method in a face, such as scalecom_hvd.exchange."""
+    return getattr(face, method.split(",")[0])
+
+
+def arguments_of(face: Any, settings: Mapping[str, Any]) -> Settings:
+    """Settings as the class takes them."""
+    arguments = dict(settings)
+    if "quantiser" in arguments:
+        name, own = arguments["quantiser"]
+        arguments["quantiser"] = getattr(face, name)(**own)
+    return arguments
+
+
+def check_package() -> None:
+    """Raise RuntimeError unless the package is that of the checkout, the working directory."""
+    found = Path(scalecom_hvd.__file__).resolve()
+    if not found.is_relative_to(Path.cwd().resolve()):
+        raise RuntimeError(f"the package is {found}, and not that of {Path.cwd()}")
