@@ -54,12 +54,11 @@ class ScaleComConfig:
     but what was not sent arrives later, over up to rate / beta steps.
     """
 
-    flush: bool | None = None
+    flush: bool = True
     """Whether all that waits is sent where the new gradient does not point against it.
 
     True: there all of it, and `beta` of it elsewhere, so that a low beta costs short runs little.
-    False: `beta` of it everywhere, which is the paper's filter. None: True with beta at its
-    default, and False with any other, so that who sets beta has what the paper says.
+    False: `beta` of it everywhere, which is the paper's filter.
     """
 
     min_numel: int = 2048
@@ -117,10 +116,9 @@ class ScaleComConfig:
     """What values travel as.
 
     None: as the residue. "float16": in half the bytes, summed so, and divided in float32. Their
-    rounding error stays in the residue; that of the sum, 2^-11 of it, is lost. In Horovod's
-    own optimizer, which divides in float16, they travel times n: what is above 65504 / n² waits,
-    and `gradient_predivide_factor` must divide n. On processors it pays on slow networks only. Not
-    for Gloo in Horovod 0.28.1, which drops some float16 sums: the log warns.
+    rounding error stays in the residue; that of the sum, 2^-11 of it, is lost. On processors it
+    pays on slow networks only. Not for Horovod's own optimizer, which divides in float16; nor for
+    Gloo in Horovod 0.28.1, which drops some float16 sums: the log warns.
     """
 
     bucket_bytes: int = 25 * 2**20
@@ -157,10 +155,9 @@ class ScaleComConfig:
             fix(name, _integer(name, getattr(self, name)))
         if self.planned_steps is not None:
             fix("planned_steps", _integer("planned_steps", self.planned_steps))
-        if not isinstance(self.lookahead, bool):
-            raise TypeError(f"lookahead must be True or False, not {self.lookahead!r}")
-        if self.flush is not None and not isinstance(self.flush, bool):
-            raise TypeError(f"flush must be True, False or None, not {self.flush!r}")
+        for name in ("lookahead", "flush"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         listed = isinstance(self.dense, Iterable) and not isinstance(self.dense, str)
         if listed:
             fix("dense", tuple(self.dense))
@@ -259,14 +256,9 @@ class ScaleComConfig:
         return fields
 
     @property
-    def flushes(self) -> bool:
-        """What `flush` comes to."""
-        return self.beta == type(self).beta if self.flush is None else self.flush
-
-    @property
     def extra(self) -> float:
         """How many times a residue is sent besides its accumulator where all that waits is sent."""
-        return 1 / self.beta - 1 if self.flushes else 0.0
+        return 1 / self.beta - 1 if self.flush else 0.0
 
     @classmethod
     def from_env(cls, base: ScaleComConfig | None = None) -> ScaleComConfig:
@@ -351,24 +343,20 @@ class ScaleComConfig:
 
 
 @functools.cache
-def float16_limit(n_workers: int, factor: int = 1) -> float:
+def float16_limit(n_workers: int) -> float:
     """The largest magnitude that is sent as float16. What is cut off stays in the residue.
 
-    The sum of n such values, times `factor`, is finite. It is made in float16, in any order, and
-    every addition but the last may round up by 16, half of the widest gap between float16s. (For
-    more than 2000 workers that need not be counted: in sums that large, values below 16 are lost.)
+    The sum of n such values is finite. It is made in float16, in any order, and every addition but
+    the last may round up by 16, half of the widest gap between float16s. (For more than 2000
+    workers that need not be counted: in sums that large, values below 16 are lost.)
 
     Args:
         n_workers: how many values are added.
-        factor: what their sum is multiplied by.
     """
-
-    def below(limit: float) -> float:
-        rounded = np.float16(limit)
-        return float(rounded if rounded <= limit else np.nextafter(rounded, np.float16(0)))
-
     largest_sum = max(65504 - 16 * max(n_workers - 2, 0), 65504 / 2)
-    return below(below(largest_sum / n_workers) / factor)
+    limit = largest_sum / n_workers
+    rounded = np.float16(limit)
+    return float(rounded if rounded <= limit else np.nextafter(rounded, np.float16(0)))
 
 
 def largest_gradient(residue_dtype: str) -> float:

@@ -15,22 +15,40 @@ from numpy.typing import NDArray
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
 _FREE_SETTINGS = ("planned_steps", "flush")
 # What ScaleCom may change besides. Other methods and quantisers may not: they draw, or choose,
 # bucket by bucket. (Where leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)
-# What states of this package's methods may hold besides the config.
-_METHODS_SETTINGS = ("bits", "seed", "shared", "quantiser", "decay", "average")
+# What a state of version 1 held besides its method's settings, which stood among these.
+_KEYS_OF_VERSION_1 = (
+    "version",
+    "step",
+    "config",
+    "residues",
+    "norms",
+    "buckets",
+    "ranks",
+    "offsets",
+    "method_state",
+    "local_steps",
+    "exchanges",  # TensorFlow's
+)
 
 
-def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
-    """Check that this is a state of this version and of these settings.
+def check_state(
+    state: Mapping[str, Any], config: ScaleComConfig, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Check that this is a state of one method, and of these settings.
 
     Args:
         state: what state_dict() gave.
-        config: the settings of who loads it.
+        config: the config of who loads it.
+        settings: the settings of its method besides, the method's name among them.
+
+    Returns:
+        The state as this version has it.
 
     Raises:
         ValueError: it is not; the error names what is wrong.
@@ -41,46 +59,42 @@ def check_state(state: Mapping[str, Any], config: ScaleComConfig) -> None:
             f"this is no ScaleCom state: it lacks {', '.join(sorted(missing))}; pass what "
             "ScaleCom.state_dict() gave"
         )
-    if state["version"] != STATE_VERSION:
+    if state["version"] not in (1, STATE_VERSION):
         raise ValueError(
-            f"this ScaleCom state has version {state['version']}, and this release reads version "
-            f"{STATE_VERSION}"
+            f"this ScaleCom state has version {state['version']}, and this release reads versions "
+            f"1 and {STATE_VERSION}"
         )
-    mine, theirs = config.to_dict(), dict(state["config"])
-    free = set(_FREE_SETTINGS)
-    if not {"method", "quantiser"} & set(state):
-        free.update(_FREE_FOR_SCALECOM)
-    compared = (mine.keys() | theirs.keys()) - free
-    different = sorted(name for name in compared if mine.get(name) != theirs.get(name))
+    state = _of_version_1(state) if state["version"] == 1 else dict(state)
+    theirs = state["settings"]
+    if theirs != settings:
+        raise ValueError(
+            "the residues were made by another method, or otherwise: "
+            f"{_listed(dict.fromkeys([*settings, *theirs]), theirs, settings)}. Go on without "
+            "loading them (they start at zero)"
+        )
+    mine, saved = config.to_dict(), state["config"]
+    free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if settings == {"method": "ScaleCom"} else ())}
+    compared = (mine.keys() | saved.keys()) - free
+    different = sorted(name for name in compared if mine.get(name) != saved.get(name))
     if different:
         raise ValueError(
-            f"the residues were made with other settings: {_listed(different, theirs, mine)}. "
+            f"the residues were made with other settings: {_listed(different, saved, mine)}. "
             "Start ScaleCom with the settings of the state, or, to change them, go on without "
             "loading it (the residues start at zero)"
         )
+    return state
 
 
-def check_method(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Check that this is a state of one method.
-
-    Args:
-        state: what state_dict() gave.
-        settings: the method's, its name among them; {} for ScaleCom, whose states name no method.
-
-    Raises:
-        ValueError: it is a state of another method, or of other settings.
-    """
-    mine = {"method": "ScaleCom"} | dict(settings)
-    names = dict.fromkeys([*mine, *(name for name in _METHODS_SETTINGS if name in state)])
-    theirs = {"method": "ScaleCom"} | {name: state[name] for name in names if name in state}
-    if theirs != mine:
-        raise ValueError(
-            "the residues were made by another method, or otherwise: "
-            f"{_listed(names, theirs, mine)}. Go on without loading them (they start at zero)"
-        )
+def _of_version_1(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of version 1 as version 2 has it."""
+    settings = {key: value for key, value in state.items() if key not in _KEYS_OF_VERSION_1}
+    if "quantiser" in settings:  # blocks of values were called chunks
+        settings["quantiser"] = settings["quantiser"].replace("chunk=", "block=")
+    kept = {key: value for key, value in state.items() if key in _KEYS_OF_VERSION_1}
+    return kept | {"version": STATE_VERSION, "settings": {"method": "ScaleCom"} | settings}
 
 
-def check_local_steps(state: Mapping[str, Any], local: bool) -> None:
+def check_local_steps(state: Mapping[str, Any], *, local: bool) -> None:
     """Check that a state is of local steps, or not: changes of parameters are no gradients.
 
     Args:

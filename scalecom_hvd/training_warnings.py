@@ -50,7 +50,7 @@ def growth_limit(rates: Iterable[float], config: ScaleComConfig) -> float:
         rates: of all tensors.
         config: the settings.
     """
-    return max(rates, default=1.0) / 4 / (1 if config.flushes else config.beta)
+    return max(rates, default=1.0) / 4 / (1 if config.flush else config.beta)
 
 
 def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> None:

@@ -4,8 +4,8 @@ DDP calls the hook with buckets of its own making, in the same order on all rank
 goes on. Each bucket's gradients are reported to the exchange, which has buckets of its own; so it
 does not matter that DDP makes its buckets anew after the first step. When the last one has come, a
 thread waits for the other ranks, and the futures that DDP waits for are given their averages: in
-the hook nothing blocks. Imports process_group_collectives, and exchange, methods, kernel_thread
-and optimizers of exchange/.
+the hook nothing blocks. Imports process_group_collectives, and exchange, methods,
+background_thread and optimizers of exchange/.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with types.
@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives, check_devices
+from scalecom_hvd.exchange.background_thread import BackgroundThread
+from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.kernel_thread import KernelThread
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.optimizers import SHARDED, check_not_sharded
 
@@ -36,6 +37,9 @@ class ScaleComState:
         compression: a method's class, or an instance: ScaleCom, RandomK, LocalTopK, GTopK,
             GlobalTopK, ECQSGD.
         process_group: default: that of DDP's wrapper, or all ranks.
+        collectives: how ranks reach each other: a transport of your own (see
+            scalecom_hvd.exchange.Collectives), among the ranks of DDP's group. None:
+            torch.distributed's.
         **settings: what the class takes: fields of ScaleComConfig, config=, loss_scale= (a
             GradScaler), diagnostics=, quantiser=.
 
@@ -59,6 +63,7 @@ class ScaleComState:
         compression: type[Method] | Method = ScaleCom,
         *,
         process_group: dist.ProcessGroup | None = None,
+        collectives: Collectives | None = None,
         **settings: Any,
     ) -> None:
         if isinstance(compression, Method) and settings:
@@ -70,31 +75,37 @@ class ScaleComState:
             compression if isinstance(compression, Method) else compression(**settings)
         )
         self._begin()
-        self.attach(model, process_group)
+        self.attach(model, process_group, collectives=collectives)
 
     def _begin(self) -> None:
         self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
         self._alone = False
         self._exchange: Exchange | None = None
         self._reduced: list[_Reduced] = []
-        self._thread = KernelThread(self._nothing_more)
+        self._thread = BackgroundThread(self)
 
     def attach(
         self,
         model: nn.Module,
         process_group: dist.ProcessGroup | None = None,
         loss_scale: Any = None,
+        collectives: Collectives | None = None,
     ) -> None:
         """Serve a model: this is done already, unless the state was unpickled.
 
         Args:
-            model, process_group, loss_scale: as when it is made. All ranks do so together.
+            model, process_group, loss_scale, collectives: as when it is made. All ranks do so
+                together.
         """
         wrapper = _wrapper_of(model)
         check_model(model, wrapper)
+        if collectives is None:
+            check_devices(model.parameters())
+        elif process_group is not None:
+            raise ValueError("collectives= brings the ranks with it: leave process_group out")
         if loss_scale is not None:
             self.compression.loss_scale = loss_scale
-        parameters = trained_parameters(model)
+        parameters = averaged_parameters(model)
         if not parameters:
             raise ValueError("the model has no parameter that requires a gradient")
         if process_group is None and wrapper is not None:
@@ -104,10 +115,9 @@ class ScaleComState:
         drops = wrapper is None or wrapper.find_unused_parameters or wrapper.static_graph
         # DDP hands out gradients in buckets, which are not p.grad. Stand-ins have them as theirs.
         stand_ins = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
-        collectives = ProcessGroupCollectives(process_group)
-        exchange = Exchange(stand_ins, self.compression, collectives, asks_for_use=drops)
-        self.compression.attach(stand_ins, exchange)
-        self._exchange = exchange
+        if collectives is None:
+            collectives = ProcessGroupCollectives(process_group)
+        self._exchange = Exchange(stand_ins, self.compression, collectives, asks_for_use=drops)
         self._alone = collectives.size == 1
         self._stand_ins = {p: stand_ins[name] for name, p in parameters.items()}
 
@@ -178,10 +188,6 @@ class ScaleComState:
         if self._reduced:
             self._exchange.abort()
             self._reduced = []
-
-    def _nothing_more(self) -> bool:
-        """What the thread does besides."""
-        return False
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled with it: the method, but no process group, and no model."""
@@ -269,10 +275,9 @@ def check_model(model: nn.Module, wrapper: DistributedDataParallel | None) -> No
             "with skip_all_reduce_unused_params=True DDP does not call the hook for all buckets: "
             "leave it out"
         )
-    check_devices(model.parameters())
 
 
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """{name: parameter} of what is trained and averaged.
 
     Names are those of the model inside of its wrappers, so that states are those of the same model

@@ -12,13 +12,14 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives, check_devices
+from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method, ScaleCom
@@ -28,13 +29,12 @@ from scalecom_hvd.exchange.optimizers import (
     common_parameters,
     is_method,
     local_members,
+    make_averager,
     names_of_groups,
     trained_parameters,
-    zero_state,
 )
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.recipes import everything_whole
-from scalecom_hvd.schedule import Schedule
 
 _Compression: TypeAlias = Method | type[Method] | None
 
@@ -48,11 +48,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_group: dist.ProcessGroup | None = None,
-    local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
+    local_steps: int | Mapping[int, int] | None = None,
     outer: Outer | None = None,
     overlap: int = 0,
     fragments: int = 1,
     clip_changes: float | None = None,
+    collectives: Collectives | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer that averages gradients over ranks, compressed, before each of its steps.
 
@@ -69,7 +70,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         groups: how many buckets, or lists of parameters that share one; default: by bucket_bytes.
         sparse_as_dense: whether sparse gradients are made dense; otherwise they are refused.
         process_group: default: all ranks.
-        local_steps: H, {first step: H} or [H of each rank]. Every rank takes H steps on its own
+        local_steps: H, or {first step: H}. Every rank takes H steps on its own
             parameters; then their change goes through the method and is averaged (Basu et al.,
             2019, arXiv 1906.02367). None: every step averages gradients.
         outer: with local steps, a function that makes an optimizer of the common parameters, such
@@ -85,6 +86,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         clip_changes: with local steps, how many times the median norm of all ranks' changes each
             may have, such as 2; longer ones are cut to that. Then a rank that went astray moves
             the others less. None: any length.
+        collectives: how ranks reach each other: a transport of your own (see
+            scalecom_hvd.exchange.Collectives). `op` and process_group are then its affair. None:
+            torch.distributed's.
 
     Returns:
         An optimizer with `compression`, the method with this rank's residues: its `state_dict()`
@@ -122,44 +126,43 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         named_parameters = list(named_parameters)
     parameters = trained_parameters(optimizer, named_parameters)
     _check_names(optimizer, parameters)
-    check_devices(parameters.values())
-    collectives = ProcessGroupCollectives(process_group, sums=op == dist.ReduceOp.SUM)
-    in_groups = names_of_groups(groups, parameters)
-    if local_steps is not None:
-        local = LocalSteps(
-            parameters,
-            method,
-            collectives,
-            Schedule(local_steps, fragments),
-            in_groups,
-            start_anew=lambda: zero_state(this()),
-            outer=outer,
-            overlap=overlap,
-            clip_changes=clip_changes,
+    if collectives is None:
+        check_devices(parameters.values())
+        collectives = ProcessGroupCollectives(process_group, sums=op == dist.ReduceOp.SUM)
+    elif op != dist.ReduceOp.AVG or process_group is not None:
+        raise ValueError(
+            "op and process_group are torch.distributed's, and collectives= brings another "
+            "transport: leave them out"
         )
-        members = local_members(local, type(optimizer), parameters.values())
-        bases: tuple[type, ...] = (type(optimizer),)
-    else:
-        exchange = Exchange(
-            parameters,
-            method,
-            collectives,
-            groups=in_groups,
-            sparse_as_dense=sparse_as_dense,
-            send_sparse=_refuse_sparse,
-            asks_for_news=True,
-        )
-        method.attach(parameters, exchange)
-        members, bases = {}, (_Averaging, type(optimizer))
+    averager = make_averager(
+        parameters,
+        method,
+        collectives,
+        names_of_groups(groups, parameters),
+        lambda: this(),
+        sparse_as_dense=sparse_as_dense,
+        send_sparse=_refuse_sparse,
+        local_steps=local_steps,
+        outer=outer,
+        overlap=overlap,
+        fragments=fragments,
+        clip_changes=clip_changes,
+    )
+    members: dict[str, Any] = {}
+    bases: tuple[type, ...] = (_Averaging, type(optimizer))
+    if isinstance(averager, LocalSteps):
+        members = local_members(averager, type(optimizer), parameters.values())
+        bases = (type(optimizer),)
     members["compression"] = _Averaging.compression
-    wrapped: Any = object.__new__(type(type(optimizer).__name__, bases, members))
-    # What a learning rate's schedule put around the step calls that of the optimizer as it was.
-    vars(wrapped).update({name: own for name, own in vars(optimizer).items() if name != "step"})
-    wrapped._method = method
-    if local_steps is None:
-        # A single rank has nothing to average.
-        trained = parameters.values() if collectives.size > 1 else ()
-        wrapped._begin(exchange, trained, backward_passes_per_step)
+    with method.run.released_on_error():
+        wrapped: Any = object.__new__(type(type(optimizer).__name__, bases, members))
+        # What a learning rate's schedule put around the step calls that of the optimizer as it was.
+        vars(wrapped).update({name: own for name, own in vars(optimizer).items() if name != "step"})
+        wrapped._method = method
+        if isinstance(averager, Exchange):
+            # A single rank has nothing to average.
+            trained = parameters.values() if collectives.size > 1 else ()
+            wrapped._begin(averager, trained, backward_passes_per_step)
     this: Callable[[], Any] = weakref.ref(wrapped)
     return wrapped
 

@@ -119,7 +119,7 @@ class ProcessGroupCollectives:
 
     Args:
         group: default: all ranks.
-        sums: whether `average` gives sums.
+        sums: whether `all_reduce` gives sums.
 
     Raises:
         ValueError: torch.distributed was not started.
@@ -144,15 +144,15 @@ class ProcessGroupCollectives:
         store: Any = distributed_c10d._get_default_store()  # torch's types lack `clone`
         self._store = store.clone()
         self._channels = 0
-        self._group = self._meet(self._name)
+        self._group = self._new_group(self._name)
 
-    def _meet(self, name: str) -> Any:  # torch's types lack its methods
+    def _new_group(self, name: str) -> Any:  # torch's types lack its methods
         store = dist.PrefixStore(name, self._store)
         return dist.ProcessGroupGloo(store, self.position, self.size, self._timeout)
 
     @property
     def share(self) -> float:
-        """What `average` multiplies the sum over ranks by."""
+        """What `all_reduce` multiplies the sum over ranks by."""
         return 1.0 if self._sums else 1 / self.size
 
     def restarts(self) -> Callable[[], bool]:
@@ -163,7 +163,7 @@ class ProcessGroupCollectives:
         """The same ranks, in a group of their own."""
         channel = object.__new__(ProcessGroupCollectives)
         vars(channel).update(vars(self))
-        channel._group = self._meet(f"{self._name}/{self._channels}")
+        channel._group = self._new_group(f"{self._name}/{self._channels}")
         self._channels += 1
         return channel
 
@@ -173,7 +173,7 @@ class ProcessGroupCollectives:
         options.rootRank = root
         return ProcessGroupWork(self._group, self._group.broadcast([buffer], options), buffer)
 
-    def average(self, buffer: torch.Tensor, name: str) -> ProcessGroupWork:
+    def all_reduce(self, buffer: torch.Tensor, name: str) -> ProcessGroupWork:
         """Average over ranks in place; of float16 the sum."""
         divides = not self._sums and buffer.dtype != torch.float16
         then = (lambda total: total.mul_(self.share)) if divides else None

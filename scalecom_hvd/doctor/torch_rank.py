@@ -23,7 +23,7 @@ from scalecom_hvd.doctor.rank_check import (
     check_size,
     inputs,
 )
-from scalecom_hvd.exchange.kernels import kernel_for
+from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.reference import Array
 

@@ -13,28 +13,28 @@ tensors as large as the bucket. A method uses one form or the other.
 An *offset* is a row in a lane, as it travels; a *position* an index into one tensor; a *place* an
 index into the accumulators of the whole bucket.
 
-Imports residue, gradients, kernels, kernel_thread and collectives.
+Imports residue, gradients, values, kernels, kernel_choice, background_thread and collectives.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.profiler import record_function
 
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import float16_limit
+from scalecom_hvd.exchange.background_thread import BackgroundThread, Job
 from scalecom_hvd.exchange.collectives import Result, Step, Wait
 from scalecom_hvd.exchange.gradients import (
     any_of,
-    check_gradients,
+    check_sizes,
     flat_gradient,
     unflat_gradient,
+    wide_dtype,
 )
-from scalecom_hvd.exchange.kernel_thread import Job, KernelThread
+from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.exchange.kernels import (
     Count,
     Kernel,
@@ -42,10 +42,10 @@ from scalecom_hvd.exchange.kernels import (
     TensorSlot,
     Wire,
     add_usable,
-    kernel_for,
     positions_of,
 )
 from scalecom_hvd.exchange.residue import Residues
+from scalecom_hvd.exchange.values import Values, norm
 from scalecom_hvd.native import (
     CHOOSE_ACCUMULATOR,
     CHOOSE_AHEAD,
@@ -76,7 +76,6 @@ class Bucket:
             summed, and multiplied by it when they are in a wider dtype again.
         thread: runs kernels that need no Python while backward goes on; None: every move is made
             at once.
-        factor: what values in float16 are multiplied by before they are summed.
 
     Attributes:
         compressed: {name: CompressedTensor} of those whose offsets and values travel.
@@ -99,8 +98,7 @@ class Bucket:
         residues: Residues,
         ranks: int,
         share: float = 1.0,
-        thread: KernelThread | None = None,
-        factor: int = 1,
+        thread: BackgroundThread | None = None,
     ) -> None:
         self.number = number
         self.names = list(names)
@@ -121,7 +119,7 @@ class Bucket:
 
         first = parameters[names[0]]
         self._device = first.device
-        wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(first)
         self._dense_dtype = wide
         wire = next((tensor.wire_dtype for tensor in self.tensors), wide)
         dense = {name: parameters[name] for name in names if name not in self.compressed}
@@ -152,7 +150,7 @@ class Bucket:
         self._has_chosen = False
         self._values = Values(self._layout.n_values, dense, wire, self._device)
         values = self._values.compressed
-        limit = float16_limit(ranks, factor)
+        limit = float16_limit(ranks)
         self._wire = Wire(self._offsets[0], values, torch.zeros_like(values), limit)
         self._kernels: list[tuple[Kernel, list[int]]] = []
         self._grad_dtypes: list[torch.dtype] | None = None
@@ -170,6 +168,11 @@ class Bucket:
         self._has_accumulators: bool
         self._committed: bool
         self.forget()
+
+    @property
+    def taken(self) -> torch.Tensor:
+        """What `take` gave last, (k,): their average once it has come, where they were averaged."""
+        return self._values.compressed
 
     # What a method asks for: offsets.
 
@@ -208,7 +211,7 @@ class Bucket:
         """(1) m <- m + beta*g. Gives the offsets of the largest |m + g| if it is to choose."""
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_ACCUMULATOR if choose else CHOOSE_NOTHING
-        yield from self._run("accumulate", self._beta, mode, chosen)
+        yield from self._run("accumulate", lambda own: own.accumulate(self._beta, mode, chosen))
         self._has_accumulated = True
         return chosen
 
@@ -224,7 +227,8 @@ class Bucket:
         if not self._has_accumulated:
             raise RuntimeError("take() comes after `yield from bucket.accumulate()`")
         wire = self._wire._replace(offsets=offsets)
-        yield from self._run("take", self._beta, 1 - self._beta, self._extra, wire)
+        beta, extra = self._beta, self._extra
+        yield from self._run("take", lambda own: own.take(beta, 1 - beta, extra, wire))
         return wire.values
 
     def take_and_accumulate(
@@ -239,7 +243,11 @@ class Bucket:
         wire = self._wire._replace(offsets=offsets)
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_AHEAD if choose else CHOOSE_NOTHING
-        yield from self._run("take_and_accumulate", self._beta, self._extra, wire, mode, chosen)
+        beta, extra = self._beta, self._extra
+        yield from self._run(
+            "take_and_accumulate",
+            lambda own: own.take_and_accumulate(beta, extra, wire, mode, chosen),
+        )
         return wire.values, chosen
 
     def choose_without_accumulating(self) -> torch.Tensor:
@@ -295,7 +303,7 @@ class Bucket:
         # Accumulators stand in the place of residues, and nothing is added to them.
         self._chooser.begin(parts, [False] * len(parts), 1.0)
         self._chooser.accumulate(0.0, CHOOSE_RESIDUE, buffer)
-        self._chooser.commit()
+        self._chooser.release()
         return buffer
 
     def places_at(self, offsets: torch.Tensor) -> torch.Tensor:
@@ -394,7 +402,7 @@ class Bucket:
             grads = {name: flat_gradient(p) for name, p in self.parameters.items()}
         self.grads = dict(grads)
         like = {tensor.name: tensor.residue for tensor in self.tensors} | self._values.whole
-        check_gradients(self.grads, like)
+        check_sizes(self.grads, like)
         own = [self.grads[name] for name in self.compressed]
         # A gradient that a script gave one that is not trained counts all the same.
         self.frozen = [
@@ -499,19 +507,17 @@ class Bucket:
         if self._reduced is not None and self._reduced.whole:
             self._reduced.copy_to(self.grads)
 
-    def scatter(self, outputs: Mapping[str, torch.Tensor], share: float | None = None) -> None:
+    def scatter(self, outputs: Mapping[str, torch.Tensor]) -> None:
         """Every output (N,) <- the averages received at I, in the gradient's units, zero elsewhere.
 
         Args:
             outputs: {name: tensor}; may be the gradients, and then nothing can be rolled back.
-            share: what the averages are still to be multiplied by.
         """
         own = [outputs[name] for name in self.compressed]
-        share = self._share if share is None else share
         offsets, averages = self._received
         with record_function("scalecom.scatter"):
             for kernel, members in self._kernels:
-                kernel.scatter([own[i] for i in members], offsets, averages, share)
+                kernel.scatter([own[i] for i in members], offsets, averages, self._share)
 
     def spoil(self) -> None:
         """Make every gradient NaN, which is how a step that does not count shows on all ranks."""
@@ -535,7 +541,7 @@ class Bucket:
     def forget(self) -> None:
         """Be ready for another step, and let go of this one's gradients."""
         for kernel, _ in self._kernels:
-            kernel.commit()
+            kernel.release()
         self.grads = {}
         self._averaged = {}
         self._reduced = self._received = None
@@ -560,7 +566,7 @@ class Bucket:
         ]
         self._grad_dtypes = dtypes
 
-    def _run(self, move: str, *arguments: Any) -> Step[None]:
+    def _run(self, what: str, move: Callable[[Kernel], Count]) -> Step[None]:
         """Make a move; on the thread, if no kernel needs Python and the move takes long enough."""
         self._refuse_whole("moves")
         assert not self._has_accumulators, "a move in place was asked for after accumulators"
@@ -568,8 +574,8 @@ class Bucket:
 
         def make() -> None:
             # Each call has a range of its own: moves may be made on two threads at a time.
-            with record_function(f"scalecom.{move}"):
-                counts = [getattr(kernel, move)(*arguments) for kernel, _ in self._kernels]
+            with record_function(f"scalecom.{what}"):
+                counts = [move(kernel) for kernel, _ in self._kernels]
             self.bad = sum(counts, self.bad)
 
         native = all(isinstance(kernel, NativeKernel) for kernel, _ in self._kernels)
@@ -607,50 +613,6 @@ class Bucket:
                 tensor.residue.mul_(1 - tensor.beta).add_(kept.mul_(tensor.beta))
             average = average if self.scale == 1 else average / self.scale
             self.grads[tensor.name].copy_(average)
-
-
-class Values:
-    """A buffer that is all-reduced: [`n_values` values | tensors sent whole | one count].
-
-    Attributes:
-        compressed: the view of the values.
-        whole: {name: view} of the tensors sent whole.
-    """
-
-    def __init__(
-        self,
-        n_values: int,
-        whole: Mapping[str, torch.Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        sizes = [parameter.numel() for parameter in whole.values()]
-        self.buffer = torch.zeros(n_values + sum(sizes) + 1, dtype=dtype, device=device)
-        self.compressed = self.buffer[:n_values]
-        self._all_whole = self.buffer[n_values:-1]
-        self.whole = dict(zip(whole, self._all_whole.split(sizes), strict=True))
-
-    def fill(self, grads: Mapping[str, torch.Tensor]) -> Count:
-        """Copy in what is sent whole; gives whether it is not finite."""
-        torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
-        # Looked at in the wire dtype: what overflows there is not finite either.
-        return ~self._all_whole.isfinite().all()
-
-    def copy_to(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """The tensors sent whole <- their averages."""
-        torch._foreach_copy_([grads[name] for name in self.whole], list(self.whole.values()))
-
-
-def norm(tensors: Sequence[torch.Tensor]) -> float:
-    """The Euclidean norm of all of them together; reads them all."""
-    has_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-    total = math.inf
-    # Squares of what a residue may hold overflow float32; float64 takes eight times as long.
-    for wide in (torch.float64,) if has_double else (torch.float32, torch.float64):
-        total = math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
-        if math.isfinite(total):
-            break
-    return total
 
 
 def finished(step: Step[Result]) -> Result:

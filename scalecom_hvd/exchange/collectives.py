@@ -52,7 +52,7 @@ class Collectives(Protocol):
     must be sure that all of them submit the collective without waiting for something that this
     rank does later.
 
-    Who owns a buffer: from `broadcast` and `average` until the work is done the transport does;
+    Who owns a buffer: from `broadcast` and `all_reduce` until the work is done the transport does;
     nobody reads or writes it. `gather` leaves its tensor as it is, and so must the caller until
     then; the result may be one that ranks share, and is not written to.
 
@@ -78,7 +78,7 @@ class Collectives(Protocol):
 
     @property
     def share(self) -> float:
-        """What `average` multiplies the sum over ranks by: 1 / size, or 1 for sums."""
+        """What `all_reduce` multiplies the sum over ranks by: 1 / size, or 1 for sums."""
         ...
 
     @property
@@ -106,7 +106,7 @@ class Collectives(Protocol):
         """Send the buffer of the rank at position `root` to all, in place."""
         ...
 
-    def average(self, buffer: torch.Tensor, name: str) -> Work:
+    def all_reduce(self, buffer: torch.Tensor, name: str) -> Work:
         """Multiply the sum of all ranks' buffers by `share`, in place.
 
         Of float16 it is the sum itself, not yet multiplied: dividing in float16 would lose what

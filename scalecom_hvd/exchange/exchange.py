@@ -24,7 +24,7 @@ Where a step is taken in parts, each of some buckets (fragments of local steps),
 above. All have the step's number, which the last one ends.
 
 Optimizers call `ready` from hooks and `result` from synchronize(). Imports methods/base,
-diagnostics_sampler, new_gradients, bucket and the rooms below.
+bucket_step, bucket_plan, diagnostics_sampler, new_gradients, run and the rooms below.
 """
 
 from __future__ import annotations
@@ -35,34 +35,44 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import record_function
 
-from scalecom_hvd.agreement import Names, agree, compare_ranks, describe
-from scalecom_hvd.bucket_layout import split, step_stats
+from scalecom_hvd.agreement import Names, compare_ranks
+from scalecom_hvd.bucket_layout import step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait, Work, gather_objects
+from scalecom_hvd.exchange.bucket_plan import Groups, plan_buckets
+from scalecom_hvd.exchange.bucket_step import BucketStep
+from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, gather_objects
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
-from scalecom_hvd.exchange.gradients import empty_sparse_gradient, flat_gradient
-from scalecom_hvd.exchange.kernel_thread import KernelThread
-from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.checked_step import checked_step
-from scalecom_hvd.exchange.new_gradients import Found, NewGradients
-from scalecom_hvd.exchange.residue import Residues, describe_tensors
+from scalecom_hvd.exchange.new_gradients import NewGradients, SparseAverage, fill_in
+from scalecom_hvd.exchange.residue import Residues
+from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.schedule import leader
 
-Groups = Sequence[Sequence[str]]
-SparseAverage = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
-"""Starts the average of a parameter's sparse gradient; what it gives waits for it."""
+
+class Part(NamedTuple):
+    """A part of a step.
+
+    Attributes:
+        names: of its tensors: all those of some buckets.
+        is_last: whether it ends the step.
+    """
+
+    names: Collection[str]
+    is_last: bool
 
 
-class Exchange:
+class Exchange(Averager):
     """The exchange of one optimizer's gradients. Every rank's submits the same collectives.
 
     Args:
         parameters: {name: parameter} of all that are trained, in the model's order.
-        method: how compressed tensors are averaged; the caller attaches it to the parameters.
+        method: how compressed tensors are averaged. It begins to serve these parameters.
         collectives: the other ranks.
         groups: names that are to share a bucket; None: buckets of about config.bucket_bytes in the
             order in which gradients arrive on rank 0.
@@ -75,11 +85,18 @@ class Exchange:
             residue waits: where averages of such tensors are thrown away. Takes one more
             collective per bucket.
         is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
+        counts: decides whether a step counts, between "are all buckets sound" and the commit. It is
+            given whether they are, which is the same on all ranks of `collectives`. A face in
+            which other ranks hold the rest of each gradient asks those too. Its answer must be the
+            same on all ranks that it asks. It is called once a step, or part, and may wait.
+        part_of: the averager that makes this exchange a part of itself, and begins the method's
+            run when it is complete; None: this exchange does.
 
     Attributes:
-        senders: the positions of the ranks that have something to send, where that changes from
-            step to step; None: all, always.
         part: what the step that comes is about, the same on all ranks; None: all, always.
+
+    Raises:
+        ValueError, TypeError: see Run.begin.
     """
 
     def __init__(
@@ -95,30 +112,31 @@ class Exchange:
         asks_for_news: bool = False,
         asks_for_use: bool = False,
         is_scaled: bool = True,
+        counts: Callable[[bool], bool] = bool,
+        part_of: Averager | None = None,
     ) -> None:
         self.residues: Residues = method.residues
         self.config: ScaleComConfig = method.config
         self.buckets: list[Bucket] = []
-        self.senders: Sequence[int] | None = None
         self.part: Part | None = None
         self.names = Names(collectives.numbers)
         self._parameters = dict(parameters)
         self._name_of = {parameter: name for name, parameter in parameters.items()}
-        self._method = method
+        self._method, self._run = method, method.run
         self._collectives = collectives
         self._restarted = collectives.restarts()
         self._groups = groups
         self._sparse_as_dense = sparse_as_dense
         self._send_sparse = send_sparse
-        self._is_scaled, self._asks_for_use = is_scaled, asks_for_use
+        self._is_scaled, self._asks_for_use, self._counts = is_scaled, asks_for_use, counts
         self._settings = method.settings | dict(settings or {})
-        self._news = (
-            NewGradients(collectives, self.names, self._parameters) if asks_for_news else None
-        )
+        self._news: NewGradients | None = None
+        if asks_for_news:
+            self._news = NewGradients(collectives, self.names, self._parameters)
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
-        self._thread = KernelThread(self._go_on)
+        self._thread = BackgroundThread(self, self._go_on)
         self._failure: BaseException | None = None
         self._finishing = False
         # The step, where ranks are to compare what they saw of it.
@@ -138,6 +156,8 @@ class Exchange:
         # Of the last step, or part, that was finished: whether it ended the step, what was
         # submitted, whether it was sent whole, and the tensors it was about.
         self._last = True, self._submitted, False, list(self._parameters)
+        if part_of is None:
+            self._run.begin(self._parameters, self)
 
     # What the optimizer calls.
 
@@ -153,58 +173,9 @@ class Exchange:
         """
         with self._or_forgotten():
             self._notice_restart()
-            anywhere = (fresh or self._news.ask()) if self._agreed else self._news.meet(fresh)
-            return anywhere or self._came_by_hand()
-
-    def _came_by_hand(self) -> bool:
-        """Whether scripts put gradients there, when backward gave no rank one.
-
-        If they did not, make of p.grad what Horovod would.
-        """
-        found = self._news.compare(list(self._parameters))
-        if found is Found.SET_BY_HAND:
-            return True
-        for name in self._parameters:
-            self._fill_in(name)
-        if found is Found.CHANGED:
-            self._average_again()
-        elif self._collectives.share == 1:  # the sum of what is the same on all ranks
-            for parameter in self._parameters.values():
-                parameter.grad = parameter.grad * self._collectives.size
-        self._news.end()
-        return False
-
-    @torch.no_grad()
-    def _average_again(self) -> None:
-        works: dict[str, Work] = {}
-        sparse: dict[str, Callable[[], torch.Tensor]] = {}
-        for name, parameter in self._parameters.items():
-            if name in self._sparse:
-                sparse[name] = self._send_sparse(parameter)
-            else:
-                flat = flat_gradient(parameter)
-                wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-                copy = flat.to(wide, copy=True)
-                works[name] = self._collectives.average(copy, self.names(f"again.{name}"))
-        for name, parameter in self._parameters.items():
-            grad = parameter.grad
-            if name in sparse:
-                average = sparse[name]()
-            else:
-                average = works[name].wait().view(grad.shape).to(grad.dtype)
-            if grad.is_sparse:
-                same = average if average.is_sparse else average.to_sparse(grad.sparse_dim())
-                grad.zero_().add_(same)
-            else:
-                # A script may have set one that cannot be written to, such as an expanded one.
-                parameter.grad = average
-
-    def _fill_in(self, name: str) -> None:
-        """A gradient that is missing becomes zero: another rank may have it."""
-        parameter = self._parameters[name]
-        if parameter.grad is None:
-            make = empty_sparse_gradient if name in self._sparse else torch.zeros_like
-            parameter.grad = make(parameter)
+            news = self._news
+            anywhere = (fresh or news.ask()) if self._agreed else news.ask_at_first(fresh)
+            return anywhere or news.came_by_hand(self._sparse, self._send_sparse)
 
     def ready(self, parameter: torch.Tensor) -> None:
         """A gradient is complete on this rank. Called from backward's hooks: waits for nothing.
@@ -214,7 +185,7 @@ class Exchange:
 
         Raises:
             RuntimeError: gradients of other sizes than their parameters had; or what failed on
-                the kernel's thread meanwhile. The step is rolled back.
+                the background thread meanwhile. The step is rolled back.
         """
         name = self._name_of[parameter]
         with self._or_forgotten():
@@ -222,7 +193,7 @@ class Exchange:
             if not self._arrived:
                 self._begin_step()
             self._arrived[name] = None
-            self._fill_in(name)
+            fill_in(parameter, name in self._sparse)
             if name in self._sparse and not parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_sparse(1)
             may_be_sparse = not (self._sparse_as_dense or self._agreed)
@@ -276,7 +247,7 @@ class Exchange:
         """Let ranks compare what they saw of the step that `finish` ended, if that is due.
 
         Args:
-            all_are_here: whether all ranks call this. Otherwise it is not compared.
+            all_are_here: whether all ranks call this. If not, nothing is compared.
         """
         step, self._look_at = self._look_at, None
         if step is not None and all_are_here:
@@ -287,7 +258,7 @@ class Exchange:
         """Have all that was reported travel, for who takes long between `ready` and `result`.
 
         All ranks are here: at the first step they agree. From then on none waits for another's
-        script. What follows on what other ranks send is submitted on the kernel's thread, also
+        script. What follows on what other ranks send is submitted on the background thread, also
         where a script drops its optimizer meanwhile, which ranks do at different times.
 
         Raises:
@@ -317,12 +288,6 @@ class Exchange:
             self.buckets, self._steps, self._step_of = [], [], {}
             self._agreed, self._look_at = False, None
 
-    def meet(self) -> None:
-        """Ranks of an elastic run come together.
-
-        Nothing to do: after a restart this exchange agrees anew at the next step.
-        """
-
     def start_over(self) -> None:
         """The optimizer's state was loaded: the step in progress is forgotten, if there is one.
 
@@ -339,7 +304,7 @@ class Exchange:
             self._abort()
 
     def watch(self, diagnostics: Diagnostics) -> None:
-        """Look at steps from now on, and have `stats` tell what was seen."""
+        """Look at steps from now on; `stats` then tells what was seen."""
         self._sampler = Sampler(diagnostics)
         self._settings |= diagnostics.settings
 
@@ -368,7 +333,7 @@ class Exchange:
             step.advance()
 
     def _go_on(self) -> bool:
-        """The same on the kernel's thread.
+        """The same on the background thread.
 
         Gives whether some bucket has more to submit, so that it is worth looking again soon.
         """
@@ -396,7 +361,7 @@ class Exchange:
         names = self.residues.tensors.keys() - self._sparse.keys()
         return self.residues.step < self.residues.warmup or not self._method.is_ready(names)
 
-    def _look_due(self) -> bool:
+    def _sample_due(self) -> bool:
         looks = self._sampler is not None and self._sampler.due(self.residues.step)
         return looks and not self._whole
 
@@ -411,8 +376,7 @@ class Exchange:
             self.names,
             bucket,
             self.residues.step,
-            self.config.leader == "staggered",
-            self.senders,
+            self.leader_at,
             self._submitted,
         )
         unused: list[str] = []
@@ -423,19 +387,23 @@ class Exchange:
                 name for name, u in zip(bucket.compressed, total.tolist(), strict=True) if not u
             ]
         bucket.begin(self._scale, self._whole, unused=unused)
-        if self._look_due():
+        if self._sample_due():
             self._sampler.before(bucket)
         if bucket.compressed:
             state = self._state(bucket)
             step.new_state = yield from checked_step(self._method, bucket, collectives, state)
         if not collectives.sent_values:
-            yield from collectives.average_values()
+            yield from collectives.average_taken()
 
     def _state(self, bucket: Bucket) -> State:
-        method, now = self._method, self.residues.step
+        run, now = self._run, self.residues.step
         # Copies: a method that changes a dictionary in place changes only what it was given.
-        own = {name: dict(method.tensor_states[name]) for name in bucket.compressed}
-        return State(now, own, dict(method.method_state), now + 1 < self.residues.warmup)
+        own = {name: dict(run.tensor_states[name]) for name in bucket.compressed}
+        return State(now, own, dict(run.method_state), now + 1 < self.residues.warmup)
+
+    def leader_at(self, step: int, bucket: int) -> int:
+        """The position of the rank that chooses for a bucket at a step."""
+        return leader(step, bucket, self._collectives.size, self.config.leader == "staggered")
 
     def _finish(self) -> None:
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
@@ -463,7 +431,7 @@ class Exchange:
         names = [name for step in steps for name in step.bucket.names]
         ends = self.part is None or self.part.is_last
         self._last = ends, dict(self._submitted), self._whole, names
-        if all(map(bool, sound)):
+        if self._counts(all(map(bool, sound))):
             self._commit(steps, ends)
         else:
             self._roll_back(steps)
@@ -490,13 +458,13 @@ class Exchange:
         return [step for step in self._steps if step.bucket.names[0] in self.part.names]
 
     def _commit(self, steps: Sequence[BucketStep], ends: bool) -> None:
-        if self.residues.look_due() and not self._whole:
+        if self.residues.norms_due() and not self._whole:
             own = [step.bucket for step in steps if step.bucket.compressed]
             self._norms |= {bucket.number: bucket.norms() for bucket in own}
         for step in steps:
             step.bucket.commit()
-        self._method.take_state([step.keep_state() for step in steps if step.new_state])
-        looks = self._look_due()
+        self._run.take_state([step.keep_state() for step in steps if step.new_state])
+        looks = self._sample_due()
         if looks:
             self._sampler.after([step.bucket for step in steps], self._collectives)
         if ends:
@@ -539,7 +507,7 @@ class Exchange:
             self._news.forget()
         # What ranks must have in common may be of this step on one, of the next on another, and
         # perhaps it never arrives.
-        self._method.begin_equal_state_anew()
+        self._run.begin_equal_state_anew()
         self._arrived.clear()
         self._sparse = dict.fromkeys(self._sparse)
         self._outputs.clear()
@@ -556,24 +524,21 @@ class Exchange:
         Raises:
             RuntimeError: something differs; on every rank alike.
         """
-        residues, method = self.residues, self._method
-        compared = describe(
-            self.config.to_dict(),
+        residues, groups = self.residues, self._groups
+        everyone = self._run.agree(
+            self._parameters,
+            self._collectives,
+            self.names,
             self._settings | {"sparse_as_dense": self._sparse_as_dense},
-            describe_tensors(self._parameters, residues),
-        ) | {"groups": None if self._groups is None else [list(group) for group in self._groups]}
-        mine = compared | {
-            "sparse": list(self._sparse),
-            "arrived": list(self._arrived),
-            "name": self.names.claim(),
-            "step": residues.step,
-            "buckets": residues.buckets,
-            "state": method.digest_of_state(),
-            "channels": len(self._channels),
-        }
-        everyone = gather_objects(self._collectives, mine, "agreement")
-        residues.step = agree(everyone, tuple(compared), self.names)
-        method.compare_states([other["state"] for other in everyone])
+            {"groups": None if groups is None else [list(group) for group in groups]},
+            {
+                "sparse": list(self._sparse),
+                "arrived": list(self._arrived),
+                "buckets": residues.buckets,
+                "channels": len(self._channels),
+            },
+        )
+        self._run.compare_states([other["state"] for other in everyone])
         for name in sorted({name for other in everyone for name in other["sparse"]}):
             if self._sparse.get(name) is None:  # none arrived here: an empty one takes part
                 parameter = self._parameters[name]
@@ -581,7 +546,10 @@ class Exchange:
                 self._sparse[name] = self._send_sparse(parameter)
         # This was decided when the step began, before all the above was known.
         self._whole = self._must_send_whole()
-        plan = self._plan(everyone[0]["arrived"], everyone[0]["buckets"])
+        arrived, loaded = everyone[0]["arrived"], everyone[0]["buckets"]
+        plan = plan_buckets(
+            self._parameters, residues, arrived, groups, loaded, sparse=self._sparse
+        )
         # Which of its devices a rank uses is its own affair, but not which tensors share one.
         plans = gather_objects(self._collectives, {"buckets": plan}, "agreement.buckets")
         compare_ranks(plans, ("buckets",))
@@ -592,35 +560,6 @@ class Exchange:
         self._make_buckets(plan)
         residues.note_ranks(self._collectives.size)
         self._agreed = True
-
-    def _plan(self, arrived: Sequence[str], loaded: Groups | None) -> list[list[str]]:
-        """Names per bucket.
-
-        The groups asked for, or the buckets of the loaded state if they still fit, or tensors in
-        the order given (late ones last), cut where a bucket is full.
-        """
-        wanted = self._parameters.keys() - self._sparse.keys()
-        if self._groups is not None:
-            members = [[name for name in group if name in wanted] for group in self._groups]
-            return [part for group in members for part in self._split(group, None)]
-        if loaded and wanted == {name for names in loaded for name in names}:
-            parts = [self._split(names, None) for names in loaded]
-            if all(len(part) == 1 for part in parts):
-                return [list(names) for names in loaded]
-        late = [name for name in reversed(self._parameters) if name not in arrived]
-        in_order = [name for name in [*arrived, *late] if name in wanted]
-        return self._split(in_order, self.config.bucket_bytes)
-
-    def _split(self, names: Sequence[str], limit: int | None) -> list[list[str]]:
-        def kind_of(name: str) -> tuple[Any, ...]:
-            parameter, tensor = self._parameters[name], self.residues.tensors.get(name)
-            wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            return parameter.device, tensor.wire_dtype if tensor else wide, wide
-
-        def bytes_of(name: str) -> int:
-            return self._parameters[name].numel() * self._parameters[name].element_size()
-
-        return split(names, kind_of, bytes_of, limit)
 
     def _make_buckets(self, plan: list[list[str]]) -> None:
         self.residues.buckets, self._norms = plan, {}
@@ -642,82 +581,11 @@ class Exchange:
         chosen = {name: tensor.geometry.k for name, tensor in self.residues.tensors.items()}
         ends, submitted, whole, names = self._last
         last, size = max(self.residues.step - ends, 0), self._collectives.size
-        staggered = self.config.leader == "staggered"
         numbers = step_stats(
             size,
-            leader(last, 0, size or 1, staggered, self.senders),
+            self.leader_at(last, 0) if size else 0,
             {name: dense[name] for name in names if name in dense},
             {} if whole else chosen,
             **submitted,
         )
         return numbers | ({"diagnostics": self._sampler.last} if self._sampler else {})
-
-
-class Part(NamedTuple):
-    """A part of a step.
-
-    Attributes:
-        names: of its tensors: all those of some buckets.
-        is_last: whether it ends the step.
-    """
-
-    names: Collection[str]
-    is_last: bool
-
-
-class BucketStep:
-    """How far one bucket's step has come.
-
-    Attributes:
-        waiting: names of its gradients that are not here yet.
-        new_state: what the method's state becomes if the step counts.
-        state_arrives: what must arrive before its state can be used.
-        waits: what its generator waits for now; None: it has not begun, or is over.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self.waiting = set(bucket.names)
-        self.new_state: State | None = None
-        self.state_arrives: Wait[torch.Tensor] | None = None
-        self._generator: Step[None] | None = None
-        self.waits: Wait[Any] | None = None
-
-    def start(self, generator: Step[None]) -> None:
-        """Begin, unless it has begun."""
-        if self._generator is None:
-            self._generator = generator
-            self.waits = next(generator, None)
-
-    def advance(self, up_to_round: int = -1) -> None:
-        """Go on as far as no waiting is needed; wait for collectives up to this round."""
-        while self.waits is not None:
-            patient = self.waits.round <= up_to_round
-            if not patient and (self.waits.round == LAST or not self.waits.work.done()):
-                return
-            if patient:
-                with record_function(f"scalecom.wait for {self.waits.what}"):
-                    self.waits.work.wait()
-            self.waits = next(self._generator, None)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether something follows what it waits for."""
-        return self.waits is not None and self.waits.round < LAST
-
-    def keep_state(self) -> State:
-        """The step counts: its new state."""
-        self.state_arrives = self.new_state.arrives
-        return self.new_state
-
-    def complete_state(self) -> None:
-        """Wait until its state can be used."""
-        if self.state_arrives is not None:
-            self.state_arrives.work.wait()
-            self.state_arrives = None
-
-    def end(self) -> dict[str, torch.Tensor]:
-        """Close the step; gives {name: what p.grad must become}."""
-        self.waiting = set(self.bucket.names)
-        self.new_state = self._generator = self.waits = None
-        return self.bucket.end()

@@ -1,13 +1,28 @@
 """p.grad as an exchange takes and gives it: flat and contiguous, whatever the script put there.
 
-Imports nothing of this package.
+Imports config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+
+from scalecom_hvd.config import largest_gradient
+
+
+class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
+    """A step found a gradient that cannot be used, and has changed nothing.
+
+    Args:
+        result: what the step would have given.
+    """
+
+    def __init__(self, result: Any = None) -> None:
+        super().__init__("a gradient is not finite, or larger than 2**100")
+        self.result = result
 
 
 def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -29,7 +44,21 @@ def unflat_gradient(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor
     return grad
 
 
-def check_gradients(grads: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> None:
+def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """float64 for tensors of float64, and float32 for all others: no narrower dtype is summed."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def limit_of(dtype: torch.dtype) -> float:
+    """The largest magnitude of a gradient element that a residue of this dtype takes up.
+
+    Args:
+        dtype: float32 or float64.
+    """
+    return largest_gradient(str(dtype).removeprefix("torch."))
+
+
+def check_sizes(grads: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> None:
     """Raise RuntimeError unless gradients have the sizes and devices that they had at the start.
 
     Kernels follow addresses, over memory, not over strides.
@@ -43,6 +72,35 @@ def check_gradients(grads: Mapping[str, torch.Tensor], like: Mapping[str, torch.
                 "the DistributedOptimizer when the model has its final shapes and is on its device"
             )
         assert grad.is_contiguous(), "gradients must be flat and contiguous here"
+
+
+def check_finite_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> None:
+    """Raise NotFinite unless all gradients are finite, and small enough for a residue.
+
+    A device is waited for once, not for every tensor.
+
+    Args:
+        parameters: those that have no gradient are passed over.
+        result: what NotFinite shall carry.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    for dtype in (torch.float32, torch.float64):
+        own = [value for value in values if value.numel() and wide_dtype(value) == dtype]
+        # No element is larger than the norm, which few kernels find of many tensors. Its squares
+        # overflow far below the limit: then the largest elements tell.
+        if (
+            own
+            and not _are_within(limit_of(dtype), torch._foreach_norm(own, 2, dtype=dtype))
+            and not _are_within(limit_of(dtype), [e for v in own for e in torch.aminmax(v)])
+        ):
+            raise NotFinite(result)
+
+
+def _are_within(limit: float, numbers: Sequence[torch.Tensor]) -> bool:
+    first = numbers[0].device
+    wide = [number.to(first, torch.float64) for number in numbers]
+    return bool((torch.stack(wide).abs() <= limit).all())
 
 
 def empty_sparse_gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,13 @@
 """What one step does to the residues of a bucket's tensors, and the kernels that do it.
 
 A kernel is made once for tensors that share their buffers of offsets and values (a `TensorSlot`
-each) and makes every move for all of them at once; `kernel_for` picks which one does. Every kernel
-gives bit-identical results, and those of reference.py. Imports config, lanes and native;
-triton_kernel only where it is asked for.
+each) and makes every move for all of them at once; kernel_choice.py picks which one does. Every
+kernel gives bit-identical results, and those of reference.py. Imports gradients, lanes and native.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,11 +16,9 @@ import numpy as np
 import torch
 
 from scalecom_hvd import native
-from scalecom_hvd.config import largest_gradient
+from scalecom_hvd.exchange.gradients import limit_of
 from scalecom_hvd.lanes import Lanes, Positions
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_RESIDUE
-
-log = logging.getLogger("scalecom_hvd")
 
 Count = int | torch.Tensor
 """A number; a 0-dimensional tensor on devices where reading one would wait."""
@@ -153,7 +148,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def commit(self) -> None:
+    def release(self) -> None:
         """Let go of the gradients: nothing can be taken back any more."""
         ...
 
@@ -265,7 +260,7 @@ class TorchKernel:
                 residue.sub_(g.mul_(step.accumulated))
                 step.accumulated = 0.0
 
-    def commit(self) -> None:
+    def release(self) -> None:
         self._steps = []
 
 
@@ -314,7 +309,7 @@ class NativeKernel:
         self._table = np.zeros(len(slots), native.TENSOR)
         for row, slot, dtype in zip(self._table, slots, grad_dtypes, strict=True):
             lanes = slot.geometry
-            row["residue"], row["dtype"] = slot.residue.data_ptr(), native.DTYPES[_name(dtype)]
+            row["residue"], row["dtype"] = slot.residue.data_ptr(), native.DTYPES[dtype_name(dtype)]
             row["numel"], row["k"] = lanes.numel, lanes.k
             row["width"], row["rows"] = lanes.width, lanes.rows
             row["offset_width"] = lanes.offset_dtype.itemsize
@@ -332,7 +327,7 @@ class NativeKernel:
         self._grads, self._scale = grads, scale
         self._accumulated, self._taken = 0.0, None
 
-    def commit(self) -> None:
+    def release(self) -> None:
         self._grads, self._accumulated, self._taken = (), 0.0, None
 
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> int:
@@ -384,81 +379,9 @@ class NativeKernel:
             self._accumulated = 0.0
 
 
-def kernel_for(
-    device: torch.device, grad_dtype: torch.dtype, residue_dtype: torch.dtype, geometry: Lanes
-) -> type[Kernel]:
-    """The fastest kernel for such tensors.
-
-    SCALECOM_KERNEL=torch asks for plain torch; =native makes a missing library an error, and
-    =triton a Triton that cannot be used. Ways to choose other than by lanes are plain torch's.
-    """
-    asked = os.environ.get("SCALECOM_KERNEL", "")
-    if asked not in ("", "native", "triton", "torch"):
-        raise ValueError(f"SCALECOM_KERNEL must be 'native', 'triton' or 'torch', not {asked!r}")
-    same_width = (residue_dtype == torch.float64) == (grad_dtype == torch.float64)
-    known = same_width and _name(grad_dtype) in native.DTYPES and type(geometry) is Lanes
-    if asked == "torch" or not known:
-        return TorchKernel
-    if asked == "triton" or (device.type == "cuda" and not asked):
-        return _triton_kernel(device.type, required=bool(asked))
-    if device.type != "cpu":
-        return TorchKernel
-    library = native.library()
-    if library is None and asked == "native":
-        raise RuntimeError(
-            "SCALECOM_KERNEL=native, but the native kernel was not built: install a C compiler, "
-            "then scalecom_hvd again"
-        )
-    return NativeKernel if library is not None else TorchKernel
-
-
-def _triton_kernel(device_type: str, required: bool) -> type[Kernel]:
-    why_not = _why_not_triton(device_type)
-    if why_not is None:
-        from scalecom_hvd.exchange.triton_kernel import TritonKernel
-
-        return TritonKernel
-    if required:
-        raise RuntimeError(f"SCALECOM_KERNEL=triton, but {why_not}")
-    _warn(
-        f"the Triton kernel is not used: {why_not}; the plain-torch kernel is used instead, which "
-        "is several times slower"
-    )
-    return TorchKernel
-
-
-@functools.cache
-def _why_not_triton(device_type: str) -> str | None:
-    """Why the Triton kernel cannot serve tensors of such devices; None if it can.
-
-    Triton is imported only where someone may use it.
-    """
-    try:
-        from scalecom_hvd.exchange import triton_kernel
-    except ImportError as error:
-        return (
-            f"triton cannot be imported ({error}): install the version that torch asks for "
-            "(pip show torch)"
-        )
-    return triton_kernel.why_not(device_type)
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    log.warning(text)
-
-
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a dtype is called elsewhere: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
-
-
-def limit_of(dtype: torch.dtype) -> float:
-    """The largest magnitude of a gradient element that a residue of this dtype takes up.
-
-    Args:
-        dtype: float32 or float64.
-    """
-    return largest_gradient(_name(dtype))
 
 
 def usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[torch.Tensor, Count]:

@@ -1,8 +1,8 @@
 """Local steps: workers step on their own parameters, and average the change, not gradients.
 
-Qsparse-local-SGD (Basu et al., 2019, arXiv 1906.02367), algorithm 1 (all ranks synchronise after
-the same steps) and 2 (each rank after its own). x: the common parameters; x_i: worker i's; m_i:
-its residue.
+Qsparse-local-SGD (Basu et al., 2019, arXiv 1906.02367), algorithm 1: all ranks synchronise after
+the same steps. x: the common parameters; x_i: worker i's; m_i: its residue. (Algorithm 2, in which
+each rank has steps of its own, is for simulated ranks: asynchronous_steps.py.)
 
     H times:   x_i    <- optimizer_i(x_i, gradient_i)
     then:      acc_i   = m_i + (x - x_i)
@@ -31,17 +31,11 @@ gradients: buckets, residues, leaders, warm-up, void steps and checks are the sa
 optimizer keeps its own state, which is never averaged.
 
 Which rank waits for whom: `step` waits for all ranks at the first step, where they compare, and
-after each step at which the schedule has any rank synchronise (with an overlap, tau steps after it;
-where changes are clipped, after the step too). All this depends only on how many steps were taken,
-so every rank has to take every step, also one with a bad gradient.
+after each step at which ranks synchronise (with an overlap, tau steps after it; where changes are
+clipped, after the step too). All this depends only on how many steps were taken, so every rank has
+to take every step, also one with a bad gradient.
 
-A rank that resumes in the middle of a round has parameters of its own. They must be in place
-before its first forward, whoever loads or broadcasts a model meanwhile. So they are held until the
-first step: put in place with the state, and again after every `broadcast_parameters` of the face,
-which sends the common ones to newcomers. Where they were overwritten otherwise, all ranks refuse
-to go on.
-
-Imports exchange, outer_step, methods/base and the rooms below.
+Imports exchange, outer_step, own_parameters, methods/base and the rooms below.
 """
 
 from __future__ import annotations
@@ -63,30 +57,23 @@ import torch
 from scalecom_hvd.agreement import FIRST_MEETING, compare_ranks
 from scalecom_hvd.bucket_layout import cut, divide
 from scalecom_hvd.config import ScaleComConfig, checked_number
-from scalecom_hvd.exchange.bucket import norm
+from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.exchange.background_thread import wait_for_kept
+from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
-from scalecom_hvd.exchange.exchange import Exchange, Groups, Part
-from scalecom_hvd.exchange.kernel_thread import wait_for_kept
-from scalecom_hvd.exchange.kernels import limit_of
+from scalecom_hvd.exchange.exchange import Exchange, Part
+from scalecom_hvd.exchange.gradients import NotFinite, limit_of, wide_dtype
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import digest
 from scalecom_hvd.exchange.outer_step import Outer, OuterStep
+from scalecom_hvd.exchange.own_parameters import OwnParameters
+from scalecom_hvd.exchange.run import Averager, Saved
+from scalecom_hvd.exchange.values import norm
+from scalecom_hvd.saved_state import check_local_steps
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.training_warnings import Health
 
 log = logging.getLogger("scalecom_hvd")
-
-
-class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
-    """A step found a gradient that cannot be used, and has changed nothing.
-
-    Args:
-        result: what the step would have given.
-    """
-
-    def __init__(self, result: Any = None) -> None:
-        super().__init__("a gradient is not finite, or larger than 2**100")
-        self.result = result
 
 
 @dataclass
@@ -96,16 +83,12 @@ class Journey:
     Attributes:
         names: of the parameters that it is about.
         since: how many steps were taken before it.
-        mine: whether this rank sent its change.
-        whole: whether all ranks did.
         sent_from: {name: x_i then}, where this rank goes on meanwhile.
         averages: {name: the averaged change} once it was waited for; {}: it was void.
     """
 
     names: Sequence[str]
     since: int
-    mine: bool = True
-    whole: bool = True
     sent_from: dict[str, torch.Tensor] = field(default_factory=dict)
     averages: dict[str, torch.Tensor] | None = None
 
@@ -115,7 +98,7 @@ _alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
 
 def any_held() -> bool:
     """Whether some optimizer of this process holds parameters in the middle of a round."""
-    return any(local.held for local in list(_alive))
+    return any(local.own.held for local in list(_alive))
 
 
 def rounds_of(params: dict[str, Any] | list[Any]) -> list[LocalSteps]:
@@ -140,7 +123,7 @@ def rounds_of(params: dict[str, Any] | list[Any]) -> list[LocalSteps]:
     return [local for local in list(_alive) if local.trains(addresses)]
 
 
-class LocalSteps:
+class LocalSteps(Averager):
     """The local steps of one optimizer on this rank, and the Exchange that joins them.
 
     Args:
@@ -166,10 +149,10 @@ class LocalSteps:
         skipped: how many of them were left out on this rank, for a bad gradient.
         newcomer: whether this rank has taken no step yet, here or in a loaded state.
         outer: the outer optimizer, or None.
+        own: this rank's parameters, held while it resumes in the middle of a round.
 
     Raises:
-        ValueError: look-ahead, an overlap or an outer optimizer, where every rank has a schedule of
-            its own; an overlap longer than a round, or its share where there are fragments; more
+        ValueError: an overlap longer than a round, or its share where there are fragments; more
             fragments than tensors, or groups of them.
         TypeError: `outer` gives no optimizer of the common parameters; the overlap, or
             clip_changes, is no number.
@@ -188,15 +171,6 @@ class LocalSteps:
         clip_changes: float | None = None,
     ) -> None:
         schedule.check_overlap(overlap)
-        for given, name, why in (
-            (overlap > 0, "overlap", "has every rank wait at the same step"),
-            (method.config.lookahead, "lookahead", "needs to know who synchronises next"),
-            (outer is not None, "outer", "steps when all ranks synchronise"),
-        ):
-            if schedule.asynchronous and given:
-                raise ValueError(
-                    f"{name} {why}: give all ranks the same local_steps, or leave {name} out"
-                )
         self.schedule = schedule
         self._overlap = overlap
         self._clip, self._clipped = _checked_clip(clip_changes), 0
@@ -214,11 +188,6 @@ class LocalSteps:
         # Made once: memory that every synchronisation asks for anew takes longer to get than to
         # fill (see Bucket).
         self._sent_from = {n: torch.empty_like(p) for n, p in parameters.items() if overlap}
-        # What this rank's parameters were at its last synchronisation. With one schedule for all
-        # ranks x is still that.
-        self._start: Mapping[str, torch.Tensor] = self.common
-        if schedule.asynchronous:
-            self._start = {name: x.detach().clone() for name, x in self.common.items()}
         self._collectives = collectives
         self._restarted = collectives.restarts()
         self._start_anew = start_anew
@@ -233,8 +202,7 @@ class LocalSteps:
         # Whether x comes from training with others, or from a loaded state. A newcomer's x gives
         # way to it.
         self._knows = False
-        # This rank's own parameters, from when a state was loaded until the first step.
-        self._own: dict[str, torch.Tensor] | None = None
+        self.own = OwnParameters(parameters, self.common)
         self._residues = method.residues
         self._fragments: list[list[str]] = [list(parameters)]
         if schedule.fragments > 1:
@@ -246,8 +214,9 @@ class LocalSteps:
             groups=groups,
             settings=self._settings(),
             is_scaled=False,
+            part_of=self,
         )
-        method.attach(self.common, self.exchange, self)
+        method.run.begin(self.common, self)
         _alive.add(self)
         if overlap:
             # A script may end while averages travel. Whoever ends first shuts Horovod down, which
@@ -276,7 +245,8 @@ class LocalSteps:
         """
         if self.active:
             self._begin()
-        self._own, self.newcomer = None, False
+        self.own.let_go()
+        self.newcomer = False
         try:
             result = take()
             self._health.take()
@@ -293,14 +263,14 @@ class LocalSteps:
         self.taken += 1
         if self.active:
             self._under_way = self._open = True
-            due = self.schedule.due(self.taken, self._collectives.size)
+            due = self.schedule.fragments_due(self.taken)
             # Those of a state that another schedule made may not have come when more are due.
             if self._journey is not None and (
                 due or self.taken >= self._journey.since + self._overlap
             ):
                 self._arrive()
             if due:
-                self._depart(due, self.schedule.fragments_due(self.taken))
+                self._depart(due)
                 if not self._overlap:
                     self._arrive()
         return result
@@ -318,7 +288,7 @@ class LocalSteps:
         if not self.active:
             return
         self._begin()
-        self._own = None
+        self.own.let_go()
         mine = {"taken": self.taken, "outer_groups": self._outer.groups()}
         everyone = gather_objects(self._collectives, mine, "local_steps.synchronise")
         steps = [other["taken"] for other in everyone]
@@ -332,12 +302,11 @@ class LocalSteps:
             self._arrive()
         if not self._open:
             return
-        ranks = range(self._collectives.size)
         self._early += self.taken < self._residues.config.warmup_steps
         # Where a rank's change is not finite, nothing is averaged, and that rank goes back. The
         # second time it works.
         for _ in range(2):
-            self._depart(ranks, range(len(self._fragments)))
+            self._depart(range(len(self._fragments)))
             if self._arrive():
                 break
         else:
@@ -353,10 +322,9 @@ class LocalSteps:
         if not self._agreed:
             self._agree()
             self._agreed = self._knows = True
-        elif not self._under_way and not self.schedule.asynchronous:
+        elif not self._under_way:
             # Whoever loads a model, or clips its weights, between two rounds means the common
-            # parameters. Where ranks have rounds of their own, only some are between two: there
-            # it is part of the change.
+            # parameters.
             self._take_up_parameters()
 
     def _notice_restart(self) -> None:
@@ -375,42 +343,28 @@ class LocalSteps:
             x = self.common[name]
             if not torch.equal(x.to(parameter.dtype), parameter):
                 x.copy_(parameter)
-            self._begin_at(name)
-
-    def _begin_at(self, name: str) -> None:
-        """This rank's next round begins at x."""
-        if self._start is not self.common:
-            self._start[name].copy_(self.common[name])
 
     @torch.no_grad()
-    def _depart(self, due: Sequence[int], fragments: range) -> None:
-        """Send the changes of the ranks at these positions, of these fragments.
-
-        The other ranks send nothing, and go on as they are.
-        """
-        mine = self._collectives.position in due
+    def _depart(self, fragments: range) -> None:
+        """Send the changes of these fragments."""
         names = [name for fragment in fragments for name in self._fragments[fragment]]
-        journey = Journey(names, self.taken, mine, len(due) == self._collectives.size)
+        journey = Journey(names, self.taken)
         for name in names:
             parameter = self._parameters[name]
             x, change = self.common[name], self._changes[name]
-            if mine and parameter.dtype == change.dtype:
-                torch.sub(self._start[name], parameter, out=change)
-            elif mine:
-                # In the parameter's dtype it began where x was rounded to.
-                change.copy_(self._start[name].to(parameter.dtype)).sub_(parameter)
+            if parameter.dtype == change.dtype:
+                torch.sub(x, parameter, out=change)
             else:
-                change.zero_()
-            # A frozen tensor sends nothing, and its residue stays as it is. That is right for a
-            # rank that does not synchronise now. A tensor that was frozen in the middle of a
-            # round has a change to send.
-            x.requires_grad_(mine and (parameter.requires_grad or bool(change.any())))
+                # In the parameter's dtype it began where x was rounded to.
+                change.copy_(x.to(parameter.dtype)).sub_(parameter)
+            # A frozen tensor sends nothing, and its residue stays as it is. A tensor that was
+            # frozen in the middle of a round has a change to send.
+            x.requires_grad_(parameter.requires_grad or bool(change.any()))
             x.grad = change
             if self._overlap:  # at once: the processor's cache may still hold the parameter
                 journey.sent_from[name] = self._sent_from[name].copy_(parameter)
         if self._clip is not None:
-            self._clip_change(names, due)
-        self.exchange.senders = list(due) if self.schedule.asynchronous else None
+            self._clip_change(names)
         self.exchange.part = Part(set(names), fragments[-1] == len(self._fragments) - 1)
         for name in reversed(names):
             self.exchange.ready(self.common[name])
@@ -418,7 +372,7 @@ class LocalSteps:
             self.exchange.send()
         self._journey = journey
 
-    def _clip_change(self, names: Sequence[str], due: Sequence[int]) -> None:
+    def _clip_change(self, names: Sequence[str]) -> None:
         """Make this rank's change of these no longer than clip_changes allows.
 
         All ranks wait for each other here. One that is not finite is left as it is, and makes the
@@ -428,16 +382,17 @@ class LocalSteps:
         mine = norm(changes)
         length = torch.tensor([mine], dtype=torch.float64, device=changes[0].device)
         everyone = self._collectives.gather(length, "scalecom.local_steps.norms").wait().tolist()
-        # Whoever changed nothing, such as ranks without an expert's tokens, does not tell how long
-        # a change is. Of two in the middle the lower: between both no rank of two was ever cut.
-        lengths = [everyone[rank] for rank in due if everyone[rank] > 0]
+        # A rank that changed nothing, such as one without an expert's tokens, does not tell how
+        # long a change is. For an even number of ranks the lower of the two middle norms is taken:
+        # with their mean, two ranks would never clip.
+        lengths = [length for length in everyone if length > 0]
         limit = self._clip * statistics.median_low(lengths) if lengths else math.inf
         if limit < mine < math.inf:
             torch._foreach_mul_(changes, limit / mine)
             self._clipped += 1
 
     @property
-    def travels(self) -> bool:
+    def travels(self) -> bool:  # type: ignore[override]
         """Whether averages travel that were not waited for."""
         return self._journey is not None and self._journey.averages is None
 
@@ -472,26 +427,21 @@ class LocalSteps:
         if journey is None:
             return False
         if not journey.averages:
-            if journey.mine:
-                self._go_back()
+            self._go_back()
             return False
         self._outer.take(journey.averages)
         # Of these parameters, or of the others where there are fragments.
         went_on = self.taken > journey.since
         under_way = went_on or len(journey.names) < len(self.common)
-        if journey.mine:
-            for name in journey.names:
-                x, parameter = self.common[name], self._parameters[name]
-                if not went_on:
-                    parameter.copy_(x)
-                elif parameter.dtype == x.dtype:
-                    parameter.sub_(journey.sent_from[name]).add_(x)
-                else:
-                    parameter.copy_(x + (parameter - journey.sent_from[name]))
-                self._begin_at(name)
-            self._under_way = under_way
-        if journey.whole:
-            self._open = under_way
+        for name in journey.names:
+            x, parameter = self.common[name], self._parameters[name]
+            if not went_on:
+                parameter.copy_(x)
+            elif parameter.dtype == x.dtype:
+                parameter.sub_(journey.sent_from[name]).add_(x)
+            else:
+                parameter.copy_(x + (parameter - journey.sent_from[name]))
+        self._under_way = self._open = under_way
         return True
 
     def _go_back(self) -> None:
@@ -499,7 +449,7 @@ class LocalSteps:
 
         Nothing was averaged. The others keep what they have, and send it the next time.
         """
-        changes = (self._start[name] - parameter for name, parameter in self._parameters.items())
+        changes = (self.common[name] - parameter for name, parameter in self._parameters.items())
         if all(bool((change.abs() <= limit_of(change.dtype)).all()) for change in changes):
             return
         log.warning(
@@ -509,7 +459,7 @@ class LocalSteps:
             self.taken,
         )
         for name, parameter in self._parameters.items():
-            parameter.copy_(self._start[name])
+            parameter.copy_(self.common[name])
         # Its momentum would spoil every synchronisation to come.
         self._start_anew()
 
@@ -526,8 +476,7 @@ class LocalSteps:
         """
         self._notice_restart()
         self.collect()
-        self.schedule.check_ranks(self._collectives.size)
-        overwritten = not self._in_place()
+        overwritten = not self.own.in_place()
         if not self._under_way and not overwritten:
             self._take_up_parameters()
         mine = {
@@ -593,11 +542,11 @@ class LocalSteps:
 
     def _arrive_where_held(self) -> None:
         """Let averages that travel, or those of a loaded state, count before their time."""
-        if self._own is not None:
-            self.put_back()
+        if self.own.held:
+            self.own.put_back()
         self._arrive(everywhere=False)
-        if self._own is not None:
-            self._own = {name: p.detach().clone() for name, p in self._parameters.items()}
+        if self.own.held:
+            self.own.hold()
 
     def _send_common(self, root: int, keeps: bool) -> None:
         """Give all ranks the common parameters of the rank at position `root`.
@@ -612,9 +561,9 @@ class LocalSteps:
             x.copy_(whole)
             if not keeps:
                 parameter.copy_(x)
-                self._begin_at(name)
         if not keeps:
-            self._under_way, self._own = False, None
+            self._under_way = False
+            self.own.let_go()
             if self._journey is not None:
                 self._journey.sent_from = {
                     name: self._parameters[name].clone() for name in self._journey.names
@@ -635,9 +584,9 @@ class LocalSteps:
             **self._outer.settings(),
         }
 
-    # What elastic states, broadcast_parameters and the method ask.
+    # What elastic states, broadcast_parameters and the run ask.
 
-    def meet(self) -> None:
+    def rejoin(self) -> None:
         """All ranks of an elastic run come together: newcomers take up what others have.
 
         So they have it before they compute a gradient. All compare again before the next step, as
@@ -649,13 +598,8 @@ class LocalSteps:
 
     def keep(self) -> None:
         """Hold this rank's own parameters until the next step, whatever is broadcast before."""
-        if self._own is None and self.active and not self.newcomer:
-            self._own = {name: p.detach().clone() for name, p in self._parameters.items()}
-
-    @property
-    def held(self) -> bool:
-        """Whether this rank's parameters are to stay its own."""
-        return self._own is not None
+        if not self.own.held and self.active and not self.newcomer:
+            self.own.hold()
 
     def trains(self, addresses: set[int]) -> bool:
         """Whether some parameter is at one of these addresses."""
@@ -665,118 +609,119 @@ class LocalSteps:
     def show_common(self) -> None:
         """For a broadcast: the parameters are the common ones, until they are put back."""
         if self._under_way:
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self.common[name])
+            self.own.show_common()
 
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """The parameters are this rank's own again."""
-        assert self._own is not None, "nothing is held"
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._own[name])
+    def in_step(self) -> bool:
+        """Whether changes were reported that are not averaged yet."""
+        return self.exchange.in_step()
 
-    def _in_place(self) -> bool:
-        """Whether the parameters are those that are held, if any are."""
-        # Of a round that went wrong they may be NaN.
-        return self._own is None or all(
-            torch.allclose(parameter, self._own[name], rtol=0, atol=0, equal_nan=True)
-            for name, parameter in self._parameters.items()
-        )
+    def complete_state(self) -> None:
+        """Wait for what the method's state lacks."""
+        self.exchange.complete_state()
+
+    def agree_anew(self) -> None:
+        """Other residues were loaded: ranks compare at the next synchronisation."""
+        self.exchange.agree_anew()
+
+    def abort(self) -> None:
+        """Forget a synchronisation that cannot be completed; nothing is lost from the residues."""
+        self.exchange.abort()
+
+    def watch(self, diagnostics: Diagnostics) -> None:
+        """Look at synchronisations from now on."""
+        self.exchange.watch(diagnostics)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank's method saves of local steps. Tensors are the ones in use.
+        """What is saved of this rank's local steps. Tensors are the ones in use.
 
         Returns:
-            {"taken": steps, "early": synchronisations before their time}. Where x is not what the
-            model holds (after steps since the last synchronisation, in half precision, or where
-            ranks have schedules of their own) also {"common": {name: x}, "local": {name: x_i}},
-            "under_way" and "open": whether this rank, and any rank, has taken steps since; and
-            with schedules of their own "start": {name: what x_i was at its last synchronisation}.
-            With an outer optimizer "outer": its state_dict(), and "outer_kind". While averages
-            travel "since": the steps taken before, "averages": {name: average}, empty where there
-            are none, and "sent_from": {name: x_i then}, both of the parameters that travel.
+            {"local_steps": {"taken": steps, "early": synchronisations before their time}}. Where x
+            is not what the model holds (after steps since the last synchronisation, or in half
+            precision) also {"common": {name: x}, "local": {name: x_i}}, and "under_way" and "open":
+            whether this rank, and any rank, has taken steps since. With an outer optimizer "outer":
+            its state_dict(), and "outer_kind". While averages travel "since": the steps taken
+            before, "averages": {name: average}, empty where there are none, and "sent_from": {name:
+            x_i then}, both of the parameters that travel.
         """
         state: dict[str, Any] = {"taken": self.taken, "early": self._early}
         state |= self._outer.state_dict()
-        if not self.taken or not (self.held or self.active):
-            return state
+        if not self.taken or not (self.own.held or self.active):
+            return {"local_steps": state}
         narrow = any(p.dtype != self.common[name].dtype for name, p in self._parameters.items())
-        if self._under_way or narrow or self.schedule.asynchronous:
+        if self._under_way or narrow:
             state |= {"under_way": self._under_way, "open": self._open}
             state["common"] = _detached(self.common)
-            state["local"] = self._own or _detached(self._parameters)
-            if self._start is not self.common:
-                state["start"] = _detached(self._start)
+            state["local"] = self.own.values or _detached(self._parameters)
         if self._journey is not None:
             state |= {"since": self._journey.since, "averages": dict(self._journey.averages)}
             state["sent_from"] = dict(self._journey.sent_from)
-        return state
+        return {"local_steps": state}
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless this is a state of `state_dict` for these parameters."""
-        has_common, has_start = "common" in state, "start" in state
-        if has_common != ("local" in state) or (
-            has_common and has_start != self.schedule.asynchronous
-        ):
+    def check_state(self, state: Saved) -> None:
+        """Raise ValueError unless a whole state has local steps of these parameters."""
+        check_local_steps(state, local=True)
+        own = state["local_steps"]
+        if ("common" in own) != ("local" in own) or "start" in own:
             raise ValueError(
                 "the state's local steps are of another kind of schedule: give the same "
                 "local_steps, or go on without it"
             )
-        self._outer.check_state(state)
+        self._outer.check_state(own)
         shapes = {name: x.shape for name, x in self.common.items()}
-        for part in ("common", "local", "start", "sent_from", "averages"):
-            saved = {name: tensor.shape for name, tensor in (state.get(part) or {}).items()}
+        for part in ("common", "local", "sent_from", "averages"):
+            saved = {name: tensor.shape for name, tensor in (own.get(part) or {}).items()}
             # Of one fragment, where there are several.
             some = saved.keys() if part in ("sent_from", "averages") or not saved else shapes
             if saved != {name: shapes.get(name) for name in some}:
                 raise ValueError(f"the state's local steps ({part}) belong to another model")
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of `state_dict`.
+    def load_state_dict(self, state: Saved) -> None:
+        """Take up the local steps of a whole state.
 
         One from the middle of a round puts this rank's own parameters in place at once.
         """
+        own = state["local_steps"]
         if self.outer is not None:
             # It keeps the tensors that it is given.
-            self.outer.load_state_dict(copy.deepcopy(state["outer"]))
-        self.taken, self._early = int(state["taken"]), int(state.get("early", 0))
+            self.outer.load_state_dict(copy.deepcopy(own["outer"]))
+        self.taken, self._early = int(own["taken"]), int(own.get("early", 0))
         self._under_way = self._open = self._agreed = False
         self._journey = None
         # A state of before the first step knows no more than a newcomer does.
-        self._knows, self.newcomer, self._own = self.taken > 0, self.taken == 0, None
-        if "common" in state:
-            self._under_way = bool(state.get("under_way", True))
-            self._open = bool(state.get("open", True))
+        self._knows, self.newcomer = self.taken > 0, self.taken == 0
+        self.own.let_go()
+        if "common" in own:
+            self._under_way = bool(own.get("under_way", True))
+            self._open = bool(own.get("open", True))
             for name, x in self.common.items():
-                x.copy_(state["common"][name])
-                if self._start is not self.common:
-                    self._start[name].copy_(state["start"][name])
-            self._own = {
-                name: torch.empty_like(p).copy_(state["local"][name])
-                for name, p in self._parameters.items()
-            }
-            self.put_back()
-        if "since" in state:
-            self._journey = Journey(list(state["sent_from"]), int(state["since"]))
+                x.copy_(own["common"][name])
+            self.own.hold(own["local"])
+            self.own.put_back()
+        if "since" in own:
+            self._journey = Journey(list(own["sent_from"]), int(own["since"]))
             for part, like in (("averages", self.common), ("sent_from", self._parameters)):
-                saved = {n: torch.empty_like(like[n]).copy_(t) for n, t in state[part].items()}
+                saved = {n: torch.empty_like(like[n]).copy_(t) for n, t in own[part].items()}
                 setattr(self._journey, part, saved)
 
     def stats(self) -> dict[str, Any]:
-        """What the method's `stats` say of local steps.
+        """Numbers of the last synchronisation, and of local steps.
 
         Returns:
-            "local_steps": the schedule; "steps_taken": by this rank's optimizer; "steps_skipped":
-            those left out for a bad gradient. Where changes are clipped "changes_clipped": how many
-            of this rank's were.
+            What Exchange.stats gives, and "local_steps": the schedule; "steps_taken": by this
+            rank's optimizer; "steps_skipped": those left out for a bad gradient. Where changes are
+            clipped "changes_clipped": how many of this rank's were.
         """
         clipped = {} if self._clip is None else {"changes_clipped": self._clipped}
-        return clipped | {
-            "local_steps": self.schedule.describe(),
-            "steps_taken": self.taken,
-            "steps_skipped": self.skipped,
-        }
+        return (
+            self.exchange.stats()
+            | clipped
+            | {
+                "local_steps": self.schedule.describe(),
+                "steps_taken": self.taken,
+                "steps_skipped": self.skipped,
+            }
+        )
 
 
 def _compare_outer(everyone: Sequence[Mapping[str, Any]]) -> None:
@@ -796,35 +741,6 @@ def _collect_all(addresses: set[int] | None = None) -> None:
                 local.collect()
     if addresses is None:
         wait_for_kept()
-
-
-def check_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> None:
-    """Raise NotFinite unless all gradients are finite, and small enough for a residue.
-
-    A device is waited for once, not for every tensor.
-
-    Args:
-        parameters: those that have no gradient are passed over.
-        result: what NotFinite shall carry.
-    """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    values = [grad._values() if grad.is_sparse else grad for grad in grads]
-    for dtype in (torch.float32, torch.float64):
-        own = [value for value in values if value.numel() and _wide_dtype(value) == dtype]
-        # No element is larger than the norm, which few kernels find of many tensors. Its squares
-        # overflow far below the limit: then the largest elements tell.
-        if (
-            own
-            and not _are_within(limit_of(dtype), torch._foreach_norm(own, 2, dtype=dtype))
-            and not _are_within(limit_of(dtype), [e for v in own for e in torch.aminmax(v)])
-        ):
-            raise NotFinite(result)
-
-
-def _are_within(limit: float, numbers: Sequence[torch.Tensor]) -> bool:
-    first = numbers[0].device
-    wide = [number.to(first, torch.float64) for number in numbers]
-    return bool((torch.stack(wide).abs() <= limit).all())
 
 
 def _cut(
@@ -861,12 +777,8 @@ def _checked_clip(clip: Any) -> float | None:
 
 def _wide(parameter: torch.Tensor) -> torch.nn.Parameter:
     """A common parameter: what half precision would round away of averages must not be lost."""
-    copy = parameter.detach().to(_wide_dtype(parameter), copy=True)
+    copy = parameter.detach().to(wide_dtype(parameter), copy=True)
     return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
-
-
-def _wide_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _detached(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,21 @@ from torch.utils.weak import TensorWeakRef
 
 from scalecom_hvd.agreement import FIRST_MEETING, Names, compare_ranks
 from scalecom_hvd.exchange.collectives import Collectives, Work, gather_objects
-from scalecom_hvd.exchange.gradients import any_of, as_bytes
+from scalecom_hvd.exchange.gradients import (
+    any_of,
+    as_bytes,
+    empty_sparse_gradient,
+    flat_gradient,
+    wide_dtype,
+)
 
 log = logging.getLogger("scalecom_hvd")
 
 # Not the name by which ranks gather objects: another optimizer's may be under way.
 _NAME = "agreement.news"
+
+SparseAverage = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+"""Starts the average of a parameter's sparse gradient; what it gives waits for it."""
 
 Standing = dict[str, list[Any]]
 """How one rank's gradients stand: {name: [digest of p.grad, whether the script put it there]}."""
@@ -85,9 +94,9 @@ class NewGradients:
     def _share(self, news: int) -> Work:
         # Of the average over ranks only one thing counts: whether it is zero.
         mine = torch.tensor([news], dtype=torch.float32)
-        return self.channel.average(mine, self._names(_NAME))
+        return self.channel.all_reduce(mine, self._names(_NAME))
 
-    def meet(self, fresh: bool) -> bool:
+    def ask_at_first(self, fresh: bool) -> bool:
         """Whether any rank has news, before ranks have agreed on the name of their exchange.
 
         All are in synchronize(); waits for them.
@@ -104,6 +113,57 @@ class NewGradients:
         )
         compare_ranks(everyone, ("settings",))
         return any(other["fresh"] for other in everyone)
+
+    def came_by_hand(self, sparse: Collection[str], send_sparse: SparseAverage | None) -> bool:
+        """Whether scripts put gradients there, when backward gave no rank one.
+
+        If they did not, p.grad becomes what Horovod would make of it. Waits for all ranks.
+
+        Args:
+            sparse: names of parameters whose gradients are sparse.
+            send_sparse: averages those.
+        """
+        found = self.compare(list(self._parameters))
+        if found is Found.SET_BY_HAND:
+            return True
+        for name, parameter in self._parameters.items():
+            fill_in(parameter, name in sparse)
+        if found is Found.CHANGED:
+            self._average_again(sparse, send_sparse)
+        elif self._collectives.share == 1:  # the sum of what is the same on all ranks
+            for parameter in self._parameters.values():
+                parameter.grad = parameter.grad * self._collectives.size
+        self.end()
+        return False
+
+    @torch.no_grad()
+    def _average_again(self, sparse: Collection[str], send_sparse: SparseAverage | None) -> None:
+        dense = {name: p for name, p in self._parameters.items() if name not in sparse}
+        waits = {name: send_sparse(self._parameters[name]) for name in sparse}
+        averages = self.averages_of({name: flat_gradient(p) for name, p in dense.items()})
+        for name, parameter in self._parameters.items():
+            grad = parameter.grad
+            if name in waits:
+                average = waits[name]()
+            else:
+                average = averages[name].view(grad.shape).to(grad.dtype)
+            if grad.is_sparse:
+                same = average if average.is_sparse else average.to_sparse(grad.sparse_dim())
+                grad.zero_().add_(same)
+            else:
+                # A script may have set one that cannot be written to, such as an expanded one.
+                parameter.grad = average
+
+    def averages_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Every tensor's average over ranks, uncompressed: new ones, in float32 or float64.
+
+        Waits for all ranks.
+        """
+        works: dict[str, Work] = {}
+        for name, tensor in tensors.items():
+            copy = tensor.to(wide_dtype(tensor), copy=True)
+            works[name] = self._collectives.all_reduce(copy, self._names(f"again.{name}"))
+        return {name: work.wait() for name, work in works.items()}
 
     def compare(self, names: Sequence[str]) -> Found:
         """How p.grad of these parameters stands, where no rank has news and all are here.
@@ -157,6 +217,13 @@ def judge(everyone: Sequence[Standing]) -> Found:
         return Found.THE_SAME
     any_by_hand = any(by_hand for theirs in everyone for _, by_hand in theirs.values())
     return Found.SET_BY_HAND if any_by_hand else Found.CHANGED
+
+
+def fill_in(parameter: torch.Tensor, is_sparse: bool) -> None:
+    """A gradient that is missing becomes zero: another rank may have it."""
+    if parameter.grad is None:
+        make = empty_sparse_gradient if is_sparse else torch.zeros_like
+        parameter.grad = make(parameter)
 
 
 def freshness(parameters: Mapping[str, torch.Tensor]) -> set[str]:

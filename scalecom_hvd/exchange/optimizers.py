@@ -1,7 +1,7 @@
 """What the optimizers of all faces have in common: local steps, and names of parameters and groups.
 
 An optimizer that takes local steps is the user's, with these methods over its own. Imports
-local_steps, methods and undo.
+local_steps, exchange, methods and undo.
 """
 
 from __future__ import annotations
@@ -13,15 +13,65 @@ from typing import Any
 import torch
 
 from scalecom_hvd.bucket_layout import group_names
-from scalecom_hvd.exchange.local_steps import (
-    LocalSteps,
-    NotFinite,
-    any_held,
-    check_gradients,
-    rounds_of,
-)
+from scalecom_hvd.exchange.bucket_plan import Groups
+from scalecom_hvd.exchange.collectives import Collectives
+from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.gradients import NotFinite, check_finite_gradients
+from scalecom_hvd.exchange.local_steps import LocalSteps, any_held, rounds_of
 from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.exchange.new_gradients import SparseAverage
+from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.undo import Remembered
+from scalecom_hvd.schedule import Schedule
+
+
+def make_averager(
+    parameters: Mapping[str, torch.Tensor],
+    method: Method,
+    collectives: Collectives,
+    groups: Groups | None,
+    optimizer: Callable[[], Any],
+    *,
+    sparse_as_dense: bool,
+    send_sparse: SparseAverage,
+    local_steps: int | Mapping[int, int] | None,
+    outer: Outer | None,
+    overlap: int,
+    fragments: int,
+    clip_changes: float | None,
+) -> Exchange | LocalSteps:
+    """What averages for an optimizer, as its DistributedOptimizer was asked to.
+
+    Args:
+        parameters: {name: parameter} of all that are trained, in the model's order.
+        method: begins to serve them.
+        collectives: the other ranks.
+        groups: names that are to share a bucket.
+        optimizer: gives the optimizer, once it is made.
+        sparse_as_dense, send_sparse: see Exchange.
+        local_steps, outer, overlap, fragments, clip_changes: see the faces' DistributedOptimizer.
+    """
+    if local_steps is None:
+        return Exchange(
+            parameters,
+            method,
+            collectives,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            send_sparse=send_sparse,
+            asks_for_news=True,
+        )
+    return LocalSteps(
+        parameters,
+        method,
+        collectives,
+        Schedule(local_steps, fragments),
+        groups,
+        start_anew=lambda: zero_state(optimizer()),
+        outer=outer,
+        overlap=overlap,
+        clip_changes=clip_changes,
+    )
 
 
 def local_members(
@@ -52,12 +102,12 @@ def local_members(
             if found is not None and float(found):
                 raise NotFinite
             if closure is None:
-                check_gradients(trained)
+                check_finite_gradients(trained)
                 return base.step(self)
 
             def checked() -> Any:
                 result = closure()
-                check_gradients(trained, result)
+                check_finite_gradients(trained, result)
                 return result
 
             # The bad gradient may be that of a later evaluation, when parameters and state were
@@ -162,14 +212,14 @@ def common_parameters(params: dict[str, Any] | list[Any]) -> Iterator[None]:
     Args:
         params: a state_dict, or a list of (name, tensor) or of tensors.
     """
-    held = [local for local in rounds_of(params) if local.held] if any_held() else []
+    held = [local for local in rounds_of(params) if local.own.held] if any_held() else []
     for local in held:
         local.show_common()
     try:
         yield
     finally:
         for local in held:
-            local.put_back()
+            local.own.put_back()
 
 
 def is_method(compression: Any) -> bool:

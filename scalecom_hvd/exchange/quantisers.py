@@ -19,23 +19,27 @@ from scalecom_hvd.config import float16_limit
 
 # Values that share a scale, where the quantiser does not ask for fewer: a scale of 32 bits adds a
 # sixteenth of a bit to each.
-CHUNK = 512
+BLOCK = 512
 
 
 class Quantiser:
     """Turns values (K,), float32 or float64, into bytes, and bytes into values of the same dtype.
 
-    A subclass says what a chunk becomes, by `quantise` and `restore`.
+    A subclass says what a block becomes, by `quantise` and `restore`.
 
     Attributes:
         bits: per value: 1, 2, 4 or 8.
-        chunk: how many values of one tensor share scales, which travel with them in their dtype.
-        scales: how many a chunk has.
+        block: how many values of one tensor share scales, which travel with them in their dtype.
+        scales: how many a block has.
         seed: of random rounding, which differs from rank to rank.
+        rounds: whether values change at all.
+        sums_halves: whether ranks that chose the same places sum float16.
     """
 
+    rounds: bool = True
+    sums_halves: bool = False
     bits: int
-    chunk: int = CHUNK
+    block: int = BLOCK
     scales: int = 1
     seed: int = 0
 
@@ -50,30 +54,30 @@ class Quantiser:
         return ranks * payload.numel() < 2 * sent.numel() * sent.element_size()
 
     def quantise(
-        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+        self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What chunks become.
+        """What blocks become.
 
         Args:
-            chunks: the values (chunks, chunk).
-            counts: (chunks,) how many values of each chunk there are; the others are zero.
-            random: gives uniform numbers in [0, 1), shaped like the chunks.
+            blocks: the values (blocks, block).
+            counts: (blocks,) how many values of each block there are; the others are zero.
+            random: gives uniform numbers in [0, 1), shaped like the blocks.
 
         Returns:
-            Scales (chunks,), or (chunks, scales) where there are several; and levels
-            (chunks, chunk), int8, that fit into `bits` bits.
+            Scales (blocks,), or (blocks, scales) where there are several; and levels
+            (blocks, block), int8, that fit into `bits` bits.
         """
         raise NotImplementedError
 
     def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """The values that chunks stand for.
+        """The values that blocks stand for.
 
         Args:
-            scales: (chunks, scales).
-            levels: (chunks, chunk).
+            scales: (blocks, scales).
+            levels: (blocks, block).
 
         Returns:
-            (chunks, chunk), in the scales' dtype.
+            (blocks, block), in the scales' dtype.
         """
         raise NotImplementedError
 
@@ -91,16 +95,16 @@ class Quantiser:
         Returns:
             uint8.
         """
-        layout = _layout(tuple(counts), self.chunk, values.device)
-        chunks, lengths = layout.spread(values), layout.lengths
+        layout = _layout(tuple(counts), self.block, values.device)
+        blocks, lengths = layout.spread(values), layout.lengths
 
         def uniform() -> torch.Tensor:
-            return torch.rand(chunks.shape, generator=random).to(values)
+            return torch.rand(blocks.shape, generator=random).to(values)
 
-        scales, levels = self.quantise(chunks, lengths, uniform)
+        scales, levels = self.quantise(blocks, lengths, uniform)
         # Both travel as bytes, which say nothing of a dtype.
         shape = lengths.shape if self.scales == 1 else (len(lengths), self.scales)
-        expected = (shape, values.dtype), (chunks.shape, torch.int8)
+        expected = (shape, values.dtype), (blocks.shape, torch.int8)
         given = (scales.shape, scales.dtype), (levels.shape, levels.dtype)
         if given != expected:
             raise ValueError(
@@ -120,7 +124,7 @@ class Quantiser:
             like: as many values (K,), of the same dtype and device.
             counts: as `pack` was given.
         """
-        layout = _layout(tuple(counts), self.chunk, like.device)
+        layout = _layout(tuple(counts), self.block, like.device)
         cut = len(layout.lengths) * self.scales * like.element_size()
         scales = payload[:cut].view(like.dtype).view(-1, self.scales)
         levels = unpack_levels(payload[cut:], self.bits)[: like.numel()]
@@ -136,15 +140,15 @@ class Quantiser:
 
 
 class QSGD(Quantiser):
-    """2s + 1 levels of the chunk's norm, rounded up or down at random.
+    """2s + 1 levels of the block's norm, rounded up or down at random.
 
     From Alistarh et al., 2017, arXiv 1610.02132.
 
     Args:
         levels: s, at most 127; they travel in the 2, 4 or 8 bits that hold them.
-        norm: what the levels divide: "max", the chunk's largest magnitude (as that paper's
+        norm: what the levels divide: "max", the block's largest magnitude (as that paper's
             experiments do), or 2, its Euclidean norm.
-        chunk: values that share a norm (32 bits). None: 64 to 512, as many as keep the variance
+        block: values that share a norm (32 bits). None: 64 to 512, as many as keep the variance
             below the values' energy (see `variance`), or 64 if none do.
         scaled: whether values are divided by 1 + `variance`. That makes any s a contraction,
             without which error feedback can grow without bound, and it makes what is sent smaller
@@ -160,7 +164,7 @@ class QSGD(Quantiser):
         levels: int = 7,
         *,
         norm: str | int = "max",
-        chunk: int | None = None,
+        block: int | None = None,
         scaled: bool | None = None,
         seed: int = 0,
     ) -> None:
@@ -171,11 +175,11 @@ class QSGD(Quantiser):
             )
         if norm not in ("max", 2):
             raise ValueError(f'norm must be "max" or 2, not {norm!r}')
-        if chunk is not None:
-            _check_chunk(chunk)
+        if block is not None:
+            _check_block(block)
         self.levels, self.norm, self.seed = levels, norm, int(seed)
         small = (size for size in (512, 256, 128, 64) if self._variance(size) < 1)
-        self.chunk = chunk if chunk is not None else next(small, 64)
+        self.block = block if block is not None else next(small, 64)
         self.scaled = scaled if scaled is not None else self.variance >= 1
 
     @property
@@ -185,14 +189,14 @@ class QSGD(Quantiser):
 
     @property
     def variance(self) -> float:
-        """What E |Q(x) - x|^2 / |x|^2 is at most, for x in one chunk of d values, without `scaled`.
+        """What E |Q(x) - x|^2 / |x|^2 is at most, for x in one block of d values, without `scaled`.
 
         norm 2: min(d / s^2, sqrt(d) / s) (Alistarh et al., lemma 3.1). norm "max": the worst x has
         one element at the maximum and all others at a share u of the first level, where it is
         (d-1) u (1-u) / (s^2 + (d-1) u^2); over all u that is at most
         (sqrt(1 + (d-1) / s^2) - 1) / 2.
         """
-        return self._variance(self.chunk)
+        return self._variance(self.block)
 
     def _variance(self, d: int) -> float:
         s = self.levels
@@ -201,90 +205,90 @@ class QSGD(Quantiser):
         return (math.sqrt(1 + (d - 1) / s**2) - 1) / 2
 
     def quantise(
-        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+        self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scales = self._norms(chunks)
-        # A chunk of zeros has scale 0, and one of denormals a scale by which nothing can be
+        scales = self._norms(blocks)
+        # A block of zeros has scale 0, and one of denormals a scale by which nothing can be
         # divided.
-        divisors = scales.clamp_min(torch.finfo(chunks.dtype).tiny)
-        shares = chunks / divisors[:, None] * self.levels
+        divisors = scales.clamp_min(torch.finfo(blocks.dtype).tiny)
+        shares = blocks / divisors[:, None] * self.levels
         levels = (shares + random()).floor().clamp_(-self.levels, self.levels)
         return scales / (1 + self.variance) if self.scaled else scales, levels.to(torch.int8)
 
-    def _norms(self, chunks: torch.Tensor) -> torch.Tensor:
+    def _norms(self, blocks: torch.Tensor) -> torch.Tensor:
         if self.norm != 2:
-            return chunks.abs().amax(1)
+            return blocks.abs().amax(1)
         # Wide, so that no square overflows, and that the order of summands does not show.
-        norms = chunks.double().square().sum(1).sqrt()
-        return norms.clamp_max(torch.finfo(chunks.dtype).max).to(chunks.dtype)
+        norms = blocks.double().square().sum(1).sqrt()
+        return norms.clamp_max(torch.finfo(blocks.dtype).max).to(blocks.dtype)
 
     def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         return levels.to(scales.dtype) / self.levels * scales
 
 
 class Sign(Quantiser):
-    """The sign, in one bit, times the mean magnitude in the chunk.
+    """The sign, in one bit, times the mean magnitude in the block.
 
     With a top-k choice this is Qsparse's SignTop-k (Basu et al., 2019, arXiv 1906.02367, section 2,
     with the 1-norm). It is not random, and wrong on average: residues see to that.
 
     Args:
-        chunk: values that share a mean.
+        block: values that share a mean.
 
     Raises:
-        ValueError: chunk is no whole number of values.
+        ValueError: block is no whole number of values.
     """
 
     bits = 1
 
-    def __init__(self, *, chunk: int = CHUNK) -> None:
-        _check_chunk(chunk)
-        self.chunk = chunk
+    def __init__(self, *, block: int = BLOCK) -> None:
+        _check_block(block)
+        self.block = block
 
     def quantise(
-        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+        self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Summed in float64, so that the order of summands does not show.
-        scales = chunks.abs().double().sum(1) / counts
-        return scales.to(chunks.dtype), -(chunks < 0).to(torch.int8)
+        scales = blocks.abs().double().sum(1) / counts
+        return scales.to(blocks.dtype), -(blocks < 0).to(torch.int8)
 
     def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         return torch.where(levels < 0, -scales, scales)
 
 
 class BinMeans(Quantiser):
-    """The mean of a value's bin, in two bits: its sign, and whether it is large in the chunk.
+    """The mean of a value's bin, in two bits: its sign, and whether it is large in the block.
 
-    A magnitude is large above the chunk's mean. The four means travel as scales. As in SparseLoCo
+    A magnitude is large above the block's mean. The four means travel as scales. As in SparseLoCo
     (Sarfi et al., 2025, arXiv 2508.15706) levels follow the values; its bins are others.
 
     Args:
-        chunk: values that share the means.
+        block: values that share the means.
 
     Raises:
-        ValueError: chunk is no whole number of values.
+        ValueError: block is no whole number of values.
     """
 
     bits, scales = 2, 4
 
-    def __init__(self, *, chunk: int = CHUNK) -> None:
-        _check_chunk(chunk)
-        self.chunk = chunk
+    def __init__(self, *, block: int = BLOCK) -> None:
+        _check_block(block)
+        self.block = block
 
     def quantise(
-        self, chunks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
+        self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Wide, so that no sum overflows, and that the order of summands does not show.
-        size = chunks.abs().double()
+        size = blocks.abs().double()
         large = (size > (size.sum(1) / counts)[:, None]).to(torch.int8)
-        levels = torch.where(chunks < 0, -1 - large, large)
-        inside = torch.arange(chunks.shape[1], device=chunks.device) < counts[:, None]
+        levels = torch.where(blocks < 0, -1 - large, large)
+        inside = torch.arange(blocks.shape[1], device=blocks.device) < counts[:, None]
         means = []
         for level in (0, 1, -2, -1):  # in the order of their two bits
             members = (levels == level) & inside
             total = torch.where(members, size, 0.0).sum(1)
             means.append(total / members.sum(1).clamp_min(1) * (-1 if level < 0 else 1))
-        return torch.stack(means, 1).to(chunks.dtype), levels
+        return torch.stack(means, 1).to(blocks.dtype), levels
 
     def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         return scales.gather(1, (levels & 3).long())
@@ -298,7 +302,7 @@ class Float16(Quantiser):
     is cut off, and stays in the residue.
     """
 
-    bits = 16
+    bits, sums_halves = 16, True
 
     def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
         return False
@@ -321,7 +325,7 @@ class Float16(Quantiser):
 class Unrounded(Quantiser):
     """Values as they are: what quantiser=None stands for."""
 
-    bits = 32
+    bits, rounds = 32, False
 
     def is_gathered(self, payload: torch.Tensor, sent: torch.Tensor, ranks: int) -> bool:
         return False
@@ -395,54 +399,54 @@ def unpack_levels(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return fields.contiguous().view(torch.int8).view(-1) >> (8 - bits)
 
 
-class Layout:
-    """How values of several tensors lie in chunks, each tensor's beginning on one of its own.
+class BlockLayout:
+    """How values of several tensors lie in blocks, each tensor's beginning on one of its own.
 
     Args:
         counts: how many values each tensor has.
-        chunk: how many values a chunk has.
+        block: how many values a block has.
         device: of the values.
 
     Attributes:
-        lengths: (chunks,) how many values each chunk has.
+        lengths: (blocks,) how many values each block has.
     """
 
-    def __init__(self, counts: Sequence[int], chunk: int, device: torch.device) -> None:
+    def __init__(self, counts: Sequence[int], block: int, device: torch.device) -> None:
         slots: list[range] = []
         lengths: list[int] = []
         begin = 0
         for count in counts:
             slots.append(range(begin, begin + count))
-            own = -(-count // chunk)
-            lengths += [chunk] * (own - 1) + [count - chunk * (own - 1)] if own else []
-            begin += own * chunk
+            own = -(-count // block)
+            lengths += [block] * (own - 1) + [count - block * (own - 1)] if own else []
+            begin += own * block
         self.lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
-        self._shape, self._count = (len(lengths), chunk), sum(counts)
+        self._shape, self._count = (len(lengths), block), sum(counts)
         # Where each value lies. None where they lie one after the other: nothing as large as the
         # values is kept then.
         self._slots: torch.Tensor | None = None
-        if any(count % chunk for count in counts[:-1]):
+        if any(count % block for count in counts[:-1]):
             places = [torch.arange(own.start, own.stop) for own in slots]
             self._slots = torch.cat(places).to(device)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Values, or levels, (K,) in their places, (chunks, chunk); zeros elsewhere."""
-        chunks = values.new_zeros(self._shape)
-        chunks.view(-1)[slice(self._count) if self._slots is None else self._slots] = values
-        return chunks
+        """Values, or levels, (K,) in their places, (blocks, block); zeros elsewhere."""
+        blocks = values.new_zeros(self._shape)
+        blocks.view(-1)[slice(self._count) if self._slots is None else self._slots] = values
+        return blocks
 
-    def collect(self, chunks: torch.Tensor) -> torch.Tensor:
+    def collect(self, blocks: torch.Tensor) -> torch.Tensor:
         """The inverse of `spread`."""
-        flat = chunks.reshape(-1)
+        flat = blocks.reshape(-1)
         return flat[: self._count] if self._slots is None else flat[self._slots]
 
 
-def _check_chunk(chunk: int) -> None:
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ValueError(f"chunk must be a whole number of values, at least 1, not {chunk!r}")
+def _check_block(block: int) -> None:
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"block must be a whole number of values, at least 1, not {block!r}")
 
 
-_layout = functools.lru_cache(maxsize=256)(Layout)
+_layout = functools.lru_cache(maxsize=256)(BlockLayout)
 
 
 def generator(*numbers: int) -> torch.Generator:

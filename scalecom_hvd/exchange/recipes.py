@@ -5,7 +5,7 @@ Imports methods and quantisers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ def everything_whole() -> Method:
     return ScaleCom(config=ScaleComConfig(dense=("*",), warmup_steps=0))
 
 
-def diloco(local_steps: int | Mapping[int, int] | Sequence[int] = 500) -> dict[str, Any]:
+def diloco(local_steps: int | Mapping[int, int] = 500) -> dict[str, Any]:
     """DiLoCo (Douillard et al., 2023, arXiv 2311.08105), for DistributedOptimizer.
 
     Every rank takes H steps of its own, with AdamW in the paper. The averaged change, sent whole,
@@ -46,9 +46,7 @@ def diloco(local_steps: int | Mapping[int, int] | Sequence[int] = 500) -> dict[s
     }
 
 
-def sparseloco(
-    local_steps: int | Mapping[int, int] | Sequence[int] = 30, rate: float = 64
-) -> dict[str, Any]:
+def sparseloco(local_steps: int | Mapping[int, int] = 30, rate: float = 64) -> dict[str, Any]:
     """SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706), for DistributedOptimizer.
 
     Every rank takes H steps of its own, with AdamW in the paper. Of its change, and 0.95 of what

@@ -1,8 +1,8 @@
-"""Residues: one per compressed tensor, and how all of a rank's residues are saved and loaded.
+"""Residues: one per compressed tensor.
 
 `CompressedTensor` is a tensor's residue with its lanes; `Residues` holds those of one optimizer,
-with the number of steps. What a step does to them is in bucket.py. Imports kernels and the
-framework-free rooms.
+with the number of steps. What a step does to them is in bucket.py; run.py saves and loads them.
+Imports kernel_choice and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ import numpy as np
 import torch
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.exchange.kernels import kernel_for
+from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.saved_state import (
-    STATE_VERSION,
-    check_finite,
-    check_residues,
-    check_state,
-    norms_of,
-)
 from scalecom_hvd.training_warnings import (
     LOOK_EVERY,
     Health,
@@ -82,8 +75,7 @@ class Residues:
         skipped_steps: those that did not, because a gradient was not finite somewhere.
         buckets: names per bucket, once ranks have agreed on them.
         ranks: how many there are, once this is known.
-        rates: {name: rate} of all parameters, once they are known (`attached`).
-        loaded: {name: residue} that was loaded, and waits for parameters; None: nothing was.
+        rates: {name: rate} of all parameters, once they are known.
     """
 
     def __init__(self, config: ScaleComConfig) -> None:
@@ -97,8 +89,6 @@ class Residues:
         self.health = Health()
         # How many synchronisations there are in so many steps: with local steps, fewer.
         self.synchronisations_in: Callable[[int], int] = every_step
-        self.attached = False
-        self.loaded: dict[str, torch.Tensor] | None = None
 
     @property
     def warmup(self) -> int:
@@ -112,7 +102,7 @@ class Residues:
             parameters: all that are trained, in the model's order.
 
         Raises:
-            ValueError: globs that match nothing, or a state loaded earlier that does not fit.
+            ValueError: globs that match nothing.
             TypeError: complex parameters.
         """
         for name, parameter in parameters.items():
@@ -123,7 +113,6 @@ class Residues:
                 )
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self.rates = self.config.rates_for(shapes)
-        self.attached = True
         self.tensors = {
             name: CompressedTensor(name, parameter, self.rates[name], self.config)
             for name, parameter in parameters.items()
@@ -135,69 +124,12 @@ class Residues:
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         check_share_whole(self.rates, sizes)
         check_look_ahead(self.config)
-        if self.loaded is not None:
-            self._check_fits(self.loaded)
-            self._copy_in(self.loaded)
-            self.loaded = None
 
-    def detach(self, loaded: dict[str, torch.Tensor] | None) -> None:
-        """Forget the parameters. Those that are attached next begin with these residues."""
-        self.attached, self.tensors, self.rates = False, {}, {}
-        self.loaded = loaded
+    def detach(self) -> None:
+        """Forget the parameters."""
+        self.tensors, self.rates, self.synchronisations_in = {}, {}, every_step
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's residues and step: plain tensors, which are not copied, and numbers."""
-        state: dict[str, Any] = {
-            "version": STATE_VERSION,
-            "step": self.step,
-            "config": self.config.to_dict(),
-            "residues": {name: t.residue.view(t.shape) for name, t in self.tensors.items()},
-            "norms": self.health.norms,
-        }
-        if self.loaded is not None:
-            state["residues"] = self.loaded
-        if self.buckets is not None:
-            state["buckets"] = self.buckets
-        if self.ranks is not None:
-            state["ranks"] = self.ranks
-        return state
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError that names what does not fit, unless a state can be taken up."""
-        check_state(state, self.config)
-        norms_of(state)
-        residues = state["residues"]
-        finite = {name: bool(residue.isfinite().all()) for name, residue in residues.items()}
-        check_finite(finite)
-        if self.attached:
-            self._check_fits(residues)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state of `state_dict` that `check` has passed."""
-        self.step = int(state["step"])
-        self.health.norms = norms_of(state)
-        if self.attached:
-            self._copy_in(state["residues"])
-        else:
-            self.loaded = dict(state["residues"])
-        self.ranks = state.get("ranks")
-        # Where buckets of another size are asked for, those of the state are not taken over.
-        as_saved = state["config"]["bucket_bytes"] == self.config.bucket_bytes
-        self.buckets = state.get("buckets") if as_saved else None
-
-    def _check_fits(self, residues: Mapping[str, torch.Tensor]) -> None:
-        if residues:
-            saved = {name: tuple(residue.shape) for name, residue in residues.items()}
-            check_residues(saved, {name: tuple(t.shape) for name, t in self.tensors.items()})
-
-    def _copy_in(self, residues: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in self.tensors.items():
-            if residues:
-                tensor.residue.copy_(residues[name].reshape(-1))
-            else:  # saved before the first step, or by a single process: all of them were zero
-                tensor.residue.zero_()
-
-    def look_due(self) -> bool:
+    def norms_due(self) -> bool:
         """Whether this is a step in which norms are looked at."""
         return self.step % LOOK_EVERY == 0
 

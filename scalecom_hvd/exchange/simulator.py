@@ -5,8 +5,8 @@ next one goes on. So a run gives the same results every time, and ranks that wai
 will ever submit are found at once: that is an error, never a hang. Collectives meet by name. Sums
 are made in the order of ranks.
 
-For studies with more workers than there are machines, and for tests. Imports local_steps, methods
-and the rooms below.
+For studies with more workers than there are machines, and for tests. Imports local_steps,
+asynchronous_steps, methods and the rooms below.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from typing import Any
 import torch
 
 from scalecom_hvd.agreement import Numbers
+from scalecom_hvd.exchange.asynchronous_steps import AsynchronousSteps
+from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import CollectiveError
-from scalecom_hvd.exchange.exchange import Exchange, Groups
+from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method, ScaleCom
@@ -240,7 +242,7 @@ class SimulatedCollectives:
     Args:
         network: where the ranks meet.
         position: this rank's place.
-        sums: whether `average` gives sums.
+        sums: whether `all_reduce` gives sums.
         predivide: by what values are divided before they are summed, as Horovod's
             gradient_predivide_factor says.
     """
@@ -272,7 +274,7 @@ class SimulatedCollectives:
         what = ("broadcast", root, buffer.dtype, tuple(buffer.shape))
         return self._submit(name, what, buffer, functools.partial(_broadcast, root=root))
 
-    def average(self, buffer: torch.Tensor, name: str) -> SimulatedWork:
+    def all_reduce(self, buffer: torch.Tensor, name: str) -> SimulatedWork:
         """The average, or sum, in place; of float16 the sum."""
         what = ("average", self._sums, self._predivide, buffer.dtype, tuple(buffer.shape))
         divide = not self._sums and buffer.dtype != torch.float16
@@ -332,12 +334,14 @@ class Simulation:
         compression: the method's class.
         local_steps, outer, overlap, fragments, clip_changes: as in DistributedOptimizer. Then
             `take_steps` takes the place of `step`, and every rank needs parameters of its own.
+            local_steps may also be a list of every rank's own H (see asynchronous_steps.py),
+            without any of the others.
         **settings: what the class takes: config=, loss_scale=, and fields of ScaleComConfig.
 
     Attributes:
         parameters, compressors, collectives, exchanges: each rank's parameters, method,
             collectives and Exchange.
-        locals: each rank's LocalSteps; empty without local steps.
+        locals: each rank's LocalSteps, or AsynchronousSteps; empty without local steps.
 
     Example:
         >>> simulation = Simulation(4, lambda rank: dict(make_model().named_parameters()))
@@ -369,28 +373,32 @@ class Simulation:
         self.parameters = [make_parameters(rank) for rank in range(n)]
         self.compressors = [compression(**settings) for _ in range(n)]
         self.exchanges: list[Exchange] = []
-        self.locals: list[LocalSteps] = []
+        self.locals: list[LocalSteps | AsynchronousSteps] = []
         ranks = zip(self.parameters, self.compressors, self.collectives, strict=True)
         for parameters, method, collectives in ranks:
-            if local_steps is not None:
-                schedule = Schedule(local_steps, fragments)
-                local = LocalSteps(
-                    parameters,
-                    method,
-                    collectives,
-                    schedule,
-                    groups,
-                    outer=outer,
-                    overlap=overlap,
-                    clip_changes=clip_changes,
-                )
-                self.locals.append(local)
-                exchange = local.exchange
-            else:
+            if local_steps is None:
                 exchange = Exchange(
                     parameters, method, collectives, groups=groups, sparse_as_dense=sparse_as_dense
                 )
-                method.attach(parameters, exchange)
+            else:
+                local: LocalSteps | AsynchronousSteps
+                if isinstance(local_steps, Sequence):
+                    if outer or overlap or fragments > 1 or clip_changes is not None or groups:
+                        raise ValueError("a list of local_steps goes with no other of its options")
+                    local = AsynchronousSteps(parameters, method, collectives, local_steps)
+                else:
+                    local = LocalSteps(
+                        parameters,
+                        method,
+                        collectives,
+                        Schedule(local_steps, fragments),
+                        groups,
+                        outer=outer,
+                        overlap=overlap,
+                        clip_changes=clip_changes,
+                    )
+                self.locals.append(local)
+                exchange = local.exchange
             self.exchanges.append(exchange)
 
     def step(
@@ -445,7 +453,7 @@ class Simulation:
 
         Call it before: simulated ranks cannot wait outside of a step.
         """
-        self._run([local.collect for local in self.locals])
+        self._run([local.collect for local in self.locals if isinstance(local, LocalSteps)])
 
     def _run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         try:

@@ -2,7 +2,7 @@
 
 It is for CUDA tensors, and under TRITON_INTERPRET=1 for the CPU's. Nothing here waits for the
 device: a step's addresses go there by one small asynchronous copy, and counts stay there.
-kernels.py imports this only when a tensor asks for it, since it imports triton.
+kernel_choice.py imports this only when a tensor asks for it, since it imports triton.
 
 All launches go to the stream that is current on the tensors' device. Where one stream is used, as
 in autograd's hooks, callers need nothing more. Who uses several must let each move's stream wait
@@ -100,9 +100,9 @@ class TritonKernel:
         for part, _ in self._parts:
             part.roll_back()
 
-    def commit(self) -> None:
+    def release(self) -> None:
         for part, _ in self._parts:
-            part.commit()
+            part.release()
 
 
 class _OneDtype:
@@ -132,7 +132,7 @@ class _OneDtype:
         self._step = self._step_table(grads)
         self._accumulated, self._taken = 0.0, None
 
-    def commit(self) -> None:
+    def release(self) -> None:
         self._grads, self._step, self._accumulated, self._taken = (), None, 0.0, None
 
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> torch.Tensor:

@@ -45,6 +45,9 @@ _NEEDS_DROP_IN = (
     "hvd.Compression.none"
 )
 
+# What a state is of besides the config: see saved_state.check_state.
+SETTINGS = {"method": "ScaleCom"}
+
 # Numbers of stats() of which, of several exchanges, the largest counts; others are summed.
 _LARGEST_COUNTS = ("step", "rate", "leader", "residue_ratio")
 # What a single process sends, and every one before its first step.
@@ -88,7 +91,8 @@ class _Settings(tf.train.experimental.PythonState):
         return json.dumps({"version": STATE_VERSION, "config": self._config.to_dict()})
 
     def deserialize(self, string_value: str) -> None:
-        check_state({"step": 0, "residues": {}, **json.loads(string_value)}, self._config)
+        saved = {"step": 0, "residues": {}, "settings": SETTINGS, **json.loads(string_value)}
+        check_state(saved, self._config, SETTINGS)
 
 
 class _Stream(tf.Module):
@@ -398,8 +402,8 @@ class ScaleCom(tf.Module, Compressor):
         By numpy.savez, pickle, ...; tf.train.Checkpoint(scalecom=compression) saves the same.
 
         Returns:
-            Arrays and numbers: {"version", "step", "config", "residues": {name: array shaped like
-            the variable}, "exchanges": what each needs besides}.
+            Arrays and numbers: {"version", "step", "config", "settings": the method's, "residues":
+            {name: array shaped like the variable}, "exchanges": what each needs besides}.
         """
         # What was loaded and nobody has needed yet is still to be saved.
         loaded = self._bound.loaded or {"step": 0, "residues": {}}
@@ -418,6 +422,7 @@ class ScaleCom(tf.Module, Compressor):
             "version": STATE_VERSION,
             "step": step,
             "config": self.config.to_dict(),
+            "settings": SETTINGS,
             "residues": loaded["residues"] | residues,
             "exchanges": exchanges,
         }
@@ -432,7 +437,7 @@ class ScaleCom(tf.Module, Compressor):
             ValueError: what does not fit, by name: another model, other settings, another version,
                 residues that are not finite.
         """
-        check_state(state, self.config)
+        state = check_state(state, self.config, SETTINGS)
         saved = dict(state["residues"])
         check_finite({name: bool(np.isfinite(residue).all()) for name, residue in saved.items()})
         known = {

@@ -20,8 +20,8 @@ import scalecom_hvd.torch.elastic  # noqa: F401  Over Horovod's: its states keep
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.exchange.background_thread import wait_for_kept as _wait_for_kept
 from scalecom_hvd.exchange.flops import rates_from_flops
-from scalecom_hvd.exchange.kernel_thread import wait_for_kept as _wait_for_kept
 from scalecom_hvd.exchange.methods import (
     ECQSGD,
     BucketCollectives,

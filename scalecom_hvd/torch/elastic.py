@@ -22,7 +22,7 @@ from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 from horovod.torch.functions import broadcast_object
 
-from scalecom_hvd.exchange.local_steps import rounds_of
+from scalecom_hvd.exchange.local_steps import LocalSteps, rounds_of
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.torch.broadcast import broadcast_parameters
 
@@ -39,14 +39,14 @@ class ResiduesHandler(_state.StateHandler):
         try:
             state = self.value.state_dict()
         except HorovodInternalError:
-            if self.value.local is not None and self.value.local.travels:
+            if self.value.run.averager.travels:
                 # Others may have received the averages that this rank waited for, and have
                 # committed them. The last commit stays: all go on from the latest there is.
                 raise
             # A worker was lost after the step, with look-ahead's offsets under way. The commit is
             # whole without them: they would be dropped when Horovod starts again. Half a commit,
             # the model of this step with the residues of another, would not be.
-            self.value.abort()
+            self.value.run.averager.abort()
             state = self.value.state_dict()
         self._saved = copy.deepcopy(state)
 
@@ -54,12 +54,13 @@ class ResiduesHandler(_state.StateHandler):
         """Take up what was remembered."""
         # A worker may be lost anywhere, so a step may be half done, and what is under way will
         # never arrive.
-        self.value.abort()
+        if self.value.run.averager is not None:
+            self.value.run.averager.abort()
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
         """Ranks come together."""
-        self.value.meet()
+        self.value.rejoin()
 
 
 class OptimizerHandler(_state.OptimizerStateHandler):
@@ -86,8 +87,8 @@ class OptimizerHandler(_state.OptimizerStateHandler):
 
         With local steps, where every rank has its own, only to newcomers.
         """
-        local = self.value._compression.local
-        if local is None:
+        local = self.value._compression.run.averager
+        if not isinstance(local, LocalSteps):
             super().sync()
         else:
             state = broadcast_object(

@@ -96,7 +96,7 @@ class HorovodCollectives:
 
     Args:
         process_set: default: all ranks.
-        op: hvd.Average or hvd.Sum: what `average` gives.
+        op: hvd.Average or hvd.Sum: what `all_reduce` gives.
         predivide: the gradient_predivide_factor of Horovod's DistributedOptimizer.
     """
 
@@ -141,7 +141,7 @@ class HorovodCollectives:
 
     @property
     def share(self) -> float:
-        """What `average` multiplies a sum over ranks by."""
+        """What `all_reduce` multiplies a sum over ranks by."""
         return 1 / self.size if self._reduction["op"] == horovod.Average else 1.0
 
     def channel(self) -> HorovodCollectives:
@@ -154,7 +154,7 @@ class HorovodCollectives:
         root = self._process_set.ranks[root]
         return self._work(horovod.broadcast_async_(buffer, root, name, self._process_set))
 
-    def average(self, buffer: torch.Tensor, name: str) -> HorovodWork:
+    def all_reduce(self, buffer: torch.Tensor, name: str) -> HorovodWork:
         """Average over ranks (or sum) in place; of float16 the sum."""
         reduction = self._reduction | (self._sum if buffer.dtype == torch.float16 else {})
         return self._work(horovod.allreduce_async_(buffer, name=name, **reduction))

@@ -25,6 +25,7 @@ from horovod.torch import optimizer as horovod_optimizer
 from horovod.torch.compression import Compression, Compressor
 
 from scalecom_hvd.agreement import check_arguments, check_operation, warn_of_half_sums
+from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method
@@ -32,13 +33,12 @@ from scalecom_hvd.exchange.optimizers import (
     check_local,
     is_method,
     local_members,
+    make_averager,
     names_of_groups,
     trained_parameters,
-    zero_state,
 )
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.recipes import everything_whole
-from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 
 _Compression: TypeAlias = Compressor | type[Compressor] | Method | type[Method]
@@ -55,11 +55,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = horovod.global_process_set,
-    local_steps: int | Mapping[int, int] | Sequence[int] | None = None,
+    local_steps: int | Mapping[int, int] | None = None,
     outer: Outer | None = None,
     overlap: int = 0,
     fragments: int = 1,
     clip_changes: float | None = None,
+    collectives: Collectives | None = None,
 ) -> torch.optim.Optimizer:
     """horovod.torch.DistributedOptimizer, which also takes ScaleCom and other methods.
 
@@ -72,7 +73,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         compression: a method, its class or an instance; or one of Horovod's compressors.
         op: with a method hvd.Average or hvd.Sum.
         groups: as in Horovod; it says which tensors share a bucket.
-        local_steps: H, {first step: H} or [H of each rank]. Every rank takes H steps on its own
+        local_steps: H, or {first step: H}. Every rank takes H steps on its own
             parameters, with its own gradients and its own state of the optimizer. Then the change
             since the last time goes through the method and is averaged, and every rank goes on
             from the same parameters (Basu et al., 2019, arXiv 1906.02367). It works with
@@ -90,6 +91,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         clip_changes: with local steps, how many times the median norm of all ranks' changes each
             may have, such as 2; longer ones are cut to that. Then a rank that went astray moves
             the others less. None: any length.
+        collectives: with a method, how ranks reach each other: a transport of your own (see
+            scalecom_hvd.exchange.Collectives). `op`, gradient_predivide_factor and process_set are
+            then its affair. None: Horovod's.
 
     Returns:
         An optimizer as Horovod's, with more. `compression` is the method with this rank's
@@ -133,6 +137,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
 
     check_operation(op, gradient_predivide_factor, horovod)
+    if collectives is None:
+        collectives = HorovodCollectives(process_set, op, gradient_predivide_factor)
+    elif (op, gradient_predivide_factor) != (horovod.Average, 1.0) or (
+        process_set is not horovod.global_process_set
+    ):
+        raise ValueError(
+            "op, gradient_predivide_factor and process_set are Horovod's, and collectives= brings "
+            "another transport: leave them out"
+        )
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     if num_groups:
@@ -143,39 +156,30 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     parameters = trained_parameters(optimizer, named_parameters)
-    collectives = HorovodCollectives(process_set, op, gradient_predivide_factor)
-    in_groups = names_of_groups(groups, parameters)
-    if local_steps is not None:
-        local = LocalSteps(
-            parameters,
-            method,
-            collectives,
-            Schedule(local_steps, fragments),
-            in_groups,
-            start_anew=lambda: zero_state(this()),
-            outer=outer,
-            overlap=overlap,
-            clip_changes=clip_changes,
-        )
-        own = local_members(local, type(optimizer), parameters.values())
-        members = _members(local.exchange) | own
+    averager = make_averager(
+        parameters,
+        method,
+        collectives,
+        names_of_groups(groups, parameters),
+        lambda: this(),
+        sparse_as_dense=sparse_as_dense,
+        send_sparse=lambda p: _send_sparse(this(), p),
+        local_steps=local_steps,
+        outer=outer,
+        overlap=overlap,
+        fragments=fragments,
+        clip_changes=clip_changes,
+    )
+    if isinstance(averager, LocalSteps):
+        own = local_members(averager, type(optimizer), parameters.values())
+        members = _members(averager.exchange) | own
     else:
-        exchange = Exchange(
-            parameters,
-            method,
-            collectives,
-            groups=in_groups,
-            sparse_as_dense=sparse_as_dense,
-            send_sparse=lambda p: _send_sparse(this(), p),
-            asks_for_news=True,
-        )
-        method.attach(parameters, exchange)
-        members = _members(exchange)
+        members = _members(averager)
     # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing
     # takes off again.
     warn_of_half_sums(method.sums_halves, horovod)
-    try:
-        base = type(optimizer)
+    base = type(optimizer)
+    with method.run.released_on_error():
         wrapped = type(base.__name__, (base,), members)(
             optimizer.param_groups,
             named_parameters,
@@ -189,9 +193,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             sparse_as_dense,
             process_set,
         )
-    except BaseException:
-        method.detach()
-        raise
     # The method, which a script may keep, must not keep an optimizer that was deleted: its hooks
     # would go on.
     this: Callable[[], Any] = weakref.ref(wrapped)

@@ -7,9 +7,8 @@ result of a step came, and needed when the next step's first gradient comes; eve
 submitted them by then without waiting for another rank's hooks. The first step is sent whole, since
 no offsets are known yet.
 
-Horovod averages here, in the dtype of what it is given: of float16 values it divides the sum by n
-in float16, where what is small is lost for good. So they travel times n: what is small then is a
-multiple of n of float16's units, and dividing it leaves nothing over.
+Horovod averages here, in the dtype of what it is given. It would divide sums of float16 values in
+float16, where what is small is lost for good, so wire_dtype="float16" is refused.
 
 Horovod's synchronize() compresses every gradient again where no rank has a new one
 (new_gradients.py). Those are sent as they are, and averaged, as without compression, and residues,
@@ -22,25 +21,25 @@ Imports horovod_collectives and exchange.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 from horovod.common.process_sets import ProcessSet
 
-from scalecom_hvd.agreement import Names, agree, describe, latest_step, warn_of_half_sums
+from scalecom_hvd.agreement import Names, latest_step
 from scalecom_hvd.bucket_layout import Layout, step_stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange import methods
 from scalecom_hvd.exchange.bucket import Bucket, finished
 from scalecom_hvd.exchange.collectives import Collectives, Work, gather_objects
+from scalecom_hvd.exchange.gradients import wide_dtype
 from scalecom_hvd.exchange.new_gradients import Found, NewGradients, freshness, judge
 from scalecom_hvd.exchange.optimizers import without_ties
-from scalecom_hvd.exchange.residue import CompressedTensor, describe_tensors
+from scalecom_hvd.exchange.residue import CompressedTensor
+from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 
@@ -63,7 +62,7 @@ class ScaleCom(methods.ScaleCom):
             model.named_parameters() gives.
         process_set: the process set given to the optimizer.
 
-    There it works with look-ahead, and takes no quantiser of less than 16 bits and no diagnostics.
+    There it works with look-ahead, and takes no quantiser, no wire_dtype and no diagnostics.
     """
     )
 
@@ -95,37 +94,42 @@ class ScaleCom(methods.ScaleCom):
                 "hvd.Compression.none for this tensor"
             )
         self._serve_horovod()
-        if not isinstance(self._averager, PerTensor):
+        averager = self.run.averager
+        if not isinstance(averager, PerTensor):
             raise TypeError(
                 "this ScaleCom serves the optimizer it was given to, and compresses nothing else: "
                 "use hvd.Compression.none for this tensor"
             )
-        return self._averager.compress(tensor)
+        return averager.compress(tensor)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """The averaged gradient for what `compress` gave; `ctx` None: nothing was compressed."""
         if ctx is None:
             return tensor
-        assert isinstance(self._averager, PerTensor), "only `compress` gives a ctx"
-        return self._averager.decompress(tensor, ctx)
+        assert isinstance(self.run.averager, PerTensor), "only `compress` gives a ctx"
+        return self.run.averager.decompress(tensor, ctx)
 
-    def meet(self) -> None:
+    def rejoin(self) -> None:
         """What all ranks do when they were started again, or newcomers have come."""
         self._serve_horovod()
-        super().meet()
+        super().rejoin()
 
     def _serve_horovod(self) -> None:
         """Attach to the parameters given to this object, unless it serves an optimizer already.
 
         Needs Horovod to be running.
         """
-        if self._averager is not None:
+        if self.run.averager is not None:
             return
-        if self._quantiser_settings:
-            raise TypeError(
-                f"quantiser={self.quantiser!r} works in this package's DistributedOptimizer only: "
-                "import scalecom_hvd.torch as hvd"
-            )
+        for asked, what in (
+            (self._quantiser_settings, f"quantiser={self.quantiser!r}"),
+            (self.config.wire_dtype, f"wire_dtype={self.config.wire_dtype!r}"),
+        ):
+            if asked:
+                raise TypeError(
+                    f"{what} works in this package's DistributedOptimizer only: import "
+                    "scalecom_hvd.torch as hvd"
+                )
         if self._named_parameters is None:
             raise TypeError(_NEEDS_PARAMETERS)
         # Horovod keeps to what was trained when its optimizer was made: between this object and
@@ -135,31 +139,7 @@ class ScaleCom(methods.ScaleCom):
             for name, p in self._named_parameters.items()
             if p.requires_grad or name in self._trained
         }
-        collectives = HorovodCollectives(self._process_set)
-        if self.config.wire_dtype == "float16":
-            self._check_predivision(collectives.size)
-        self.attach(parameters, PerTensor(parameters, self, collectives, self._fresh))
-        self._waiting = None, None  # nobody detaches it from Horovod's own optimizer
-        warn_of_half_sums(self.sums_halves, horovod)
-
-    def _check_predivision(self, ranks: int) -> None:
-        """Raise ValueError where Horovod's optimizer divides float16 values before it sums them.
-
-        What is small would be lost for good. It does not tell a compressor by what, so it is
-        looked for. Values travel times the number of ranks: its divisors do.
-        """
-        for optimizer in gc.get_objects():
-            is_optimizer = issubclass(type(optimizer), torch.optim.Optimizer)
-            if is_optimizer and getattr(optimizer, "_compression", None) is self:
-                factor = getattr(optimizer, "gradient_predivide_factor", 1.0)
-                if factor < 1 or ranks % factor:
-                    raise ValueError(
-                        f"gradient_predivide_factor={factor} and wire_dtype='float16' exclude "
-                        "each other in horovod.torch's own DistributedOptimizer, unless "
-                        f"{ranks}, the number of ranks, is a multiple: what is small would be "
-                        "lost. Leave the factor out (no sum overflows: what is too large stays "
-                        "in the residue), or import scalecom_hvd.torch as hvd"
-                    )
+        PerTensor(parameters, self, HorovodCollectives(self._process_set), self._fresh)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,7 +166,7 @@ class Ahead:
         return self.buffer[self.layout.offsets[tensor.name]].view(tensor.offset_dtype)
 
 
-class PerTensor:
+class PerTensor(Averager):
     """Compresses and decompresses one optimizer's gradients, tensor by tensor.
 
     Args:
@@ -205,7 +185,7 @@ class PerTensor:
         fresh: set[str],
     ) -> None:
         self._parameters = dict(parameters)
-        self._method = method
+        self._method, self._run = method, method.run
         self._residues = method.residues
         self._collectives = collectives
         self._restarted = collectives.restarts()
@@ -230,9 +210,9 @@ class PerTensor:
         self._given: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._handed_over = {"offsets": 0, "values": 0, "dense": 0}
         self._whole = True
-        self._factor = 1
+        self._run.begin(self._parameters, self)
 
-    # What the method asks.
+    # What the run asks.
 
     def in_step(self) -> bool:
         """Whether gradients were sent whose averages have not come back."""
@@ -246,7 +226,7 @@ class PerTensor:
                 continue
             ahead.work.wait()
             for tensor in ahead.tensors:
-                self._method.tensor_states[tensor.name]["offsets"] = ahead.of(tensor)
+                self._run.tensor_states[tensor.name]["offsets"] = ahead.of(tensor)
             # The views keep this buffer; the next offsets arrive in a new one. Tensors that do not
             # come in a step keep theirs.
             ahead.buffer, ahead.work = ahead.buffer.clone(), None
@@ -271,12 +251,12 @@ class PerTensor:
             self._pending.clear()
             # What is under way may still arrive where it was to: all buffers are made anew.
             self._buckets, self._ahead = {}, {}
-            self._method.begin_equal_state_anew()
+            self._run.begin_equal_state_anew()
             self._agreed = False
             self._news.forget()
             self._given.clear()
 
-    def meet(self) -> None:
+    def rejoin(self) -> None:
         """Ranks of an elastic run come together: they agree on the step, as no hook can wait.
 
         All ranks of the process set must be here.
@@ -284,11 +264,11 @@ class PerTensor:
         if not self._collectives.size:
             return
         self._notice_restart()
-        residues, method = self._residues, self._method
-        mine = {"step": residues.step, "state": method.digest_of_state()}
+        residues, run = self._residues, self._run
+        mine = {"step": residues.step, "state": run.digest_of_state()}
         everyone = gather_objects(self._collectives, mine, "elastic")
         residues.step = latest_step([other["step"] for other in everyone])
-        method.compare_states([other["state"] for other in everyone])
+        run.compare_states([other["state"] for other in everyone])
         residues.ranks = self._collectives.size
         self._agreed = False
 
@@ -331,9 +311,8 @@ class PerTensor:
         if bucket is not None:
             bucket.begin(self._scale, self._whole, {name: flat})
         if bucket is None or self._whole:
-            wire = torch.float64 if flat.dtype == torch.float64 else torch.float32
             # A copy where the gradient is needed at the step's end: Horovod reduces in place.
-            whole = flat.to(wire, copy=bucket is not None)
+            whole = flat.to(wide_dtype(flat), copy=bucket is not None)
             self._handed_over["dense"] += whole.numel() * whole.element_size()
             return whole, Sent(name, grad.shape, grad.dtype, whole=True)
 
@@ -348,8 +327,6 @@ class PerTensor:
             raise
         if chosen is not None:
             self._keep_choice(tensor, chosen)
-        if self._factor != 1:
-            values.mul_(self._factor)
         # One NaN tells every rank, through the average, that this gradient was not finite
         # somewhere.
         is_bad = torch.as_tensor(bucket.bad != 0, device=values.device)
@@ -374,12 +351,11 @@ class PerTensor:
                     "state, or call zero_grad() and backward() again"
                 )
             bucket, tensor = self._buckets[sent.name], self._residues.tensors[sent.name]
-            share = 1 / self._factor
-            average = result.to(tensor.residue.dtype) * (share / self._scale)
+            average = result.to(tensor.residue.dtype) / self._scale
             bad = ~average.to(sent.dtype).isfinite().all()
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
             bucket.receive(self._offsets(tensor), result)
-            bucket.scatter({sent.name: flat}, share)
+            bucket.scatter({sent.name: flat})
             output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
             if not self._agreed:
                 self._given[sent.name] = flat, bucket.grads[sent.name]
@@ -401,7 +377,7 @@ class PerTensor:
         residues, size = self._residues, self._collectives.size
         if residues.note_ranks(size):
             # Newcomers have no offsets, and this is no place to wait for any: nobody uses them.
-            self._method.begin_equal_state_anew()
+            self._run.begin_equal_state_anew()
         if not self._buckets:
             self._make_buckets()
         self._seen, self._bad = [], []
@@ -412,12 +388,12 @@ class PerTensor:
             # Which of the parameters this optimizer trains is known when all have come.
             grads = self._news.standing(self._parameters)
             self._standing = {"fresh": set(self._fresh), "grads": grads}
-        has_offsets = any("offsets" in state for state in self._method.tensor_states.values())
+        has_offsets = any("offsets" in state for state in self._run.tensor_states.values())
         in_warmup = residues.step < residues.config.warmup_steps
         self._whole = self._idle or in_warmup or not has_offsets
         # Until ranks have agreed: where this one gathers in this step.
         known = self._whole or self._agreed
-        self._gathers_at = None if known else self._method.digest_of_state()
+        self._gathers_at = None if known else self._run.digest_of_state()
 
     def _has_news(self) -> bool:
         """Whether some rank has gradients that were not averaged yet.
@@ -460,7 +436,7 @@ class PerTensor:
 
     def _count_step(self, seen: Mapping[str, Bucket]) -> None:
         residues = self._residues
-        if residues.look_due() and not self._whole:
+        if residues.norms_due() and not self._whole:
             residues.look([bucket.norms() for bucket in seen.values()])
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
         if last_whole and self._chooses():
@@ -479,13 +455,10 @@ class PerTensor:
 
         Gradients become what they would be without compression.
         """
-        works: dict[str, Work] = {}
-        for name, (_, grad) in self._given.items():
-            wire = grad.to(self._residues.tensors[name].residue.dtype, copy=True)
-            works[name] = self._collectives.average(wire, self._names(f"again.{name}"))
+        averages = self._news.averages_of({name: grad for name, (_, grad) in self._given.items()})
         for name, (output, _) in self._given.items():
             parameter = self._parameters[name]
-            output.copy_(works[name].wait())  # it is p.grad's memory
+            output.copy_(averages[name])  # it is p.grad's memory
             if parameter.grad.is_sparse:
                 parameter.grad.zero_().add_(output.view(parameter.shape).to_sparse())
 
@@ -498,7 +471,7 @@ class PerTensor:
 
     def _offsets(self, tensor: CompressedTensor) -> torch.Tensor:
         """This step's offsets, as bytes."""
-        return self._method.tensor_states[tensor.name]["offsets"].view(torch.uint8)
+        return self._run.tensor_states[tensor.name]["offsets"].view(torch.uint8)
 
     def _keep_choice(self, tensor: CompressedTensor, chosen: torch.Tensor) -> None:
         self._ahead[tensor.residue.device].of(tensor).view(torch.uint8).copy_(chosen)
@@ -510,13 +483,10 @@ class PerTensor:
         same on every rank.
         """
         size = self._collectives.size
-        self._factor = size if self._residues.config.wire_dtype == "float16" else 1
         by_device: dict[torch.device, list[CompressedTensor]] = {}
         for number, (name, tensor) in enumerate(self._residues.tensors.items()):
             by_device.setdefault(tensor.residue.device, []).append(tensor)
-            self._buckets[name] = Bucket(
-                number, [name], self._parameters, self._residues, size, factor=self._factor
-            )
+            self._buckets[name] = Bucket(number, [name], self._parameters, self._residues, size)
         for device, tensors in by_device.items():
             layout = Layout({tensor.name: tensor.geometry for tensor in tensors})
             buffer = torch.zeros(layout.offsets_bytes, dtype=torch.uint8, device=device)
@@ -524,25 +494,24 @@ class PerTensor:
 
     def _agree(self) -> None:
         """Compare settings and tensors of all ranks; raises RuntimeError on every rank alike."""
-        residues = self._residues
-        compared = describe(
-            residues.config.to_dict(), {}, describe_tensors(self._parameters, residues)
-        ) | {"look-ahead offsets": self._gathers_at}
-        mine = compared | {
-            "name": self._names.claim(),
-            "step": residues.step,
-            "fresh": not self._standing["fresh"].isdisjoint(self._seen),
-            "grads": {name: self._standing["grads"][name] for name in self._seen},
-        }
-        everyone = gather_objects(self._collectives, mine, "agreement")
-        news = any(other["fresh"] for other in everyone)
-        found = judge([other["grads"] for other in everyone])
-        self._idle = not news and found is not Found.SET_BY_HAND
         try:
-            residues.step = agree(everyone, tuple(compared), self._names)
+            everyone = self._run.agree(
+                self._parameters,
+                self._collectives,
+                self._names,
+                {},
+                {"look-ahead offsets": self._gathers_at},
+                {
+                    "fresh": not self._standing["fresh"].isdisjoint(self._seen),
+                    "grads": {name: self._standing["grads"][name] for name in self._seen},
+                },
+            )
         except RuntimeError:
             self.abort()
             raise
+        found = judge([other["grads"] for other in everyone])
+        news = any(other["fresh"] for other in everyone)
+        self._idle = not news and found is not Found.SET_BY_HAND
         self._members = set(self._seen)
         self._agreed = True
 

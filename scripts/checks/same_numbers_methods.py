@@ -36,7 +36,7 @@ METHODS: dict[str, Settings] = {
     "ScaleCom, 2 bits": {"quantiser": ("QSGD", {"levels": 1})},
     "ScaleCom, 4 bits": {"quantiser": ("QSGD", {"levels": 7, "norm": 2})},
     "ScaleCom, 8 bits": {"quantiser": ("QSGD", {"levels": 127, "seed": 3})},
-    "ScaleCom, sign": {"quantiser": ("Sign", {"chunk": 64})},
+    "ScaleCom, sign": {"quantiser": ("Sign", {})},
     "ScaleCom, bin means": {"quantiser": ("BinMeans", {})},
     "ScaleCom, half": {"quantiser": ("Float16", {})},
     "ScaleCom, many": {"rate": 2.5},

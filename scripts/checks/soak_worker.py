@@ -208,7 +208,7 @@ class LocalTrainer(Trainer):
         self.brought: tuple[int, Arrays, Arrays, int] = (-1, {}, {}, 0)
         self.arrived: int | None = None
 
-        def see_what_departs(due: Any, fragments: range) -> None:
+        def see_what_departs(fragments: range) -> None:
             # As the first one begins, x is not known before.
             self.x = arrays(self.local.common)
             names = {name for number in fragments for name in self.local._fragments[number]}
@@ -216,7 +216,7 @@ class LocalTrainer(Trainer):
                 name: (self.x[name] - mine) * (name in names) for name, mine in self.own().items()
             }
             self.brought = self.local.taken, changes, self.residues(), hvd.size()
-            depart(due, fragments)
+            depart(fragments)
 
         def see_what_arrives() -> bool:
             self.arrived = self.local._journey and self.local._journey.since

@@ -1,7 +1,7 @@
 """The oracle of local steps in plain NumPy: Qsparse-local-SGD, algorithms 1 and 2.
 
-From Basu et al., 2019, arXiv 1906.02367. x: the common parameters. x_i: worker i's, started from x
-at its last synchronisation, `starts[i]`.
+From Basu et al., 2019, arXiv 1906.02367. In algorithm 2 every worker has an H of its own. x: the
+common parameters. x_i: worker i's, started from x at its last synchronisation, `starts[i]`.
 
     every step:  x_i <- update_i(x_i, gradient_i)
     workers that synchronise after it:  change_i = start_i - x_i; all others have no part
@@ -35,7 +35,7 @@ class LocalStepsReference:
     Args:
         method: averages changes, with a residue for each worker.
         parameters: {name: array}, where all begin.
-        schedule: when workers synchronise.
+        schedule: when workers synchronise; for algorithm 2 the H of each.
         update: gives worker i's new parameters from its old ones and its gradients, its own
             optimizer's step.
         outer: gives the new common parameters from the old ones and the averages.
@@ -54,7 +54,7 @@ class LocalStepsReference:
         self,
         method: MethodReference,
         parameters: Mapping[str, np.ndarray],
-        schedule: Schedule,
+        schedule: Schedule | Sequence[int],
         update: Callable[[int, Arrays, Arrays], Arrays],
         outer: Callable[[Arrays, Arrays], Arrays] | None = None,
         overlap: int = 0,
@@ -80,9 +80,8 @@ class LocalStepsReference:
         self.taken += 1
         if self.travelling is not None and self.taken == self.travelling[0]:
             self._arrive(range(n))
-        due, fragments = self.schedule.due(self.taken, n), self.schedule.fragments_due(self.taken)
+        due, fragments = self._due(n)
         if due:
-            self.method.senders = due if self.schedule.asynchronous else None
             changes = [self._change(i, fragments, i in due) for i in range(n)]
             if self.clip is not None:
                 changes = self._clipped(changes, due)
@@ -90,6 +89,15 @@ class LocalStepsReference:
             self.travelling = self.taken + self.overlap, fragments, changes, sent_from
             if not self.overlap:
                 self._arrive(due)
+
+    def _due(self, n: int) -> tuple[list[int], range]:
+        """Which workers synchronise now, and which fragments."""
+        if isinstance(self.schedule, Schedule):
+            fragments = self.schedule.fragments_due(self.taken)
+            return list(range(n)) if fragments else [], fragments
+        due = [i for i, steps in enumerate(self.schedule) if self.taken % steps == 0]
+        self.method.senders = due
+        return due, range(1)
 
     def _arrive(self, due: Sequence[int]) -> None:
         """The common parameters move; what a worker did meanwhile, it did from there."""

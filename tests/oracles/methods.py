@@ -28,7 +28,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes, geometry
 from scalecom_hvd.reference import ScaleComReference, largest, mean, select
 
-CHUNK = 512
+BLOCK = 512
 
 
 class Bucket(NamedTuple):
@@ -262,11 +262,11 @@ def gtopk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
 
 
 def ecqsgd(bits: int, uniform: Uniform) -> Send:
-    """ECQ-SGD (Wu et al., 2018): every element, in 2s + 1 levels of its chunk's largest magnitude.
+    """ECQ-SGD (Wu et al., 2018): every element, in 2s + 1 levels of its block's largest magnitude.
 
     It is rounded up or down at random.
     """
-    quantise = qsgd(2 ** (bits - 1) - 1, CHUNK)
+    quantise = qsgd(2 ** (bits - 1) - 1, BLOCK)
 
     def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
         return np.stack(
@@ -282,12 +282,12 @@ def ecqsgd(bits: int, uniform: Uniform) -> Send:
 # Quantisers.
 
 
-def qsgd(s: int, chunk: int, norm: str | int = "max", divide: float = 1.0) -> Quantise:
-    """2s + 1 levels of each chunk's norm, rounded up or down at random (Alistarh et al., 2017).
+def qsgd(s: int, block: int, norm: str | int = "max", divide: float = 1.0) -> Quantise:
+    """2s + 1 levels of each block's norm, rounded up or down at random (Alistarh et al., 2017).
 
     Args:
         s: the levels on either side of zero.
-        chunk: how many values share a norm.
+        block: how many values share a norm.
         norm: "max" or 2.
         divide: what values are divided by (Basu et al., 2019).
     """
@@ -298,13 +298,13 @@ def qsgd(s: int, chunk: int, norm: str | int = "max", divide: float = 1.0) -> Qu
         random: Callable[[tuple[int, ...]], np.ndarray],
     ) -> np.ndarray:
         kind = values.dtype.type
-        chunks, back = in_chunks(values, counts, chunk)
-        scale = np.abs(chunks).max(1)
+        blocks, back = in_blocks(values, counts, block)
+        scale = np.abs(blocks).max(1)
         if norm == 2:
-            scale = np.sqrt(np.square(chunks.astype(np.float64)).sum(1)).astype(kind)
+            scale = np.sqrt(np.square(blocks.astype(np.float64)).sum(1)).astype(kind)
         scale = scale[:, None]
-        shares = chunks / np.maximum(scale, np.finfo(kind).tiny) * kind(s)
-        levels = np.floor(shares + random(chunks.shape).astype(kind)).clip(-s, s)
+        shares = blocks / np.maximum(scale, np.finfo(kind).tiny) * kind(s)
+        levels = np.floor(shares + random(blocks.shape).astype(kind)).clip(-s, s)
         if divide != 1:
             scale = scale / kind(divide)
         return (levels / kind(s) * scale).reshape(-1)[back]
@@ -312,34 +312,34 @@ def qsgd(s: int, chunk: int, norm: str | int = "max", divide: float = 1.0) -> Qu
     return quantise
 
 
-def sign(chunk: int) -> Quantise:
-    """The sign times the mean magnitude in each chunk (Basu et al., 2019)."""
+def sign(block: int) -> Quantise:
+    """The sign times the mean magnitude in each block (Basu et al., 2019)."""
 
     def quantise(
         values: np.ndarray,
         counts: Sequence[int],
         random: Callable[[tuple[int, ...]], np.ndarray],
     ) -> np.ndarray:
-        chunks, back = in_chunks(values, counts, chunk)
-        lengths = np.bincount(back // chunk)
-        means = np.abs(chunks).astype(np.float64).sum(1) / lengths
+        blocks, back = in_blocks(values, counts, block)
+        lengths = np.bincount(back // block)
+        means = np.abs(blocks).astype(np.float64).sum(1) / lengths
         scale = means.astype(values.dtype)[:, None]
-        return np.where(chunks < 0, -scale, scale).reshape(-1)[back]
+        return np.where(blocks < 0, -scale, scale).reshape(-1)[back]
 
     return quantise
 
 
-def bin_means(chunk: int) -> Quantise:
-    """The means of four bins of each chunk: by the sign, and by the mean magnitude."""
+def bin_means(block: int) -> Quantise:
+    """The means of four bins of each block: by the sign, and by the mean magnitude."""
 
     def quantise(
         values: np.ndarray,
         counts: Sequence[int],
         random: Callable[[tuple[int, ...]], np.ndarray],
     ) -> np.ndarray:
-        chunks, back = in_chunks(values, counts, chunk)
-        result = np.empty_like(chunks)
-        for row, length, new in zip(chunks, np.bincount(back // chunk), result, strict=True):
+        blocks, back = in_blocks(values, counts, block)
+        result = np.empty_like(blocks)
+        for row, length, new in zip(blocks, np.bincount(back // block), result, strict=True):
             own = row[:length].astype(np.float64)
             large = np.abs(own) > np.abs(own).sum() / length
             bins = 2 * large + (own < 0)
@@ -358,19 +358,19 @@ def float16(limit: float) -> Quantise:
     )
 
 
-def in_chunks(
-    values: np.ndarray, counts: Sequence[int], chunk: int
+def in_blocks(
+    values: np.ndarray, counts: Sequence[int], block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every tensor's values in rows of a chunk each, the last padded with zeros.
+    """Every tensor's values in rows of a block each, the last padded with zeros.
 
     Returns:
         The rows, and where each value lies in them all.
     """
     rows, back, row = [], [], 0
     for each in np.split(values, np.cumsum(counts)[:-1]):
-        padded = np.pad(each, (0, -each.size % chunk))
-        rows.append(padded.reshape(-1, chunk))
-        back.append(row * chunk + np.arange(each.size))
+        padded = np.pad(each, (0, -each.size % block))
+        rows.append(padded.reshape(-1, block))
+        back.append(row * block + np.arange(each.size))
         row += len(rows[-1])
     return np.concatenate(rows), np.concatenate(back)
 

@@ -29,14 +29,14 @@ def rounding(quantiser):
     if isinstance(quantiser, hvd.QSGD):
         return oracle.qsgd(
             quantiser.levels,
-            quantiser.chunk,
+            quantiser.block,
             quantiser.norm,
             1 + quantiser.variance if quantiser.scaled else 1.0,
         )
     if isinstance(quantiser, hvd.Sign):
-        return oracle.sign(quantiser.chunk)
+        return oracle.sign(quantiser.block)
     if isinstance(quantiser, hvd.BinMeans):
-        return oracle.bin_means(quantiser.chunk)
+        return oracle.bin_means(quantiser.block)
     return oracle.float16(float16_limit(hvd.size())) if isinstance(quantiser, hvd.Float16) else None
 
 

@@ -54,7 +54,7 @@ def by_hook(model, compressor, _):
     with pytest.MonkeyPatch.context() as patch:
         named = dict(wrapped.named_parameters())
         patch.setattr(
-            "scalecom_hvd.ddp.hook.trained_parameters",
+            "scalecom_hvd.ddp.hook.averaged_parameters",
             lambda _: {names[id(p)]: p for p in named.values()},
         )
         state.attach(wrapped)

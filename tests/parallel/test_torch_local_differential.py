@@ -317,11 +317,11 @@ class Simulated:
         if setting["outer"] is not None:
             self.common = {name: torch.nn.Parameter(x.clone()) for name, x in self.x.items()}
             self.outer = OUTERS[setting["outer"]](self.common.values())
-        self.start = [dict(self.x) for _ in range(n)]
+        self.start = dict(self.x)
         self.fragments = [self.names]
         self.taken = self.last = 0
-        # What travels: (since, due, the average, where workers were); and of the real one what this
-        # rank brought to it: (due, its change, its residues before).
+        # What travels: (since, the average, where workers were); and of the real one what this rank
+        # brought to it: (its change, its residues before).
         self.departed = self.brought = None
 
     def values(self):
@@ -336,10 +336,8 @@ class Simulated:
                 p.copy_(values[name])
 
     def due(self):
-        """Who synchronises what after the step that was just taken: ranks, names."""
+        """The names of what is synchronised after the step that was just taken."""
         steps = self.setting["local_steps"]
-        if isinstance(steps, list):
-            return [rank for rank, every in enumerate(steps) if self.taken % every == 0], self.names
         changes = steps if isinstance(steps, dict) else {0: steps}
         steps = changes[max(first for first in changes if first <= self.last)]
         done, count = self.taken - self.last, len(self.fragments)
@@ -349,15 +347,14 @@ class Simulated:
                 names += fragment
         if done == steps:
             self.last = self.taken
-        return list(range(len(self.workers))) if names else [], names
+        return names
 
-    def depart(self, due, names):
+    def depart(self, names):
         values, n = self.values(), len(self.workers)
         average = {
-            name: sum(self.start[rank][name] - values[rank][name] for rank in due) / n
-            for name in names
+            name: sum(self.start[name] - worker[name] for worker in values) / n for name in names
         }
-        self.departed = self.taken, due, average, values
+        self.departed = self.taken, average, values
 
     def has_arrived(self):
         return self.departed and self.taken >= self.departed[0] + self.setting["overlap"]
@@ -378,13 +375,13 @@ class Simulated:
         self.x = {name: common.detach().clone() for name, common in self.common.items()}
 
     def arrive(self):
-        _, due, average, sent_from = self.departed
+        _, average, sent_from = self.departed
         values, self.departed = self.values(), None
-        for rank in due:
+        for rank in range(len(values)):
             meanwhile = {name: values[rank][name] - sent_from[rank][name] for name in average}
             moved = {name: self.x[name] + change for name, change in meanwhile.items()}
             self.set(rank, values[rank] | moved)
-            self.start[rank] = self.start[rank] | {name: self.x[name] for name in average}
+        self.start = self.start | {name: self.x[name] for name in average}
 
     def save(self):
         kept = [
@@ -456,29 +453,27 @@ class Training:
         self.simulated.fragments = local._fragments
         own = dict(self.worker.net.named_parameters())
 
-        def see_what_departs(due, fragments):
+        def see_what_departs(fragments):
             changes = {
                 name: (
-                    local._start[name].detach().to(own[name].dtype) - own[name].detach()
+                    local.common[name].detach().to(own[name].dtype) - own[name].detach()
                 ).double()
-                if hvd.rank() in due
-                else torch.zeros_like(own[name]).double()
                 for fragment in fragments
                 for name in local._fragments[fragment]
             }
-            self.simulated.brought = list(due), changes, self.residues()
-            depart(due, fragments)
+            self.simulated.brought = changes, self.residues()
+            depart(fragments)
 
         def see_what_arrives():
             before = {name: x.detach().clone() for name, x in local.common.items()}
             travelled = local._journey is not None
             happened = arrive()
             if travelled:
-                due, changes, residues = self.simulated.brought
+                changes, residues = self.simulated.brought
                 left = self.residues()
                 now = {name: one.detach().clone() for name, one in local.common.items()}
                 sent = {n: c + residues.get(n, 0) - left.get(n, 0) for n, c in changes.items()}
-                self.seen.append((due, happened, before, now, sent))
+                self.seen.append((happened, before, now, sent))
             return happened
 
         local._depart, local._arrive = see_what_departs, see_what_arrives
@@ -520,9 +515,9 @@ class Training:
             self.simulated.taken += 1
             if self.simulated.has_arrived():
                 self.synchronised()
-            due, names = self.simulated.due()
-            if due:
-                self.simulated.depart(due, names)
+            names = self.simulated.due()
+            if names:
+                self.simulated.depart(names)
                 if not self.setting["overlap"]:
                     self.synchronised()
 
@@ -531,13 +526,13 @@ class Training:
         if self.simulated.departed:
             self.synchronised()
         if self.seen:
-            self.simulated.depart(list(range(hvd.size())), self.simulated.names)
+            self.simulated.depart(self.simulated.names)
             self.synchronised()
 
     def synchronised(self):
-        seen, happened, before, now, sent = self.seen.pop(0)
-        _, due, average_of_changes, _ = self.simulated.departed
-        assert (seen, happened) == (due, True)
+        happened, before, now, sent = self.seen.pop(0)
+        _, average_of_changes, _ = self.simulated.departed
+        assert happened
         average = {
             name: hvd.allreduce(one, name=f"fuzz.sent.{name}").to(now[name].dtype)
             for name, one in sent.items()
@@ -667,9 +662,7 @@ class Training:
 
 
 def draw_setting(choose):
-    n = hvd.size()
     whole = choose((True, True, False))
-    own = choose((False, False, True))
     optimizer = choose(("SGD", "SGD", "Adam", *OPTIMIZERS))
     several = optimizer in ("LBFGS", "LBFGS, searching", "twice")
     fields = {"rate": 1 if whole else 10, "bucket_bytes": choose((25 * 2**20, 300)), "beta": 1.0}
@@ -683,20 +676,18 @@ def draw_setting(choose):
             "selection": choose(("lanes", "exact")),
             "leader": choose(("cyclic", "staggered")),
         }
-        fields |= {"lookahead": choose((False, True)) and not own}
-    fragments, overlap, local_steps = 1, 0, [choose((1, 2, 3, 4)) for _ in range(n)]
-    if not own:
-        local_steps = choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3}))
-        least = min(local_steps.values()) if isinstance(local_steps, dict) else local_steps
-        fragments = choose((1, 1, 2, 3))
-        overlap = choose((0, *range(max(least // fragments, 1))))
+        fields |= {"lookahead": choose((False, True))}
+    local_steps = choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3}))
+    least = min(local_steps.values()) if isinstance(local_steps, dict) else local_steps
+    fragments = choose((1, 1, 2, 3))
+    overlap = choose((0, *range(max(least // fragments, 1))))
     return {
         "whole": whole,
         "compression": (kind, fields),
         "local_steps": local_steps,
         "overlap": overlap,
         "fragments": fragments,
-        "outer": None if own else choose((None, None, *OUTERS)),
+        "outer": choose((None, None, *OUTERS)),
         "optimizer": optimizer,
         "several": several,
         "dtype": choose(

@@ -27,7 +27,7 @@ from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
 DTYPES = {"double": torch.float64, "half": torch.float16}
-# Around a group of lanes and a chunk of ECQSGD; every dtype; "one" and "scalar" compressed too.
+# Around a group of lanes and a block of ECQSGD; every dtype; "one" and "scalar" compressed too.
 ODD_SHAPES = {
     "scalar": (),
     "one": (1,),
@@ -77,8 +77,8 @@ METHODS = [
 QUANTISED = [
     (hvd.ScaleCom, {"quantiser": hvd.Sign()}),
     (hvd.ScaleCom, {"quantiser": hvd.QSGD(7)}),
-    (hvd.ScaleCom, {"quantiser": hvd.QSGD(1, norm=2, chunk=100), "selection": "exact"}),
-    (hvd.LocalTopK, {"quantiser": hvd.Sign(chunk=10)}),
+    (hvd.ScaleCom, {"quantiser": hvd.QSGD(1, norm=2, block=100), "selection": "exact"}),
+    (hvd.LocalTopK, {"quantiser": hvd.Sign(block=10)}),
     (hvd.LocalTopK, {"quantiser": hvd.QSGD(127)}),
     (hvd.LocalTopK, {"quantiser": hvd.Float16()}),
     (hvd.RandomK, {"quantiser": hvd.Sign()}),
@@ -404,7 +404,7 @@ def test_states_of_another_method_are_refused():
         with pytest.raises(ValueError, match=message):
             changed.load_state_dict(states["ECQSGD"])
     with pytest.raises(
-        ValueError, match=r"quantiser=None in the state and 'Sign\(chunk=512\)' now"
+        ValueError, match=r"quantiser=None in the state and 'Sign\(block=512\)' now"
     ):
         hvd.ScaleCom(**SETTINGS, quantiser=hvd.Sign).load_state_dict(states["ScaleCom"])
     with pytest.raises(ValueError, match="seed=.* in the state and 5 now"):
@@ -432,7 +432,7 @@ def test_states_of_another_method_are_refused():
         (
             lambda: hvd.LocalTopK(quantiser=hvd.Sign),
             hvd.LocalTopK,
-            r"quantiser is Sign\(chunk=512\) on rank 0 and missing on rank 1",
+            r"quantiser is Sign\(block=512\) on rank 0 and missing on rank 1",
         ),
         (
             hvd.ScaleCom,
@@ -525,7 +525,7 @@ def test_rate_one_equals_stock_horovod(method, fields, dtype):
 
 
 # Of 6 401 and 1 500 elements in one bucket, at a rate of 300 and so with offsets of two bytes: k =
-# 22 + 5, 16 chunks of 512. {method: (offsets, values, gathered)}
+# 22 + 5, 16 blocks of 512. {method: (offsets, values, gathered)}
 BYTES = {
     "RandomK": (hvd.RandomK, {}, 0, 4 * 27, 0),
     "RandomK float16": (hvd.RandomK, {"quantiser": hvd.Float16()}, 0, 2 * 27, 0),

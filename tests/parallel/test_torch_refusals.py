@@ -267,7 +267,7 @@ def test_half_values_over_gloo_are_warned_of(library, caplog):
 
 
 def test_a_collective_that_failed_fails_the_same_way_when_asked_again():
-    work = HorovodCollectives().average(torch.ones(3 + hvd.rank()), "of unequal shapes")
+    work = HorovodCollectives().all_reduce(torch.ones(3 + hvd.rank()), "of unequal shapes")
     for _ in range(2):
         with pytest.raises(hvd.HorovodInternalError, match="shape"):
             work.wait()

@@ -8,11 +8,11 @@ import torch
 
 from scalecom_hvd.bucket_layout import cut
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket, finished
 from scalecom_hvd.exchange.collectives import LAST, Wait
 from scalecom_hvd.exchange.exchange import BucketStep
 from scalecom_hvd.exchange.gradients import as_bytes
-from scalecom_hvd.exchange.kernel_thread import KernelThread
 from scalecom_hvd.exchange.residue import Residues
 
 
@@ -34,7 +34,7 @@ class Owner:
     """Of a kernel's thread, as an exchange is."""
 
     def __init__(self):
-        self.thread = KernelThread(self.go_on)
+        self.thread = BackgroundThread(self, self.go_on)
 
     def go_on(self):
         return False

@@ -39,7 +39,7 @@ from scalecom_hvd.config import float16_limit
         ({"rate": None}, TypeError, "rate must be a number, not None"),
         ({"rate": 3 + 0j}, TypeError, "rate must be a number"),
         ({"beta": float("nan")}, ValueError, r"beta must be in \(0, 1\], not nan"),
-        ({"flush": 1}, TypeError, "flush must be True, False or None, not 1"),
+        ({"flush": 1}, TypeError, "flush must be True or False, not 1"),
         ({"beta": "small"}, TypeError, "beta must be a number, not 'small'"),
         ({"rates": {"conv*": "fast"}}, TypeError, r"rates\['conv\*'\] must be a number"),
         ({"rates": {"conv*": float("inf")}}, ValueError, r"rates\['conv\*'\] is N/k"),
@@ -253,10 +253,8 @@ def test_which_tensors_are_compressed():
 def test_the_defaults_are_those_the_study_supports():
     config = ScaleComConfig()
     assert (config.rate, config.beta, config.warmup_steps) == (100, 0.2, 100)
-    assert config.flushes
-    assert not config.replace(beta=0.1).flushes, "who sets beta has the paper's filter"
-    assert config.replace(beta=0.1, flush=True).flushes
-    assert not config.replace(flush=False).flushes
+    assert config.flush
+    assert config.replace(beta=0.1).flush, "what flushes does not depend on beta"
     assert (config.leader, config.lookahead, config.selection) == ("cyclic", False, "lanes")
     assert (config.dense, config.wire_dtype) == (("auto:output",), None)
 
@@ -293,11 +291,10 @@ def test_importing_the_package_imports_no_framework():
     assert done.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("factor", [1, 3, 64])
-def test_the_largest_values_have_a_finite_sum_in_half_precision(factor):
+def test_the_largest_values_have_a_finite_sum_in_half_precision():
     """Whatever the order: one after the other, or two by two. All others' sums are smaller."""
     for n in (*range(1, 80), 100, 256, 999, 1000, 2046, 2047, 2048, 3000):
-        largest = np.float16(float16_limit(n, factor) * factor)
+        largest = np.float16(float16_limit(n))
         assert 0 < largest <= 65504 / n
         one = np.float16(0)
         for _ in range(n):

@@ -169,7 +169,7 @@ class Training(RuleBasedStateMachine):
         run = self.runs[0]
         # Plain torch's kernel asks for every tensor's gradient when the tensors before it have
         # moved.
-        place, name = choose([(run.collectives[rank], "average"), (kernels, "usable")])
+        place, name = choose([(run.collectives[rank], "all_reduce"), (kernels, "usable")])
         whole = getattr(place, name)
 
         def failing(*arguments):

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from scalecom_hvd import ScaleComConfig
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.exchange.bucket import Bucket, finished
-from scalecom_hvd.exchange.kernels import NativeKernel, TensorSlot, TorchKernel, Wire, kernel_for
+from scalecom_hvd.exchange.kernel_choice import kernel_for
+from scalecom_hvd.exchange.kernels import NativeKernel, TensorSlot, TorchKernel, Wire
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING, CHOOSE_RESIDUE
@@ -661,7 +662,7 @@ def test_without_a_library_there_is_one_warning(tmp_path):
     code = (
         "import logging, pathlib; logging.basicConfig(format='%(levelname)s %(message)s')\n"
         "import torch; from scalecom_hvd import native; from scalecom_hvd.lanes import Lanes\n"
-        "from scalecom_hvd.exchange.kernels import kernel_for\n"
+        "from scalecom_hvd.exchange.kernel_choice import kernel_for\n"
         f"native.LIBRARY = pathlib.Path({str(tmp_path / '_lanes.so')!r})\n"
         "what = torch.device('cpu'), torch.float32, torch.float32, Lanes(900, 7)\n"
         "print({kernel_for(*what).__name__ for _ in range(5)})"

@@ -116,13 +116,14 @@ def test_offsets_that_are_damaged_are_refused(case, loaded_first):
 
     def attach(method):
         parameters = {"weight": torch.nn.Parameter(torch.zeros(6401))}
-        method.attach(parameters, Mock(in_step=lambda: False))
+        nobody = Mock(in_step=lambda: False, state_dict=dict, synchronisations_in=lambda n: n)
+        method.run.begin(parameters, nobody)
 
     made = new_method()
     attach(made)
     dtype = made.residues.tensors["weight"].geometry.offset_dtype
     offsets = torch.from_numpy(np.arange(65).astype(dtype) * (selection == "exact"))
-    made.tensor_states["weight"] = {"offsets": offsets}
+    made.run.tensor_states["weight"] = {"offsets": offsets}
     good = made.state_dict()
 
     def load(method, state):
@@ -135,7 +136,7 @@ def test_offsets_that_are_damaged_are_refused(case, loaded_first):
 
     method = new_method()
     load(method, good)
-    assert torch.equal(method.tensor_states["weight"]["offsets"], offsets)
+    assert torch.equal(method.run.tensor_states["weight"]["offsets"], offsets)
     damaged = offsets.clone()
     damaged[place] = value
     method = new_method()
@@ -144,7 +145,7 @@ def test_offsets_that_are_damaged_are_refused(case, loaded_first):
         load(method, good | {"step": 7, "offsets": {"weight": damaged}})
     if not loaded_first:
         assert method.residues.step == 0
-        assert method.tensor_states == {"weight": {}}
+        assert method.run.tensor_states == {"weight": {}}
 
 
 def test_another_init_is_noticed_once():

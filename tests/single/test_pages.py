@@ -143,7 +143,7 @@ def test_methods_of_ones_own():
         warmup_steps=0,
     )
     counting.step([{"w": torch.ones(60, 50)}] * 2)
-    assert counting.compressors[0].tensor_states["w"]["steps"] == 1
+    assert counting.compressors[0].run.tensor_states["w"]["steps"] == 1
     ranks = 3
     # Two widths of offsets in one bucket, the wider of an odd number of bytes in all.
     simulation = Simulation(

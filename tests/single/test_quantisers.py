@@ -10,7 +10,7 @@ from oracles import methods as oracle
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.quantisers import (
-    CHUNK,
+    BLOCK,
     Unrounded,
     generator,
     pack_levels,
@@ -18,17 +18,17 @@ from scalecom_hvd.exchange.quantisers import (
     unpack_levels,
 )
 
-UNSCALED = hvd.QSGD(7, norm=2, chunk=512, scaled=False)
+UNSCALED = hvd.QSGD(7, norm=2, block=512, scaled=False)
 RANDOM = [
     hvd.QSGD(1),
     hvd.QSGD(7),
     hvd.QSGD(127),
     hvd.QSGD(3, norm=2),
-    hvd.QSGD(7, norm=2, chunk=32),
+    hvd.QSGD(7, norm=2, block=32),
     UNSCALED,
 ]
-ALL = [*RANDOM, hvd.QSGD(1, chunk=300), hvd.Sign(), hvd.Sign(chunk=7), hvd.Float16()]
-ALL += [hvd.BinMeans(), hvd.BinMeans(chunk=7)]
+ALL = [*RANDOM, hvd.QSGD(1, block=300), hvd.Sign(), hvd.Sign(block=7), hvd.Float16()]
+ALL += [hvd.BinMeans(), hvd.BinMeans(block=7)]
 COUNTS = (1, 700, 512, 33, 600)
 
 
@@ -51,8 +51,8 @@ def sent(quantiser, values, seed=0, ranks=4):
     return payload, quantiser.unpack(payload, values, COUNTS)
 
 
-def in_chunks(values, chunk):
-    rows, _ = oracle.in_chunks(values.double().numpy(), COUNTS, chunk)
+def in_blocks(values, block):
+    rows, _ = oracle.in_blocks(values.double().numpy(), COUNTS, block)
     return torch.from_numpy(rows)
 
 
@@ -79,8 +79,8 @@ def test_levels_are_packed_with_the_first_in_the_lowest_bits():
 def test_the_bytes_are_those_that_were_promised(quantiser, dtype):
     values = values_of("normal", 1, dtype)
     payload, restored = sent(quantiser, values)
-    chunks = sum(-(-count // quantiser.chunk) for count in COUNTS)
-    scales = chunks * quantiser.scales * dtype.itemsize
+    blocks = sum(-(-count // quantiser.block) for count in COUNTS)
+    scales = blocks * quantiser.scales * dtype.itemsize
     if isinstance(quantiser, hvd.Float16):
         scales = 0
     assert payload.dtype == torch.uint8
@@ -91,7 +91,7 @@ def test_the_bytes_are_those_that_were_promised(quantiser, dtype):
 @pytest.mark.parametrize("kind", ["normal", "alike", "sparse", "heavy"])
 @pytest.mark.parametrize("quantiser", RANDOM, ids=str)
 def test_random_rounding_is_right_on_average_and_within_its_variance(quantiser, kind):
-    """Means of many draws lie within six of their own deviations; the variance, chunk by chunk,
+    """Means of many draws lie within six of their own deviations; the variance, block by block,
     within the bound of the papers.
     """
     values = values_of(kind, 2)
@@ -101,13 +101,13 @@ def test_random_rounding_is_right_on_average_and_within_its_variance(quantiser, 
         torch.stack([sent(quantiser, values, seed)[1] for seed in range(draws)]).double() * shrink
     )
     exact = values.double()
-    level = in_chunks(exact, quantiser.chunk).abs()
+    level = in_blocks(exact, quantiser.block).abs()
     level = (
         level.amax(1) if quantiser.norm == "max" else level.square().sum(1).sqrt()
     ) / quantiser.levels
     rows = (
-        torch.from_numpy(oracle.in_chunks(exact.numpy(), COUNTS, quantiser.chunk)[1])
-        // quantiser.chunk
+        torch.from_numpy(oracle.in_blocks(exact.numpy(), COUNTS, quantiser.block)[1])
+        // quantiser.block
     )
     step = level[rows].clamp_min(1e-300)
     # All elements together, up and outward: a bias of a hundredth of a level is seen. Float32
@@ -121,8 +121,8 @@ def test_random_rounding_is_right_on_average_and_within_its_variance(quantiser, 
     allowed = 6 * (share * (1 - share) / draws).sqrt() + 12 / draws
     assert ((drawn.mean(0) - exact).abs() <= allowed * step + 1e-6 * exact.abs()).all()
 
-    off = in_chunks((drawn - exact).square().mean(0), quantiser.chunk).sum(1)
-    energy = in_chunks(exact, quantiser.chunk).square().sum(1)
+    off = in_blocks((drawn - exact).square().mean(0), quantiser.block).sum(1)
+    energy = in_blocks(exact, quantiser.block).square().sum(1)
     assert (off <= quantiser.variance * energy * 1.2 + 1e-12 * energy).all()
     # Every value goes to a neighbouring level.
     assert ((drawn - exact).abs() <= level[rows] * (1 + 1e-5)).all()
@@ -133,7 +133,7 @@ def test_random_rounding_is_right_on_average_and_within_its_variance(quantiser, 
     "quantiser",
     [
         one
-        for one in [*ALL, hvd.QSGD(1, chunk=512), hvd.QSGD(1, norm=2, chunk=512)]
+        for one in [*ALL, hvd.QSGD(1, block=512), hvd.QSGD(1, norm=2, block=512)]
         if one is not UNSCALED
     ],
     ids=str,
@@ -157,22 +157,22 @@ def test_without_scaling_more_can_stay_than_came():
 
 
 def what_stays(quantiser, values):
-    """|x - sent|^2, the mean of many draws, and |x|^2, chunk by chunk."""
+    """|x - sent|^2, the mean of many draws, and |x|^2, block by block."""
     left = torch.stack(
         [(values.double() - sent(quantiser, values, seed)[1]).square() for seed in range(100)]
     ).mean(0)
-    return in_chunks(left, quantiser.chunk).sum(1), in_chunks(values, quantiser.chunk).square().sum(
+    return in_blocks(left, quantiser.block).sum(1), in_blocks(values, quantiser.block).square().sum(
         1
     )
 
 
-def test_the_default_chunk_keeps_the_variance_below_one_where_that_can_be():
-    assert [hvd.QSGD(s).chunk for s in (1, 2, 3, 7, 127)] == [64, 64, 64, 256, 512]
+def test_the_default_block_keeps_the_variance_below_one_where_that_can_be():
+    assert [hvd.QSGD(s).block for s in (1, 2, 3, 7, 127)] == [64, 64, 64, 256, 512]
     assert all((hvd.QSGD(s).variance < 1) != hvd.QSGD(s).scaled == (s < 3) for s in range(1, 128))
-    assert (hvd.QSGD(7, norm=2).chunk, hvd.QSGD(7, norm=2).scaled) == (64, True)
-    assert not hvd.QSGD(7, norm=2, chunk=32).scaled
-    assert hvd.QSGD(1, chunk=512).scaled
-    assert not hvd.QSGD(1, chunk=512, scaled=False).scaled
+    assert (hvd.QSGD(7, norm=2).block, hvd.QSGD(7, norm=2).scaled) == (64, True)
+    assert not hvd.QSGD(7, norm=2, block=32).scaled
+    assert hvd.QSGD(1, block=512).scaled
+    assert not hvd.QSGD(1, block=512, scaled=False).scaled
     assert [hvd.QSGD(s).bits for s in (1, 2, 7, 8, 127)] == [2, 4, 4, 8, 8]
 
 
@@ -184,7 +184,7 @@ def test_numbers_at_the_ends(quantiser):
         payload = quantiser.pack(values, (40,), generator(1), 4)
         restored = quantiser.unpack(payload, values, (40,))
         assert restored.isfinite().all()
-        assert (restored.abs() <= size * 4.5).all()  # a Euclidean norm of 3 chunks' values
+        assert (restored.abs() <= size * 4.5).all()  # a Euclidean norm of 3 blocks' values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -193,15 +193,15 @@ def test_the_oracle_agrees(quantiser, dtype):
     for kind in ("normal", "alike", "sparse", "heavy"):
         values = values_of(kind, 4, dtype)
         if isinstance(quantiser, hvd.Sign):
-            rule = oracle.sign(quantiser.chunk)
+            rule = oracle.sign(quantiser.block)
         elif isinstance(quantiser, hvd.BinMeans):
-            rule = oracle.bin_means(quantiser.chunk)
+            rule = oracle.bin_means(quantiser.block)
         elif isinstance(quantiser, hvd.Float16):
             rule = oracle.float16(float16_limit(4))
         else:
             rule = oracle.qsgd(
                 quantiser.levels,
-                quantiser.chunk,
+                quantiser.block,
                 quantiser.norm,
                 1 + quantiser.variance if quantiser.scaled else 1.0,
             )
@@ -223,7 +223,7 @@ def test_when_values_are_gathered():
 
     def up_to(quantiser):
         payload = quantiser.pack(values, (5120,), generator(1), 2)
-        scales = 32 * quantiser.scales / quantiser.chunk
+        scales = 32 * quantiser.scales / quantiser.block
         assert payload.numel() * 8 / 5120 == pytest.approx(quantiser.bits + scales)
         return [n for n in range(1, 70) if quantiser.is_gathered(payload, values, n)]
 
@@ -245,8 +245,8 @@ def test_when_values_are_gathered():
         (lambda: hvd.QSGD(128), "more do not fit into 8 bits"),
         (lambda: hvd.QSGD(2.5), "levels must be a whole number"),
         (lambda: hvd.QSGD(7, norm=1), 'norm must be "max" or 2'),
-        (lambda: hvd.QSGD(7, chunk=0), "chunk must be a whole number of values, at least 1"),
-        (lambda: hvd.Sign(chunk=-1), "chunk must be a whole number of values, at least 1"),
+        (lambda: hvd.QSGD(7, block=0), "block must be a whole number of values, at least 1"),
+        (lambda: hvd.Sign(block=-1), "block must be a whole number of values, at least 1"),
         (
             lambda: hvd.ScaleCom(quantiser=hvd.Sign(), lookahead=True),
             "lookahead and a quantiser of less than 16 bits exclude each other",
@@ -286,4 +286,4 @@ def test_what_quantiser_may_be():
         ValueError, match="ThreeBits.bits must be 1, 2, 4 or 8, which fill bytes, not 3"
     ):
         hvd.LocalTopK(quantiser=ThreeBits)
-    assert CHUNK == 512
+    assert BLOCK == 512

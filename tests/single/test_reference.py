@@ -29,7 +29,7 @@ def worker_gradients(n, step, shapes=SHAPES):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_one_step_is_section_one_of_the_design(n, beta):
     """The two moves, multiplied out, are the paper's equations."""
-    config = settings(beta=beta)
+    config = settings(beta=beta, flush=False)
     reference = ScaleComReference(n, SHAPES, config)
     memory = [np.zeros(2000) for _ in range(n)]
     lanes = Lanes(2000, 10)

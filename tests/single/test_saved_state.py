@@ -16,17 +16,20 @@ from scalecom_hvd.saved_state import (
 )
 
 CONFIG = ScaleComConfig(rate=20)
+SCALECOM = {"method": "ScaleCom"}
 
 
 def state(**other):
-    return {"version": STATE_VERSION, "step": 3, "config": CONFIG.to_dict(), "residues": {}} | other
+    basis = {"version": STATE_VERSION, "step": 3, "config": CONFIG.to_dict(), "residues": {}}
+    return basis | {"settings": SCALECOM} | other
 
 
 def test_what_fits_passes():
-    check_state(state(), CONFIG)
+    assert check_state(state(), CONFIG, SCALECOM) == state()
     other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()  # change no result
-    check_state(state(config=other_buckets), CONFIG)
-    check_state(state(method="RandomK", config=CONFIG.replace(planned_steps=9).to_dict()), CONFIG)
+    check_state(state(config=other_buckets), CONFIG, SCALECOM)
+    other, planned = {"method": "RandomK"}, CONFIG.replace(planned_steps=9).to_dict()
+    check_state(state(settings=other, config=planned), CONFIG, other)
     check_residues({"a": (3, 4)}, {"a": [3, 4]})
     check_finite({"a": True, "b": True})
     check_finite({})
@@ -39,9 +42,36 @@ def test_what_is_no_state():
         ValueError,
         match=r"no ScaleCom state: it lacks residues, step; pass what ScaleCom.state_dict\(\) gave",
     ):
-        check_state(incomplete, CONFIG)
-    with pytest.raises(ValueError, match="has version 99, and this release reads version"):
-        check_state(state(version=99), CONFIG)
+        check_state(incomplete, CONFIG, SCALECOM)
+    with pytest.raises(ValueError, match="has version 99, and this release reads versions 1 and 2"):
+        check_state(state(version=99), CONFIG, SCALECOM)
+
+
+def of_version_1(**other):
+    basis = {"version": 1, "step": 3, "config": CONFIG.to_dict(), "residues": {}}
+    return basis | {"norms": [[0, 0, 0]] * 2, "ranks": 2} | other
+
+
+def test_states_of_version_1_hold_their_methods_settings_among_their_own():
+    """ScaleCom's named no method, and blocks of values were called chunks."""
+    kept = {"norms": [[0, 0, 0]] * 2, "ranks": 2}
+    assert check_state(of_version_1(), CONFIG, SCALECOM) == state(**kept)
+    exchanges = {"exchanges": {"0": {"step": 3}}}  # of TensorFlow
+    assert check_state(of_version_1(**exchanges), CONFIG, SCALECOM) == state(**kept, **exchanges)
+    own = {"method": "MyMethod", "mu": 0.5}
+    upgraded = check_state(of_version_1(**own, offsets={}), CONFIG, own)
+    assert upgraded == state(**kept, settings=own, offsets={})
+    sign = SCALECOM | {"quantiser": "Sign(block=512)"}
+    check_state(of_version_1(quantiser="Sign(chunk=512)"), CONFIG, sign)
+    with pytest.raises(ValueError, match="made by another method.*mu=0.5 in the state and None"):
+        check_state(of_version_1(**own), CONFIG, {"method": "MyMethod"})
+
+
+def test_settings_are_no_part_of_what_all_states_have():
+    own = {"method": "MyMethod", "step": 7}
+    assert check_state(state(settings=own), CONFIG, own)["step"] == 3
+    with pytest.raises(ValueError, match="method='ScaleCom' in the state and 'MyMethod' now, step"):
+        check_state(state(), CONFIG, own)
 
 
 def test_residues_of_other_settings():
@@ -50,15 +80,16 @@ def test_residues_of_other_settings():
         match="beta=0.1 in the state and 0.2 now, rate=50.0 in the state and 20.0 now.*"
         "go on without loading it",
     ):
-        check_state(state(config=CONFIG.replace(rate=50, beta=0.1).to_dict()), CONFIG)
+        check_state(state(config=CONFIG.replace(rate=50, beta=0.1).to_dict()), CONFIG, SCALECOM)
     other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()
     refusal = "other settings: bucket_bytes=1000 in the state and 26214400 now"
     # These draw, or choose, by bucket.
-    for who in ({"method": "GTopK"}, {"method": "RandomK", "seed": 0}, {"quantiser": "QSGD()"}):
+    signed = SCALECOM | {"quantiser": "Sign()"}
+    for who in ({"method": "GTopK"}, {"method": "RandomK", "seed": 0}, signed):
         with pytest.raises(ValueError, match=refusal):
-            check_state(state(config=other_buckets, **who), CONFIG)
+            check_state(state(config=other_buckets, settings=who), CONFIG, who)
     with pytest.raises(ValueError, match="novelty=1 in the state and None now"):
-        check_state(state(config=CONFIG.to_dict() | {"novelty": 1}), CONFIG)
+        check_state(state(config=CONFIG.to_dict() | {"novelty": 1}), CONFIG, SCALECOM)
 
 
 def test_norms_that_are_damaged():

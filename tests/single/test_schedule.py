@@ -13,14 +13,6 @@ def test_all_ranks_lead_as_often():
     assert [leader(7, bucket, 3, staggered=True) for bucket in range(4)] == [1, 2, 0, 1]
 
 
-def test_one_of_those_who_send_leads_and_each_has_its_turn():
-    led = [leader(t, 0, 4, False, senders=[1, 3]) for t in range(0, 100, 2)]
-    assert set(led) == {1, 3}
-    assert min(led.count(1), led.count(3)) > 10
-    assert led == [leader(t, 0, 4, False, senders=[1, 3]) for t in range(0, 100, 2)]
-    assert leader(3, 4, 4, True, [1, 3]) == leader(7, 0, 4, True, [1, 3])  # t + b
-
-
 def walk(changes, steps):
     """The steps after which all synchronise, found one after the other."""
     found, last = [], 0
@@ -52,11 +44,10 @@ def walk(changes, steps):
 def test_a_step_is_due_where_a_walk_comes_by(changes):
     schedule = Schedule(changes)
     found = walk(changes, 200)
-    assert [step for step in range(1, 201) if schedule.due(step, 3)] == found
+    assert [step for step in range(1, 201) if schedule.fragments_due(step)] == found
     for steps in range(201):
         assert schedule.synchronisations(steps) == sum(one <= steps for one in found)
-    assert all(schedule.due(step, 3) == [0, 1, 2] for step in found)
-    assert not schedule.asynchronous
+    assert all(schedule.fragments_due(step) == range(1) for step in found)
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3, 7])
@@ -71,44 +62,22 @@ def test_fragments_are_due_in_turn_once_in_each_round(changes, fragments):
         for step, p in due:
             share = (p + 1) / fragments * (end - begin)
             assert share <= step - begin < share + 1
-        assert {step for step, _ in due} == {
-            step for step in range(begin + 1, end + 1) if schedule.due(step, 2)
-        }
         assert schedule.synchronisations(end) == schedule.synchronisations(begin) + 1
         begin = end
 
 
 def test_one_number():
-    assert [step for step in range(1, 20) if Schedule(4).due(step, 2)] == [4, 8, 12, 16]
+    assert [step for step in range(1, 20) if Schedule(4).fragments_due(step)] == [4, 8, 12, 16]
     assert Schedule(4).describe() == Schedule({0: 4}).describe() == [[0, 4]]
-    Schedule(4).check_ranks(17)
 
 
-def test_a_number_for_each_rank():
-    schedule = Schedule([2, 3, 2])
-    due = [schedule.due(step, 3) for step in range(1, 7)]
-    assert due == [[], [0, 2], [1], [0, 2], [], [0, 1, 2]]
-    assert schedule.synchronisations(6) == 4
-    assert schedule.asynchronous
-    assert schedule.describe() == [2, 3, 2]
-    schedule.check_ranks(3)
-    with pytest.raises(
-        ValueError,
-        match="local_steps names 3 ranks, and there are 4: give one number for each, "
-        "or one for all",
-    ):
-        schedule.check_ranks(4)
-
-
-@pytest.mark.parametrize(
-    "wrong", [0, -1, [4, 0], {0: 0}, {5: 1}, {}, [], {-1: 2, 0: 1}, {0.5: 1, 0: 1}]
-)
+@pytest.mark.parametrize("wrong", [0, -1, {0: 0}, {5: 1}, {}, {-1: 2, 0: 1}, {0.5: 1, 0: 1}])
 def test_wrong_numbers_are_refused(wrong):
     with pytest.raises(ValueError, match=r"local_steps must be a number of steps \(4\)"):
         Schedule(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["4", 2.0, True, None, [2.5, 1], lambda step: 4])
+@pytest.mark.parametrize("wrong", ["4", 2.0, True, None, [], [4, 8], lambda step: 4])
 def test_wrong_types_are_refused(wrong):
     with pytest.raises(TypeError, match=r"local_steps must be a number of steps \(4\)"):
         Schedule(wrong)

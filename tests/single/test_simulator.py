@@ -244,7 +244,7 @@ def test_parameters_of_another_dtype_than_when_they_were_wrapped(dtype, fields):
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("where", ["broadcast", "average", "scatter"])
+@pytest.mark.parametrize("where", ["broadcast", "all_reduce", "scatter"])
 def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch):
     """Before the sums are made the step is rolled back, and training goes on."""
     simulation = simulate(4, lookahead=lookahead)
@@ -260,7 +260,7 @@ def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch
         patch.setattr(bucket if where == "scatter" else collectives, where, fail)
         with pytest.raises(OSError, match="no route to host"):
             simulation.step(as_tensors(made_up(4, 3)))
-    if where == "average":
+    if where == "all_reduce":
         for mine, old in zip(residues_of(simulation), before, strict=True):
             for name in mine:
                 torch.testing.assert_close(mine[name], old[name], rtol=1e-5, atol=1e-5)
@@ -290,20 +290,20 @@ def on_two_ranks(*functions):
 def test_ranks_that_wait_for_each_other_are_found():
     with pytest.raises(RuntimeError, match="for ever.*left, which .* right, which"):
         on_two_ranks(
-            lambda collectives: collectives.average(torch.ones(1), "left").wait(),
-            lambda collectives: collectives.average(torch.ones(1), "right").wait(),
+            lambda collectives: collectives.all_reduce(torch.ones(1), "left").wait(),
+            lambda collectives: collectives.all_reduce(torch.ones(1), "right").wait(),
         )
 
 
 def test_a_name_in_flight_cannot_be_used_again_but_a_name_that_has_met_can():
     def twice(collectives):
-        for work in [collectives.average(torch.ones(1), "same") for _ in range(2)]:
+        for work in [collectives.all_reduce(torch.ones(1), "same") for _ in range(2)]:
             work.wait()
 
     def one_after_the_other(collectives):
         total = torch.full((1,), float(collectives.position))
         for _ in range(3):
-            collectives.average(total, "same").wait()
+            collectives.all_reduce(total, "same").wait()
             total += collectives.position
         return total.item()
 
@@ -319,7 +319,7 @@ def test_work_gives_its_result_as_often_as_it_is_asked():
         own = torch.full((2,), 1.0 + collectives.position)
         works = [
             collectives.gather(own, "gather"),
-            collectives.average(own.clone(), "average"),
+            collectives.all_reduce(own.clone(), "average"),
             collectives.broadcast(own.clone(), 1, "broadcast"),
         ]
         alone = [work.done() for work in works]
@@ -337,8 +337,8 @@ def test_work_gives_its_result_as_often_as_it_is_asked():
 @pytest.mark.parametrize(
     "other",
     [
-        lambda collectives: collectives.average(torch.ones(3), "same"),
-        lambda collectives: collectives.average(torch.ones(2, dtype=torch.float64), "same"),
+        lambda collectives: collectives.all_reduce(torch.ones(3), "same"),
+        lambda collectives: collectives.all_reduce(torch.ones(2, dtype=torch.float64), "same"),
         lambda collectives: collectives.broadcast(torch.ones(2), 1, "same"),
     ],
     ids=["shape", "dtype", "kind"],
@@ -356,7 +356,7 @@ def test_different_collectives_of_one_name_are_an_error_on_all(other):
         return run
 
     on_two_ranks(
-        waits(lambda collectives: collectives.average(torch.ones(2), "same")), waits(other)
+        waits(lambda collectives: collectives.all_reduce(torch.ones(2), "same")), waits(other)
     )
     assert len(caught) == 2
     assert "different collectives by one name" in caught[0]

@@ -15,6 +15,7 @@ import torch
 from parallel.made_up import gradients
 
 from scalecom_hvd.exchange import LocalTopK, Method, Simulation
+from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.reference import select
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
@@ -116,8 +117,8 @@ def everything(simulation):
             {
                 "step": method.residues.step,
                 "residues": {n: t.residue for n, t in method.residues.tensors.items()},
-                "tensors": method.tensor_states,
-                "method": method.method_state,
+                "tensors": method.run.tensor_states,
+                "method": method.run.method_state,
             }
             for method in simulation.compressors
         ]
@@ -180,8 +181,8 @@ class Truth:
                 assert torch.equal(output[name], outputs[0][name])
                 np.testing.assert_allclose(output[name].numpy(), average, rtol=1e-6, atol=1e-6)
         for rank, method in enumerate(simulation.compressors):
-            assert method.tensor_states.keys() == set(COMPRESSED)
-            for name, state in method.tensor_states.items():
+            assert method.run.tensor_states.keys() == set(COMPRESSED)
+            for name, state in method.run.tensor_states.items():
                 residue = method.residues.tensors[name].residue
                 np.testing.assert_array_equal(residue.numpy(), self.residues[rank][name])
                 velocity = state["velocity"].numpy()
@@ -195,8 +196,10 @@ def test_state_is_made_by_init_and_committed_with_the_step(n, fields):
     simulation = simulate(n, **fields)
     truth, scale = Truth(simulation), 4 if "loss_scale" in fields else 1
     for method in simulation.compressors:
-        assert method.method_state == {"steps": 0, "whole": 0}
-        assert not any(own.any() for kept in method.tensor_states.values() for own in kept.values())
+        assert method.run.method_state == {"steps": 0, "whole": 0}
+        assert not any(
+            own.any() for kept in method.run.tensor_states.values() for own in kept.values()
+        )
     for step in range(10):
         grads = made_up(n, step)
         averages = truth.step(grads)
@@ -205,7 +208,7 @@ def test_state_is_made_by_init_and_committed_with_the_step(n, fields):
             for grad in output.values():
                 grad /= scale
         truth.check(simulation, outputs, averages)
-        assert [own.method_state["steps"] for own in simulation.compressors] == [step + 1] * n
+        assert [own.run.method_state["steps"] for own in simulation.compressors] == [step + 1] * n
     assert simulation.compressors[0].residues.buckets == BUCKETS
     if truth.beta == 1:  # nothing is lost: velocities are what came in
         for name in COMPRESSED:
@@ -238,7 +241,7 @@ def test_warm_up(n):
         averages = truth.step(made_up(n, step), whole=step < 4)
         truth.check(simulation, simulation.step(made_up(n, step)), averages)
         for method in simulation.compressors:
-            assert method.method_state == {"steps": max(step - 3, 0), "whole": min(step + 1, 4)}
+            assert method.run.method_state == {"steps": max(step - 3, 0), "whole": min(step + 1, 4)}
         if step == 3:
             assert not any(own.any() for rank in truth.residues for own in rank.values())
             assert all(own.all() for rank in truth.velocities for own in rank.values())
@@ -346,9 +349,12 @@ MISFITS = {
         r"the method's state of second is \{'velocity': \(2999,\), 'sent': \(3000,\)\} in the "
         r"state.*another model, or another version of MomentumTopK",
     ),
-    "another setting": (lambda state: state.update(mu=0.9), "made by another method.*mu=0.9"),
+    "another setting": (
+        lambda state: state["settings"].update(mu=0.9),
+        "made by another method.*mu=0.9",
+    ),
     "another method": (
-        lambda state: state.update(method="LocalTopK"),
+        lambda state: state["settings"].update(method="LocalTopK"),
         "made by another method, or otherwise: method='LocalTopK'",
     ),
     "another model": (
@@ -405,7 +411,7 @@ def test_what_must_be_equal_begins_anew_where_ranks_disagree(caplog):
             truth.residues[rank][name] = own["residues"][name].numpy()
             truth.velocities[rank][name] = own["tensors"][name]["velocity"].numpy()
     truth.check(again, averages, truth.step(made_up(2, 5)))  # `sent` counts from zero
-    assert [own.method_state["steps"] for own in again.compressors] == [1, 1]
+    assert [own.run.method_state["steps"] for own in again.compressors] == [1, 1]
     assert [own.residues.step for own in again.compressors] == [6, 6]
 
 
@@ -432,7 +438,7 @@ def test_an_error_in_mid_step_leaves_what_ranks_have_of_their_own(monkeypatch):
     for step in range(3, 6):
         assert_same(*simulation.step(made_up(2, step)))
     assert_same(*(own["tensors"]["first"]["sent"] for own in everything(simulation)))
-    assert [own.method_state["steps"] for own in simulation.compressors] == [3, 3]
+    assert [own.run.method_state["steps"] for own in simulation.compressors] == [3, 3]
 
 
 class Chooses(Method):
@@ -489,7 +495,7 @@ def test_what_one_bucket_changes_of_the_methods_own_state_is_kept():
     simulation = simulate(2, compression=Chooses)
     for step in range(3):
         simulation.step(made_up(2, step))
-    assert [int(method.method_state["steps"]) for method in simulation.compressors] == [3, 3]
+    assert [int(method.run.method_state["steps"]) for method in simulation.compressors] == [3, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -509,11 +515,13 @@ def test_a_whole_step_may_look_at_accumulators(dtype):
     assert not any(method.residues.norm() for method in simulation.compressors)
 
 
-class AtTheEndOfTheWorld:
+class AtTheEndOfTheWorld(Averager):
     """What averages for an optimizer that could not be made."""
 
-    def watch(self, diagnostics):
+    def unused(self, *arguments):
         raise AssertionError
+
+    in_step = complete_state = agree_anew = abort = stats = watch = unused
 
 
 def test_what_was_loaded_is_kept_where_no_optimizer_could_be_made():
@@ -526,17 +534,17 @@ def test_what_was_loaded_is_kept_where_no_optimizer_could_be_made():
     settings = {"rate": 20, "min_numel": 0, "dense": ["bias"], "warmup_steps": 0}
 
     def check(method):
-        method.attach(parameters, AtTheEndOfTheWorld())
+        method.run.begin(parameters, AtTheEndOfTheWorld())
         found = method.residues.tensors
         for name, residue in state["residues"].items():
             assert_same(found[name].residue, residue.view(-1))
-        assert_same(method.tensor_states, simulation.compressors[0].tensor_states)
+        assert_same(method.run.tensor_states, simulation.compressors[0].run.tensor_states)
 
     method = MomentumTopK(**settings)
     method.load_state_dict(copy.deepcopy(state))
     for _ in range(2):
         check(method)
-        method.detach()
+        method.run.release()
     method.load_state_dict(copy.deepcopy(state))
     check(method)
 
@@ -546,6 +554,6 @@ def test_what_was_loaded_is_kept_where_no_optimizer_could_be_made():
         MISFITS[case][0](wrong)
         method.load_state_dict(wrong)
         with pytest.raises(ValueError, match=MISFITS[case][1]):
-            method.attach(parameters, AtTheEndOfTheWorld())
+            method.run.begin(parameters, AtTheEndOfTheWorld())
         method.load_state_dict(copy.deepcopy(state))
         check(method)

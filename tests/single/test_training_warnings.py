@@ -81,7 +81,7 @@ def test_what_is_planned_changes_no_result():
     from scalecom_hvd.saved_state import check_state
 
     state = {"version": 1, "step": 3, "config": ScaleComConfig().to_dict(), "residues": {}}
-    check_state(state, ScaleComConfig(planned_steps=1000))
+    check_state(state, ScaleComConfig(planned_steps=1000), {"method": "ScaleCom"})
 
 
 def test_much_of_a_large_model_sent_whole_is_said(caplog):

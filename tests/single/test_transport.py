@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from scalecom_hvd import ddp
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange import CollectiveError, Exchange, LocalTopK, ScaleCom
 from scalecom_hvd.reference import ScaleComReference, select
@@ -114,7 +115,7 @@ class ThreadCollectives:
     def broadcast(self, buffer, root, name):
         return self._hub.submit(name, "broadcast", self.position, root, buffer)
 
-    def average(self, buffer, name):
+    def all_reduce(self, buffer, name):
         return self._hub.submit(name, "average", self.position, None, buffer)
 
     def gather(self, tensor, name):
@@ -127,7 +128,7 @@ class ThreadCollectives:
 class Rank:
     """One rank: a model, an optimizer, and an exchange that backward's hooks report to."""
 
-    def __init__(self, hub, rank, compression, **settings):
+    def __init__(self, hub, rank, compression, counts=bool, **settings):
         generator = torch.Generator().manual_seed(0)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(64, 100), torch.nn.Tanh(), torch.nn.Linear(100, 30)
@@ -137,8 +138,8 @@ class Rank:
             torch.nn.init.normal_(parameter, std=0.1, generator=generator)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.method = compression(**settings)
-        self.exchange = Exchange(self.parameters, self.method, ThreadCollectives(hub, rank))
-        self.method.attach(self.parameters, self.exchange)
+        transport = ThreadCollectives(hub, rank)
+        self.exchange = Exchange(self.parameters, self.method, transport, counts=counts)
         self.data = torch.Generator().manual_seed(rank + 1)
         self.whims, self.late = random.Random(rank), []
         self.goal = torch.randn(64, 30, generator=generator) / 8
@@ -296,6 +297,88 @@ def test_a_rank_that_fails_ends_the_step_on_all(fields):
     for own in ranks:
         for name, residue in own.residues_now().items():
             np.testing.assert_allclose(residue, own.residues[-1][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": LocalTopK}], ids=str)
+def test_a_step_counts_if_ranks_that_hold_other_shards_agree(fields):
+    """Two nodes of two ranks: peers exchange a shard, and a NaN in one shard voids the step on all.
+
+    Nothing of it is left on ranks whose own shard was sound.
+    """
+    fields = {"rate": 20, "min_numel": 200, "dense": (), "warmup_steps": 0} | fields
+    compression = fields.pop("compression", ScaleCom)
+    everyone, shards = Hub(4), [Hub(2), Hub(2)]
+    asked = [[] for _ in range(4)]
+
+    def act(rank):
+        node, shard = divmod(rank, 2)
+        all_ranks = ThreadCollectives(everyone, rank)
+
+        def counts(sound):
+            asked[rank].append(sound)
+            mine = torch.tensor([float(sound)])
+            work = all_ranks.all_reduce(mine, f"counts.{len(asked[rank])}")
+            return bool(work.wait() == 1)
+
+        own = Rank(shards[shard], node, compression, counts=counts, **fields)
+        for step in range(6):
+            own.step(spoilt=step == 3 and rank == 1)
+        return own
+
+    with ThreadPoolExecutor(4) as threads:
+        ranks = [job.result(2 * SECONDS) for job in [threads.submit(act, r) for r in range(4)]]
+    for hub in (everyone, *shards):
+        hub.stop()
+    assert asked == [[True] * 6, [True] * 3 + [False] + [True] * 2] * 2
+    for own in ranks:
+        assert (own.method.stats()["step"], own.method.stats()["skipped_steps"]) == (5, 1)
+        assert all(np.isnan(average).all() for average in own.averages[3].values())
+        for name, residue in own.residues[3].items():
+            np.testing.assert_allclose(residue, own.residues[2][name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_takes_a_transport_where_nothing_else_is_started():
+    """As test_scalecom_is_that_of_the_reference, by the optimizer that users make."""
+    hub, n = Hub(2), 2
+
+    def act(rank):
+        weight = torch.nn.Parameter(torch.zeros(50, 100))
+        optimizer = ddp.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0),
+            [("weight", weight)],
+            ScaleCom(rate=10, dense=(), warmup_steps=0, beta=1.0),
+            collectives=ThreadCollectives(hub, rank),
+        )
+        random = torch.Generator().manual_seed(rank)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (weight * torch.randn(50, 100, generator=random)).sum().backward()
+            optimizer.step()
+        return weight.detach(), optimizer.compression
+
+    with ThreadPoolExecutor(n) as threads:
+        found = [job.result(SECONDS) for job in [threads.submit(act, rank) for rank in range(n)]]
+    hub.stop()
+    came = torch.zeros(50, 100)
+    for rank in range(n):
+        random = torch.Generator().manual_seed(rank)
+        came += sum(torch.randn(50, 100, generator=random) for _ in range(5))
+    waits = sum(method.residues.tensors["weight"].residue.view(50, 100) for _, method in found)
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][0].count_nonzero() > 500
+    torch.testing.assert_close(-n * found[0][0] + waits, came)
+
+
+def test_a_transport_brings_its_ranks():
+    weight = torch.nn.Parameter(torch.zeros(3))
+    transport = ThreadCollectives(Hub(2), 0)
+    with pytest.raises(ValueError, match="collectives= brings another transport: leave them out"):
+        ddp.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0),
+            [("weight", weight)],
+            op=torch.distributed.ReduceOp.SUM,
+            collectives=transport,
+        )
 
 
 BLOCKED = """

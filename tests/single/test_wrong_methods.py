@@ -74,8 +74,8 @@ class DoesNotReceiveInPlace(Right):
     def step(self, bucket, collectives, state):
         yield from bucket.accumulate()
         offsets = yield from collectives.broadcast(torch.zeros_like(bucket.new_offsets()), 0)
-        values = yield from bucket.take(offsets)
-        yield from collectives.average_values(values)
+        yield from bucket.take(offsets)
+        yield from collectives.average_taken()
 
 
 class DoesNotWait(Right):
@@ -212,7 +212,7 @@ def test_without_a_mistake_it_is_taken():
         one, other = simulation.step(gradients())
         assert torch.equal(one["a"], other["a"])
         assert one["a"].count_nonzero() == 150
-    assert simulation.compressors[1].method_state == {"steps": 3}
+    assert simulation.compressors[1].run.method_state == {"steps": 3}
 
 
 @pytest.mark.parametrize("method", WRONG, ids=lambda method: method.__name__)
@@ -235,8 +235,8 @@ class OfWords(Quantiser):
 
     bits = 8
 
-    def quantise(self, chunks, lengths, uniform):
-        return torch.ones_like(lengths, dtype=chunks.dtype), chunks.int()
+    def quantise(self, blocks, lengths, uniform):
+        return torch.ones_like(lengths, dtype=blocks.dtype), blocks.int()
 
     def restore(self, scales, levels):
         return scales * levels

@@ -13,9 +13,10 @@ from test_kernels import all_moves, at_the_limit, kernel_on, new_offsets, residu
 
 from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.exchange import kernels
+from scalecom_hvd.exchange import kernel_choice
 from scalecom_hvd.exchange.bucket import Bucket, finished
-from scalecom_hvd.exchange.kernels import TensorSlot, TorchKernel, Wire, kernel_for
+from scalecom_hvd.exchange.kernel_choice import kernel_for
+from scalecom_hvd.exchange.kernels import TensorSlot, TorchKernel, Wire
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.triton_kernel import TritonKernel
 from scalecom_hvd.lanes import geometry
@@ -382,10 +383,10 @@ def test_no_move_waits_for_the_device(choose):
 @pytest.fixture
 def asks(monkeypatch):
     """Sets SCALECOM_KERNEL, with nothing remembered of earlier answers."""
-    kernels._why_not_triton.cache_clear()
-    kernels._warn.cache_clear()
+    kernel_choice._why_not_triton.cache_clear()
+    kernel_choice._warn.cache_clear()
     yield lambda name: monkeypatch.setenv("SCALECOM_KERNEL", name)
-    kernels._why_not_triton.cache_clear()
+    kernel_choice._why_not_triton.cache_clear()
 
 
 def test_which_tensors_it_serves(asks):

@@ -4,7 +4,8 @@ They share residues, buckets, checks and collectives, and differ in how they cho
 is a `Method` (base.py) whose `step` says how one bucket's accumulators are averaged.
 """
 
-from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.ecq_sgd import ECQSGD
 from scalecom_hvd.exchange.methods.g_top_k import GTopK
 from scalecom_hvd.exchange.methods.global_top_k import GlobalTopK

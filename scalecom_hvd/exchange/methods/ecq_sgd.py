@@ -6,16 +6,17 @@ from typing import Any
 
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
-from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.quantised_values import average_at
-from scalecom_hvd.exchange.quantisers import CHUNK, QSGD
+from scalecom_hvd.exchange.quantisers import BLOCK, QSGD
 
 
 class ECQSGD(Method):
     """Error-compensated quantised SGD (Wu et al., 2018, arXiv 1806.08054).
 
     All of the error is fed back (the paper's alpha = beta = 1). An element becomes one of 2s + 1
-    levels, s = 2**(bits-1) - 1, of the largest magnitude in its chunk of 512, rounded up or down
+    levels, s = 2**(bits-1) - 1, of the largest magnitude in its block of 512, rounded up or down
     at random so that it is right on average; what rounding changed stays in the residue.
 
     Traffic: (n-1) N bits, gathered, since Horovod sums nothing narrower than 16 bits; where that
@@ -39,7 +40,7 @@ class ECQSGD(Method):
             raise ValueError(f"bits must be 2, 4 or 8, which fill bytes, not {bits!r}")
         super().__init__(**fields)
         # The paper's rounding: not scaled down, however few the levels.
-        self.quantiser = QSGD(2 ** (bits - 1) - 1, chunk=CHUNK, scaled=False, seed=seed)
+        self.quantiser = QSGD(2 ** (bits - 1) - 1, block=BLOCK, scaled=False, seed=seed)
         self.bits, self.seed = bits, int(seed)
 
     @property

@@ -7,7 +7,8 @@ import torch
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.kernels import largest
-from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 
 

@@ -11,7 +11,7 @@ import torch
 
 from scalecom_hvd.exchange.bucket import Bucket, Places
 from scalecom_hvd.exchange.collectives import Step
-from scalecom_hvd.exchange.methods.base import BucketCollectives
+from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.quantisers import Quantiser, generator
 
 

@@ -10,7 +10,8 @@ import torch
 
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
-from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.quantised_values import average_at, rounded
 from scalecom_hvd.exchange.quantisers import generator
 from scalecom_hvd.lanes import Lanes, Positions

@@ -9,7 +9,7 @@ with. Imports base and the rooms below.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ import torch
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step, Wait
-from scalecom_hvd.exchange.methods.base import BucketCollectives, Method, State
+from scalecom_hvd.exchange.methods.base import Method, State
+from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.quantised_values import average_at
-from scalecom_hvd.exchange.quantisers import Float16, quantiser_of
-from scalecom_hvd.saved_state import check_offsets
+from scalecom_hvd.exchange.quantisers import quantiser_of
 
 
 class ScaleCom(Method):
@@ -63,7 +63,7 @@ class ScaleCom(Method):
     equal_state = ("offsets",)
 
     def __init__(self, *, quantiser: Any = None, **settings: Any) -> None:
-        self._rounds_to_half = isinstance(quantiser_of(quantiser), Float16)
+        self._rounds_to_half = quantiser_of(quantiser).sums_halves
         super().__init__(quantiser=quantiser, **settings)
         if self._quantiser_settings:
             for name in ("lookahead", "wire_dtype"):
@@ -93,8 +93,8 @@ class ScaleCom(Method):
             travelling = collectives.broadcast(bucket.new_offsets(), leader)
             yield from bucket.accumulate()  # (1), while the offsets travel
         offsets = yield from travelling
-        values = yield from bucket.take(offsets)  # (3), (5)
-        averages = yield from collectives.average_values(values)  # (4)
+        yield from bucket.take(offsets)  # (3), (5)
+        averages = yield from collectives.average_taken()  # (4)
         bucket.receive(offsets, averages)
 
     def look_ahead(
@@ -105,8 +105,8 @@ class ScaleCom(Method):
         # Taking comes first: the next leader chooses on residues from which this step's values
         # are gone. Both come before the all-reduce, as they count what is not finite.
         leads = collectives.leads(later=1)
-        values, chosen = yield from bucket.take_and_accumulate(offsets, leads)  # (3), (1), (5), (2)
-        travelling = collectives.average_values(values)
+        _, chosen = yield from bucket.take_and_accumulate(offsets, leads)  # (3), (1), (5), (2)
+        travelling = collectives.average_taken()
         next_state = self._broadcast_ahead(bucket, collectives, state, chosen)
         averages = yield from travelling  # (4)
         bucket.receive(offsets, averages)
@@ -149,15 +149,8 @@ class ScaleCom(Method):
 
     def is_ready(self, names: Collection[str]) -> bool:
         """With look-ahead nothing is chosen before the first step."""
-        chosen = ("offsets" in self.tensor_states[name] for name in names)
+        chosen = ("offsets" in self.run.tensor_states[name] for name in names)
         return not self.config.lookahead or all(chosen)
-
-    def check_tensor_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Raise ValueError unless all offsets lie in their lanes: kernels follow them."""
-        super().check_tensor_states({w: own for w, own in states.items() if w != "offsets"})
-        offsets = {name: chosen.cpu().numpy() for name, chosen in states.get("offsets", {}).items()}
-        tensors = self.residues.tensors
-        check_offsets(offsets, {name: tensor.geometry for name, tensor in tensors.items()})
 
     def _checked(self, config: ScaleComConfig) -> ScaleComConfig:
         # Float16 is another name of wire_dtype="float16": values are summed in half precision.
@@ -166,10 +159,3 @@ class ScaleCom(Method):
     @property
     def _quantiser_settings(self) -> dict[str, Any]:
         return {} if self._rounds_to_half else super()._quantiser_settings  # that is in the config
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Its states name no method: a state that names none is ScaleCom's."""
-        if type(self).__name__ != "ScaleCom":  # a subclass of somebody's own
-            return super().settings
-        return self._quantiser_settings

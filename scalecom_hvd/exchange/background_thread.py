@@ -1,11 +1,12 @@
-"""A thread for kernels that need no Python, so that they run while backward goes on.
+"""A thread on which work goes on while backward does: kernels that need no Python, and waiting.
 
-After every kernel it lets the exchange go on. Gradients arrive in bursts, and between two of them
-backward may compute for long without a hook: what became possible meanwhile (a kernel is done,
-offsets have come) must not wait for the next one.
+An exchange has its kernels made there. After every kernel the thread lets the exchange go on.
+Gradients arrive in bursts, and between two of them backward may compute for long without a hook:
+what became possible meanwhile (a kernel is done, offsets have come) must not wait for the next
+gradient. DDP's hook has a thread that waits for other ranks.
 
-An owner may be let go of while it has something left to do for other ranks, which wait for it. Then
-it is kept until it has done that. Imports nothing of this package.
+A script may drop an owner that still has to submit something, for which other ranks wait. The
+thread keeps such an owner until that is done. Imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import MethodType
 from typing import Any
 
 POLL_SECONDS = 3e-4
@@ -47,22 +47,24 @@ class Job(Future):
         return self.result()
 
 
-class KernelThread:
+class BackgroundThread:
     """One thread, started when it is first needed. It ends with its owner.
 
-    A second one would not be faster: memory is the limit.
+    A second one would not be faster for kernels: memory is the limit.
 
     Args:
+        owner: whose thread it is.
         go_on: a method of the owner, called after every job, and again every POLL_SECONDS as long
-            as it gives True.
+            as it gives True. None: there is nothing to do besides jobs.
     """
 
-    def __init__(self, go_on: Callable[[], bool]) -> None:
-        assert isinstance(go_on, MethodType), "its owner is what it is bound to"
-        self._go_on = weakref.WeakMethod(go_on)  # the thread must not keep its owner alive
+    def __init__(self, owner: object, go_on: Callable[[], bool] | None = None) -> None:
+        # The thread must not keep its owner alive.
+        self._go_on = None if go_on is None else weakref.WeakMethod(go_on)
         self._jobs: Jobs = Jobs()
         self._thread: threading.Thread | None = None
-        weakref.finalize(go_on.__self__, self._jobs.put, None)
+        self._owner = weakref.ref(owner)
+        weakref.finalize(owner, self._jobs.put, None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
         """Have a function called on the thread, after those submitted before."""
@@ -79,11 +81,11 @@ class KernelThread:
     def keep_owner(self) -> None:
         """Let the owner go on by itself, and keep it until go_on gives False."""
         with _kept_lock:
-            _kept[self._jobs] = self._go_on().__self__
+            _kept[self._jobs] = self._owner()
             self.submit(lambda: None)
 
 
-def _serve(jobs: Jobs, go_on: weakref.WeakMethod[Callable[[], bool]]) -> None:
+def _serve(jobs: Jobs, go_on: weakref.WeakMethod[Callable[[], bool]] | None) -> None:
     again = False
     while True:
         try:
@@ -95,7 +97,7 @@ def _serve(jobs: Jobs, go_on: weakref.WeakMethod[Callable[[], bool]]) -> None:
                 return
             _do(*job)
             del job  # it holds gradients
-        owners = go_on()
+        owners = None if go_on is None else go_on()
         again = owners is not None and owners()
         del owners
         if not again:

@@ -1,0 +1,138 @@
+"""Local steps with a schedule for each rank, on simulated ranks.
+
+Qsparse-local-SGD, algorithm 2 (Basu et al., 2019, arXiv 1906.02367): every rank synchronises after
+steps of its own. On real ranks this saves nothing, as no collective lets a rank run ahead of the
+others. So only the simulator has it, to compare both forms. x: the common parameters; start_i: what
+x_i was at rank i's last synchronisation.
+
+    every step:   x_i <- optimizer_i(x_i, gradient_i)
+    where any rank synchronises after it:
+        those that do send start_i - x_i, all others nothing
+        x <- x - the average over all ranks; those that do begin from it: x_i, start_i <- x
+
+Imports exchange, methods/base and the rooms below.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from scalecom_hvd.exchange.collectives import Collectives
+from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.gradients import wide_dtype
+from scalecom_hvd.exchange.methods.base import Method
+
+Result = TypeVar("Result")
+
+
+class AsynchronousSteps:
+    """The local steps of one simulated rank, each rank with an H of its own.
+
+    Args:
+        parameters: {name: parameter} of all that are trained, the same on all ranks.
+        method: how changes are averaged.
+        collectives: the other ranks.
+        ranks: H of every rank.
+
+    Attributes:
+        common: {name: x}, float32 or float64, the same on all ranks.
+        exchange: averages the changes.
+
+    Raises:
+        ValueError: look-ahead, which has to know who synchronises next; or `ranks` are not as many
+            as there are ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        method: Method,
+        collectives: Collectives,
+        ranks: Sequence[int],
+    ) -> None:
+        if method.config.lookahead:
+            raise ValueError("lookahead needs to know who synchronises next: leave it out")
+        if len(ranks) != collectives.size or min(ranks) < 1:
+            raise ValueError(
+                f"local_steps={list(ranks)} must be a number of steps for each of "
+                f"{collectives.size} ranks"
+            )
+        self._parameters, self._ranks = parameters, ranks
+        self._position, self._taken = collectives.position, 0
+        self.common = {
+            name: torch.nn.Parameter(p.detach().to(wide_dtype(p), copy=True))
+            for name, p in parameters.items()
+        }
+        self._starts = {name: x.detach().clone() for name, x in self.common.items()}
+        self.exchange = _Exchange(self.common, method, collectives, ranks)
+
+    def step(self, take: Callable[[], Result]) -> Result:
+        """Take one step of this rank's own optimizer, and synchronise if that is due."""
+        result = take()
+        self._taken += 1
+        due = _due(self._ranks, self._taken)
+        if due:
+            self._synchronise(due)
+        return result
+
+    def synchronise(self) -> None:
+        """Synchronise all ranks now."""
+        self._synchronise(range(len(self._ranks)))
+
+    @torch.no_grad()
+    def _synchronise(self, due: Sequence[int]) -> None:
+        mine = self._position in due
+        for name, x in self.common.items():
+            parameter = self._parameters[name]
+            change = self._starts[name].to(parameter.dtype).to(x.dtype) - parameter
+            # A frozen tensor sends nothing, and its residue stays as it is.
+            x.requires_grad_(mine and (parameter.requires_grad or bool(change.any())))
+            x.grad = change if mine else torch.zeros_like(change)
+        self.exchange.senders = due
+        for x in reversed(self.common.values()):
+            self.exchange.ready(x)
+        for name, x in self.common.items():
+            x.sub_(self.exchange.result(x))
+            if mine:
+                self._parameters[name].copy_(x)
+                self._starts[name].copy_(x)
+
+
+class _Exchange(Exchange):
+    """An exchange of which only some ranks have something to send.
+
+    Attributes:
+        senders: their positions, in the step that comes.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        method: Method,
+        collectives: Collectives,
+        ranks: Sequence[int],
+    ) -> None:
+        self.senders: Sequence[int] = range(len(ranks))
+        self._ranks = ranks
+        super().__init__(parameters, method, collectives, is_scaled=False)
+
+    def leader_at(self, step: int, bucket: int) -> int:
+        """One of those that have something to send, drawn, the same on all ranks.
+
+        If the same ranks send every other time, some would never have their turn otherwise.
+        """
+        turn = step + (bucket if self.config.leader == "staggered" else 0)
+        return self.senders[random.Random(turn).randrange(len(self.senders))]
+
+    def synchronisations_in(self, steps: int) -> int:
+        """After how many of the first `steps` steps some rank synchronises."""
+        return sum(bool(_due(self._ranks, step)) for step in range(1, steps + 1))
+
+
+def _due(ranks: Sequence[int], step: int) -> list[int]:
+    """The positions of the ranks that synchronise after this step: 1, 2, ..."""
+    return [rank for rank, steps in enumerate(ranks) if step % steps == 0]

@@ -1,0 +1,83 @@
+"""Which kernel serves which tensors.
+
+Imports kernels and native; triton_kernel only where tensors may ask for it, since that imports
+triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+
+import torch
+
+from scalecom_hvd import native
+from scalecom_hvd.exchange.kernels import Kernel, NativeKernel, TorchKernel, dtype_name
+from scalecom_hvd.lanes import Lanes
+
+log = logging.getLogger("scalecom_hvd")
+
+
+def kernel_for(
+    device: torch.device, grad_dtype: torch.dtype, residue_dtype: torch.dtype, geometry: Lanes
+) -> type[Kernel]:
+    """The fastest kernel for such tensors.
+
+    SCALECOM_KERNEL=torch asks for plain torch; =native makes a missing library an error, and
+    =triton a Triton that cannot be used. Ways to choose other than by lanes are plain torch's.
+    """
+    asked = os.environ.get("SCALECOM_KERNEL", "")
+    if asked not in ("", "native", "triton", "torch"):
+        raise ValueError(f"SCALECOM_KERNEL must be 'native', 'triton' or 'torch', not {asked!r}")
+    same_width = (residue_dtype == torch.float64) == (grad_dtype == torch.float64)
+    known = same_width and dtype_name(grad_dtype) in native.DTYPES and type(geometry) is Lanes
+    if asked == "torch" or not known:
+        return TorchKernel
+    if asked == "triton" or (device.type == "cuda" and not asked):
+        return _triton_kernel(device.type, required=bool(asked))
+    if device.type != "cpu":
+        return TorchKernel
+    library = native.library()
+    if library is None and asked == "native":
+        raise RuntimeError(
+            "SCALECOM_KERNEL=native, but the native kernel was not built: install a C compiler, "
+            "then scalecom_hvd again"
+        )
+    return NativeKernel if library is not None else TorchKernel
+
+
+def _triton_kernel(device_type: str, required: bool) -> type[Kernel]:
+    why_not = _why_not_triton(device_type)
+    if why_not is None:
+        from scalecom_hvd.exchange.triton_kernel import TritonKernel
+
+        return TritonKernel
+    if required:
+        raise RuntimeError(f"SCALECOM_KERNEL=triton, but {why_not}")
+    _warn(
+        f"the Triton kernel is not used: {why_not}; the plain-torch kernel is used instead, which "
+        "is several times slower"
+    )
+    return TorchKernel
+
+
+@functools.cache
+def _why_not_triton(device_type: str) -> str | None:
+    """Why the Triton kernel cannot serve tensors of such devices; None if it can.
+
+    Triton is imported only where someone may use it.
+    """
+    try:
+        from scalecom_hvd.exchange import triton_kernel
+    except ImportError as error:
+        return (
+            f"triton cannot be imported ({error}): install the version that torch asks for "
+            "(pip show torch)"
+        )
+    return triton_kernel.why_not(device_type)
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    log.warning(text)

@@ -1,0 +1,153 @@
+"""The collectives of one bucket's step, as a method sees them.
+
+The exchange makes one `BucketCollectives` for every bucket and step. It names what the method
+submits, counts the bytes, and remembers what is still to be waited for. Imports bucket and
+collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import LAST, Collectives, Result, Wait, Work
+
+
+class BucketCollectives:
+    """The collectives of one bucket's step, for a method.
+
+    Each is submitted when it is called, and waited for by `yield from`:
+    `averages = yield from collectives.average(values)`. Every rank must ask for the same ones in
+    the same order. Bytes are counted in `submitted`.
+
+    Attributes:
+        bucket: the bucket's number.
+        step: the step's.
+        size, position: the number of ranks, and this one's place.
+        share: what a sum over ranks is multiplied by: 1 / size, or 1 for sums. `average` does it;
+            a method that adds up what was gathered must do it itself.
+        waits: all that was submitted.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        name: Callable[[str], str],
+        bucket: Bucket,
+        step: int,
+        leader_at: Callable[[int, int], int],
+        submitted: dict[str, int],
+    ) -> None:
+        self._collectives, self._name, self._submitted = collectives, name, submitted
+        self._bucket, self.step = bucket, step
+        self._leader_at = leader_at
+        self.waits: list[Wait[Any]] = []
+        self.sent_values = False
+        self.bucket = bucket.number
+        self.size, self.position = collectives.size, collectives.position
+        self.share = collectives.share
+
+    def leader(self, later: int = 0) -> int:
+        """The position of the rank that chooses for this bucket, now or so many steps later."""
+        return self._leader_at(self.step + later, self.bucket)
+
+    def leads(self, later: int = 0) -> bool:
+        """Whether that is this rank."""
+        return self.leader(later) == self.position
+
+    def broadcast(self, offsets: torch.Tensor, root: int) -> Wait[torch.Tensor]:
+        """The offsets, or anything else, of the rank at position `root`, in place.
+
+        The other ranks bring a buffer of the same size and dtype, which is overwritten. Only one
+        broadcast can be under way, since it has a fixed name.
+        """
+        work = self._collectives.broadcast(offsets, root, self._name(f"offsets.{self.bucket}"))
+        return self._wait("offsets", work, "offsets", offsets)
+
+    def average(
+        self, values: torch.Tensor, name: str = "values", dtype: torch.dtype = torch.float32
+    ) -> Wait[torch.Tensor]:
+        """The average over ranks, or their sum where the optimizer asks for sums, in place.
+
+        Args:
+            values: any that need not be kept.
+            name: one that no other collective of this step has.
+            dtype: float16 is summed in float16, which no division would survive, so the result is
+                a new tensor of this dtype. Values of other dtypes keep theirs.
+        """
+
+        def divided(total: torch.Tensor) -> torch.Tensor:
+            return total.to(dtype) * self.share if total.dtype == torch.float16 else total
+
+        work = self._collectives.all_reduce(values, self._name(f"{name}.{self.bucket}"))
+        return self._wait(name, work, "values", values, divided)
+
+    def average_taken(self) -> Wait[torch.Tensor]:
+        """The average of what `bucket.take` gave, in place; tensors sent whole travel behind it.
+
+        Values in float16 are only summed: the bucket multiplies them by `share`. Give the result to
+        `bucket.receive`.
+        """
+        bucket, works = self._bucket, []
+        for ending, buffer in bucket.fill().items():
+            name = self._name(f"{bucket.kind}.{self.bucket}{ending}")
+            works.append(self._collectives.all_reduce(buffer, name))
+            self._submitted["dense"] += buffer.numel() * buffer.element_size()
+        self._submitted["dense"] -= bucket.values_bytes
+        self._submitted["values"] += bucket.values_bytes
+        self._submitted["collectives"] += len(works)
+        self.sent_values = True
+        work = works[0] if len(works) == 1 else _All(works)
+        wait: Wait[torch.Tensor] = Wait("values", work, LAST, lambda _: bucket.taken)
+        self.waits.append(wait)
+        return wait
+
+    def gather(self, tensor: torch.Tensor, name: str) -> Wait[list[torch.Tensor]]:
+        """Every rank's tensor, all of one shape, in order of position.
+
+        Raises:
+            ValueError: ranks brought tensors of other lengths.
+        """
+
+        def parts(joined: torch.Tensor) -> list[torch.Tensor]:
+            if len(joined) != self.size * len(tensor):
+                raise ValueError(
+                    f"gather({name!r}): this rank brought {len(tensor)} rows, and all together "
+                    f"{len(joined)}: bring as many on every rank, padded where there are fewer"
+                )
+            # Copies: bytes are viewed as other dtypes only where they begin on a word, and
+            # simulated ranks share what is joined.
+            return [part.clone() for part in joined.split(len(tensor))]
+
+        work = self._collectives.gather(tensor, self._name(f"{name}.{self.bucket}"))
+        return self._wait(name, work, "gathered", tensor, parts)
+
+    def _wait(
+        self,
+        what: str,
+        work: Work,
+        kind: str,
+        buffer: torch.Tensor,
+        then: Callable[[torch.Tensor], Result] | None = None,
+    ) -> Wait[Result]:
+        self._submitted[kind] += buffer.numel() * buffer.element_size()
+        self._submitted["collectives"] += 1
+        wait = Wait(what, work, len(self.waits) + 1, then)
+        self.waits.append(wait)
+        return wait
+
+
+class _All:
+    """Several collectives as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+    def wait(self) -> torch.Tensor:
+        return [work.wait() for work in self._works][0]

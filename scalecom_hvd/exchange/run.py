@@ -1,0 +1,423 @@
+"""The ledger of one training run on one rank: residues, and the state of its method.
+
+A `Method` says what its state is, and an `Averager` (Exchange, LocalSteps, and PerTensor in
+scalecom_hvd/torch) makes the steps. What both have to remember from step to step is a `Run`'s: it
+is saved and loaded, compared between ranks, and begun anew. Every method has a run from the start,
+since a state may be loaded before there is an optimizer; an averager that is made for the method
+serves it.
+
+Imports residue, collectives, gradients and the framework-free rooms; methods for types only.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scalecom_hvd.agreement import Names, agree, describe, digest_of
+from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.exchange.collectives import Collectives, gather_objects
+from scalecom_hvd.exchange.gradients import as_bytes
+from scalecom_hvd.exchange.residue import Residues, describe_tensors
+from scalecom_hvd.saved_state import (
+    STATE_VERSION,
+    check_finite,
+    check_local_steps,
+    check_offsets,
+    check_residues,
+    check_state,
+    norms_of,
+)
+
+if TYPE_CHECKING:
+    from scalecom_hvd.exchange.methods.base import Method, State
+
+log = logging.getLogger("scalecom_hvd")
+
+# What a saved state may hold besides what every state has.
+_EXTRA_KEYS = ("offsets", "method_state", "local_steps")
+
+Saved = Mapping[str, Any]
+"""What `Run.state_dict` gives."""
+
+
+class Averager(abc.ABC):
+    """What a run asks of whoever averages gradients, or changes of parameters, for it.
+
+    Attributes:
+        travels: whether averages travel that were not waited for.
+    """
+
+    travels: bool = False
+
+    @abc.abstractmethod
+    def in_step(self) -> bool:
+        """Whether gradients were reported that are not averaged yet."""
+
+    @abc.abstractmethod
+    def complete_state(self) -> None:
+        """Wait for what the method's state still lacks; every rank submitted it."""
+
+    @abc.abstractmethod
+    def agree_anew(self) -> None:
+        """Other residues were loaded: ranks compare at the next step."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Forget a step that cannot be completed; nothing is lost from the residues."""
+
+    @abc.abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the last step."""
+
+    @abc.abstractmethod
+    def watch(self, diagnostics: Diagnostics) -> None:
+        """Look at steps from now on."""
+
+    def collect(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Wait for averages that travel, which every rank has sent its part of."""
+
+    def rejoin(self) -> None:  # noqa: B027
+        """What all ranks do when they were started again, or newcomers have come."""
+
+    def synchronisations_in(self, steps: int) -> int:
+        """How many averages there are in this many first steps of the optimizer."""
+        return steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved besides the run's own: {key of the whole state: value}."""
+        return {}
+
+    def check_state(self, state: Saved) -> None:
+        """Raise ValueError unless this whole state fits."""
+        check_local_steps(state, local=False)
+
+    def load_state_dict(self, state: Saved) -> None:  # noqa: B027
+        """Take up what `state_dict` gave, of a whole state that `check_state` has passed."""
+
+
+class Run:
+    """The residues, and the method's state, of one training run on this rank.
+
+    Args:
+        method: whose run it is.
+
+    Attributes:
+        residues: of all compressed tensors, with the number of steps.
+        tensor_states: {name of a compressed tensor: {what: tensor}}.
+        method_state: {what: tensor or number} of the whole method.
+        averager: who makes the steps; None: there is no optimizer yet.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self.residues = Residues(method.config)
+        self.tensor_states: dict[str, dict[str, torch.Tensor]] = {}
+        self.method_state: dict[str, Any] = {}
+        self.averager: Averager | None = None
+        # What was loaded before there were parameters. It is kept until a step counts: where no
+        # optimizer can be made of them, the script may correct its mistake and try again.
+        self._loaded: Saved | None = None
+
+    def begin(self, parameters: Mapping[str, torch.Tensor], averager: Averager) -> None:
+        """Serve these parameters, with what was loaded; every Averager calls it when it is made.
+
+        Args:
+            parameters: {name: parameter} of all that are trained, in the model's order.
+            averager: who averages their gradients.
+
+        Raises:
+            ValueError: the method serves an optimizer already, its settings fit no parameter, or
+                the state that was loaded does not fit.
+            TypeError: complex parameters.
+        """
+        if self.averager is not None:
+            raise ValueError(
+                f"this {type(self._method).__name__} already serves an optimizer; make one for "
+                "each: their residues are different"
+            )
+        state = self._loaded
+        try:
+            if state is not None:
+                averager.check_state(state)
+            if self._method.diagnostics is not None:
+                averager.watch(self._method.diagnostics)
+            self.residues.synchronisations_in = averager.synchronisations_in
+            self.residues.attach(parameters)
+            if state is None:
+                self.begin_state_anew()
+            else:
+                self._check_fits(state)
+                self._take_up(state)
+                averager.load_state_dict(state)
+        except BaseException:
+            self.release()
+            raise
+        self.averager = averager
+
+    def release(self) -> None:
+        """Serve nobody again, with what was loaded: no optimizer could be made."""
+        self.averager = None
+        self.residues.detach()
+        self.tensor_states, self.method_state = {}, {}
+
+    @contextlib.contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """What fails here, after `begin`, leaves the method free for another optimizer."""
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
+
+    # What users ask, by way of the method.
+
+    def stats(self) -> dict[str, Any]:
+        """See Method.stats."""
+        residues, method = self.residues, self._method
+        numbers: dict[str, Any] = {"step": residues.step, "skipped_steps": residues.skipped_steps}
+        if self.averager is not None:
+            numbers |= self.averager.stats()
+        if method.quantiser.rounds:
+            ways = {"gathered": "bytes_gathered", "averaged": "bytes_values"}
+            travelled = [way for way, count in ways.items() if numbers.get(count)]
+            values = " and ".join(travelled) or None
+            numbers |= {"quantiser": repr(method.quantiser), "values": values}
+        if not method.has_leader:
+            numbers.pop("leader", None)
+        if method.sends_all and "rate" in numbers:
+            numbers["rate"] = 1.0
+        ratio = residues.health.ratio
+        return numbers | {"residue_norm": residues.norm(), "residue_ratio": ratio}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Method.state_dict."""
+        self._complete(
+            "state_dict() was called between backward() and step(): call it after optimizer.step()"
+        )
+        residues = self.residues
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "step": residues.step,
+            "config": self._method.config.to_dict(),
+            "settings": self._method.settings,
+            "residues": {name: t.residue.view(t.shape) for name, t in residues.tensors.items()},
+            "norms": residues.health.norms,
+        }
+        known = {"buckets": residues.buckets, "ranks": residues.ranks}
+        state |= {key: value for key, value in known.items() if value is not None}
+        if self.averager is not None:
+            return state | self.averager.state_dict() | self._states()
+        waiting = ("residues", *_EXTRA_KEYS)
+        return state | {k: v for k, v in (self._loaded or {}).items() if k in waiting}
+
+    def load_state_dict(self, state: Saved) -> None:
+        """See Method.load_state_dict."""
+        self._complete(
+            "load_state_dict() was called between backward() and step(): call it before backward()"
+        )
+        residues, config = self.residues, self._method.config
+        state = check_state(state, config, self._method.settings)
+        norms = norms_of(state)
+        check_finite({name: bool(r.isfinite().all()) for name, r in state["residues"].items()})
+        if self.averager is not None:
+            self.averager.check_state(state)
+            self._check_fits(state)
+        residues.step = int(state["step"])
+        residues.health.norms = norms
+        residues.ranks = state.get("ranks")
+        # Where buckets of another size are asked for, those of the state are not taken over.
+        as_saved = state["config"]["bucket_bytes"] == config.bucket_bytes
+        residues.buckets = state.get("buckets") if as_saved else None
+        if self.averager is None:
+            self._loaded = state
+        else:
+            self._take_up(state)
+            self.averager.agree_anew()
+            self.averager.load_state_dict(state)
+
+    def _complete(self, complaint: str) -> None:
+        if self.averager is not None:
+            self.averager.collect()
+            if self.averager.in_step():
+                raise RuntimeError(f"{type(self._method).__name__}.{complaint}")
+            self.averager.complete_state()
+
+    # The method's state.
+
+    def _states(self) -> dict[str, Any]:
+        """What of the state is saved. Look-ahead's offsets have a key of their own."""
+        by_kind: dict[str, dict[str, torch.Tensor]] = {}
+        for name, state in self.tensor_states.items():
+            for what, value in state.items():
+                # A copy: it may be a view of a buffer that later steps use again.
+                by_kind.setdefault(what, {})[name] = value.clone()
+        saved: dict[str, Any] = {}
+        if "offsets" in by_kind:
+            saved["offsets"] = by_kind.pop("offsets")
+        if by_kind or self.method_state:
+            own = {what: _copied(value) for what, value in self.method_state.items()}
+            saved["method_state"] = {"tensors": by_kind, "method": own}
+        return saved
+
+    def _check_fits(self, state: Saved) -> None:
+        """Raise ValueError unless residues, and the method's state, are of these tensors."""
+        tensors = self.residues.tensors
+        if not state["residues"]:
+            return  # it was saved before the first step, or by a single process
+        saved = {name: tuple(residue.shape) for name, residue in state["residues"].items()}
+        check_residues(saved, {name: tuple(t.shape) for name, t in tensors.items()})
+        self._check_tensor_states(_saved_states(state))
+        expected = {what: _shape(value) for what, value in self._method.init_method().items()}
+        given = state.get("method_state", {}).get("method", {})
+        found = {what: _shape(value) for what, value in given.items()}
+        if found != expected:
+            raise ValueError(
+                f"the state of the whole method is {found} in the state and {expected} now: it "
+                f"belongs to another version of {type(self._method).__name__}"
+            )
+
+    def _check_tensor_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        tensors = self.residues.tensors
+        expected = {
+            name: {what: tuple(value.shape) for what, value in self._method.init(tensor).items()}
+            for name, tensor in tensors.items()
+        }
+        found: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in expected}
+        for what, values in states.items():
+            if what == "offsets" and what in self._method.equal_state:
+                # Look-ahead's, which are not there at the start. Kernels follow them.
+                offsets = {name: chosen.cpu().numpy() for name, chosen in values.items()}
+                check_offsets(offsets, {name: t.geometry for name, t in tensors.items()})
+                continue
+            for name, value in values.items():
+                found.setdefault(name, {})[what] = tuple(value.shape)
+        if found != expected:
+            name = next(n for n in [*found, *expected] if found.get(n) != expected.get(n))
+            raise ValueError(
+                f"the method's state of {name} is {found.get(name)} in the state and "
+                f"{expected.get(name)} now: it belongs to another model, or another version of "
+                f"{type(self._method).__name__}"
+            )
+
+    def _take_up(self, state: Saved) -> None:
+        """Begin with this saved state, or anew where there is none."""
+        for name, tensor in self.residues.tensors.items():
+            if state["residues"]:
+                tensor.residue.copy_(state["residues"][name].reshape(-1))
+            else:  # saved before the first step, or by a single process: all of them were zero
+                tensor.residue.zero_()
+        self.begin_state_anew()
+        for what, values in _saved_states(state).items():
+            for name, value in values.items():
+                # A copy: it may be on another device, and the script may keep the state it read.
+                own, residue = self.tensor_states[name], self.residues.tensors[name].residue
+                dtype = own[what].dtype if what in own else value.dtype
+                own[what] = value.to(own.get(what, residue).device, dtype, copy=True)
+        for what, value in state.get("method_state", {}).get("method", {}).items():
+            first = self.method_state[what]
+            is_tensor = isinstance(first, torch.Tensor)
+            self.method_state[what] = value.to(first, copy=True) if is_tensor else value
+
+    def begin_state_anew(self) -> None:
+        """All state of the method is as at the start."""
+        tensors = self.residues.tensors
+        self.tensor_states = {name: dict(self._method.init(t)) for name, t in tensors.items()}
+        self.method_state = dict(self._method.init_method())
+
+    def begin_equal_state_anew(self) -> None:
+        """What must be the same on all ranks (`equal_state`) may not be: begin it anew."""
+        method = self._method
+        first_own = method.init_method()
+        self.method_state |= {w: first_own[w] for w in method.equal_state if w in first_own}
+        for name, state in self.tensor_states.items():
+            first = method.init(self.residues.tensors[name]) if method.equal_state else {}
+            for what in method.equal_state:
+                state.pop(what, None)
+                if what in first:
+                    state[what] = first[what]
+
+    def take_state(self, states: Sequence[State]) -> None:
+        """A step counted: what its buckets gave is the state now."""
+        self._loaded = None
+        before = dict(self.method_state)
+        for state in states:
+            for name, values in state.tensors.items():
+                self.tensor_states[name] = dict(values)
+            changed = {what: v for what, v in state.method.items() if v is not before[what]}
+            self.method_state |= changed
+
+    # What ranks have in common.
+
+    def agree(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        collectives: Collectives,
+        names: Names,
+        settings: Mapping[str, Any],
+        topics: Mapping[str, Any],
+        told: Mapping[str, Any],
+    ) -> list[dict[str, Any]]:
+        """Compare what all ranks were started with; all go on at one step. Waits for all ranks.
+
+        Args:
+            parameters: {name: parameter} of all that are trained.
+            collectives: the other ranks.
+            names: of the exchange's collectives, which get a number that is new to all ranks.
+            settings, topics: what must be the same on all ranks besides the config and tensors.
+            told: what else ranks tell each other.
+
+        Returns:
+            What every rank told, with "state", the digest of what must be equal of the method's.
+
+        Raises:
+            RuntimeError: something differs; on every rank alike.
+        """
+        config, tensors = self._method.config.to_dict(), describe_tensors(parameters, self.residues)
+        compared = {**describe(config, settings, tensors), **topics}
+        mine = compared | {
+            "name": names.claim(),
+            "step": self.residues.step,
+            "state": self.digest_of_state(),
+            **told,
+        }
+        everyone = gather_objects(collectives, mine, "agreement")
+        self.residues.step = agree(everyone, tuple(compared), names)
+        return everyone
+
+    def compare_states(self, digests: Collection[str | None]) -> None:
+        """Begin anew what must be the same on all ranks, if their digests say that it is not."""
+        if len(set(digests)) > 1:
+            log.warning("ranks come with different states of their method: all begin it anew")
+            self.begin_equal_state_anew()
+
+    def digest_of_state(self) -> str | None:
+        """For ranks to compare: of what must be the same on all; None where there is nothing."""
+        states = self.tensor_states | {"": self.method_state}
+        return digest_of(
+            {
+                f"{what} {name}": as_bytes(torch.as_tensor(state[what])).numpy()
+                for name, state in states.items()
+                for what in self._method.equal_state
+                if what in state
+            }
+        )
+
+
+def _saved_states(state: Saved) -> dict[str, Mapping[str, torch.Tensor]]:
+    """{what: {name: tensor}} in a saved state."""
+    by_kind = dict(state.get("method_state", {}).get("tensors", {}))
+    return by_kind | ({"offsets": state["offsets"]} if state.get("offsets") else {})
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

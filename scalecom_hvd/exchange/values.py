@@ -1,0 +1,57 @@
+"""The buffer that a bucket's ranks sum: values of compressed tensors, tensors sent whole, a count.
+
+Imports kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from scalecom_hvd.exchange.kernels import Count
+
+
+class Values:
+    """A buffer that is all-reduced: [`n_values` values | tensors sent whole | one count].
+
+    Attributes:
+        compressed: the view of the values.
+        whole: {name: view} of the tensors sent whole.
+    """
+
+    def __init__(
+        self,
+        n_values: int,
+        whole: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        sizes = [parameter.numel() for parameter in whole.values()]
+        self.buffer = torch.zeros(n_values + sum(sizes) + 1, dtype=dtype, device=device)
+        self.compressed = self.buffer[:n_values]
+        self._all_whole = self.buffer[n_values:-1]
+        self.whole = dict(zip(whole, self._all_whole.split(sizes), strict=True))
+
+    def fill(self, grads: Mapping[str, torch.Tensor]) -> Count:
+        """Copy in what is sent whole; gives whether it is not finite."""
+        torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
+        # Looked at in the wire dtype: what overflows there is not finite either.
+        return ~self._all_whole.isfinite().all()
+
+    def copy_to(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """The tensors sent whole <- their averages."""
+        torch._foreach_copy_([grads[name] for name in self.whole], list(self.whole.values()))
+
+
+def norm(tensors: Sequence[torch.Tensor]) -> float:
+    """The Euclidean norm of all of them together; reads them all."""
+    has_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    total = math.inf
+    # Squares of what a residue may hold overflow float32; float64 takes eight times as long.
+    for wide in (torch.float64,) if has_double else (torch.float32, torch.float64):
+        total = math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
+        if math.isfinite(total):
+            break
+    return total
