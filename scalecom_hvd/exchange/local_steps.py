@@ -19,9 +19,7 @@ idea is Streaming DiLoCo's (Douillard et al., 2025, arXiv 2501.18512). That pape
 x_i <- alpha x_i + (1 - alpha) x, which throws a share of d_i away, and where a residue keeps what
 was not sent, counts a share of that twice.
 
-Where changes are clipped, that of each worker is made no longer than so many times the median
-length of all (SparseLoCo's deployment against workers that go astray: Sarfi et al., 2025, arXiv
-2508.15706). What is cut off is lost, as where gradients are clipped.
+Changes may be clipped before they are sent, see changes.py.
 
 With fragments the model is cut into P parts, which synchronise in turn: all of the above is of one
 part at a time. A round is over with the last, and is one step of the Exchange, in P parts.
@@ -35,19 +33,14 @@ after each step at which ranks synchronise (with an overlap, tau steps after it;
 clipped, after the step too). All this depends only on how many steps were taken, so every rank has
 to take every step, also one with a bad gradient.
 
-Imports exchange, outer_step, own_parameters, methods/base and the rooms below.
+Imports exchange, outer_step, own_parameters, changes, rounds_agreement, rounds_alive, methods/base
+and the rooms below.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import copy
-import gc
 import logging
-import math
-import statistics
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,11 +48,9 @@ from typing import Any
 import torch
 
 from scalecom_hvd.agreement import FIRST_MEETING, compare_ranks
-from scalecom_hvd.bucket_layout import cut, divide
-from scalecom_hvd.config import ScaleComConfig, checked_number
 from scalecom_hvd.diagnostics import Diagnostics
-from scalecom_hvd.exchange.background_thread import wait_for_kept
 from scalecom_hvd.exchange.bucket_plan import Groups
+from scalecom_hvd.exchange.changes import Clipping, cut_into_fragments
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.exchange import Exchange, Part
 from scalecom_hvd.exchange.gradients import NotFinite, limit_of, wide_dtype
@@ -67,8 +58,14 @@ from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import digest
 from scalecom_hvd.exchange.outer_step import Outer, OuterStep
 from scalecom_hvd.exchange.own_parameters import OwnParameters
+from scalecom_hvd.exchange.rounds_agreement import (
+    check_not_overwritten,
+    check_same_outer,
+    check_same_start,
+    latest_ranks,
+)
+from scalecom_hvd.exchange.rounds_alive import collect_all, register
 from scalecom_hvd.exchange.run import Averager, Saved
-from scalecom_hvd.exchange.values import norm
 from scalecom_hvd.saved_state import check_local_steps
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.training_warnings import Health
@@ -91,36 +88,6 @@ class Journey:
     since: int
     sent_from: dict[str, torch.Tensor] = field(default_factory=dict)
     averages: dict[str, torch.Tensor] | None = None
-
-
-_alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
-
-
-def any_held() -> bool:
-    """Whether some optimizer of this process holds parameters in the middle of a round."""
-    return any(local.own.held for local in list(_alive))
-
-
-def rounds_of(params: dict[str, Any] | list[Any]) -> list[LocalSteps]:
-    """The local steps whose parameters are among these.
-
-    Args:
-        params: what broadcast_parameters takes: a state_dict, or a list of (name, tensor) or of
-            tensors. Anything else, which Horovod refuses, has none.
-    """
-    if isinstance(params, dict):
-        tensors = list(params.values())
-    elif isinstance(params, list):
-        tensors = [item[1] if isinstance(item, tuple) else item for item in params]
-    else:
-        return []
-    # A state_dict has other objects too.
-    addresses = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
-    if any(local.trains(addresses) for local in list(_alive)):
-        # An optimizer that was deleted hangs in a cycle with its own class, and where its
-        # parameters were, another's may be now.
-        gc.collect()
-    return [local for local in list(_alive) if local.trains(addresses)]
 
 
 class LocalSteps(Averager):
@@ -173,13 +140,13 @@ class LocalSteps(Averager):
         schedule.check_overlap(overlap)
         self.schedule = schedule
         self._overlap = overlap
-        self._clip, self._clipped = _checked_clip(clip_changes), 0
+        self._clipping = Clipping(clip_changes)
         self._journey: Journey | None = None
         self.taken = 0
         self.skipped = 0
         self.newcomer = True
         addresses = {parameter.data_ptr() for parameter in parameters.values()}
-        _collect_all(addresses)  # the script made its optimizer anew
+        collect_all(addresses)  # the script made its optimizer anew
         self.common = {name: _wide(parameter) for name, parameter in parameters.items()}
         self._outer = OuterStep(self.common, outer)
         self.outer = self._outer.optimizer
@@ -206,7 +173,9 @@ class LocalSteps(Averager):
         self._residues = method.residues
         self._fragments: list[list[str]] = [list(parameters)]
         if schedule.fragments > 1:
-            self._fragments, groups = _cut(parameters, groups, schedule.fragments, method.config)
+            self._fragments, groups = cut_into_fragments(
+                parameters, groups, schedule.fragments, method.config
+            )
         self.exchange = Exchange(
             self.common,
             method,
@@ -217,12 +186,7 @@ class LocalSteps(Averager):
             part_of=self,
         )
         method.run.begin(self.common, self)
-        _alive.add(self)
-        if overlap:
-            # A script may end while averages travel. Whoever ends first shuts Horovod down, which
-            # would fail the others. Registered after Horovod's own, this is called before it.
-            atexit.unregister(_collect_all)
-            atexit.register(_collect_all)
+        register(self, travels=overlap > 0)
 
     @property
     def active(self) -> bool:
@@ -297,7 +261,7 @@ class LocalSteps(Averager):
                 f"ranks synchronise after {steps} steps: let every rank take every step, and call "
                 "synchronize_parameters() on all of them after the same one"
             )
-        _compare_outer(everyone)
+        check_same_outer(everyone)
         if self._journey is not None:
             self._arrive()
         if not self._open:
@@ -363,33 +327,13 @@ class LocalSteps(Averager):
             x.grad = change
             if self._overlap:  # at once: the processor's cache may still hold the parameter
                 journey.sent_from[name] = self._sent_from[name].copy_(parameter)
-        if self._clip is not None:
-            self._clip_change(names)
+        self._clipping.clip([self._changes[name] for name in names], self._collectives)
         self.exchange.part = Part(set(names), fragments[-1] == len(self._fragments) - 1)
         for name in reversed(names):
             self.exchange.ready(self.common[name])
         if self._overlap:
             self.exchange.send()
         self._journey = journey
-
-    def _clip_change(self, names: Sequence[str]) -> None:
-        """Make this rank's change of these no longer than clip_changes allows.
-
-        All ranks wait for each other here. One that is not finite is left as it is, and makes the
-        synchronisation void.
-        """
-        changes = [self._changes[name] for name in names]
-        mine = norm(changes)
-        length = torch.tensor([mine], dtype=torch.float64, device=changes[0].device)
-        everyone = self._collectives.gather(length, "scalecom.local_steps.norms").wait().tolist()
-        # A rank that changed nothing, such as one without an expert's tokens, does not tell how
-        # long a change is. For an even number of ranks the lower of the two middle norms is taken:
-        # with their mean, two ranks would never clip.
-        lengths = [length for length in everyone if length > 0]
-        limit = self._clip * statistics.median_low(lengths) if lengths else math.inf
-        if limit < mine < math.inf:
-            torch._foreach_mul_(changes, limit / mine)
-            self._clipped += 1
 
     @property
     def travels(self) -> bool:  # type: ignore[override]
@@ -493,20 +437,8 @@ class LocalSteps(Averager):
         }
         everyone = gather_objects(self._collectives, mine, FIRST_MEETING)
         compare_ranks(everyone, ("settings",))
-        lost = [rank for rank, other in enumerate(everyone) if other["overwritten"]]
-        if lost:
-            raise RuntimeError(
-                f"parameters of rank {', '.join(map(str, lost))} were changed after a state in the "
-                "middle of a round of local steps was loaded, and are no longer that rank's own: "
-                "load the compressor's state last, or call broadcast_parameters of "
-                "scalecom_hvd.torch when the model is loaded, which leaves every rank its own. To "
-                "begin from other parameters, save after optimizer.synchronize_parameters(), when "
-                "no round is under way"
-            )
-        # In elastic runs a rank may have committed a step that others have not.
-        latest = max((other["taken"] for other in everyone if other["knows"]), default=0)
-        are_latest = [other["knows"] and other["taken"] == latest for other in everyone]
-        known = [rank for rank, is_latest in enumerate(are_latest) if is_latest]
+        check_not_overwritten(everyone)
+        known, latest = latest_ranks(everyone)
         if early and not known:
             return
         if len({other["since"] for other in everyone}) > 1:
@@ -520,25 +452,17 @@ class LocalSteps(Averager):
             self._journey = None
             self._agree(early)
             return
-        compared = known or range(len(everyone))
-        first = everyone[compared[0]]
-        if len({everyone[rank]["parameters"] for rank in compared}) > 1:
-            raise RuntimeError(
-                "ranks begin local steps from different parameters, which local steps would keep "
-                "apart for ever: call broadcast_parameters on all ranks before the first step, "
-                "and load states of one step; with a model that was saved in the middle of a "
-                "round the compressor's state too"
-            )
-        _compare_outer([everyone[rank] for rank in compared])
+        compared = [everyone[rank] for rank in known] or everyone
+        check_same_start(compared)
         if known:
-            self._outer.take_groups(first["outer_groups"])
+            self._outer.take_groups(compared[0]["outer_groups"])
         if len({other["parameters"] for other in everyone}) > 1:
             root = known[0]
             self._send_common(root, keeps=self._collectives.position in known)
             self._outer.broadcast(self._collectives, root, everyone[root]["outer"])
         if known:
-            self.taken, self._early = latest, everyone[known[0]]["early"]
-        self._open = any(everyone[rank]["open"] for rank in compared)
+            self.taken, self._early = latest, compared[0]["early"]
+        self._open = any(other["open"] for other in compared)
 
     def _arrive_where_held(self) -> None:
         """Let averages that travel, or those of a loaded state, count before their time."""
@@ -580,7 +504,7 @@ class LocalSteps(Averager):
             "local_steps": self.schedule.describe(),
             "overlap": self._overlap,
             "fragments": len(self._fragments),
-            "clip_changes": self._clip,
+            "clip_changes": self._clipping.times,
             **self._outer.settings(),
         }
 
@@ -712,7 +636,8 @@ class LocalSteps(Averager):
             rank's optimizer; "steps_skipped": those left out for a bad gradient. Where changes are
             clipped "changes_clipped": how many of this rank's were.
         """
-        clipped = {} if self._clip is None else {"changes_clipped": self._clipped}
+        clipping = self._clipping
+        clipped = {} if clipping.times is None else {"changes_clipped": clipping.clipped}
         return (
             self.exchange.stats()
             | clipped
@@ -722,57 +647,6 @@ class LocalSteps(Averager):
                 "steps_skipped": self.skipped,
             }
         )
-
-
-def _compare_outer(everyone: Sequence[Mapping[str, Any]]) -> None:
-    groups = [other["outer_groups"] for other in everyone]
-    if any(other != groups[0] for other in groups):
-        raise RuntimeError(
-            f"ranks' outer optimizers differ: {groups}. Let a scheduler of optimizer.outer step, "
-            "or load its state, on every rank alike, and by a metric that all ranks have in common"
-        )
-
-
-def _collect_all(addresses: set[int] | None = None) -> None:
-    """Of those that train parameters at these addresses; None: of all that are or were there."""
-    for local in list(_alive):
-        if addresses is None or local.trains(addresses):
-            with contextlib.suppress(Exception):  # whoever failed has said so
-                local.collect()
-    if addresses is None:
-        wait_for_kept()
-
-
-def _cut(
-    parameters: Mapping[str, torch.Tensor],
-    groups: Groups | None,
-    fragments: int,
-    config: ScaleComConfig,
-) -> tuple[list[list[str]], Groups]:
-    """The names of each fragment, and groups of them such that no bucket is in two fragments."""
-
-    def bytes_of(names: Sequence[str]) -> list[int]:
-        return [parameters[n].numel() * parameters[n].element_size() for n in names]
-
-    units = [list(group) for group in groups if group] if groups else [[n] for n in parameters]
-    sizes = [sum(bytes_of(unit)) for unit in units]
-    own: list[list[str]] = []
-    buckets: list[list[str]] = []
-    for part in divide(sizes, units, fragments):
-        names = [name for unit in part for name in unit]
-        own.append(names)
-        buckets += part if groups else cut(bytes_of(names), names, config.bucket_bytes)
-    return own, buckets
-
-
-def _checked_clip(clip: Any) -> float | None:
-    number = None if clip is None else checked_number("clip_changes", clip)
-    if number is not None and not 0 < number < math.inf:
-        raise ValueError(
-            "clip_changes is how many times the median length a change may have, such as 2: a "
-            f"number above 0, not {clip}"
-        )
-    return number
 
 
 def _wide(parameter: torch.Tensor) -> torch.nn.Parameter:

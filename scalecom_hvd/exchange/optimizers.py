@@ -17,10 +17,11 @@ from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.gradients import NotFinite, check_finite_gradients
-from scalecom_hvd.exchange.local_steps import LocalSteps, any_held, rounds_of
+from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.new_gradients import SparseAverage
 from scalecom_hvd.exchange.outer_step import Outer
+from scalecom_hvd.exchange.rounds_alive import any_held, rounds_of
 from scalecom_hvd.exchange.undo import Remembered
 from scalecom_hvd.schedule import Schedule
 

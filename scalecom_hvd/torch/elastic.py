@@ -22,8 +22,9 @@ from horovod.torch.elastic import *  # noqa: F403
 from horovod.torch.elastic import state as _state
 from horovod.torch.functions import broadcast_object
 
-from scalecom_hvd.exchange.local_steps import LocalSteps, rounds_of
+from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.exchange.rounds_alive import rounds_of
 from scalecom_hvd.torch.broadcast import broadcast_parameters
 
 

@@ -203,7 +203,7 @@ def test_one_version():
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {scalecom_hvd.__version__}\n" in citation
     released = re.search(r"date-released: (\S+)", citation)[1]
-    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    newest = re.search(r"^## (\d.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     assert newest == f"{scalecom_hvd.__version__} - {released}"
 
 

@@ -99,11 +99,7 @@ class Program:
         # Gradients so small that float16 knows a few steps of them alone. (Gloo of Horovod 0.28.1
         # drops some float16 sums.)
         self.half = dice.random() < 0.15 and hvd.mpi_enabled()
-        if self.half and self.ranks % self.options.get("gradient_predivide_factor", 1):
-            self.half = False  # refused in Horovod's own optimizer
         self.size = dice.choice((1.0, 1e-7)) if self.half else 1.0
-        if self.half:
-            self.fields |= {"wire_dtype": "float16"}
         self.frozen = [set() for _ in range(self.models)]
         # backward passes, and whether ranks' hooks fired alike
         self.pending = [[0, True] for _ in range(self.models)]
@@ -324,9 +320,14 @@ class Run:
         }
         compression, more = stock.Compression.none, {}
         if self.rate is not None:
-            fields = dict(program.fields) | {
-                "dense": [f"{name}.{model}" for name in program.fields["dense"]]
-            }
+            # Horovod's own optimizer refuses float16.
+            half = program.half and self.library is hvd
+            wire = {"wire_dtype": "float16"} if half else {}
+            fields = (
+                dict(program.fields)
+                | wire
+                | {"dense": [f"{name}.{model}" for name in program.fields["dense"]]}
+            )
             compression = hvd.ScaleCom(
                 parameters.items() if self.library is stock else None,
                 loss_scale=lambda: self.scale_now[model],
@@ -524,9 +525,8 @@ class Run:
         lengths = [now[name].numel() for name in names]
         of_all = (whole.split(lengths) for whole in (came * factor, sums * n, moved * factor))
         for name, sent, sums_of, moved_of in zip(names, *of_all, strict=True):
-            # The rounding of float16 sums is nobody's. Below 2**-13 they are exact; Horovod's own
-            # optimizer sums n times as much.
-            rounds = self.program.half and float(sums_of.max()) * n >= 2**-13
+            # The rounding of float16 sums is nobody's. Below 2**-13 they are exact.
+            rounds = self.program.half and float(sums_of.max()) >= 2**-13
             size, precision = float(moved_of.max()), 2e-3 * n if rounds else 1e-5
             off = float((sent - now[name].view(-1)).abs().max())
             # A step that was taken back leaves the rounding of its gradients.

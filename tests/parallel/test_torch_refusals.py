@@ -244,13 +244,13 @@ def test_a_refusal_leaves_the_parameters_usable():
     assert same_on_all_ranks(model.values())
 
 
-@pytest.mark.parametrize("library", [hvd, stock], ids=["drop-in", "stock"])
-def test_half_values_over_gloo_are_warned_of(library, caplog):
+def test_half_values_over_gloo_are_warned_of(caplog):
     """Horovod 0.28.1's Gloo drops some float16 sums: 2**-24 + 1 is 2**-24 there."""
     model = parameters({"weight": (100, 100)})
-    compressor = hvd.ScaleCom(model.items() if library is stock else None, wire_dtype="float16")
-    optimizer = library.DistributedOptimizer(
-        torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1),
+        model.items(),
+        compression=hvd.ScaleCom(wire_dtype="float16"),
     )
     feed(model, gradients({"weight": (100, 100)}, hvd.rank(), 0))
     optimizer.step()

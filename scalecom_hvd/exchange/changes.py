@@ -1,0 +1,86 @@
+"""What local steps send: fragments of the model, and changes that are no longer than others'.
+
+Imports collectives, values and bucket_layout.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from scalecom_hvd.bucket_layout import cut, divide
+from scalecom_hvd.config import ScaleComConfig, checked_number
+from scalecom_hvd.exchange.bucket_plan import Groups
+from scalecom_hvd.exchange.collectives import Collectives
+from scalecom_hvd.exchange.values import norm
+
+
+class Clipping:
+    """Scales a rank's change down to at most so many times the median norm over all ranks.
+
+    Against workers that go astray (SparseLoCo's deployment: Sarfi et al., 2025, arXiv 2508.15706).
+    What is cut off is lost, as where gradients are clipped.
+
+    Args:
+        times: how many times the median; None: changes stay as they are.
+
+    Attributes:
+        times: the same.
+        clipped: how many of this rank's changes were.
+
+    Raises:
+        TypeError, ValueError: that is no number above 0.
+    """
+
+    def __init__(self, times: float | None) -> None:
+        self.times = None if times is None else checked_number("clip_changes", times)
+        if self.times is not None and not 0 < self.times < math.inf:
+            raise ValueError(
+                "clip_changes is how many times the median length a change may have, such as 2: a "
+                f"number above 0, not {times}"
+            )
+        self.clipped = 0
+
+    def clip(self, changes: Sequence[torch.Tensor], collectives: Collectives) -> None:
+        """Make this rank's change no longer than is allowed. All ranks wait for each other here.
+
+        A change that is not finite is left as it is, and makes the synchronisation void.
+        """
+        if self.times is None:
+            return
+        mine = norm(changes)
+        length = torch.tensor([mine], dtype=torch.float64, device=changes[0].device)
+        everyone = collectives.gather(length, "scalecom.local_steps.norms").wait().tolist()
+        # A rank that changed nothing, such as one without an expert's tokens, does not tell how
+        # long a change is. For an even number of ranks the lower of the two middle norms is taken:
+        # with their mean, two ranks would never clip.
+        lengths = [length for length in everyone if length > 0]
+        limit = self.times * statistics.median_low(lengths) if lengths else math.inf
+        if limit < mine < math.inf:
+            torch._foreach_mul_(list(changes), limit / mine)
+            self.clipped += 1
+
+
+def cut_into_fragments(
+    parameters: Mapping[str, torch.Tensor],
+    groups: Groups | None,
+    fragments: int,
+    config: ScaleComConfig,
+) -> tuple[list[list[str]], Groups]:
+    """The names of each fragment, and groups of them such that no bucket is in two fragments."""
+
+    def bytes_of(names: Sequence[str]) -> list[int]:
+        return [parameters[n].numel() * parameters[n].element_size() for n in names]
+
+    units = [list(group) for group in groups if group] if groups else [[n] for n in parameters]
+    sizes = [sum(bytes_of(unit)) for unit in units]
+    own: list[list[str]] = []
+    buckets: list[list[str]] = []
+    for part in divide(sizes, units, fragments):
+        names = [name for unit in part for name in unit]
+        own.append(names)
+        buckets += part if groups else cut(bytes_of(names), names, config.bucket_bytes)
+    return own, buckets

@@ -1,0 +1,60 @@
+"""What ranks that take local steps must have in common, given what each told all others.
+
+All ranks see the same list, so all raise or none. Called by local_steps.py. Imports nothing of this
+package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Told = Sequence[Mapping[str, Any]]
+"""What every rank told, in order of position; see LocalSteps."""
+
+
+def check_not_overwritten(everyone: Told) -> None:
+    """Raise RuntimeError where a rank's own parameters, which it held, are no longer there."""
+    lost = [rank for rank, other in enumerate(everyone) if other["overwritten"]]
+    if lost:
+        raise RuntimeError(
+            f"parameters of rank {', '.join(map(str, lost))} were changed after a state in the "
+            "middle of a round of local steps was loaded, and are no longer that rank's own: "
+            "load the compressor's state last, or call broadcast_parameters of "
+            "scalecom_hvd.torch when the model is loaded, which leaves every rank its own. To "
+            "begin from other parameters, save after optimizer.synchronize_parameters(), when "
+            "no round is under way"
+        )
+
+
+def latest_ranks(everyone: Told) -> tuple[list[int], int]:
+    """The positions of the ranks that have trained furthest, and how many steps those took.
+
+    In elastic runs a rank may have committed a step that others have not. Newcomers are not among
+    them; where all are newcomers, there is none.
+    """
+    latest = max((other["taken"] for other in everyone if other["knows"]), default=0)
+    are_latest = [other["knows"] and other["taken"] == latest for other in everyone]
+    return [rank for rank, is_latest in enumerate(are_latest) if is_latest], latest
+
+
+def check_same_start(everyone: Told) -> None:
+    """Raise RuntimeError unless these ranks begin from the same common parameters."""
+    if len({other["parameters"] for other in everyone}) > 1:
+        raise RuntimeError(
+            "ranks begin local steps from different parameters, which local steps would keep "
+            "apart for ever: call broadcast_parameters on all ranks before the first step, "
+            "and load states of one step; with a model that was saved in the middle of a "
+            "round the compressor's state too"
+        )
+    check_same_outer(everyone)
+
+
+def check_same_outer(everyone: Told) -> None:
+    """Raise RuntimeError unless these ranks' outer optimizers step alike."""
+    groups = [other["outer_groups"] for other in everyone]
+    if any(other != groups[0] for other in groups):
+        raise RuntimeError(
+            f"ranks' outer optimizers differ: {groups}. Let a scheduler of optimizer.outer step, "
+            "or load its state, on every rank alike, and by a metric that all ranks have in common"
+        )

@@ -1,0 +1,78 @@
+"""The local steps of this process, found by the memory of their parameters.
+
+broadcast_parameters and elastic states are given tensors, and ask whose they are. Imports
+background_thread; local_steps for types only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scalecom_hvd.exchange.background_thread import wait_for_kept
+
+if TYPE_CHECKING:
+    from scalecom_hvd.exchange.local_steps import LocalSteps
+
+_alive: weakref.WeakSet[LocalSteps] = weakref.WeakSet()
+
+
+def register(local: LocalSteps, travels: bool) -> None:
+    """Remember local steps as long as they live.
+
+    Args:
+        local: of one optimizer.
+        travels: whether their averages travel while steps go on.
+    """
+    _alive.add(local)
+    if travels:
+        # A script may end while averages travel. The rank that ends first shuts Horovod down, which
+        # would fail the others. Registered after Horovod's own, this is called before it.
+        atexit.unregister(collect_all)
+        atexit.register(collect_all)
+
+
+def any_held() -> bool:
+    """Whether some optimizer of this process holds parameters in the middle of a round."""
+    return any(local.own.held for local in list(_alive))
+
+
+def rounds_of(params: dict[str, Any] | list[Any]) -> list[LocalSteps]:
+    """The local steps whose parameters are among these.
+
+    Args:
+        params: what broadcast_parameters takes: a state_dict, or a list of (name, tensor) or of
+            tensors. Anything else, which Horovod refuses, has none.
+    """
+    if isinstance(params, dict):
+        tensors = list(params.values())
+    elif isinstance(params, list):
+        tensors = [item[1] if isinstance(item, tuple) else item for item in params]
+    else:
+        return []
+    # A state_dict has other objects too.
+    addresses = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    if any(local.trains(addresses) for local in list(_alive)):
+        # An optimizer that was deleted hangs in a cycle with its own class, and where its
+        # parameters were, another's may be now.
+        gc.collect()
+    return [local for local in list(_alive) if local.trains(addresses)]
+
+
+def collect_all(addresses: set[int] | None = None) -> None:
+    """Wait for averages that travel.
+
+    Args:
+        addresses: of the parameters that they are about; None: of all that are or were there.
+    """
+    for local in list(_alive):
+        if addresses is None or local.trains(addresses):
+            with contextlib.suppress(Exception):  # what failed has been raised already
+                local.collect()
+    if addresses is None:
+        wait_for_kept()
