@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
-from scalecom_hvd.agreement import Names
+from scalecom_hvd.agreement import Names, is_elastic
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
 from scalecom_hvd.tensorflow.exchange import Arguments, Exchange, Reduction, reduction
@@ -34,7 +34,7 @@ from scalecom_hvd.tensorflow.residues import (
     shape_of,
     value_of,
 )
-from scalecom_hvd.tensorflow.transport import Transport, is_elastic, runs_eagerly
+from scalecom_hvd.tensorflow.transport import Transport, runs_eagerly
 
 log = logging.getLogger("scalecom_hvd")
 

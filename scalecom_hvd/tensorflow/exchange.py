@@ -37,6 +37,7 @@ from scalecom_hvd.agreement import (
     compare_ranks,
     describe,
     digest_of,
+    is_elastic,
     warn_of_half_sums,
 )
 from scalecom_hvd.bucket_layout import group_names, split, step_stats
@@ -52,7 +53,7 @@ from scalecom_hvd.tensorflow.residues import (
     shape_of,
     value_of,
 )
-from scalecom_hvd.tensorflow.transport import Transport, is_elastic, runs_eagerly
+from scalecom_hvd.tensorflow.transport import Transport, runs_eagerly
 from scalecom_hvd.training_warnings import (
     GROWTH_WARNING,
     LOOK_EVERY,
