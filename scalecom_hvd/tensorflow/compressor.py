@@ -55,8 +55,8 @@ _NOTHING_SENT: dict[str, int | float | None] = {
     "residue_ratio": None,
 }
 
-_numbers = itertools.count()
-_alive: weakref.WeakSet[ScaleCom] = weakref.WeakSet()
+_order = itertools.count()
+_objects: weakref.WeakSet[ScaleCom] = weakref.WeakSet()
 
 # A Keras LossScaleOptimizer, or a callable that gives the current scale.
 LossScale: TypeAlias = (
@@ -153,13 +153,13 @@ class ScaleCom(tf.Module, Compressor):
         self.config = (config if config is not None else ScaleComConfig.from_env()).replace(
             **fields
         )
-        self.number = next(_numbers)
+        self.number = next(_order)
         self.current_loss_scale = _scale_reader(loss_scale)
         self._settings = _Settings(self.config)
         self._streams: list[_Stream] = []
         self._bound = _Bound()
         self._make_stream()
-        _alive.add(self)
+        _objects.add(self)
 
     @staticmethod
     def compress(tensor: Any) -> Any:
@@ -425,7 +425,7 @@ class ScaleCom(tf.Module, Compressor):
 
 def objects() -> list[ScaleCom]:
     """All ScaleComs of this process, in the order in which they were made."""
-    return sorted(_alive, key=lambda compressor: compressor.number)
+    return sorted(_objects, key=lambda compressor: compressor.number)
 
 
 def all_exchanges() -> list[Exchange]:
