@@ -1,8 +1,8 @@
 """ScaleCom: what users pass as `compression=` to this package's optimizers and tapes.
 
 It holds settings, residues and the loss scale. The graph's part is exchange.py's. Tapes are made
-anew every step, so residues live here, by variable. Imports elastic_agreement, exchange, residues,
-transport and the framework-free rooms.
+anew every step, so residues live here, by variable. Used by reduction.py, elastic.py and
+optimizer.py. Imports elastic_agreement, exchange, residues, transport and the framework-free rooms.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ class Exchange:
             lambda fact: self._transport.sum(fact, "more"), autograph=False
         )
 
-    # The agreement, once. It blocks, so it happens only where every rank surely is: at the first
-    # call for these variables.
+    # Ranks agree once. That blocks, so they do it where every rank surely is: at the first call for
+    # these variables.
 
     def agree(self, present: Iterable[str], sparse: Sequence[str]) -> None:
         """Compare settings and tensors of all ranks; agree on members, names and the step.
@@ -211,9 +211,9 @@ class Exchange:
     def lacks(self, given: set[str]) -> bool:
         """Whether a variable that is no member has a gradient, so that ranks must agree anew.
 
-        Eager steps may have one on one rank only, so there ranks ask each other, in every step.
-        What a function's gradients are is known when it is traced, which ranks may do at any time
-        (for a smaller batch). There each rank sees for itself, and all must see the same.
+        In eager steps this may be so on one rank only, so ranks ask each other in every step. In a
+        traced function no rank asks: ranks may trace it at different times (for a smaller batch).
+        Each rank decides for itself there, and all must find the same.
 
         Args:
             given: names of variables that have a gradient on this rank.
@@ -223,7 +223,7 @@ class Exchange:
             int(self._count_ranks(tf.constant(int(more)))) > 0 if tf.executing_eagerly() else more
         )
 
-    # In elastic runs others come later.
+    # In elastic runs ranks come later; see elastic_agreement.py.
 
     def agreement(self) -> dict[str, Any]:
         """What ranks that come later must know; "ahead" is a digest of look-ahead's offsets."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import horovod.tensorflow as horovod
@@ -201,7 +201,7 @@ def _tape(make: Callable[..., tf.GradientTape], given: dict[str, Any]) -> tf.Gra
     gradtape = given.pop("gradtape")
     arguments, stock = _arguments(given)
     tape = make(gradtape, **stock)
-    calls: dict[Any, int] = {}
+    calls: dict[Hashable, int] = {}
     tape._allreduce_grads = reduction(compressor, arguments, "DistributedGradientTape", calls)
     return tape
 

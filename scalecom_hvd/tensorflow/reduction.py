@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -53,7 +53,7 @@ def reduction(
     compressor: ScaleCom,
     arguments: Arguments,
     name: str,
-    calls_of: dict[Any, int] | None = None,
+    calls_of: dict[Hashable, int] | None = None,
 ) -> Reduction:
     """What takes the place of Horovod's `_allreduce_grads`.
 
@@ -126,7 +126,7 @@ def reduction(
 
 
 def _stream_of(
-    compressor: ScaleCom, variables: Sequence[tf.Variable], calls_of: dict[Any, int]
+    compressor: ScaleCom, variables: Sequence[tf.Variable], calls_of: dict[Hashable, int]
 ) -> int:
     """Which series of gradients these are: the first, second, ... that one tape was asked for."""
     if not calls_of:
@@ -143,8 +143,8 @@ class _Keeper:
 
     Attributes:
         who: the ScaleCom.
-        eager: whether it was so since a step in eager mode.
-        calls: in how many calls.
+        eager: whether it became the keeper in an eager step.
+        calls: in how many calls it has been the keeper.
     """
 
     who: weakref.ref[ScaleCom]
@@ -153,9 +153,12 @@ class _Keeper:
 
 
 def _notice_changed_keeper(compressor: ScaleCom, variables: Iterable[tf.Variable]) -> None:
-    """Notice a ScaleCom that is made in the training step.
+    """Notice a ScaleCom that is made inside of the training step.
 
-    It is another one in every step, and loses what was not sent.
+    Such a step makes a new one every time, and what the old one had not sent is lost.
+
+    Raises:
+        ValueError: an eager step surely does so. If that is not sure, a warning is logged.
     """
     eager, warned = tf.executing_eagerly(), False
     for variable in variables:

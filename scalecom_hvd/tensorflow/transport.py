@@ -24,9 +24,9 @@ def runs_eagerly() -> bool:
 
 
 def values_now(make: Callable[[], list[tf.Tensor]]) -> list[np.ndarray]:
-    """The values of the tensors that `make` gives, computed at once.
+    """The values of the tensors that `make` gives.
 
-    So also while a function is being traced or a graph built.
+    They are computed at once, even while a function is traced or a graph is built.
     """
     if runs_eagerly():
         with tf.init_scope():
