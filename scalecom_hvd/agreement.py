@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -79,6 +80,16 @@ class Names:
         """All ranks agreed on this number."""
         self._numbers.use(number)
         self.number = number
+
+
+def is_elastic() -> bool:
+    """Whether ranks may come and go, by the environment's HOROVOD_ELASTIC.
+
+    horovodrun sets it to 1. As for Horovod's core, any whole number but 0 means yes, and what is no
+    number means no.
+    """
+    value = os.environ.get("HOROVOD_ELASTIC", "0")
+    return value.isdecimal() and int(value) != 0
 
 
 def check_arguments(optimizer: object, has: str, framework: str, compression: object) -> None:

@@ -31,7 +31,7 @@ from scalecom_hvd.lanes import Lanes, Positions
 log = logging.getLogger("scalecom_hvd")
 
 FilePath = str | os.PathLike[str]
-Numbers = dict[str, float | int | None]
+Look = dict[str, float | int | None]
 Array = NDArray[np.floating]
 
 # What `look` gives, in the order of a CSV file's columns; "step" comes first there.
@@ -241,7 +241,7 @@ def look(
     average: Array,
     shares_sent: Array,
     pieces: Sequence[Piece],
-) -> Numbers:
+) -> Look:
     """All numbers of one look.
 
     How alike workers are (paper, section 2, its similarity of local memories; there 0 is reached as
@@ -468,7 +468,7 @@ class Writer:
         directory = diagnostics.tensorboard
         self._board = None if directory is None else Board(directory, open_tensorboard)
 
-    def write(self, numbers: Numbers) -> None:
+    def write(self, numbers: Look) -> None:
         """Write one look down.
 
         Args:
@@ -488,7 +488,7 @@ class Writer:
             self._board.write({n: known[n] for n in NAMES if n in known}, int(known["step"]))
 
 
-def append_to_csv(path: Path, numbers: Numbers) -> None:
+def append_to_csv(path: Path, numbers: Look) -> None:
     """Append one row, below the names if the file is new.
 
     Args:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from scalecom_hvd.diagnostics import Diagnostics, Numbers, Piece, Writer, draw, look, share_sent
+from scalecom_hvd.diagnostics import Diagnostics, Piece, Writer, draw, look, share_sent
+from scalecom_hvd.diagnostics import Look as Numbers
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.kernels import usable

@@ -20,7 +20,7 @@ except ModuleNotFoundError as _error:
 from scalecom_hvd.agreement import JOIN_REFUSED as _JOIN_REFUSED
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.tensorflow.compressor import ScaleCom
-from scalecom_hvd.tensorflow.compressor import alive as _alive
+from scalecom_hvd.tensorflow.compressor import all_exchanges as _all_exchanges
 from scalecom_hvd.tensorflow.monitor import Monitor
 from scalecom_hvd.tensorflow.optimizer import (
     DistributedGradientTape,
@@ -40,7 +40,7 @@ def join() -> int:
     Raises:
         RuntimeError: this process uses ScaleCom, whose gathers of offsets it would break.
     """
-    if _alive():
+    if _all_exchanges():
         raise RuntimeError(_JOIN_REFUSED)
     return _horovod.join()
 

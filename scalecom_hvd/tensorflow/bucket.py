@@ -46,7 +46,7 @@ class Now(NamedTuple):
     zero: tf.Tensor
 
 
-class Result(NamedTuple):
+class BucketResult(NamedTuple):
     """What a bucket's part of a step gives.
 
     Attributes:
@@ -125,11 +125,11 @@ class Bucket:
         """What is sent in a step that is sent whole."""
         return sum(self._elements.values()) * self._dense_dtype.size
 
-    def average(self, grads: Mapping[str, tf.Tensor], now: Now) -> Result:
+    def average(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         """This bucket's part of a step, from gradients (flat) to averages (flat, by `names`)."""
         if now.whole is False:
             return self._average_values(grads, now)
-        return Result(
+        return BucketResult(
             *tf.cond(
                 now.whole,
                 lambda: self._average_whole(grads, now),
@@ -137,7 +137,7 @@ class Bucket:
             )
         )
 
-    def _average_whole(self, grads: Mapping[str, tf.Tensor], now: Now) -> Result:
+    def _average_whole(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         flat = [tf.cast(grads[name], self._dense_dtype) for name in self.names]
         averages = self._transport.average_each(flat, f"whole.{self.number}")
         # No count is needed: where a worker's gradient is not finite, the average is not either.
@@ -154,9 +154,9 @@ class Bucket:
                 own, residues, self._units(now), self._chooses(now, 1)
             )
             chosen = self._split_offsets(self._from_leader(offered))
-        return Result(averages, all_finite(averages), residues, chosen)
+        return BucketResult(averages, all_finite(averages), residues, chosen)
 
-    def _average_values(self, grads: Mapping[str, tf.Tensor], now: Now) -> Result:
+    def _average_values(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         own = [grads[tensor.name] for tensor in self.compressed]
         units = self._units(now)
         chosen: list[tf.Tensor] = []
@@ -204,7 +204,7 @@ class Bucket:
             scattered = self._kernel.scatter(own, units, offsets, values)
             names = [tensor.name for tensor in self.compressed]
             averages |= dict(zip(names, scattered, strict=True))
-        return Result([averages[name] for name in self.names], sound, list(updated), chosen)
+        return BucketResult([averages[name] for name in self.names], sound, list(updated), chosen)
 
     def _fits(
         self,
@@ -257,7 +257,7 @@ class Bucket:
         places = [self.layout.offsets[tensor.name] for tensor in self.compressed]
         return [tf.ensure_shape(offsets[at], [at.stop - at.start]) for at in places]
 
-    def commit(self, result: Result) -> list[tf.Operation]:
+    def commit(self, result: BucketResult) -> list[tf.Operation]:
         """Make the step count: residues and offsets become what `average` gave."""
         held = [tensor.residue for tensor in self.compressed]
         if result.chosen:

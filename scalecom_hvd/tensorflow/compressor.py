@@ -1,8 +1,8 @@
 """ScaleCom: what users pass as `compression=` to this package's optimizers and tapes.
 
 It holds settings, residues and the loss scale. The graph's part is exchange.py's. Tapes are made
-anew every step, so residues live here, by variable. Imports exchange, residues, transport and the
-framework-free rooms.
+anew every step, so residues live here, by variable. Used by reduction.py, elastic.py and
+optimizer.py. Imports elastic_agreement, exchange, residues, transport and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
-import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
-from scalecom_hvd.agreement import Names
+from scalecom_hvd.agreement import is_elastic
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
-from scalecom_hvd.tensorflow.exchange import Arguments, Exchange, Reduction, reduction
+from scalecom_hvd.tensorflow.elastic_agreement import have_met, meet, take_agreement
+from scalecom_hvd.tensorflow.exchange import Arguments, Exchange
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
     Progress,
@@ -34,7 +33,7 @@ from scalecom_hvd.tensorflow.residues import (
     shape_of,
     value_of,
 )
-from scalecom_hvd.tensorflow.transport import Transport, is_elastic, runs_eagerly
+from scalecom_hvd.tensorflow.transport import runs_eagerly
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -58,19 +57,9 @@ _NOTHING_SENT: dict[str, int | float | None] = {
     "collectives": 0,
     "residue_ratio": None,
 }
-_KEEPER_CHANGED = (
-    "a new ScaleCom serves the variables of this tape, so their residues start at zero"
-)
-_MAKE_IT_ONCE = (
-    "make the ScaleCom once, outside of the training step, and pass the same object to every "
-    "DistributedGradientTape"
-)
 
-_numbers = itertools.count()
-_alive: weakref.WeakSet[ScaleCom] = weakref.WeakSet()
-# In an elastic run, what others agreed on before this process came, by label; None until ranks have
-# met.
-_agreed: dict[str, dict[str, Any]] | None = None
+_order = itertools.count()
+_objects: weakref.WeakSet[ScaleCom] = weakref.WeakSet()
 
 # A Keras LossScaleOptimizer, or a callable that gives the current scale.
 LossScale: TypeAlias = (
@@ -110,21 +99,6 @@ class _Stream(tf.Module):
         super().__init__(name="stream")
         self.residues: dict[str, tf.Variable] = {}
         self.progress: dict[str, Progress] = {}
-
-
-@dataclass
-class _Keeper:
-    """Noted at a variable: which ScaleCom keeps its residue for tapes.
-
-    Attributes:
-        who: the ScaleCom.
-        eager: whether it was so since a step in eager mode.
-        calls: in how many calls.
-    """
-
-    who: weakref.ref[ScaleCom]
-    eager: bool
-    calls: int = 1
 
 
 class _Bound:
@@ -183,13 +157,13 @@ class ScaleCom(tf.Module, Compressor):
         self.config = (config if config is not None else ScaleComConfig.from_env()).replace(
             **fields
         )
-        self.number = next(_numbers)
-        self._loss_scale = _scale_reader(loss_scale)
+        self.number = next(_order)
+        self.current_loss_scale = _scale_reader(loss_scale)
         self._settings = _Settings(self.config)
         self._streams: list[_Stream] = []
         self._bound = _Bound()
         self._make_stream()
-        _alive.add(self)
+        _objects.add(self)
 
     @staticmethod
     def compress(tensor: Any) -> Any:
@@ -205,32 +179,7 @@ class ScaleCom(tf.Module, Compressor):
         """As `compress`."""
         raise TypeError(_NEEDS_DROP_IN)
 
-    def reduction(
-        self, arguments: Arguments, name: str, calls_of: dict[Any, int] | None = None
-    ) -> Reduction:
-        """What an optimizer or tape calls instead of Horovod's `_allreduce_grads`.
-
-        Args:
-            arguments: what the optimizer or tape was given.
-            name: Horovod's name for what it still reduces itself.
-            calls_of: {variable.ref(): how often}, of one tape.
-        """
-
-        def exchange_for(
-            variables: Sequence[tf.Variable], *rest: Any
-        ) -> tuple[Exchange, list[str]]:
-            stream = 0
-            if calls_of is not None:
-                if not calls_of:
-                    self._notice_changed_keeper(variables)
-                refs = [variable.ref() for variable in variables]
-                stream = max((calls_of.get(ref, 0) for ref in refs), default=0)
-                calls_of.update(dict.fromkeys(refs, stream + 1))
-            return self._exchange_for(stream, variables, *rest)
-
-        return reduction(arguments, exchange_for, self._loss_scale, name)
-
-    def _exchange_for(
+    def exchange_for(
         self,
         stream: int,
         variables: Sequence[tf.Variable],
@@ -238,7 +187,21 @@ class ScaleCom(tf.Module, Compressor):
         sparse: Sequence[tf.Variable | tf.Tensor],
         arguments: Arguments,
     ) -> tuple[Exchange, list[str]]:
-        """The exchange of these variables, on which all ranks agreed, and their names in it."""
+        """The exchange of these variables, on which all ranks agreed, and their names in it.
+
+        Blocks until all ranks are here, unless they have agreed on it before.
+
+        Args:
+            stream: which of several series of gradients of these variables this is.
+            variables: those whose gradients are averaged.
+            present: those of them that have a gradient on this rank.
+            sparse: other variables, whose gradients are sparse.
+            arguments: what the optimizer or tape was given.
+
+        Raises:
+            RuntimeError: ranks differ.
+            TypeError: a variable cannot be averaged over ranks.
+        """
         known = self._bound.exchanges
         names = [self._name_of(variable) for variable in variables]
         given = {self._name_of(variable) for variable in present}
@@ -251,9 +214,12 @@ class ScaleCom(tf.Module, Compressor):
                 self._make_stream()
             return self._make_exchange(stream, dict(zip(names, variables, strict=True)), arguments)
 
-        if exchange is None and (agreed := _agreed_on(_label(stream, names))) is not None:
-            known[key] = exchange = make()
-            exchange.join(agreed, sparse_names, given)
+        if exchange is None:
+            if is_elastic() and not have_met():
+                meet(all_exchanges())
+            if (agreed := take_agreement(_label(stream, names))) is not None:
+                known[key] = exchange = make()
+                exchange.join(agreed, sparse_names, given)
         if (
             exchange is None
             or exchange.arguments.comparable() != arguments.comparable()
@@ -341,26 +307,6 @@ class ScaleCom(tf.Module, Compressor):
             same = sum(1 for ref in names if ref.deref().name.partition(":")[0] == stem)
             names[variable.ref()] = f"{stem}.{same}" if same else stem
         return names[variable.ref()]
-
-    def _notice_changed_keeper(self, variables: Iterable[tf.Variable]) -> None:
-        """Notice a ScaleCom that is made in the training step.
-
-        It is another one in every step, and loses what was not sent.
-        """
-        eager, warned = tf.executing_eagerly(), False
-        for variable in variables:
-            former = getattr(variable, "_scalecom_keeper", None)
-            if former is not None and former.who() is self:
-                former.calls += 1
-                continue
-            variable._scalecom_keeper = _Keeper(weakref.ref(self), eager)
-            if former is None:
-                continue
-            if former.who() is None and former.calls == 1 and former.eager and eager:
-                raise ValueError(f"{_KEEPER_CHANGED}. {_MAKE_IT_ONCE}")
-            if not warned:
-                log.warning("%s. If that is the same training: %s", _KEEPER_CHANGED, _MAKE_IT_ONCE)
-                warned = True
 
     # What users ask.
 
@@ -484,61 +430,12 @@ class ScaleCom(tf.Module, Compressor):
 
 def objects() -> list[ScaleCom]:
     """All ScaleComs of this process, in the order in which they were made."""
-    return sorted(_alive, key=lambda compressor: compressor.number)
+    return sorted(_objects, key=lambda compressor: compressor.number)
 
 
-def alive() -> list[ScaleCom]:
-    """Those that take part in an exchange."""
-    return [compressor for compressor in objects() if compressor.exchanges()]
-
-
-# Elastic runs.
-
-
-def meet() -> None:
-    """What ranks of an elastic run do together first of all, whenever Horovod starts.
-
-    Who is in exchanges tells newcomers about them. Later nobody could: a function that was traced
-    before the newcomers came is not traced again, so nobody would answer them there. Blocks until
-    all ranks are here.
-
-    Raises:
-        UnknownError: a rank is lost.
-    """
-    global _agreed
-    _agreed = None
-    mine: dict[str, Exchange] = {}
-    for exchange in (exchange for compressor in alive() for exchange in compressor.exchanges()):
-        label = exchange.progress.label
-        same = sum(1 for other in mine if other.partition(".")[0] == label)
-        mine[f"{label}.{same}" if same else label] = exchange
-    transport = Transport(horovod.global_process_set, horovod.Average, 1.0, "", Names())
-    agreements = {label: exchange.agreement() for label, exchange in mine.items()}
-    everyone = transport.gather_objects(agreements, "agreements")
-    agreed: dict[str, dict[str, Any]] = {}
-    for theirs in reversed(everyone):  # the first rank's word counts, like its weights
-        agreed |= theirs
-    for label, exchange in mine.items():
-        ahead = agreed[label]["ahead"]
-        alike = all(theirs.get(label, {}).get("ahead") == ahead for theirs in everyone)
-        exchange.go_on(agreed.pop(label)["step"], alike)
-    _agreed = agreed
-
-
-def have_met() -> bool:
-    """Whether ranks have met since Horovod started."""
-    return _agreed is not None
-
-
-def _agreed_on(label: str) -> dict[str, Any] | None:
-    """What others agreed on about an exchange that this process is about to make.
-
-    It is told once. None if the exchange is new to them, too.
-    """
-    if is_elastic() and not have_met():
-        meet()
-    found = next((known for known in _agreed or {} if known.partition(".")[0] == label), None)
-    return None if found is None else _agreed.pop(found)
+def all_exchanges() -> list[Exchange]:
+    """All exchanges of this process, in the order in which their ScaleComs were made."""
+    return [exchange for compressor in objects() for exchange in compressor.exchanges()]
 
 
 @functools.cache

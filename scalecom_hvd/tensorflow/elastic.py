@@ -5,7 +5,7 @@ broadcast rank 0's model and optimizer. Residues are no part of either, so rank 
 other ranks, and a rank that comes later starts with residues of zero. Elastic training with
 ScaleCom needs one of these states.
 
-Imports compressor.
+Imports compressor and elastic_agreement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import elastic as _elastic
 from horovod.tensorflow.elastic import *  # noqa: F403
 
-from scalecom_hvd.tensorflow.compressor import ScaleCom, have_met, meet, objects
+from scalecom_hvd.tensorflow.compressor import ScaleCom, all_exchanges, objects
+from scalecom_hvd.tensorflow.elastic_agreement import have_met, meet
 
 # What super() finds is one of Horovod's states, which mypy cannot know.
 _State: Any = object
@@ -58,14 +59,14 @@ class KeepsResidues(_State):
         """Horovod has been started again: newcomers want to know what the others are doing."""
         gc.collect()  # a ScaleCom that nobody uses any more takes part in nothing
         with contextlib.suppress(HorovodInternalError), _as_lost_worker():  # `sync` will try again
-            meet()
+            meet(all_exchanges())
         super().reset()
 
     def sync(self) -> None:
         """Bring ranks together first."""
         with _as_lost_worker():
             if not have_met():
-                meet()
+                meet(all_exchanges())
             self._keep_residues()
             super().sync()
 

@@ -1,7 +1,6 @@
 """The exchange of one set of variables' gradients, as a part of the graph that computes them.
 
-Horovod's optimizers and tapes reduce through one attribute, `_allreduce_grads(grads, variables,
-use_generic_names)`. `reduction` makes what stands there instead. One step, per bucket:
+One step, per bucket:
 
     cyclic      all gradients are here -> accumulate, in which the leader chooses -> offsets
                 -> take -> all-reduce -> scatter
@@ -15,7 +14,8 @@ TensorFlow runs these as soon as their inputs are there, so buckets overlap with
 each other. Nothing is assigned before the whole step is known to count: a step that is void, or
 dies in the middle, has changed nothing.
 
-Called by compressor.py. Imports bucket, residues, transport and the framework-free rooms.
+Used by compressor.py, elastic_agreement.py and reduction.py. Imports bucket, residues, transport
+and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -42,7 +42,7 @@ from scalecom_hvd.agreement import (
 from scalecom_hvd.bucket_layout import group_names, split, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.schedule import leader
-from scalecom_hvd.tensorflow.bucket import Bucket, Now, all_finite
+from scalecom_hvd.tensorflow.bucket import Bucket, Now
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
     Progress,
@@ -52,7 +52,7 @@ from scalecom_hvd.tensorflow.residues import (
     shape_of,
     value_of,
 )
-from scalecom_hvd.tensorflow.transport import Transport, is_elastic, runs_eagerly
+from scalecom_hvd.tensorflow.transport import Transport, runs_eagerly
 from scalecom_hvd.training_warnings import (
     GROWTH_WARNING,
     LOOK_EVERY,
@@ -65,10 +65,6 @@ from scalecom_hvd.training_warnings import (
 )
 
 log = logging.getLogger("scalecom_hvd")
-
-# What Horovod's objects give for a variable.
-Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
-Reduction = Callable[..., list[Gradient]]
 
 
 @dataclass(frozen=True)
@@ -154,8 +150,8 @@ class Exchange:
             lambda fact: self._transport.sum(fact, "more"), autograph=False
         )
 
-    # The agreement, once. It blocks, so it happens only where every rank surely is: at the first
-    # call for these variables.
+    # Ranks agree once. That blocks, so they do it where every rank surely is: at the first call for
+    # these variables.
 
     def agree(self, present: Iterable[str], sparse: Sequence[str]) -> None:
         """Compare settings and tensors of all ranks; agree on members, names and the step.
@@ -215,9 +211,9 @@ class Exchange:
     def lacks(self, given: set[str]) -> bool:
         """Whether a variable that is no member has a gradient, so that ranks must agree anew.
 
-        Eager steps may have one on one rank only, so there ranks ask each other, in every step.
-        What a function's gradients are is known when it is traced, which ranks may do at any time
-        (for a smaller batch). There each rank sees for itself, and all must see the same.
+        In eager steps this may be so on one rank only, so ranks ask each other in every step. In a
+        traced function no rank asks: ranks may trace it at different times (for a smaller batch).
+        Each rank decides for itself there, and all must find the same.
 
         Args:
             given: names of variables that have a gradient on this rank.
@@ -227,7 +223,7 @@ class Exchange:
             int(self._count_ranks(tf.constant(int(more)))) > 0 if tf.executing_eagerly() else more
         )
 
-    # In elastic runs others come later.
+    # In elastic runs ranks come later; see elastic_agreement.py.
 
     def agreement(self) -> dict[str, Any]:
         """What ranks that come later must know; "ahead" is a digest of look-ahead's offsets."""
@@ -467,83 +463,3 @@ class Exchange:
         skipped = int(value_of(self.progress.skipped))
         ratio = ratio_of(value_of(self.progress.norms))
         return {"step": step, "skipped_steps": skipped, **last, "residue_ratio": ratio}
-
-
-def reduction(
-    arguments: Arguments,
-    exchange_for: Callable[..., tuple[Exchange, list[str]]],
-    loss_scale: Callable[[], tf.Tensor | None],
-    name: str,
-) -> Reduction:
-    """What takes the place of Horovod's `_allreduce_grads`.
-
-    Args:
-        arguments: what the optimizer or tape was given.
-        exchange_for: `exchange_for(variables, present, sparse, arguments)` gives the Exchange of
-            these variables, and their names in it. present: those of them that have a gradient on
-            this rank.  sparse: other variables, whose gradients are sparse.
-        loss_scale: gives the scale, or None for 1.
-        name: Horovod's name for what it still reduces itself: sparse gradients, and gradients with
-            respect to tensors, which have no name and no next step.
-
-    Returns:
-        A function of gradients and their variables that gives averaged gradients, None for None.
-    """
-    itself = horovod._make_allreduce_grads_fn(
-        name,
-        arguments.device_dense,
-        arguments.device_sparse,
-        horovod.Compression.none,
-        False,
-        arguments.op,
-        arguments.gradient_predivide_factor,
-        None,
-        arguments.process_set,
-    )
-
-    # Python decides here while a function is traced; AutoGraph would make it the graph's business.
-    @tf.autograph.experimental.do_not_convert
-    def allreduce_grads(
-        grads: Sequence[Gradient],
-        variables: Sequence[tf.Variable | tf.Tensor],
-        use_generic_names: bool = False,
-    ) -> list[Gradient]:
-        process_set = arguments.process_set
-        grads = list(grads)
-        if not process_set.included() or (process_set.size() == 1 and not is_elastic()):
-            return grads
-        if arguments.sparse_as_dense:
-            grads = [
-                tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad
-                for grad in grads
-            ]
-        is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
-        is_ours = [
-            isinstance(variable, tf.Variable) and not is_slices
-            for variable, is_slices in zip(variables, is_sparse, strict=True)
-        ]
-        ours = [i for i, here in enumerate(is_ours) if here]
-        others = [i for i, here in enumerate(is_ours) if not here]
-        finite = tf.constant(True)
-        if others:
-            its = [grads[i] for i in others], [variables[i] for i in others]
-            reduced = itself(*its, use_generic_names)
-            for i, grad in zip(others, reduced, strict=True):
-                grads[i] = grad
-            finite = all_finite([grads[i].values for i in others if is_sparse[i]])
-        if not ours:
-            return grads
-
-        present = [variables[i] for i in ours if grads[i] is not None]
-        sparse = [variables[i] for i in others if is_sparse[i]]
-        exchange, names = exchange_for([variables[i] for i in ours], present, sparse, arguments)
-        own = {name: grads[i] for i, name in zip(ours, names, strict=True) if grads[i] is not None}
-        run = exchange.function if tf.executing_eagerly() else exchange.average
-        averages = run(exchange.complete(own), loss_scale(), finite)
-        for i, name in zip(ours, names, strict=True):
-            if name in averages:
-                grad, average = grads[i], averages[name]
-                grads[i] = average if grad is None else tf.cast(average, grad.dtype)
-        return grads
-
-    return allreduce_grads

@@ -207,7 +207,7 @@ class GraphKernel:
             sent = _as_number(units.beta, m.dtype) * tf.cast(value, m.dtype)
             taken.append(tf.tensor_scatter_nd_sub(m, index[:, None], sent))
             values.append(value)
-            bad.append(_count(~finite))
+            bad.append(_count_true(~finite))
         return taken, tf.concat(values, 0), tf.add_n(bad)
 
     def _chosen(self, chooses: tf.Tensor, accumulators: Callable[[], Tensors]) -> tf.Tensor:
@@ -347,10 +347,10 @@ def _usable(
     if scale is not None:
         g *= tf.cast(scale, kind)
     good = tf.abs(g) <= _as_number(largest_gradient(kind.name), kind)
-    return tf.where(good, g, tf.zeros_like(g)), _count(~good)
+    return tf.where(good, g, tf.zeros_like(g)), _count_true(~good)
 
 
-def _count(mask: tf.Tensor) -> tf.Tensor:
+def _count_true(mask: tf.Tensor) -> tf.Tensor:
     return tf.math.count_nonzero(mask, dtype=tf.int64)
 
 

@@ -2,14 +2,14 @@
 
 They are Horovod's own objects, in which the one attribute that they reduce through is replaced.
 Hooks, aggregation over several passes, local variables, casts and configurations stay Horovod's.
-Imports compressor and exchange.
+Imports compressor, exchange and reduction.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import horovod.tensorflow as horovod
@@ -19,7 +19,8 @@ from horovod.tensorflow.compression import Compression, Compressor
 
 from scalecom_hvd.agreement import check_arguments, check_compression
 from scalecom_hvd.tensorflow.compressor import ScaleCom, is_scalecom, shared
-from scalecom_hvd.tensorflow.exchange import Arguments, Reduction
+from scalecom_hvd.tensorflow.exchange import Arguments
+from scalecom_hvd.tensorflow.reduction import Reduction, reduction
 
 _LOSS_SCALE_INSIDE = (
     "Horovod cannot wrap a LossScaleOptimizer: wrap its inner optimizer, and tell ScaleCom the "
@@ -82,7 +83,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     arguments, stock = _arguments(given)
     wrapped = horovod.DistributedOptimizer(optimizer, **stock)
     compressor = _object_of(compression)
-    _replace_reduction(wrapped, compressor.reduction(arguments, wrapped.get_name()))
+    _replace_reduction(wrapped, reduction(compressor, arguments, wrapped.get_name()))
     wrapped.compression = compressor
     return wrapped
 
@@ -103,7 +104,7 @@ def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
     compressor = _object_of(given["compression"])
     arguments, stock = _arguments(given)
     wrapped = horovod_keras.DistributedOptimizer(optimizer, **stock)
-    reduce = compressor.reduction(arguments, wrapped._name)
+    reduce = reduction(compressor, arguments, wrapped._name)
     # Horovod makes a class for every optimizer it wraps, so this changes no other. Keras makes new
     # objects of it (from_config).
     made, init = type(wrapped), type(wrapped).__init__
@@ -200,8 +201,8 @@ def _tape(make: Callable[..., tf.GradientTape], given: dict[str, Any]) -> tf.Gra
     gradtape = given.pop("gradtape")
     arguments, stock = _arguments(given)
     tape = make(gradtape, **stock)
-    calls: dict[Any, int] = {}
-    tape._allreduce_grads = compressor.reduction(arguments, "DistributedGradientTape", calls)
+    calls: dict[Hashable, int] = {}
+    tape._allreduce_grads = reduction(compressor, arguments, "DistributedGradientTape", calls)
     return tape
 
 

@@ -6,7 +6,6 @@ Names decide which tensors meet, so all ranks must use the same. Imports agreeme
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,12 +14,7 @@ import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 
-from scalecom_hvd.agreement import Names
-
-
-def is_elastic() -> bool:
-    """Whether the number of ranks may change while a traced function lives on."""
-    return bool(int(os.environ.get("HOROVOD_ELASTIC", 0)))
+from scalecom_hvd.agreement import Names, is_elastic
 
 
 def runs_eagerly() -> bool:
@@ -30,9 +24,9 @@ def runs_eagerly() -> bool:
 
 
 def values_now(make: Callable[[], list[tf.Tensor]]) -> list[np.ndarray]:
-    """The values of the tensors that `make` gives, computed at once.
+    """The values of the tensors that `make` gives.
 
-    So also while a function is being traced or a graph built.
+    They are computed at once, even while a function is traced or a graph is built.
     """
     if runs_eagerly():
         with tf.init_scope():

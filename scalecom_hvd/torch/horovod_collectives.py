@@ -16,7 +16,7 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.torch import mpi_ops
 
-from scalecom_hvd.agreement import JOIN_REFUSED, NUMBERS
+from scalecom_hvd.agreement import JOIN_REFUSED, NUMBERS, is_elastic
 
 SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
 
@@ -127,7 +127,7 @@ class HorovodCollectives:
     @property
     def elastic(self) -> bool:
         """Whether ranks may come and go."""
-        return os.environ.get("HOROVOD_ELASTIC") == "1"
+        return is_elastic()
 
     @property
     def size(self) -> int:

@@ -14,6 +14,7 @@ from scalecom_hvd.agreement import (
     check_operation,
     describe,
     digest_of,
+    is_elastic,
     latest_step,
     warn_of_half_sums,
 )
@@ -94,6 +95,17 @@ def test_a_digest_is_that_of_names_and_numbers():
     assert digest_of(offsets) == digest_of(dict(reversed(offsets.items())))
     assert digest_of(offsets) != digest_of(offsets | {"b": np.ones(2, np.uint8)})
     assert digest_of(offsets) != digest_of({"a": offsets["a"], "c": offsets["b"]})
+
+
+@pytest.mark.parametrize(
+    ("value", "elastic"),
+    [("1", True), ("2", True), ("0", False), ("", False), ("true", False), (None, False)],
+)
+def test_runs_are_elastic_by_the_environment(monkeypatch, value, elastic):
+    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HOROVOD_ELASTIC", value)
+    assert is_elastic() is elastic
 
 
 def horovod(mpi=False, nccl=False):

@@ -1,0 +1,68 @@
+"""What ranks of an elastic run tell each other when they meet, whenever Horovod starts.
+
+Newcomers must learn how far the others' exchanges have come. They cannot ask in a training step: a
+function that was traced before they came is not traced again, so nobody would answer. So all ranks
+meet once, before any step, and what they tell a newcomer is kept here until it makes the exchange.
+That is this module's only state.
+
+Called by elastic.py, whose states bring ranks together, and by compressor.py, which makes
+exchanges. Imports exchange, transport and agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.tensorflow as horovod
+
+from scalecom_hvd.agreement import Names
+from scalecom_hvd.tensorflow.exchange import Exchange
+from scalecom_hvd.tensorflow.transport import Transport
+
+# By label, what others agreed on of exchanges that this process has not made yet. None until ranks
+# have met.
+_kept: dict[str, dict[str, Any]] | None = None
+
+
+def have_met() -> bool:
+    """Whether ranks have met since Horovod started."""
+    return _kept is not None
+
+
+def meet(exchanges: Iterable[Exchange]) -> None:
+    """Meet all ranks, and go on where they go on. Blocks until all ranks are here.
+
+    Args:
+        exchanges: all that this process takes part in.
+
+    Raises:
+        UnknownError: a rank is lost.
+    """
+    global _kept
+    _kept = None
+    mine: dict[str, Exchange] = {}
+    for exchange in exchanges:
+        label = exchange.progress.label
+        same = sum(1 for other in mine if other.partition(".")[0] == label)
+        mine[f"{label}.{same}" if same else label] = exchange
+    transport = Transport(horovod.global_process_set, horovod.Average, 1.0, "", Names())
+    agreements = {label: exchange.agreement() for label, exchange in mine.items()}
+    everyone = transport.gather_objects(agreements, "agreements")
+    agreed: dict[str, dict[str, Any]] = {}
+    for theirs in reversed(everyone):  # the first rank's word counts, like its weights
+        agreed |= theirs
+    for label, exchange in mine.items():
+        ahead = agreed[label]["ahead"]
+        alike = all(theirs.get(label, {}).get("ahead") == ahead for theirs in everyone)
+        exchange.go_on(agreed.pop(label)["step"], alike)
+    _kept = agreed
+
+
+def take_agreement(label: str) -> dict[str, Any] | None:
+    """What others agreed on about an exchange that this process is about to make.
+
+    Each agreement is given once. None if the exchange is new to the others, too.
+    """
+    found = next((known for known in _kept or {} if known.partition(".")[0] == label), None)
+    return None if found is None else _kept.pop(found)

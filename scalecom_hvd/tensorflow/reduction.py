@@ -1,0 +1,176 @@
+"""What takes the place of Horovod's `_allreduce_grads` in its optimizers and tapes.
+
+They reduce through this one attribute. What stands there instead sends gradients of variables
+through ScaleCom's exchange of them, and leaves all others to Horovod: sparse gradients, and
+gradients with respect to tensors, which have no name and no next step.
+
+Called by optimizer.py. Imports compressor, exchange, bucket and agreement.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import horovod.tensorflow as horovod
+import tensorflow as tf
+
+from scalecom_hvd.agreement import is_elastic
+from scalecom_hvd.tensorflow.bucket import all_finite
+from scalecom_hvd.tensorflow.compressor import ScaleCom
+from scalecom_hvd.tensorflow.exchange import Arguments
+
+log = logging.getLogger("scalecom_hvd")
+
+# What Horovod's objects give for a variable.
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+
+_KEEPER_CHANGED = (
+    "a new ScaleCom serves the variables of this tape, so their residues start at zero"
+)
+_MAKE_IT_ONCE = (
+    "make the ScaleCom once, outside of the training step, and pass the same object to every "
+    "DistributedGradientTape"
+)
+
+
+class Reduction(Protocol):
+    """Horovod's `_allreduce_grads`, and what takes its place."""
+
+    def __call__(
+        self,
+        grads: Sequence[Gradient],
+        variables: Sequence[tf.Variable | tf.Tensor],
+        use_generic_names: bool = False,
+    ) -> list[Gradient]:
+        """Gradients averaged over ranks, None for None."""
+
+
+def reduction(
+    compressor: ScaleCom,
+    arguments: Arguments,
+    name: str,
+    calls_of: dict[Hashable, int] | None = None,
+) -> Reduction:
+    """What takes the place of Horovod's `_allreduce_grads`.
+
+    Args:
+        compressor: keeps the residues.
+        arguments: what the optimizer or tape was given.
+        name: Horovod's name for what it still reduces itself.
+        calls_of: {variable.ref(): how often its gradient was asked for}, of one tape.
+    """
+    itself = horovod._make_allreduce_grads_fn(
+        name,
+        arguments.device_dense,
+        arguments.device_sparse,
+        horovod.Compression.none,
+        False,
+        arguments.op,
+        arguments.gradient_predivide_factor,
+        None,
+        arguments.process_set,
+    )
+
+    # Python decides here while a function is traced; AutoGraph would make it the graph's business.
+    @tf.autograph.experimental.do_not_convert
+    def allreduce_grads(
+        grads: Sequence[Gradient],
+        variables: Sequence[tf.Variable | tf.Tensor],
+        use_generic_names: bool = False,
+    ) -> list[Gradient]:
+        process_set = arguments.process_set
+        grads = list(grads)
+        if not process_set.included() or (process_set.size() == 1 and not is_elastic()):
+            return grads
+        if arguments.sparse_as_dense:
+            grads = [
+                tf.convert_to_tensor(grad) if isinstance(grad, tf.IndexedSlices) else grad
+                for grad in grads
+            ]
+        is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
+        is_ours = [
+            isinstance(variable, tf.Variable) and not is_slices
+            for variable, is_slices in zip(variables, is_sparse, strict=True)
+        ]
+        ours = [i for i, here in enumerate(is_ours) if here]
+        others = [i for i, here in enumerate(is_ours) if not here]
+        finite = tf.constant(True)
+        if others:
+            its = [grads[i] for i in others], [variables[i] for i in others]
+            reduced = itself(*its, use_generic_names)
+            for i, grad in zip(others, reduced, strict=True):
+                grads[i] = grad
+            finite = all_finite([grads[i].values for i in others if is_sparse[i]])
+        if not ours:
+            return grads
+
+        present = [variables[i] for i in ours if grads[i] is not None]
+        sparse = [variables[i] for i in others if is_sparse[i]]
+        trained = [variables[i] for i in ours]
+        stream = 0 if calls_of is None else _stream_of(compressor, trained, calls_of)
+        exchange, names = compressor.exchange_for(stream, trained, present, sparse, arguments)
+        own = {name: grads[i] for i, name in zip(ours, names, strict=True) if grads[i] is not None}
+        run = exchange.function if tf.executing_eagerly() else exchange.average
+        averages = run(exchange.complete(own), compressor.current_loss_scale(), finite)
+        for i, name in zip(ours, names, strict=True):
+            if name in averages:
+                grad, average = grads[i], averages[name]
+                grads[i] = average if grad is None else tf.cast(average, grad.dtype)
+        return grads
+
+    return allreduce_grads
+
+
+def _stream_of(
+    compressor: ScaleCom, variables: Sequence[tf.Variable], calls_of: dict[Hashable, int]
+) -> int:
+    """Which series of gradients these are: the first, second, ... that one tape was asked for."""
+    if not calls_of:
+        _notice_changed_keeper(compressor, variables)
+    refs = [variable.ref() for variable in variables]
+    stream = max((calls_of.get(ref, 0) for ref in refs), default=0)
+    calls_of.update(dict.fromkeys(refs, stream + 1))
+    return stream
+
+
+@dataclass
+class _Keeper:
+    """Noted at a variable: which ScaleCom keeps its residue for tapes.
+
+    Attributes:
+        who: the ScaleCom.
+        eager: whether it became the keeper in an eager step.
+        calls: in how many calls it has been the keeper.
+    """
+
+    who: weakref.ref[ScaleCom]
+    eager: bool
+    calls: int = 1
+
+
+def _notice_changed_keeper(compressor: ScaleCom, variables: Iterable[tf.Variable]) -> None:
+    """Notice a ScaleCom that is made inside of the training step.
+
+    Such a step makes a new one every time, and what the old one had not sent is lost.
+
+    Raises:
+        ValueError: an eager step surely does so. If that is not sure, a warning is logged.
+    """
+    eager, warned = tf.executing_eagerly(), False
+    for variable in variables:
+        former = getattr(variable, "_scalecom_keeper", None)
+        if former is not None and former.who() is compressor:
+            former.calls += 1
+            continue
+        variable._scalecom_keeper = _Keeper(weakref.ref(compressor), eager)
+        if former is None:
+            continue
+        if former.who() is None and former.calls == 1 and former.eager and eager:
+            raise ValueError(f"{_KEEPER_CHANGED}. {_MAKE_IT_ONCE}")
+        if not warned:
+            log.warning("%s. If that is the same training: %s", _KEEPER_CHANGED, _MAKE_IT_ONCE)
+            warned = True
