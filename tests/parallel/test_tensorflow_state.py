@@ -119,7 +119,7 @@ def test_the_state_is_what_the_design_says():
     compression = scalecom()
     run(compression, range(3))
     state = compression.state_dict()
-    assert (state["version"], state["step"], state["config"]["rate"]) == (1, 3, 20)
+    assert (state["version"], state["step"], state["config"]["rate"]) == (2, 3, 20)
     assert {name: residue.shape for name, residue in state["residues"].items()} == {
         n: s for n, s in SHAPES.items() if n != "bias"
     }
@@ -180,7 +180,7 @@ def test_states_that_do_not_fit_are_refused():
     state = compression.state_dict()
     for change, shapes, settings, message in (
         ({}, SHAPES, {"rate": 50}, r"rate=20.0 in the state and 50.0 now"),
-        ({"version": 99}, SHAPES, {}, "version 99, and this release reads version 1"),
+        ({"version": 99}, SHAPES, {}, "version 99, and this release reads versions 1 and 2"),
         (
             {},
             {**SHAPES, "third": (6000,)},
