@@ -115,6 +115,29 @@ def check_local_steps(state: Mapping[str, Any], *, local: bool) -> None:
         )
 
 
+def check_rounds(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that what is saved of local steps is of these parameters.
+
+    Args:
+        state: what LocalSteps saved; tensors have a `shape`.
+        shapes: {name: shape} of all parameters.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if ("common" in state) != ("local" in state) or "start" in state:  # each rank had an H once
+        raise ValueError(
+            "the state's local steps are of another kind of schedule: give the same "
+            "local_steps, or go on without it"
+        )
+    for part in ("common", "local", "sent_from", "averages"):
+        saved = {name: tuple(tensor.shape) for name, tensor in (state.get(part) or {}).items()}
+        # Of one fragment, where there are several.
+        some = saved.keys() if part in ("sent_from", "averages") or not saved else shapes
+        if saved != {name: shapes.get(name) for name in some}:
+            raise ValueError(f"the state's local steps ({part}) belong to another model")
+
+
 def check_finite(finite: Mapping[str, bool]) -> None:
     """Check that all elements of each residue are finite.
 

@@ -13,7 +13,8 @@ tensors as large as the bucket. A method uses one form or the other.
 An *offset* is a row in a lane, as it travels; a *position* an index into one tensor; a *place* an
 index into the accumulators of the whole bucket.
 
-Imports residue, gradients, values, kernels, kernel_choice, background_thread and collectives.
+Imports accumulators, residue, gradients, values, kernels, kernel_choice, background_thread and
+collectives.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from torch.profiler import record_function
 
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import float16_limit
+from scalecom_hvd.exchange.accumulators import accumulate, commit
 from scalecom_hvd.exchange.background_thread import BackgroundThread, Job
-from scalecom_hvd.exchange.collectives import Result, Step, Wait
+from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.gradients import (
     any_of,
     check_sizes,
@@ -41,7 +43,6 @@ from scalecom_hvd.exchange.kernels import (
     NativeKernel,
     TensorSlot,
     Wire,
-    add_usable,
     positions_of,
 )
 from scalecom_hvd.exchange.residue import Residues
@@ -503,7 +504,9 @@ class Bucket:
         if self._received is not None:
             self.scatter({name: self.grads[name] for name in self.compressed})
         elif self._has_accumulators and not self.whole:
-            self._commit_accumulators()
+            averages = self._average.split(self.sizes)
+            grads = [self.grads[name] for name in self.compressed]
+            commit(self.tensors, self.parts, averages, self.scale, self.frozen, grads)
         if self._reduced is not None and self._reduced.whole:
             self._reduced.copy_to(self.grads)
 
@@ -592,33 +595,6 @@ class Bucket:
             self._average = torch.empty_like(self._flat)
         self._average.zero_()
         self._has_accumulators = True
-        for tensor, part, frozen in zip(self.tensors, self.parts, self.frozen, strict=True):
-            if frozen:
-                part.zero_()
-            else:
-                grad = self.grads[tensor.name]
-                self.bad = self.bad + add_usable(grad, tensor.residue, self.scale, part)
-
-    def _commit_accumulators(self) -> None:
-        """m <- (1 - beta)*m + beta*(acc - sent), and gradients become averages."""
-        averages = self._average.split(self.sizes)
-        for tensor, kept, average, frozen in zip(
-            self.tensors, self.parts, averages, self.frozen, strict=True
-        ):
-            if not frozen and tensor.beta == 1:
-                tensor.residue.copy_(kept)
-            elif not frozen:
-                # Each operation is rounded by itself. add_ with alpha fuses them on some
-                # processors, and then residues would differ in bits.
-                tensor.residue.mul_(1 - tensor.beta).add_(kept.mul_(tensor.beta))
-            average = average if self.scale == 1 else average / self.scale
-            self.grads[tensor.name].copy_(average)
-
-
-def finished(step: Step[Result]) -> Result:
-    """What a step gives that waits for nothing, as moves of a bucket without a thread do not."""
-    try:
-        next(step)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("there is something to wait for")
+        grads = [self.grads[name] for name in self.compressed]
+        bad = accumulate(self.tensors, grads, self.scale, self.frozen, self.parts)
+        self.bad = self.bad + bad

@@ -1,4 +1,4 @@
-"""What local steps send: fragments of the model, and changes that are no longer than others'.
+"""What local steps send: fragments of the model, changes that are clipped, and their journey.
 
 Imports collectives, values and bucket_layout.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -16,6 +18,43 @@ from scalecom_hvd.config import ScaleComConfig, checked_number
 from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.values import norm
+
+
+@dataclass
+class Journey:
+    """A synchronisation between its departure and the step at which its averages count.
+
+    Attributes:
+        names: of the parameters that it is about.
+        since: how many steps were taken before it.
+        sent_from: {name: x_i then}, where this rank goes on meanwhile.
+        averages: {name: the averaged change} once it was waited for; {}: it was void.
+    """
+
+    names: Sequence[str]
+    since: int
+    sent_from: dict[str, torch.Tensor] = field(default_factory=dict)
+    averages: dict[str, torch.Tensor] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved of it, once its averages were waited for."""
+        averages = dict(self.averages)
+        return {"since": self.since, "averages": averages, "sent_from": dict(self.sent_from)}
+
+    @classmethod
+    def of(
+        cls,
+        state: Mapping[str, Any],
+        common: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+    ) -> Journey:
+        """What `state_dict` gave, with tensors like the common and this rank's own parameters."""
+
+        def copied(part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {n: torch.empty_like(like[n]).copy_(t) for n, t in state[part].items()}
+
+        sent_from = copied("sent_from", parameters)
+        return cls(list(sent_from), int(state["since"]), sent_from, copied("averages", common))
 
 
 class Clipping:
@@ -69,8 +108,13 @@ def cut_into_fragments(
     groups: Groups | None,
     fragments: int,
     config: ScaleComConfig,
-) -> tuple[list[list[str]], Groups]:
-    """The names of each fragment, and groups of them such that no bucket is in two fragments."""
+) -> tuple[list[list[str]], Groups | None]:
+    """The names of each fragment, and groups of them such that no bucket is in two fragments.
+
+    Tensors in the model's order, or groups of them, are cut into parts of about the same size.
+    """
+    if fragments == 1:
+        return [list(parameters)], groups
 
     def bytes_of(names: Sequence[str]) -> list[int]:
         return [parameters[n].numel() * parameters[n].element_size() for n in names]

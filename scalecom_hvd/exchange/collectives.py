@@ -162,6 +162,15 @@ Step = Generator[Wait[Any], None, Result]
 """One bucket's step, or a part of it: it yields what it waits for, and returns what it gives."""
 
 
+def finished(step: Step[Result]) -> Result:
+    """What a step gives that waits for nothing, as moves of a bucket without a thread do not."""
+    try:
+        next(step)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("there is something to wait for")
+
+
 def gather_objects(collectives: Collectives, value: Any, name: str) -> list[Any]:
     """Every rank's JSON value, in order of position. Blocks: all ranks must be here.
 

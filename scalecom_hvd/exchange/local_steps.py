@@ -15,14 +15,11 @@ outer is a torch optimizer of the common parameters, or subtracts the average: s
 
 With an overlap of tau steps the average travels while each worker takes tau more; d_i is what these
 changed of x_i. Then x_i <- x + d_i: what a worker did meanwhile is part of its next change. The
-idea is Streaming DiLoCo's (Douillard et al., 2025, arXiv 2501.18512). That paper mixes
-x_i <- alpha x_i + (1 - alpha) x, which throws a share of d_i away, and where a residue keeps what
-was not sent, counts a share of that twice.
+idea is Streaming DiLoCo's (Douillard et al., 2025, arXiv 2501.18512). That paper mixes x_i <- alpha
+x_i + (1 - alpha) x, which loses a share of d_i, and counts a share of the residue twice.
 
-Changes may be clipped before they are sent, see changes.py.
-
-With fragments the model is cut into P parts, which synchronise in turn: all of the above is of one
-part at a time. A round is over with the last, and is one step of the Exchange, in P parts.
+Changes may be clipped before they are sent, see changes.py. With fragments the model is cut into P
+parts, which synchronise in turn. A round is over with the last, and is one step of the Exchange.
 
 The Exchange is used as it is, on the common parameters, with their changes in the place of
 gradients: buckets, residues, leaders, warm-up, void steps and checks are the same. Every worker's
@@ -39,10 +36,8 @@ and the rooms below.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,44 +45,27 @@ import torch
 from scalecom_hvd.agreement import FIRST_MEETING, compare_ranks
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket_plan import Groups
-from scalecom_hvd.exchange.changes import Clipping, cut_into_fragments
+from scalecom_hvd.exchange.changes import Clipping, Journey, cut_into_fragments
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.exchange import Exchange, Part
-from scalecom_hvd.exchange.gradients import NotFinite, limit_of, wide_dtype
+from scalecom_hvd.exchange.gradients import NotFinite, limit_of
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import digest
 from scalecom_hvd.exchange.outer_step import Outer, OuterStep
 from scalecom_hvd.exchange.own_parameters import OwnParameters
 from scalecom_hvd.exchange.rounds_agreement import (
     check_not_overwritten,
-    check_same_outer,
     check_same_start,
+    check_same_steps,
     latest_ranks,
 )
 from scalecom_hvd.exchange.rounds_alive import collect_all, register
 from scalecom_hvd.exchange.run import Averager, Saved
-from scalecom_hvd.saved_state import check_local_steps
+from scalecom_hvd.saved_state import check_local_steps, check_rounds
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.training_warnings import Health
 
 log = logging.getLogger("scalecom_hvd")
-
-
-@dataclass
-class Journey:
-    """A synchronisation between its departure and the step at which its averages count.
-
-    Attributes:
-        names: of the parameters that it is about.
-        since: how many steps were taken before it.
-        sent_from: {name: x_i then}, where this rank goes on meanwhile.
-        averages: {name: the averaged change} once it was waited for; {}: it was void.
-    """
-
-    names: Sequence[str]
-    since: int
-    sent_from: dict[str, torch.Tensor] = field(default_factory=dict)
-    averages: dict[str, torch.Tensor] | None = None
 
 
 class LocalSteps(Averager):
@@ -97,7 +75,7 @@ class LocalSteps(Averager):
         parameters: {name: parameter} of all that are trained, in the model's order.
         method: how changes are averaged.
         collectives: the other ranks.
-        schedule: when ranks synchronise.
+        schedule: when ranks synchronise, and how many fragments the model is cut into.
         groups: see Exchange.
         start_anew: makes this rank's optimizer forget its momentum and the like, after its
             parameters had to go back.
@@ -105,9 +83,6 @@ class LocalSteps(Averager):
             same on every rank. None: the average is subtracted.
         overlap: tau, how many steps are taken while an average travels.
         clip_changes: how many times the median norm of all ranks' changes each may have; None: any.
-
-    Where the schedule has fragments, tensors in the model's order, or groups of them, are cut into
-    so many parts of about the same size.
 
     Attributes:
         common: {name: x}, float32 or float64, the same on all ranks once they agreed.
@@ -147,8 +122,8 @@ class LocalSteps(Averager):
         self.newcomer = True
         addresses = {parameter.data_ptr() for parameter in parameters.values()}
         collect_all(addresses)  # the script made its optimizer anew
-        self.common = {name: _wide(parameter) for name, parameter in parameters.items()}
-        self._outer = OuterStep(self.common, outer)
+        self._outer = OuterStep(parameters, outer)
+        self.common = self._outer.common
         self.outer = self._outer.optimizer
         self._parameters = parameters
         self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
@@ -171,11 +146,9 @@ class LocalSteps(Averager):
         self._knows = False
         self.own = OwnParameters(parameters, self.common)
         self._residues = method.residues
-        self._fragments: list[list[str]] = [list(parameters)]
-        if schedule.fragments > 1:
-            self._fragments, groups = cut_into_fragments(
-                parameters, groups, schedule.fragments, method.config
-            )
+        self._fragments, groups = cut_into_fragments(
+            parameters, groups, schedule.fragments, method.config
+        )
         self.exchange = Exchange(
             self.common,
             method,
@@ -255,13 +228,7 @@ class LocalSteps(Averager):
         self.own.let_go()
         mine = {"taken": self.taken, "outer_groups": self._outer.groups()}
         everyone = gather_objects(self._collectives, mine, "local_steps.synchronise")
-        steps = [other["taken"] for other in everyone]
-        if len(set(steps)) > 1:
-            raise RuntimeError(
-                f"ranks synchronise after {steps} steps: let every rank take every step, and call "
-                "synchronize_parameters() on all of them after the same one"
-            )
-        check_same_outer(everyone)
+        check_same_steps(everyone)
         if self._journey is not None:
             self._arrive()
         if not self._open:
@@ -430,7 +397,7 @@ class LocalSteps(Averager):
             "open": self._under_way or self._open,
             "early": self._early,
             "overwritten": overwritten,
-            "parameters": digest([*self.common.values(), *self._outer.tensors()]),
+            "parameters": digest(self._outer.tensors()),
             "outer": self._outer.describe(),
             "outer_groups": self._outer.groups(),
             "since": None if self._journey is None else self._journey.since,
@@ -458,8 +425,8 @@ class LocalSteps(Averager):
             self._outer.take_groups(compared[0]["outer_groups"])
         if len({other["parameters"] for other in everyone}) > 1:
             root = known[0]
-            self._send_common(root, keeps=self._collectives.position in known)
-            self._outer.broadcast(self._collectives, root, everyone[root]["outer"])
+            keeps = self._collectives.position in known
+            self._send_common(root, everyone[root]["outer"], keeps)
         if known:
             self.taken, self._early = latest, compared[0]["early"]
         self._open = any(other["open"] for other in compared)
@@ -472,20 +439,17 @@ class LocalSteps(Averager):
         if self.own.held:
             self.own.hold()
 
-    def _send_common(self, root: int, keeps: bool) -> None:
-        """Give all ranks the common parameters of the rank at position `root`.
+    def _send_common(self, root: int, described: Sequence[Mapping[str, Any]], keeps: bool) -> None:
+        """Give all ranks the common parameters, and outer state, of the rank at position `root`.
 
         Args:
+            root, described: see OuterStep.broadcast.
             keeps: whether this rank keeps its own parameters. Otherwise it begins from these.
         """
-        for i, (name, parameter) in enumerate(self._parameters.items()):
-            x = self.common[name].detach()
-            whole = x.contiguous()  # Horovod takes no other.
-            self._collectives.broadcast(whole, root, f"scalecom.local_steps.{i}").wait()
-            x.copy_(whole)
-            if not keeps:
-                parameter.copy_(x)
+        self._outer.broadcast(self._collectives, root, described)
         if not keeps:
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self.common[name])
             self._under_way = False
             self.own.let_go()
             if self._journey is not None:
@@ -574,30 +538,19 @@ class LocalSteps(Averager):
         narrow = any(p.dtype != self.common[name].dtype for name, p in self._parameters.items())
         if self._under_way or narrow:
             state |= {"under_way": self._under_way, "open": self._open}
-            state["common"] = _detached(self.common)
-            state["local"] = self.own.values or _detached(self._parameters)
+            state["common"] = {name: x.detach() for name, x in self.common.items()}
+            own = {name: p.detach() for name, p in self._parameters.items()}
+            state["local"] = self.own.values or own
         if self._journey is not None:
-            state |= {"since": self._journey.since, "averages": dict(self._journey.averages)}
-            state["sent_from"] = dict(self._journey.sent_from)
+            state |= self._journey.state_dict()
         return {"local_steps": state}
 
     def check_state(self, state: Saved) -> None:
         """Raise ValueError unless a whole state has local steps of these parameters."""
         check_local_steps(state, local=True)
         own = state["local_steps"]
-        if ("common" in own) != ("local" in own) or "start" in own:
-            raise ValueError(
-                "the state's local steps are of another kind of schedule: give the same "
-                "local_steps, or go on without it"
-            )
+        check_rounds(own, {name: tuple(x.shape) for name, x in self.common.items()})
         self._outer.check_state(own)
-        shapes = {name: x.shape for name, x in self.common.items()}
-        for part in ("common", "local", "sent_from", "averages"):
-            saved = {name: tensor.shape for name, tensor in (own.get(part) or {}).items()}
-            # Of one fragment, where there are several.
-            some = saved.keys() if part in ("sent_from", "averages") or not saved else shapes
-            if saved != {name: shapes.get(name) for name in some}:
-                raise ValueError(f"the state's local steps ({part}) belong to another model")
 
     @torch.no_grad()
     def load_state_dict(self, state: Saved) -> None:
@@ -606,9 +559,7 @@ class LocalSteps(Averager):
         One from the middle of a round puts this rank's own parameters in place at once.
         """
         own = state["local_steps"]
-        if self.outer is not None:
-            # It keeps the tensors that it is given.
-            self.outer.load_state_dict(copy.deepcopy(own["outer"]))
+        self._outer.load_state_dict(own)
         self.taken, self._early = int(own["taken"]), int(own.get("early", 0))
         self._under_way = self._open = self._agreed = False
         self._journey = None
@@ -623,10 +574,7 @@ class LocalSteps(Averager):
             self.own.hold(own["local"])
             self.own.put_back()
         if "since" in own:
-            self._journey = Journey(list(own["sent_from"]), int(own["since"]))
-            for part, like in (("averages", self.common), ("sent_from", self._parameters)):
-                saved = {n: torch.empty_like(like[n]).copy_(t) for n, t in own[part].items()}
-                setattr(self._journey, part, saved)
+            self._journey = Journey.of(own, self.common, self._parameters)
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the last synchronisation, and of local steps.
@@ -647,13 +595,3 @@ class LocalSteps(Averager):
                 "steps_skipped": self.skipped,
             }
         )
-
-
-def _wide(parameter: torch.Tensor) -> torch.nn.Parameter:
-    """A common parameter: what half precision would round away of averages must not be lost."""
-    copy = parameter.detach().to(wide_dtype(parameter), copy=True)
-    return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
-
-
-def _detached(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in tensors.items()}

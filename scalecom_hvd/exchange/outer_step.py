@@ -4,11 +4,12 @@ outer is a torch optimizer that all ranks step alike, with the average as its gr
 Douillard et al., 2023, arXiv 2311.08105). Without one the average is subtracted. Its state is the
 same on all ranks; newcomers take up that of the others.
 
-Imports collectives.
+Imports collectives and gradients.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from scalecom_hvd.exchange.collectives import Collectives
+from scalecom_hvd.exchange.gradients import wide_dtype
 
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the common parameters."""
@@ -25,33 +27,38 @@ class OuterStep:
     """The common parameters, and the outer optimizer that steps them.
 
     Args:
-        common: {name: x}, float32 or float64.
+        parameters: {name: parameter}, where the common parameters begin.
         make: makes the optimizer; None: averages are subtracted.
 
     Attributes:
+        common: {name: x}, float32 or float64: what half precision would round away of averages must
+            not be lost.
         optimizer: the outer optimizer, or None.
 
     Raises:
         TypeError: `make` gives no optimizer of the common parameters, or one that wants a closure.
     """
 
-    def __init__(self, common: Mapping[str, torch.nn.Parameter], make: Outer | None) -> None:
-        self._common = common
-        self.optimizer = None if make is None else _made(make, common)
+    def __init__(self, parameters: Mapping[str, torch.Tensor], make: Outer | None) -> None:
+        self.common = {
+            name: torch.nn.Parameter(p.detach().to(wide_dtype(p), copy=True), p.requires_grad)
+            for name, p in parameters.items()
+        }
+        self.optimizer = None if make is None else _made(make, self.common)
 
     def take(self, averages: Mapping[str, torch.Tensor]) -> None:
         """Let each x become what its average makes of it, on every rank alike."""
         if self.optimizer is None:
             for name, average in averages.items():
-                self._common[name].sub_(average)
+                self.common[name].sub_(average)
             return
-        for name, x in self._common.items():
+        for name, x in self.common.items():
             # What nobody changed, such as a frozen tensor, stays: no momentum moves it. So does
             # what is of another fragment.
             average = averages.get(name)
             x.grad = average if average is not None and bool(average.any()) else None
         self.optimizer.step()
-        for x in self._common.values():
+        for x in self.common.values():
             x.grad = None
 
     def settings(self) -> dict[str, str]:
@@ -107,10 +114,17 @@ class OuterStep:
                 "outer="
             )
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+        if self.optimizer is not None:
+            # It keeps the tensors that it is given.
+            self.optimizer.load_state_dict(copy.deepcopy(state["outer"]))
+
     def tensors(self) -> list[torch.Tensor]:
-        """The optimizer's state."""
+        """The common parameters, and the optimizer's state."""
         values = [state[key] for state in self._states() for key in sorted(state)]
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        state = [value for value in values if isinstance(value, torch.Tensor)]
+        return [*self.common.values(), *state]
 
     def describe(self) -> list[dict[str, Any]]:
         """Of each common parameter {key: (shape, dtype) of a tensor, or the number}, for JSON."""
@@ -125,8 +139,14 @@ class OuterStep:
     def broadcast(
         self, collectives: Collectives, root: int, described: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Give all ranks the state of the rank at position `root`, which it described so."""
-        for x, own in zip(self._common.values(), described, strict=False):
+        """Give all ranks the common parameters, and the state, of one of them.
+
+        Args:
+            collectives: the other ranks.
+            root: that rank's position.
+            described: what `describe` gave there.
+        """
+        for x, own in zip(self.common.values(), described, strict=False):
             state = {key: value for key, value in own.items() if not _is_shape(value)}
             for key in (key for key, value in own.items() if _is_shape(value)):
                 shape, dtype = own[key]
@@ -139,14 +159,14 @@ class OuterStep:
             if state:
                 self.optimizer.state[x] = state
         for i, tensor in enumerate(self.tensors()):
-            whole = tensor.detach().contiguous().view(-1)
-            collectives.broadcast(whole, root, f"scalecom.local_steps.outer.{i}").wait()
-            tensor.copy_(whole.view(tensor.shape))
+            whole = tensor.detach().contiguous().view(-1)  # Horovod takes no other
+            collectives.broadcast(whole, root, f"scalecom.local_steps.{i}").wait()
+            tensor.detach().copy_(whole.view(tensor.shape))
 
     def _states(self) -> list[dict[str, Any]]:
         if self.optimizer is None:
             return []
-        return [self.optimizer.state.get(x, {}) for x in self._common.values()]
+        return [self.optimizer.state.get(x, {}) for x in self.common.values()]
 
 
 def _made(make: Outer, common: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:

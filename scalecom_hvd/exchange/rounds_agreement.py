@@ -58,3 +58,14 @@ def check_same_outer(everyone: Told) -> None:
             f"ranks' outer optimizers differ: {groups}. Let a scheduler of optimizer.outer step, "
             "or load its state, on every rank alike, and by a metric that all ranks have in common"
         )
+
+
+def check_same_steps(everyone: Told) -> None:
+    """Raise RuntimeError unless ranks that synchronise now have taken as many steps."""
+    steps = [other["taken"] for other in everyone]
+    if len(set(steps)) > 1:
+        raise RuntimeError(
+            f"ranks synchronise after {steps} steps: let every rank take every step, and call "
+            "synchronize_parameters() on all of them after the same one"
+        )
+    check_same_outer(everyone)

@@ -33,8 +33,8 @@ from scalecom_hvd.agreement import Names, latest_step
 from scalecom_hvd.bucket_layout import Layout, step_stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange import methods
-from scalecom_hvd.exchange.bucket import Bucket, finished
-from scalecom_hvd.exchange.collectives import Collectives, Work, gather_objects
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import Collectives, Work, finished, gather_objects
 from scalecom_hvd.exchange.gradients import wide_dtype
 from scalecom_hvd.exchange.new_gradients import Found, NewGradients, freshness, judge
 from scalecom_hvd.exchange.optimizers import without_ties

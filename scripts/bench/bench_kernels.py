@@ -17,7 +17,8 @@ import torch
 from bench_cases import transformer_shapes
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.exchange.bucket import Bucket, finished
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues
 
 FLOOR = "torch._foreach_add_(residues, grads)"

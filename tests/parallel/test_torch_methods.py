@@ -416,8 +416,8 @@ def test_states_of_another_method_are_refused():
     [
         # Made in the test: a compressor that pytest holds would keep its exchange alive.
         (hvd.LocalTopK, hvd.RandomK, "method is LocalTopK on rank 0 and RandomK on rank 1"),
-        (hvd.ScaleCom, hvd.GTopK, "method is missing on rank 0 and GTopK on rank 1"),
-        (hvd.GlobalTopK, hvd.ScaleCom, "method is GlobalTopK on rank 0 and missing on rank 1"),
+        (hvd.ScaleCom, hvd.GTopK, "method is ScaleCom on rank 0 and GTopK on rank 1"),
+        (hvd.GlobalTopK, hvd.ScaleCom, "method is GlobalTopK on rank 0 and ScaleCom on rank 1"),
         (
             lambda: hvd.ECQSGD(bits=2),
             lambda: hvd.ECQSGD(bits=8),

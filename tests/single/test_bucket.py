@@ -9,8 +9,8 @@ import torch
 from scalecom_hvd.bucket_layout import cut
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.background_thread import BackgroundThread
-from scalecom_hvd.exchange.bucket import Bucket, finished
-from scalecom_hvd.exchange.collectives import LAST, Wait
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import LAST, Wait, finished
 from scalecom_hvd.exchange.exchange import BucketStep
 from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.residue import Residues

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from scalecom_hvd import ScaleComConfig
 from scalecom_hvd.config import largest_gradient
-from scalecom_hvd.exchange.bucket import Bucket, finished
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.exchange.kernels import NativeKernel, TensorSlot, TorchKernel, Wire
 from scalecom_hvd.exchange.residue import Residues

@@ -14,7 +14,8 @@ from test_kernels import all_moves, at_the_limit, kernel_on, new_offsets, residu
 from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange import kernel_choice
-from scalecom_hvd.exchange.bucket import Bucket, finished
+from scalecom_hvd.exchange.bucket import Bucket
+from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.exchange.kernels import TensorSlot, TorchKernel, Wire
 from scalecom_hvd.exchange.residue import Residues
