@@ -32,6 +32,10 @@ JOIN_REFUSED = (
 FIRST_MEETING = "agreement.first"
 
 
+Settings = dict[str, Any]
+"""{name: JSON value} that ranks compare."""
+
+
 class Numbers:
     """Counts the exchanges that one process has named."""
 

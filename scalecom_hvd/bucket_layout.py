@@ -7,11 +7,13 @@ Imports lanes only.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scalecom_hvd.lanes import Lanes
 
 Unit = TypeVar("Unit")
+Stats = dict[str, Any]
+"""Numbers of a step by their names, for users; see Method.stats."""
 
 
 def group_names(
@@ -149,7 +151,7 @@ def step_stats(
     chosen: Mapping[str, int],
     collectives: int,
     **handed_over: int,
-) -> dict[str, int | float]:
+) -> Stats:
     """What `stats()` says of the last step, for every exchange alike.
 
     Args:

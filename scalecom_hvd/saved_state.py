@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes
 
+Saved = Mapping[str, Any]
+"""What a state_dict() gives."""
+
 STATE_VERSION = 2
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
 _FREE_SETTINGS = ("planned_steps", "flush")

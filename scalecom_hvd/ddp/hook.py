@@ -11,7 +11,7 @@ background_thread and optimizers of exchange/.
 # No `from __future__ import annotations`: DDP compares a hook's annotations with types.
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.optimizers import SHARDED, check_not_sharded
+from scalecom_hvd.saved_state import Saved
 
 
 class ScaleComState:
@@ -125,7 +126,7 @@ class ScaleComState:
         """Numbers of this rank's last step; see Method.stats."""
         return self.compression.stats()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Saved:
         """This rank's residues, step and settings, for its checkpoint; see Method.state_dict.
 
         After a backward that failed they are those from before it.
@@ -133,7 +134,7 @@ class ScaleComState:
         self._give_up()
         return self.compression.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Saved) -> None:
         """Take up what this rank saved, by whatever face; see Method.load_state_dict."""
         self._give_up()
         self.compression.load_state_dict(state)

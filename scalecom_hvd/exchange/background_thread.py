@@ -24,7 +24,7 @@ POLL_SECONDS = 3e-4
 Jobs = queue.SimpleQueue  # of (job, function, arguments); None: the owner is gone
 
 # Owners that are kept until they have nothing left to do, by the jobs of their threads.
-_kept: dict[Jobs, Any] = {}
+_kept: dict[Jobs, object] = {}
 _kept_lock = threading.Lock()
 
 
@@ -66,7 +66,7 @@ class BackgroundThread:
         self._owner = weakref.ref(owner)
         weakref.finalize(owner, self._jobs.put, None)
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Job:
+    def submit(self, function: Callable[..., object], *arguments: object) -> Job:
         """Have a function called on the thread, after those submitted before."""
         if self._thread is None:
             # A daemon: a script that ends in mid-step is not held up.
@@ -106,7 +106,7 @@ def _serve(jobs: Jobs, go_on: weakref.WeakMethod[Callable[[], bool]] | None) -> 
                     _kept.pop(jobs, None)
 
 
-def _do(future: Job, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _do(future: Job, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
     try:
         future.set_result(function(*arguments))
     except BaseException as error:

@@ -13,8 +13,7 @@ tensors as large as the bucket. A method uses one form or the other.
 An *offset* is a row in a lane, as it travels; a *position* an index into one tensor; a *place* an
 index into the accumulators of the whole bucket.
 
-Imports accumulators, residue, gradients, values, kernels, kernel_choice, background_thread and
-collectives.
+Imports accumulators, values, residue and the rooms below.
 """
 
 from __future__ import annotations
@@ -493,8 +492,8 @@ class Bucket:
 
     def norms(self) -> tuple[float, float]:
         """The norms of residues, and of this step's gradients in their units. Reads them all."""
-        own = [self.grads[name] for name in self.compressed]
-        return norm([tensor.residue for tensor in self.tensors]), norm(own) * self.scale
+        grads = norm([self.grads[name] for name in self.compressed])
+        return norm([tensor.residue for tensor in self.tensors]), grads * self.scale
 
     def commit(self) -> None:
         """The step counts: gradients become averages, and residues keep what was not sent."""

@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from scalecom_hvd.config import ScaleComConfig, checked_number
 from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.values import norm
+from scalecom_hvd.saved_state import Saved
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Journey:
     sent_from: dict[str, torch.Tensor] = field(default_factory=dict)
     averages: dict[str, torch.Tensor] | None = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Saved:
         """What is saved of it, once its averages were waited for."""
         averages = dict(self.averages)
         return {"since": self.since, "averages": averages, "sent_from": dict(self.sent_from)}
@@ -44,7 +44,7 @@ class Journey:
     @classmethod
     def of(
         cls,
-        state: Mapping[str, Any],
+        state: Saved,
         common: Mapping[str, torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
     ) -> Journey:

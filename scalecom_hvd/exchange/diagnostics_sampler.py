@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from scalecom_hvd.diagnostics import Diagnostics, Piece, Writer, draw, look, share_sent
-from scalecom_hvd.diagnostics import Look as Numbers
+from scalecom_hvd.diagnostics import Diagnostics, Look, Piece, Writer, draw, look, share_sent
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.kernels import usable
@@ -54,7 +53,7 @@ class Sampler:
 
     def __init__(self, diagnostics: Diagnostics) -> None:
         self.settings = diagnostics.settings
-        self.last: Numbers | None = None
+        self.last: Look | None = None
         self._every, self._sample = diagnostics.every, diagnostics.sample
         self._writer = Writer(diagnostics, open_tensorboard)
         self._before: dict[str, Before] = {}
@@ -129,10 +128,10 @@ class Sampler:
 
 # The last gathered tensor, and its numbers. Simulated ranks get the very same tensor, and compute
 # once.
-_known: tuple[weakref.ref[torch.Tensor], Numbers] | None = None
+_known: tuple[weakref.ref[torch.Tensor], Look] | None = None
 
 
-def _numbers(everyone: torch.Tensor, average: np.ndarray, pieces: Sequence[Piece]) -> Numbers:
+def _numbers(everyone: torch.Tensor, average: np.ndarray, pieces: Sequence[Piece]) -> Look:
     global _known
     known = _known
     if known is None or known[0]() is not everyone:

@@ -32,12 +32,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from scalecom_hvd.agreement import Names, compare_ranks
-from scalecom_hvd.bucket_layout import step_stats
+from scalecom_hvd.agreement import Names, Settings, compare_ranks
+from scalecom_hvd.bucket_layout import Stats, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.background_thread import BackgroundThread
@@ -108,7 +108,7 @@ class Exchange(Averager):
         groups: Groups | None = None,
         sparse_as_dense: bool = False,
         send_sparse: SparseAverage | None = None,
-        settings: Mapping[str, Any] | None = None,
+        settings: Settings | None = None,
         asks_for_news: bool = False,
         asks_for_use: bool = False,
         is_scaled: bool = True,
@@ -575,7 +575,7 @@ class Exchange(Averager):
         # Kernels, and whatever thread communicates, need the cores that spinning would take.
         self._collectives.spins = not any(bucket.is_large for bucket in self.buckets)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         """Numbers of the last step taken; see Method.stats."""
         dense = {n: p.numel() for n, p in self._parameters.items() if n not in self._sparse}
         chosen = {name: tensor.geometry.k for name, tensor in self.residues.tensors.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,7 +19,7 @@ GUIDE_BATCH = 32
 
 
 def rates_from_flops(
-    model: torch.nn.Module, example_inputs: Any, batch_size: int
+    model: torch.nn.Module, example_inputs: object, batch_size: int
 ) -> dict[str, float]:
     """A rate for every trained parameter of the model, to be passed as ScaleCom(rates=...).
 
@@ -78,7 +77,7 @@ def rates_from_flops(
 
 
 def _count(
-    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], example_inputs: Any
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], example_inputs: object
 ) -> dict[str, int]:
     """{layer: FLOPs of its forward passes}, in the order of their first call.
 
@@ -126,7 +125,7 @@ def _countable() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_attention)
 
 
-def _call(model: torch.nn.Module, example_inputs: Any) -> Any:
+def _call(model: torch.nn.Module, example_inputs: object) -> object:
     if isinstance(example_inputs, Mapping):
         return model(**example_inputs)
     if isinstance(example_inputs, (tuple, list)):

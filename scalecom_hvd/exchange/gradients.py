@@ -6,7 +6,6 @@ Imports config.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
         result: what the step would have given.
     """
 
-    def __init__(self, result: Any = None) -> None:
+    def __init__(self, result: object = None) -> None:
         super().__init__("a gradient is not finite, or larger than 2**100")
         self.result = result
 
@@ -74,7 +73,7 @@ def check_sizes(grads: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tens
         assert grad.is_contiguous(), "gradients must be flat and contiguous here"
 
 
-def check_finite_gradients(parameters: Sequence[torch.Tensor], result: Any = None) -> None:
+def check_finite_gradients(parameters: Sequence[torch.Tensor], result: object = None) -> None:
     """Raise NotFinite unless all gradients are finite, and small enough for a residue.
 
     A device is waited for once, not for every tensor.

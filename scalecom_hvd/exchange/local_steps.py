@@ -37,12 +37,13 @@ and the rooms below.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from scalecom_hvd.agreement import FIRST_MEETING, compare_ranks
+from scalecom_hvd.agreement import FIRST_MEETING, Settings, compare_ranks
+from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.changes import Clipping, Journey, cut_into_fragments
@@ -54,14 +55,15 @@ from scalecom_hvd.exchange.new_gradients import digest
 from scalecom_hvd.exchange.outer_step import Outer, OuterStep
 from scalecom_hvd.exchange.own_parameters import OwnParameters
 from scalecom_hvd.exchange.rounds_agreement import (
+    Told,
     check_not_overwritten,
     check_same_start,
     check_same_steps,
     latest_ranks,
 )
 from scalecom_hvd.exchange.rounds_alive import collect_all, register
-from scalecom_hvd.exchange.run import Averager, Saved
-from scalecom_hvd.saved_state import check_local_steps, check_rounds
+from scalecom_hvd.exchange.run import Averager
+from scalecom_hvd.saved_state import Saved, check_local_steps, check_rounds
 from scalecom_hvd.schedule import Schedule
 from scalecom_hvd.training_warnings import Health
 
@@ -439,7 +441,7 @@ class LocalSteps(Averager):
         if self.own.held:
             self.own.hold()
 
-    def _send_common(self, root: int, described: Sequence[Mapping[str, Any]], keeps: bool) -> None:
+    def _send_common(self, root: int, described: Told, keeps: bool) -> None:
         """Give all ranks the common parameters, and outer state, of the rank at position `root`.
 
         Args:
@@ -462,7 +464,7 @@ class LocalSteps(Averager):
                 root,
             )
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Settings:
         """What ranks must have in common."""
         return {
             "local_steps": self.schedule.describe(),
@@ -519,7 +521,7 @@ class LocalSteps(Averager):
         """Look at synchronisations from now on."""
         self.exchange.watch(diagnostics)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Saved:
         """What is saved of this rank's local steps. Tensors are the ones in use.
 
         Returns:
@@ -576,7 +578,7 @@ class LocalSteps(Averager):
         if "since" in own:
             self._journey = Journey.of(own, self.common, self._parameters)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         """Numbers of the last synchronisation, and of local steps.
 
         Returns:

@@ -141,7 +141,7 @@ def local_members(
 
 
 def check_local(
-    local_steps: Any, outer: Any, overlap: Any, fragments: Any, clip_changes: Any
+    local_steps: object, outer: object, overlap: object, fragments: object, clip_changes: object
 ) -> None:
     """Raise ValueError for what means nothing without local steps."""
     if local_steps is not None:
@@ -187,12 +187,12 @@ def zero_state(optimizer: torch.optim.Optimizer) -> None:
             value.zero_()
 
 
-def _nothing_to_synchronize(self: Any) -> None:
+def _nothing_to_synchronize(self: object) -> None:
     """Do nothing: gradients are this rank's own. See synchronize_parameters."""
 
 
 @contextlib.contextmanager
-def _skip_nothing(self: Any) -> Iterator[None]:
+def _skip_nothing(self: object) -> Iterator[None]:
     """Skip nothing: step() averages parameters' changes when it is time."""
     yield
 
@@ -207,7 +207,7 @@ def _synchronize_parameters(self: Any) -> None:
 
 
 @contextlib.contextmanager
-def common_parameters(params: dict[str, Any] | list[Any]) -> Iterator[None]:
+def common_parameters(params: dict[str, object] | list[object]) -> Iterator[None]:
     """For a broadcast: parameters in the middle of a round of local steps are the common ones.
 
     Args:
@@ -223,7 +223,7 @@ def common_parameters(params: dict[str, Any] | list[Any]) -> Iterator[None]:
             local.own.put_back()
 
 
-def is_method(compression: Any) -> bool:
+def is_method(compression: object) -> bool:
     """Whether this is a method, its class or an instance."""
     kind = compression if isinstance(compression, type) else type(compression)
     return issubclass(kind, Method)

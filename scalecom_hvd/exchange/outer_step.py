@@ -18,9 +18,14 @@ import torch
 
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.gradients import wide_dtype
+from scalecom_hvd.saved_state import Saved
 
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the common parameters."""
+
+
+Group = dict[str, Any]
+"""Settings of a group of parameters, or the state of one; JSON values."""
 
 
 class OuterStep:
@@ -67,7 +72,7 @@ class OuterStep:
             return {}
         return {"outer": f"{type(self.optimizer).__name__}({self.optimizer.defaults})"}
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[Group]:
         """The learning rate and the like of each group, which a scheduler changes, for JSON."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [
@@ -75,7 +80,7 @@ class OuterStep:
             for group in groups
         ]
 
-    def take_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def take_groups(self, groups: Sequence[Group]) -> None:
         """Take up what `groups` of another rank gave."""
         if self.optimizer is None:
             return
@@ -86,13 +91,13 @@ class OuterStep:
                 else:
                     own[key] = tuple(value) if isinstance(value, list) else value
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Saved:
         """What is saved: the optimizer's state, and the name of its class. {} without one."""
         if self.optimizer is None:
             return {}
         return {"outer": self.optimizer.state_dict(), "outer_kind": type(self.optimizer).__name__}
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
+    def check_state(self, state: Saved) -> None:
         """Raise ValueError unless `state_dict` of such an optimizer is part of this."""
         if ("outer" in state) != (self.optimizer is not None):
             made, give = (
@@ -114,7 +119,7 @@ class OuterStep:
                 "outer="
             )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Saved) -> None:
         """Take up what `state_dict` gave."""
         if self.optimizer is not None:
             # It keeps the tensors that it is given.
@@ -126,10 +131,10 @@ class OuterStep:
         state = [value for value in values if isinstance(value, torch.Tensor)]
         return [*self.common.values(), *state]
 
-    def describe(self) -> list[dict[str, Any]]:
+    def describe(self) -> list[Group]:
         """Of each common parameter {key: (shape, dtype) of a tensor, or the number}, for JSON."""
 
-        def shape_of(value: Any) -> Any:
+        def shape_of(value: object) -> object:
             if not isinstance(value, torch.Tensor):
                 return value
             return [list(value.shape), str(value.dtype).removeprefix("torch.")]
@@ -163,7 +168,7 @@ class OuterStep:
             collectives.broadcast(whole, root, f"scalecom.local_steps.{i}").wait()
             tensor.detach().copy_(whole.view(tensor.shape))
 
-    def _states(self) -> list[dict[str, Any]]:
+    def _states(self) -> list[Group]:
         if self.optimizer is None:
             return []
         return [self.optimizer.state.get(x, {}) for x in self.common.values()]
@@ -188,7 +193,7 @@ def _made(make: Outer, common: Mapping[str, torch.nn.Parameter]) -> torch.optim.
     return outer
 
 
-def _is_setting(value: Any) -> bool:
+def _is_setting(value: object) -> bool:
     """Whether this is a number, or the like, and not a group's parameters."""
     if isinstance(value, tuple):
         return all(map(_is_setting, value))
@@ -196,12 +201,12 @@ def _is_setting(value: Any) -> bool:
     return is_number or isinstance(value, bool | int | float | str | None)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A setting as JSON has it."""
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _is_shape(described: Any) -> bool:
+def _is_shape(described: object) -> bool:
     return isinstance(described, list)

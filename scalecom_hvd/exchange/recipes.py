@@ -14,13 +14,16 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.methods import LocalTopK, Method, ScaleCom
 from scalecom_hvd.exchange.quantisers import BinMeans
 
+Arguments = dict[str, Any]
+"""Of DistributedOptimizer."""
+
 
 def everything_whole() -> Method:
     """A method that sends all of every tensor, whatever the environment says of ScaleCom."""
     return ScaleCom(config=ScaleComConfig(dense=("*",), warmup_steps=0))
 
 
-def diloco(local_steps: int | Mapping[int, int] = 500) -> dict[str, Any]:
+def diloco(local_steps: int | Mapping[int, int] = 500) -> Arguments:
     """DiLoCo (Douillard et al., 2023, arXiv 2311.08105), for DistributedOptimizer.
 
     Every rank takes H steps of its own, with AdamW in the paper. The averaged change, sent whole,
@@ -46,7 +49,7 @@ def diloco(local_steps: int | Mapping[int, int] = 500) -> dict[str, Any]:
     }
 
 
-def sparseloco(local_steps: int | Mapping[int, int] = 30, rate: float = 64) -> dict[str, Any]:
+def sparseloco(local_steps: int | Mapping[int, int] = 30, rate: float = 64) -> Arguments:
     """SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706), for DistributedOptimizer.
 
     Every rank takes H steps of its own, with AdamW in the paper. Of its change, and 0.95 of what

@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,7 +42,7 @@ def any_held() -> bool:
     return any(local.own.held for local in list(_alive))
 
 
-def rounds_of(params: dict[str, Any] | list[Any]) -> list[LocalSteps]:
+def rounds_of(params: dict[str, object] | list[object]) -> list[LocalSteps]:
     """The local steps whose parameters are among these.
 
     Args:

@@ -19,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scalecom_hvd.agreement import Names, agree, describe, digest_of
+from scalecom_hvd.agreement import Names, Settings, agree, describe, digest_of
+from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.residue import Residues, describe_tensors
 from scalecom_hvd.saved_state import (
     STATE_VERSION,
+    Saved,
     check_finite,
     check_local_steps,
     check_offsets,
@@ -41,9 +43,6 @@ log = logging.getLogger("scalecom_hvd")
 
 # What a saved state may hold besides what every state has.
 _EXTRA_KEYS = ("offsets", "method_state", "local_steps")
-
-Saved = Mapping[str, Any]
-"""What `Run.state_dict` gives."""
 
 
 class Averager(abc.ABC):
@@ -72,7 +71,7 @@ class Averager(abc.ABC):
         """Forget a step that cannot be completed; nothing is lost from the residues."""
 
     @abc.abstractmethod
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         """Numbers of the last step."""
 
     @abc.abstractmethod
@@ -89,7 +88,7 @@ class Averager(abc.ABC):
         """How many averages there are in this many first steps of the optimizer."""
         return steps
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Saved:
         """What is saved besides the run's own: {key of the whole state: value}."""
         return {}
 
@@ -177,10 +176,10 @@ class Run:
 
     # What users ask, by way of the method.
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         """See Method.stats."""
         residues, method = self.residues, self._method
-        numbers: dict[str, Any] = {"step": residues.step, "skipped_steps": residues.skipped_steps}
+        numbers: Stats = {"step": residues.step, "skipped_steps": residues.skipped_steps}
         if self.averager is not None:
             numbers |= self.averager.stats()
         if method.quantiser.rounds:
@@ -195,7 +194,7 @@ class Run:
         ratio = residues.health.ratio
         return numbers | {"residue_norm": residues.norm(), "residue_ratio": ratio}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Saved:
         """See Method.state_dict."""
         self._complete(
             "state_dict() was called between backward() and step(): call it after optimizer.step()"
@@ -212,7 +211,7 @@ class Run:
         known = {"buckets": residues.buckets, "ranks": residues.ranks}
         state |= {key: value for key, value in known.items() if value is not None}
         if self.averager is not None:
-            return state | self.averager.state_dict() | self._states()
+            return {**state, **self.averager.state_dict(), **self._states()}
         waiting = ("residues", *_EXTRA_KEYS)
         return state | {k: v for k, v in (self._loaded or {}).items() if k in waiting}
 
@@ -250,7 +249,7 @@ class Run:
 
     # The method's state.
 
-    def _states(self) -> dict[str, Any]:
+    def _states(self) -> Saved:
         """What of the state is saved. Look-ahead's offsets have a key of their own."""
         by_kind: dict[str, dict[str, torch.Tensor]] = {}
         for name, state in self.tensor_states.items():
@@ -359,10 +358,10 @@ class Run:
         parameters: Mapping[str, torch.Tensor],
         collectives: Collectives,
         names: Names,
-        settings: Mapping[str, Any],
-        topics: Mapping[str, Any],
-        told: Mapping[str, Any],
-    ) -> list[dict[str, Any]]:
+        settings: Settings,
+        topics: Settings,
+        told: Settings,
+    ) -> list[Settings]:
         """Compare what all ranks were started with; all go on at one step. Waits for all ranks.
 
         Args:

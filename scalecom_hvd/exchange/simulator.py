@@ -35,6 +35,8 @@ from scalecom_hvd.schedule import Schedule
 Gradients = Mapping[str, torch.Tensor | None]
 Combine = Callable[[list[torch.Tensor]], torch.Tensor | None]
 """Makes the result of what all ranks brought; None: what they brought holds it now."""
+Task = Callable[[], Any]
+"""What one rank is to do."""
 
 
 class Meeting:
@@ -48,7 +50,7 @@ class Meeting:
     """
 
     def __init__(self) -> None:
-        self.brought: dict[int, tuple[tuple[Any, ...], torch.Tensor]] = {}
+        self.brought: dict[int, tuple[tuple[object, ...], torch.Tensor]] = {}
         self.complete = False
         self.error: str | None = None
         self.result: torch.Tensor | None = None
@@ -90,7 +92,7 @@ class Network:
         self._ready: deque[int] = deque()
         self._waiting: dict[int, Meeting] = {}
         self._unfinished = 0
-        self._functions: Sequence[Callable[[], Any]] | None = ()
+        self._functions: Sequence[Task] | None = ()
         self._results: list[Any] = []
         self._failure: BaseException | None = None
         # A closed gate per rank, and one for the caller: who holds the turn opens the next one's.
@@ -102,7 +104,7 @@ class Network:
                 target=self._serve, args=(rank,), name=f"simulated rank {rank}", daemon=True
             ).start()
 
-    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run(self, functions: Sequence[Task]) -> list[Any]:
         """Run a function on every rank.
 
         Returns:
@@ -131,7 +133,7 @@ class Network:
                 gate.release()
 
     def submit(
-        self, rank: int, name: str, what: tuple[Any, ...], tensor: torch.Tensor, combine: Combine
+        self, rank: int, name: str, what: tuple[object, ...], tensor: torch.Tensor, combine: Combine
     ) -> SimulatedWork:
         """Bring a tensor to the meeting of this name; `what` must be the same on all ranks."""
         with self._lock:
@@ -287,7 +289,7 @@ class SimulatedCollectives:
         return self._submit(name, what, tensor, torch.cat)
 
     def _submit(
-        self, name: str, what: tuple[Any, ...], tensor: torch.Tensor, combine: Combine
+        self, name: str, what: tuple[object, ...], tensor: torch.Tensor, combine: Combine
     ) -> SimulatedWork:
         return self._network.submit(self.position, name, what, tensor, combine)
 
@@ -432,7 +434,7 @@ class Simulation:
                 )
         return averages
 
-    def take_steps(self, takes: Sequence[Callable[[], Any]]) -> list[Any]:
+    def take_steps(self, takes: Sequence[Task]) -> list[Any]:
         """Take one local step on all ranks, and synchronise them if that is due.
 
         Args:
@@ -455,7 +457,7 @@ class Simulation:
         """
         self._run([local.collect for local in self.locals if isinstance(local, LocalSteps)])
 
-    def _run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _run(self, tasks: Sequence[Task]) -> list[Any]:
         try:
             return self.network.run(tasks)
         except Exception:

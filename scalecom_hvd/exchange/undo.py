@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+Entries = dict[Any, Any]
+
 
 class Remembered:
     """Tensors as they are now, with the dicts and lists that they are in.
@@ -24,14 +26,14 @@ class Remembered:
         roots: what is remembered, with all that is in it.
     """
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: object) -> None:
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._dicts: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+        self._dicts: dict[int, tuple[Entries, Entries]] = {}
         self._lists: dict[int, tuple[list[Any] | collections.deque[Any], list[Any]]] = {}
         for root in roots:
             self._remember(root)
 
-    def _remember(self, value: Any) -> None:
+    def _remember(self, value: object) -> None:
         if id(value) in self._tensors or id(value) in self._dicts or id(value) in self._lists:
             return
         if isinstance(value, torch.Tensor):

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from scalecom_hvd.agreement import Settings
+from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
@@ -24,7 +26,8 @@ from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.quantisers import Quantiser, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues
-from scalecom_hvd.exchange.run import Run, Saved
+from scalecom_hvd.exchange.run import Run
+from scalecom_hvd.saved_state import Saved
 
 TensorStates = Mapping[str, Mapping[str, torch.Tensor]]
 """{name of a compressed tensor: {what: tensor}}."""
@@ -93,7 +96,7 @@ class Method:
         self,
         *,
         config: ScaleComConfig | None = None,
-        loss_scale: Any = None,
+        loss_scale: object = None,
         diagnostics: Diagnostics | int | None = None,
         quantiser: Quantiser | type[Quantiser] | None = None,
         **fields: Any,
@@ -165,7 +168,7 @@ class Method:
         return True
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """What ranks, and a state and who loads it, must have in common besides the config."""
         return {"method": type(self).__name__} | self._quantiser_settings
 
@@ -182,7 +185,7 @@ class Method:
         return self.config.wire_dtype == "float16" or sums
 
     @property
-    def _quantiser_settings(self) -> dict[str, Any]:
+    def _quantiser_settings(self) -> Settings:
         return {"quantiser": repr(self.quantiser)} if self.quantiser.rounds else {}
 
     @property
@@ -201,7 +204,7 @@ class Method:
         """This rank's residues, and the number of steps."""
         return self.run.residues
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         """Numbers of this rank; all ranks need not call it, and calling it sends nothing.
 
         Returns:
@@ -233,7 +236,7 @@ class Method:
         """
         return self.run.stats()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Saved:
         """This rank's residues, step and state, to be saved by every rank with the model.
 
         Tensors are the ones in use, not copies; torch.load(..., weights_only=True) reads it.
@@ -271,7 +274,7 @@ class Method:
             "ScaleCom(named_parameters=...)"
         )
 
-    def decompress(self, tensor: torch.Tensor, ctx: Any = None) -> torch.Tensor:
+    def decompress(self, tensor: torch.Tensor, ctx: object = None) -> torch.Tensor:
         """The average as it is: this package's optimizer has made it before Horovod asks."""
         return tensor
 
@@ -289,7 +292,7 @@ class Method:
         self.load_state_dict(saved)
 
 
-def _scale_reader(loss_scale: Any) -> Callable[[], float]:
+def _scale_reader(loss_scale: object) -> Callable[[], float]:
     if loss_scale is None:
         return lambda: 1.0
     reader = getattr(loss_scale, "get_scale", loss_scale)

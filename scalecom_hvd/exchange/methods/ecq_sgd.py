@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from scalecom_hvd.agreement import Settings
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.base import Method, State
@@ -44,7 +45,7 @@ class ECQSGD(Method):
         self.bits, self.seed = bits, int(seed)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """What ranks must have in common besides the config."""
         return {"method": type(self).__name__, "bits": self.bits, "seed": self.seed}
 

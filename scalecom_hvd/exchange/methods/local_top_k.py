@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from scalecom_hvd.agreement import Settings
 from scalecom_hvd.config import checked_number
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
@@ -53,9 +54,9 @@ class LocalTopK(Method):
             )
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """What ranks must have in common besides the config."""
-        own: dict[str, Any] = {"decay": self.decay} if self.decay < 1 else {}
+        own: Settings = {"decay": self.decay} if self.decay < 1 else {}
         return super().settings | own | ({} if self.average == "all" else {"average": self.average})
 
     def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from scalecom_hvd.agreement import Settings
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step
 from scalecom_hvd.exchange.methods.base import Method, State
@@ -42,7 +43,7 @@ class RandomK(Method):
         self.always_gathers = not self.shared
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """What ranks must have in common besides the config."""
         shared = {} if self.shared else {"shared": False}
         return super().settings | {"seed": self.seed} | shared

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from scalecom_hvd.agreement import Settings
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step, Wait
@@ -157,5 +158,5 @@ class ScaleCom(Method):
         return config.replace(wire_dtype="float16") if self._rounds_to_half else config
 
     @property
-    def _quantiser_settings(self) -> dict[str, Any]:
+    def _quantiser_settings(self) -> Settings:
         return {} if self._rounds_to_half else super()._quantiser_settings  # that is in the config
