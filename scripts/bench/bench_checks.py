@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace) -> None:
     with (
         mock.patch.object(native, "library", return_value=library),
         # so rare that it is timed by itself
-        mock.patch.object(Residues, "look_due", return_value=False),
+        mock.patch.object(Residues, "norms_due", return_value=False),
     ):
         for method in args.methods:
             step, look, skipped = training_step(METHODS[method])
@@ -157,13 +157,13 @@ def unchecked(library: Switch) -> Iterator[None]:
     """Steps in here check nothing."""
     import torch
 
-    from scalecom_hvd.exchange import bucket
+    from scalecom_hvd.exchange import bucket, values
 
     yes = torch.tensor(True)
     with (
         mock.patch.object(library, "now", library.unchecked),
         mock.patch.object(bucket.Bucket, "is_sound", return_value=yes),
-        mock.patch.object(bucket.Values, "fill", fill_without_look),
+        mock.patch.object(values.Values, "fill", fill_without_look),
     ):
         yield
 

@@ -78,16 +78,14 @@ class Trainer(soak_faults.Worker):
         if self.plan.optimizer == "stock":
             self._die_between_in_stock()
             return
-        average = BucketCollectives.average_values
+        average = BucketCollectives.average_taken
 
-        def dying_average(
-            collectives: BucketCollectives, values: torch.Tensor | None = None
-        ) -> Wait:
+        def dying_average(collectives: BucketCollectives) -> Wait:
             if self.death == "exchange" and collectives.leads():
                 die()
-            return average(collectives, values)
+            return average(collectives)
 
-        BucketCollectives.average_values = dying_average
+        BucketCollectives.average_taken = dying_average
 
     def _die_between_in_stock(self) -> None:
         """In Horovod's own optimizer the leader has chosen when a gradient is compressed, and then
@@ -127,7 +125,7 @@ class Trainer(soak_faults.Worker):
         )
 
     def kept(self) -> Arrays:
-        states = self.compression.tensor_states.items()
+        states = self.compression.run.tensor_states.items()
         # Look-ahead's offsets are dropped where they never arrive.
         more = {
             f"{what} {name}": value
