@@ -79,10 +79,13 @@ class ScaleComState:
         self.attach(model, process_group, collectives=collectives)
 
     def _begin(self) -> None:
+        self._names: dict[str, nn.Parameter] = {}
         self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
         self._alone = False
         self._exchange: Exchange | None = None
         self._reduced: list[_Reduced] = []
+        # Parameters whose gradients this backward has not brought yet.
+        self._missing: set[nn.Parameter] = set()
         self._thread = BackgroundThread(self)
 
     def attach(
@@ -120,7 +123,9 @@ class ScaleComState:
             collectives = ProcessGroupCollectives(process_group)
         self._exchange = Exchange(stand_ins, self.compression, collectives, asks_for_use=drops)
         self._alone = collectives.size == 1
+        self._names = parameters
         self._stand_ins = {p: stand_ins[name] for name, p in parameters.items()}
+        self._missing = set(stand_ins.values())
 
     def stats(self) -> dict[str, Any]:
         """Numbers of this rank's last step; see Method.stats."""
@@ -146,8 +151,6 @@ class ScaleComState:
                 "this ScaleComState was unpickled and serves no model yet: call "
                 "state.attach(model) on every rank before training goes on"
             )
-        if bucket.index() == 0:
-            self._give_up()  # DDP may be asked to go on after an error
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError(
@@ -158,13 +161,30 @@ class ScaleComState:
         if self._alone:  # there is nothing to average
             reduced.given.set_result(buffer)
             return reduced.future
+        if not self._missing.issuperset(reduced.stand_ins):
+            self._give_up()  # DDP is asked to go on after an error, and begins anew
         self._reduced.append(reduced)
+        self._missing.difference_update(reduced.stand_ins)
         for stand_in in reduced.stand_ins:
             self._exchange.ready(stand_in)
-        if bucket.is_last():
+        # DDP numbers buckets, and says which is the last, but not in the first pass of a static
+        # graph. So the step is over when all parameters have come.
+        if not self._missing:
             everything, self._reduced = self._reduced, []
+            self._missing = set(self._stand_ins.values())
             self._thread.submit(_finish, self._exchange, everything)
+        elif bucket.is_last():
+            self._refuse_missing()
         return reduced.future
+
+    def _refuse_missing(self) -> None:
+        missing = [name for name, p in self._names.items() if self._stand_ins[p] in self._missing]
+        self._give_up()
+        raise RuntimeError(
+            f"DistributedDataParallel ignores {', '.join(missing[:5])}, which the model trained "
+            "when ScaleComState was made: make the state when the model has been wrapped, and all "
+            "parameters to be ignored are known"
+        )
 
     def _with_gradients(self, bucket: dist.GradBucket) -> Iterator[nn.Parameter]:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -189,6 +209,7 @@ class ScaleComState:
         if self._reduced:
             self._exchange.abort()
             self._reduced = []
+        self._missing = set(self._stand_ins.values())
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled with it: the method, but no process group, and no model."""
@@ -291,5 +312,7 @@ def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             ignored, inside = inside.parameters_to_ignore, inside.module
         else:
             inside = inside._orig_mod
+    # What was asked for before the model is wrapped.
+    ignored = {*ignored, *getattr(inside, "_ddp_params_and_buffers_to_ignore", ())}
     named = inside.named_parameters()
     return {name: p for name, p in named if p.requires_grad and name not in ignored}

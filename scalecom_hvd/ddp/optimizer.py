@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives, check_devices
 from scalecom_hvd.exchange.collectives import Collectives
@@ -114,6 +116,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "op must be dist.ReduceOp.AVG (the default) or SUM: others need all values"
         )
     check_local(local_steps, outer, overlap, fragments, clip_changes)
+    _check_not_wrapped(p for group in optimizer.param_groups for p in group["params"])
     if compression is None:
         compression = everything_whole()
     if not is_method(compression):
@@ -190,7 +193,18 @@ def broadcast_parameters(
         for item in items:
             tensor = item[1] if isinstance(item, tuple) else item
             if isinstance(tensor, torch.Tensor):
-                dist.broadcast(tensor.detach(), root, group=process_group)
+                _broadcast(tensor.detach(), root, process_group)
+
+
+def _broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup | None) -> None:
+    """Send a tensor of any layout: Gloo writes as many elements as it has one after the other."""
+    # Of an expanded tensor there is one element where it shows several.
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    own = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for _, stride in sizes)]
+    whole = own.contiguous()
+    dist.broadcast(whole, root, group=group)
+    if whole.data_ptr() != own.data_ptr():
+        own.copy_(whole)
 
 
 class _Averaging:
@@ -204,9 +218,15 @@ class _Averaging:
         # Whether backward gave any since the last time, of as many passes as it was.
         self._fresh = False
         self._synchronized, self._should_synchronize = False, True
+        self._is_new = True  # it has taken no step
         itself = weakref.ref(self)
+        # On the nodes that accumulate, as Horovod's: hooks that a script puts on a parameter, also
+        # later, come before. Autograd keeps no such node alive.
+        self._nodes = []
         for parameter in self._left:
-            parameter.register_post_accumulate_grad_hook(functools.partial(_report, itself))
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            node.register_hook(functools.partial(_report, itself, parameter))
+            self._nodes.append(node)
 
     def synchronize(self) -> None:
         """Average gradients now, those that backward did not reach too: other ranks may have some.
@@ -215,6 +235,9 @@ class _Averaging:
         """
         if self._left:
             check_parameters(self.param_groups, self._left, "average")  # type: ignore[attr-defined]
+            if self._is_new:
+                _check_not_wrapped(self._left)
+                self._is_new = False
         try:
             if self._left and self._exchange.must_exchange(fresh=self._fresh):
                 for parameter in [p for p in self._left if p not in self._reported]:
@@ -285,7 +308,7 @@ class _Averaging:
         return self._method  # type: ignore[attr-defined]
 
 
-def _report(optimizer: Callable[[], Any], parameter: torch.Tensor) -> None:
+def _report(optimizer: Callable[[], Any], parameter: torch.Tensor, *_: Any) -> None:
     """A gradient has been accumulated."""
     self = optimizer()
     if self is None:
@@ -317,6 +340,22 @@ def _refuse_sparse(parameter: torch.Tensor) -> Callable[[], torch.Tensor]:
         "torch.distributed does not average sparse gradients: give "
         "DistributedOptimizer(..., sparse_as_dense=True), or make the embedding with sparse=False"
     )
+
+
+def _check_not_wrapped(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise TypeError where DistributedDataParallel averages the gradients of these already.
+
+    A parameter does not know its wrapper, so all wrappers of this process are looked at.
+    """
+    own = set(map(id, parameters))
+    for wrapper in [one for one in gc.get_objects() if type(one) is DistributedDataParallel]:
+        if not own.isdisjoint(map(id, wrapper.module.parameters())):
+            raise TypeError(
+                "the model is wrapped by DistributedDataParallel, which averages gradients by "
+                "itself: leave the wrapper out, or keep it and use its hook, "
+                "model.register_comm_hook(ScaleComState(model, ...), scalecom_hook), with the "
+                "plain optimizer"
+            )
 
 
 def _check_names(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -526,13 +526,18 @@ class Bucket:
         for grad in self.grads.values():
             grad.fill_(float("nan"))
 
-    def roll_back(self) -> None:
-        """Take this step's moves back, unless its averages are out already."""
+    def roll_back(self, keep_gradients: bool = False) -> None:
+        """Take this step's moves back, unless its averages are out already.
+
+        Args:
+            keep_gradients: whether residues keep this step's gradients, as these were changed
+                since, so that they cannot be taken away again. Nothing is lost.
+        """
         if self._job is not None:
             self._job.exception()  # a move that is being made is waited for
         if not self._committed:
             for kernel, _ in self._kernels:
-                kernel.roll_back()
+                kernel.roll_back(keep_gradients)
 
     def end(self) -> dict[str, torch.Tensor]:
         """Close the step; gives {name: what p.grad must become}."""

@@ -7,6 +7,7 @@ and bucket_layout.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,18 @@ from scalecom_hvd.exchange.residue import Residues
 
 Groups = Sequence[Sequence[str]]
 """Names of tensors that are to share a bucket."""
+
+
+class Part(NamedTuple):
+    """A part of a step.
+
+    Attributes:
+        names: of its tensors: all those of some buckets.
+        is_last: whether it ends the step.
+    """
+
+    names: Collection[str]
+    is_last: bool
 
 
 def plan_buckets(

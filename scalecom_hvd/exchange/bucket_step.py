@@ -6,14 +6,18 @@ collectives and methods/base.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import LAST, Step, Wait
+from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait
 from scalecom_hvd.exchange.methods.base import State
+
+# Of one exchange's buckets: each may cost a transport threads, and connections to all other ranks.
+MOST_CHANNELS = 8
 
 
 class BucketStep:
@@ -52,6 +56,16 @@ class BucketStep:
             self.waits = next(self._generator, None)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the step has begun, and has not ended."""
+        return self._generator is not None
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether all gradients are here, and the step has not begun."""
+        return not (self.waiting or self.has_begun)
+
+    @property
     def has_more(self) -> bool:
         """Whether something follows what it waits for."""
         return self.waits is not None and self.waits.round < LAST
@@ -72,3 +86,71 @@ class BucketStep:
         self.waiting = set(self.bucket.names)
         self.new_state = self._generator = self.waits = None
         return self.bucket.end()
+
+
+class BucketSteps:
+    """The steps of all buckets, and the channels on which their collectives travel.
+
+    Those of one channel begin in the order of buckets, each when the one before has submitted all:
+    a transport need not look at names there.
+
+    Args:
+        buckets: in order.
+        channels: what they share.
+        begin: gives the generator of a bucket's step.
+
+    Attributes:
+        all: in order.
+        of: {name of a tensor: the step of its bucket}.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        channels: Sequence[Collectives],
+        begin: Callable[[BucketStep], Step[None]],
+    ) -> None:
+        self.all = [BucketStep(bucket) for bucket in buckets]
+        self.of = {name: step for step in self.all for name in step.bucket.names}
+        self._channels, self._begin = channels, begin
+
+    def channel_of(self, bucket: Bucket) -> Collectives:
+        """Where its collectives travel."""
+        return self._channels[bucket.number % len(self._channels)]
+
+    def advance(self, steps: Sequence[BucketStep]) -> None:
+        """Let these begin whose gradients are here, and all go on, without waiting."""
+        for step in self.all:
+            step.advance()
+        self.begin(steps)
+
+    def begin(self, steps: Sequence[BucketStep], all_are_here: bool = False) -> None:
+        """Begin those whose gradients are here, where their channel is free.
+
+        Args:
+            all_are_here: whether all gradients are, zeros for those that did not come.
+        """
+        taken: set[int] = set()
+        for step in steps:
+            channel = step.bucket.number % len(self._channels)
+            if channel not in taken and (all_are_here or not step.waiting):
+                step.start(self._begin(step))
+            if step.has_more or not step.has_begun:
+                taken.add(channel)
+
+    def complete(self, steps: Sequence[BucketStep]) -> None:
+        """Begin these, and wait for everything.
+
+        All that have begun wait for what comes in one round before any waits for the next: then
+        what follows is submitted early, and by every rank in the same order.
+        """
+        self.begin(steps, all_are_here=True)
+        while any(step.has_more or not step.has_begun for step in steps):
+            up_to_round = 0
+            while any(step.has_more for step in steps):
+                for step in steps:
+                    step.advance(up_to_round)
+                up_to_round += 1
+            self.begin(steps, all_are_here=True)  # those whose channel was taken
+        for step in steps:
+            step.advance(LAST)

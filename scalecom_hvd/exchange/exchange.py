@@ -31,8 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -42,29 +41,23 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.bucket_plan import Groups, plan_buckets
-from scalecom_hvd.exchange.bucket_step import BucketStep
-from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, gather_objects
+from scalecom_hvd.exchange.bucket_plan import Groups, Part, plan_buckets
+from scalecom_hvd.exchange.bucket_step import MOST_CHANNELS, BucketStep, BucketSteps
+from scalecom_hvd.exchange.collectives import Collectives, Step, gather_objects
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.methods.base import Method, State
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.checked_step import checked_step
-from scalecom_hvd.exchange.new_gradients import NewGradients, SparseAverage, fill_in
+from scalecom_hvd.exchange.new_gradients import (
+    NewGradients,
+    SparseAverage,
+    check_same_parameters,
+    digest,
+    fill_in,
+)
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.schedule import leader
-
-
-class Part(NamedTuple):
-    """A part of a step.
-
-    Attributes:
-        names: of its tensors: all those of some buckets.
-        is_last: whether it ends the step.
-    """
-
-    names: Collection[str]
-    is_last: bool
 
 
 class Exchange(Averager):
@@ -93,6 +86,7 @@ class Exchange(Averager):
             run when it is complete; None: this exchange does.
 
     Attributes:
+        trained: the parameters.
         part: what the step that comes is about, the same on all ranks; None: all, always.
 
     Raises:
@@ -122,8 +116,9 @@ class Exchange(Averager):
         self.names = Names(collectives.numbers)
         self._parameters = dict(parameters)
         self._name_of = {parameter: name for name, parameter in parameters.items()}
+        self.trained = self._name_of.keys()
         self._method, self._run = method, method.run
-        self._collectives = collectives
+        self.collectives = collectives
         self._restarted = collectives.restarts()
         self._groups = groups
         self._sparse_as_dense = sparse_as_dense
@@ -143,19 +138,20 @@ class Exchange(Averager):
         self._look_at: int | None = None
         self._agreed = False
         self._channels: list[Collectives] = []
-        self._steps: list[BucketStep] = []
-        self._step_of: dict[str, BucketStep] = {}
+        self._steps = BucketSteps([], self._channels, self._bucket_step)
         # Of the parts of a step so far: {bucket's number: norms of residues and gradients}.
         self._norms: dict[int, tuple[float, float]] = {}
         self._arrived: dict[str, None] = {}
         self._sparse: dict[str, Callable[[], torch.Tensor] | None] = {}
         self._outputs: dict[str, torch.Tensor] = {}
-        self._whole = False
+        self._whole, self._scale = False, 1.0
         kinds = ("offsets", "values", "dense", "gathered", "collectives")
         self._submitted = dict.fromkeys(kinds, 0)
         # Of the last step, or part, that was finished: whether it ended the step, what was
         # submitted, whether it was sent whole, and the tensors it was about.
         self._last = True, self._submitted, False, list(self._parameters)
+        # Whether ranks have still to compare parameters; those of local steps are compared elsewhere.
+        self._is_new = part_of is None
         if part_of is None:
             self._run.begin(self._parameters, self)
 
@@ -174,8 +170,33 @@ class Exchange(Averager):
         with self._or_forgotten():
             self._notice_restart()
             news = self._news
-            anywhere = (fresh or news.ask()) if self._agreed else news.ask_at_first(fresh)
-            return anywhere or news.came_by_hand(self._sparse, self._send_sparse)
+            changed = self._has_changed()
+            if news.channel is not None:
+                if not (news.ask(fresh) or self._came_by_hand()):
+                    return False
+                if news.signal(changed, self._agreed):
+                    return True
+                # Some rank gave a step up, or loaded a state. What this one has begun is taken
+                # back, and begins again once ranks have agreed.
+                if self._agreed:
+                    arrived = list(self._arrived)
+                    self._abort()
+                    for name in arrived:
+                        self.ready(self._parameters[name])
+                news.meet(None)
+            return news.ask_at_first(fresh, changed) or self._came_by_hand()
+
+    def _came_by_hand(self) -> bool:
+        return self._news.came_by_hand(self._sparse, self._send_sparse)
+
+    def _has_changed(self) -> bool:
+        """Whether a gradient was changed since it came, if that is of importance."""
+        if not self._agreed and self._scale == 1:
+            return False  # no bucket has begun: what gradients are now is exchanged
+        changed = self._news.changed()
+        for name in changed if self._agreed else ():
+            self._steps.of[name].bucket.roll_back(keep_gradients=True)
+        return bool(changed)
 
     def ready(self, parameter: torch.Tensor) -> None:
         """A gradient is complete on this rank. Called from backward's hooks: waits for nothing.
@@ -199,11 +220,11 @@ class Exchange(Averager):
             may_be_sparse = not (self._sparse_as_dense or self._agreed)
             if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
                 self._sparse[name] = self._send_sparse(parameter)
-            elif self._agreed:
-                step = self._step_of[name]
-                step.waiting.discard(name)
-                if not step.waiting:
-                    step.start(self._bucket_step(step))
+            else:
+                if self._news is not None and not self._whole:
+                    self._news.mark(name)
+                if self._agreed:
+                    self._steps.of[name].waiting.discard(name)
             self._advance()
 
     def result(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -252,7 +273,7 @@ class Exchange(Averager):
         step, self._look_at = self._look_at, None
         if step is not None and all_are_here:
             with self._or_forgotten():
-                self._sampler.look(step, self._collectives, self.names("diagnostics"))
+                self._sampler.look(step, self.collectives, self.names("diagnostics"))
 
     def send(self) -> None:
         """Have all that was reported travel, for who takes long between `ready` and `result`.
@@ -268,7 +289,8 @@ class Exchange(Averager):
         with self._or_forgotten():
             if not self._agreed:
                 self._agree()
-            self._start()
+            self._advance()
+            self._steps.begin(self._steps_of_part(), all_are_here=True)
         self._thread.keep_owner()
 
     def in_step(self) -> bool:
@@ -279,24 +301,20 @@ class Exchange(Averager):
         """Wait for what the method's state lacks; every rank submitted it in its last step."""
         with self._lock:
             self._notice_restart()
-            for step in self._steps:
+            for step in self._steps.all:
                 step.complete_state()
 
     def agree_anew(self) -> None:
         """Other residues were loaded: ranks compare, and make buckets, at the next step."""
         with self._lock:
-            self.buckets, self._steps, self._step_of = [], [], {}
+            self.buckets = []
+            self._steps = BucketSteps([], [], self._bucket_step)
             self._agreed, self._look_at = False, None
 
     def start_over(self) -> None:
-        """The optimizer's state was loaded: the step in progress is forgotten, if there is one.
-
-        All ranks agree anew, as one that is in no step meets those that are.
-        """
+        """The optimizer's state was loaded: the step in progress is forgotten, if there is one."""
         if self.in_step():
             self.abort()
-        else:
-            self.agree_anew()
 
     def abort(self) -> None:
         """Forget the step in progress: it is rolled back, so residues lose nothing."""
@@ -322,6 +340,9 @@ class Exchange(Averager):
         """Ranks were started anew (elastic runs): nothing that was under way is."""
         if self._restarted():
             self._abort()
+            if self._news is not None:
+                self._is_new = True
+                self._news.meet(None)
 
     # One step.
 
@@ -329,8 +350,7 @@ class Exchange(Averager):
         """Let every bucket go on as far as it can without waiting."""
         if self._failure is not None:
             raise self._failure
-        for step in self._steps:
-            step.advance()
+        self._steps.advance(self._steps_of_part())
 
     def _go_on(self) -> bool:
         """The same on the background thread.
@@ -342,7 +362,7 @@ class Exchange(Averager):
             return not self._finishing
         try:
             self._advance()
-            return any(step.has_more for step in self._steps)
+            return any(step.has_more or step.may_begin for step in self._steps.all)
         except BaseException as error:
             self._failure = error  # raised where the user's thread comes by
             return False
@@ -372,7 +392,7 @@ class Exchange(Averager):
             yield from step.state_arrives
             step.state_arrives = None
         collectives = BucketCollectives(
-            self._channels[bucket.number],
+            self._steps.channel_of(bucket),
             self.names,
             bucket,
             self.residues.step,
@@ -403,7 +423,7 @@ class Exchange(Averager):
 
     def leader_at(self, step: int, bucket: int) -> int:
         """The position of the rank that chooses for a bucket at a step."""
-        return leader(step, bucket, self._collectives.size, self.config.leader == "staggered")
+        return leader(step, bucket, self.collectives.size, self.config.leader == "staggered")
 
     def _finish(self) -> None:
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
@@ -414,16 +434,9 @@ class Exchange(Averager):
             )
         if not self._agreed:
             self._agree()
-        steps = self._start()
-        # All buckets wait for what comes in one round before any waits for the next: then what
-        # follows is submitted early, and by every rank in the same order.
-        up_to_round = 0
-        while any(step.waits and step.waits.round < LAST for step in steps):
-            for step in steps:
-                step.advance(up_to_round)
-            up_to_round += 1
-        for step in steps:
-            step.advance(LAST)
+        self._advance()
+        steps = self._steps_of_part()
+        self._steps.complete(steps)
         sparse = {name: wait() for name, wait in self._sparse.items()}
         # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
         sound = [step.bucket.is_sound().cpu() for step in steps]
@@ -443,19 +456,11 @@ class Exchange(Averager):
         if self._news is not None:
             self._news.end()
 
-    def _start(self) -> list[BucketStep]:
-        """Begin the steps of the buckets that this part is about, where they have not begun."""
-        self._advance()
-        steps = self._steps_of_part()
-        for step in steps:
-            step.start(self._bucket_step(step))
-        return steps
-
     def _steps_of_part(self) -> list[BucketStep]:
         """Those of the buckets that the step is about. No bucket is in two parts."""
         if self.part is None:
-            return self._steps
-        return [step for step in self._steps if step.bucket.names[0] in self.part.names]
+            return self._steps.all
+        return [step for step in self._steps.all if step.bucket.names[0] in self.part.names]
 
     def _commit(self, steps: Sequence[BucketStep], ends: bool) -> None:
         if self.residues.norms_due() and not self._whole:
@@ -466,7 +471,7 @@ class Exchange(Averager):
         self._run.take_state([step.keep_state() for step in steps if step.new_state])
         looks = self._sample_due()
         if looks:
-            self._sampler.after([step.bucket for step in steps], self._collectives)
+            self._sampler.after([step.bucket for step in steps], self.collectives)
         if ends:
             self._end_step(looks)
 
@@ -479,7 +484,7 @@ class Exchange(Averager):
         self.residues.note_step()
         if self._whole and self.residues.step >= self.residues.warmup:
             # Here every rank can wait, and the first choice is not to be waited for in a hook.
-            for step in self._steps:
+            for step in self._steps.all:
                 step.complete_state()
                 step.bucket.drop_whole_buffer()
         if looks:
@@ -504,7 +509,7 @@ class Exchange(Averager):
             bucket.forget()
         self._failure = None
         if self._news is not None:
-            self._news.forget()
+            self._news.give_up()
         # What ranks must have in common may be of this step on one, of the next on another, and
         # perhaps it never arrives.
         self._run.begin_equal_state_anew()
@@ -527,7 +532,7 @@ class Exchange(Averager):
         residues, groups = self.residues, self._groups
         everyone = self._run.agree(
             self._parameters,
-            self._collectives,
+            self.collectives,
             self.names,
             self._settings | {"sparse_as_dense": self._sparse_as_dense},
             {"groups": None if groups is None else [list(group) for group in groups]},
@@ -536,8 +541,11 @@ class Exchange(Averager):
                 "arrived": list(self._arrived),
                 "buckets": residues.buckets,
                 "channels": len(self._channels),
+                "parameters": digest(self._parameters.values()) if self._is_new else None,
             },
         )
+        check_same_parameters(everyone)
+        self._is_new = False
         self._run.compare_states([other["state"] for other in everyone])
         for name in sorted({name for other in everyone for name in other["sparse"]}):
             if self._sparse.get(name) is None:  # none arrived here: an empty one takes part
@@ -551,36 +559,36 @@ class Exchange(Averager):
             self._parameters, residues, arrived, groups, loaded, sparse=self._sparse
         )
         # Which of its devices a rank uses is its own affair, but not which tensors share one.
-        plans = gather_objects(self._collectives, {"buckets": plan}, "agreement.buckets")
+        plans = gather_objects(self.collectives, {"buckets": plan}, "agreement.buckets")
         compare_ranks(plans, ("buckets",))
-        if min(other["channels"] for other in everyone) <= len(plan):
-            self._channels = [self._collectives.channel() for _ in [*plan, "news"]]
+        channels = min(len(plan), MOST_CHANNELS) + 1
+        if min(other["channels"] for other in everyone) < channels:
+            self._channels = [self.collectives.channel() for _ in range(channels)]
         if self._news is not None:
-            self._news.channel = self._channels[-1]
+            self._news.meet(self._channels[-1])
         self._make_buckets(plan)
-        residues.note_ranks(self._collectives.size)
+        residues.note_ranks(self.collectives.size, self.collectives.position)
         self._agreed = True
 
     def _make_buckets(self, plan: list[list[str]]) -> None:
         self.residues.buckets, self._norms = plan, {}
-        size, share = self._collectives.size, self._collectives.share
+        size, share = self.collectives.size, self.collectives.share
         self.buckets = [
             Bucket(b, names, self._parameters, self.residues, size, share, self._thread)
             for b, names in enumerate(plan)
         ]
-        self._steps = [BucketStep(bucket) for bucket in self.buckets]
-        self._step_of = {name: step for step in self._steps for name in step.bucket.names}
+        self._steps = BucketSteps(self.buckets, self._channels[:-1], self._bucket_step)
         if self._sampler is not None:
             self._sampler.draw(self.buckets)
         # Kernels, and whatever thread communicates, need the cores that spinning would take.
-        self._collectives.spins = not any(bucket.is_large for bucket in self.buckets)
+        self.collectives.spins = not any(bucket.is_large for bucket in self.buckets)
 
     def stats(self) -> Stats:
         """Numbers of the last step taken; see Method.stats."""
         dense = {n: p.numel() for n, p in self._parameters.items() if n not in self._sparse}
         chosen = {name: tensor.geometry.k for name, tensor in self.residues.tensors.items()}
         ends, submitted, whole, names = self._last
-        last, size = max(self.residues.step - ends, 0), self._collectives.size
+        last, size = max(self.residues.step - ends, 0), self.collectives.size
         numbers = step_stats(
             size,
             self.leader_at(last, 0) if size else 0,

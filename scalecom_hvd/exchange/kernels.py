@@ -139,11 +139,12 @@ class Kernel(Protocol):
         """
         ...
 
-    def roll_back(self) -> None:
+    def roll_back(self, keep_gradients: bool = False) -> None:
         """Take back what was done to residues since `begin`, to rounding.
 
         m[I] <- m[I] + beta*sent of tensors that were taken from, m <- m - beta*g of those that
-        accumulated. Each kernel keeps track of that itself, as a move may fail when it is half
+        accumulated; not the latter with `keep_gradients`, for g that are no longer what they were.
+        Each kernel keeps track of that itself, as a move may fail when it is half
         done. Offsets and sent values must be what they were.
         """
         ...
@@ -247,7 +248,7 @@ class TorchKernel:
             scaled = slot.values(values).to(kind) * (share / self._scale)
             output[positions] = scaled.to(output.dtype)
 
-    def roll_back(self) -> None:
+    def roll_back(self, keep_gradients: bool = False) -> None:
         for step in self._steps:
             slot, residue = step.slot, step.slot.residue
             if step.taken is not None:
@@ -255,10 +256,10 @@ class TorchKernel:
                 positions = positions_of(slot.geometry, slot.offsets(wire.offsets))
                 residue[positions] += slot.values(wire.sent).to(residue.dtype) * beta
                 step.taken = None
-            if step.accumulated:
+            if step.accumulated and not keep_gradients:
                 g, _ = usable(step.grad, residue, self._scale)
                 residue.sub_(g.mul_(step.accumulated))
-                step.accumulated = 0.0
+            step.accumulated = 0.0
 
     def release(self) -> None:
         self._steps = []
@@ -367,16 +368,16 @@ class NativeKernel:
         finally:
             self._table["grad"] = grads
 
-    def roll_back(self) -> None:
+    def roll_back(self, keep_gradients: bool = False) -> None:
         roll_back = functools.partial(self._library.scalecom_roll_back, *self._tensors)
         if self._taken is not None:
             beta, wire = self._taken
             offsets, _, sent, is_half = _addresses(wire)
             roll_back(beta, self._scale, False, offsets, sent, is_half)
             self._taken = None
-        if self._accumulated:
+        if self._accumulated and not keep_gradients:
             roll_back(self._accumulated, self._scale, True, None, None, False)
-            self._accumulated = 0.0
+        self._accumulated = 0.0
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -45,10 +45,10 @@ import torch
 from scalecom_hvd.agreement import FIRST_MEETING, Settings, compare_ranks
 from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.diagnostics import Diagnostics
-from scalecom_hvd.exchange.bucket_plan import Groups
+from scalecom_hvd.exchange.bucket_plan import Groups, Part
 from scalecom_hvd.exchange.changes import Clipping, Journey, cut_into_fragments
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
-from scalecom_hvd.exchange.exchange import Exchange, Part
+from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.gradients import NotFinite, limit_of
 from scalecom_hvd.exchange.methods.base import Method
 from scalecom_hvd.exchange.new_gradients import digest
@@ -132,7 +132,7 @@ class LocalSteps(Averager):
         # Made once: memory that every synchronisation asks for anew takes longer to get than to
         # fill (see Bucket).
         self._sent_from = {n: torch.empty_like(p) for n, p in parameters.items() if overlap}
-        self._collectives = collectives
+        self.collectives = collectives
         self._restarted = collectives.restarts()
         self._start_anew = start_anew
         self._health = Health()
@@ -166,7 +166,7 @@ class LocalSteps(Averager):
     @property
     def active(self) -> bool:
         """Whether there is anybody to synchronise with."""
-        return self._collectives.size > (0 if self._collectives.elastic else 1)
+        return self.collectives.size > (0 if self.collectives.elastic else 1)
 
     def synchronisations_in(self, steps: int) -> int:
         """How many synchronisations there are in this many first steps."""
@@ -229,7 +229,7 @@ class LocalSteps(Averager):
         self._begin()
         self.own.let_go()
         mine = {"taken": self.taken, "outer_groups": self._outer.groups()}
-        everyone = gather_objects(self._collectives, mine, "local_steps.synchronise")
+        everyone = gather_objects(self.collectives, mine, "local_steps.synchronise")
         check_same_steps(everyone)
         if self._journey is not None:
             self._arrive()
@@ -296,7 +296,7 @@ class LocalSteps(Averager):
             x.grad = change
             if self._overlap:  # at once: the processor's cache may still hold the parameter
                 journey.sent_from[name] = self._sent_from[name].copy_(parameter)
-        self._clipping.clip([self._changes[name] for name in names], self._collectives)
+        self._clipping.clip([self._changes[name] for name in names], self.collectives)
         self.exchange.part = Part(set(names), fragments[-1] == len(self._fragments) - 1)
         for name in reversed(names):
             self.exchange.ready(self.common[name])
@@ -404,7 +404,7 @@ class LocalSteps(Averager):
             "outer_groups": self._outer.groups(),
             "since": None if self._journey is None else self._journey.since,
         }
-        everyone = gather_objects(self._collectives, mine, FIRST_MEETING)
+        everyone = gather_objects(self.collectives, mine, FIRST_MEETING)
         compare_ranks(everyone, ("settings",))
         check_not_overwritten(everyone)
         known, latest = latest_ranks(everyone)
@@ -413,7 +413,7 @@ class LocalSteps(Averager):
         if len({other["since"] for other in everyone}) > 1:
             # Newcomers know nothing of averages that travel: with those who do they count now.
             # Ranks whose part never arrived, as ranks were started anew, take up what these make.
-            knows = self._collectives.position in known
+            knows = self.collectives.position in known
             if self._journey is not None and knows:
                 self._arrive_where_held()
             elif any(everyone[rank]["since"] is not None for rank in known):
@@ -427,7 +427,7 @@ class LocalSteps(Averager):
             self._outer.take_groups(compared[0]["outer_groups"])
         if len({other["parameters"] for other in everyone}) > 1:
             root = known[0]
-            keeps = self._collectives.position in known
+            keeps = self.collectives.position in known
             self._send_common(root, everyone[root]["outer"], keeps)
         if known:
             self.taken, self._early = latest, compared[0]["early"]
@@ -448,7 +448,7 @@ class LocalSteps(Averager):
             root, described: see OuterStep.broadcast.
             keeps: whether this rank keeps its own parameters. Otherwise it begins from these.
         """
-        self._outer.broadcast(self._collectives, root, described)
+        self._outer.broadcast(self.collectives, root, described)
         if not keeps:
             for name, parameter in self._parameters.items():
                 parameter.copy_(self.common[name])

@@ -39,6 +39,8 @@ log = logging.getLogger("scalecom_hvd")
 
 # Not the name by which ranks gather objects: another optimizer's may be under way.
 _NAME = "agreement.news"
+# More than there are ranks.
+_ANEW = 10**7
 
 SparseAverage = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 """Starts the average of a parameter's sparse gradient; what it gives waits for it."""
@@ -57,6 +59,42 @@ class Found(enum.Enum):
     )
 
 
+class Mark:
+    """What a gradient was when its exchange began, to see whether a script changed it since.
+
+    What changes it in place moves its version, but for what PyTorch hides (`.data`, and what a
+    GradScaler unscales). So on a CPU four elements are compared too.
+
+    Args:
+        parameter: its gradient is marked.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._grad = TensorWeakRef(parameter.grad)
+        self._now = _state_of(parameter.grad)
+
+    def fits(self, parameter: torch.Tensor) -> bool:
+        """Whether the gradient is what it was."""
+        grad = parameter.grad
+        return grad is not None and grad is self._grad() and _state_of(grad) == self._now
+
+
+def _state_of(grad: torch.Tensor) -> tuple[int, bytes]:
+    version = -1 if grad.is_inference() else grad._version
+    if grad.is_sparse or grad.device.type != "cpu":  # to look would wait for the device
+        return version, b""
+    flat = grad.detach().reshape(-1)
+    return version, as_bytes(flat[:: max(flat.numel() // 4, 1)]).numpy().tobytes()
+
+
+CHANGED = (
+    "gradients were changed on some rank between backward() and step(), while they were being "
+    "averaged, so that the change would be lost: call optimizer.synchronize() after backward(), "
+    "then change them (clip_grad_norm_, scaler.unscale_(optimizer), ...), and call step() inside "
+    "`with optimizer.skip_synchronize():`"
+)
+
+
 class NewGradients:
     """What ranks say to each other about one optimizer's gradients before they exchange them.
 
@@ -66,52 +104,101 @@ class NewGradients:
         parameters: {name: parameter} of all that are trained.
 
     Attributes:
-        channel: the other ranks, for what is said in hooks; set when ranks have agreed.
+        channel: the other ranks, for what is said in hooks; set when ranks have agreed. None: they
+            have not met yet.
     """
 
     def __init__(
         self, collectives: Collectives, names: Names, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         self._collectives, self._names, self._parameters = collectives, names, parameters
-        self.channel = collectives
+        self.channel: Collectives | None = None
         self._work: Work | None = None
-        self._told = self._warned = False
+        self._told = self._signalled = self._warned = False
         self._left: dict[str, TensorWeakRef] = {}
+        self._marks: dict[str, Mark] = {}
+
+    def mark(self, name: str) -> None:
+        """Remember what this parameter's gradient is, as it is to be averaged."""
+        self._marks[name] = Mark(self._parameters[name])
+
+    def changed(self) -> list[str]:
+        """The names of gradients that are no longer what they were when they were marked."""
+        return [n for n, mark in self._marks.items() if not mark.fits(self._parameters[n])]
 
     def tell(self) -> None:
-        """Say that this rank has news. Called in hooks: waits for nothing."""
+        """Say that this rank has news, once in a step. Called in hooks: waits for nothing."""
         if not self._told:
-            self._told, self._work = True, self._share(1)
+            self._told, self._work = True, self._share(1, _NAME)
 
-    def ask(self) -> bool:
-        """Say that this rank has no news; gives whether another has.
+    def ask(self, fresh: bool) -> bool:
+        """Whether any rank has news.
 
-        Waits for all ranks, so it is not called in hooks.
+        Waits for all ranks where this one has none, so it is not called in hooks.
+
+        Args:
+            fresh: whether this rank has.
         """
+        if fresh:
+            self.tell()
+        if self._told:  # also in a step that this rank gave up since
+            return True
         self._told = True
-        return bool(self._share(0).wait())
+        return bool(self._share(0, _NAME).wait())
 
-    def _share(self, news: int) -> Work:
-        # Of the average over ranks only one thing counts: whether it is zero.
-        mine = torch.tensor([news], dtype=torch.float32)
-        return self.channel.all_reduce(mine, self._names(_NAME))
+    def signal(self, changed: bool, agreed: bool) -> bool:
+        """Tell all ranks how this one stands before averages are made of their news.
 
-    def ask_at_first(self, fresh: bool) -> bool:
+        Waits for all ranks. Each calls it once after `tell` or `ask`, also one that gave its step
+        up: that is how the others learn of it.
+
+        Args:
+            changed: whether gradients were changed while they were being averaged.
+            agreed: whether this rank still holds to what ranks agreed on.
+
+        Returns:
+            Whether all ranks do.
+
+        Raises:
+            RuntimeError: some rank's gradients were changed; on all ranks.
+        """
+        work = self._share(float(changed) + (0 if agreed else _ANEW), "agreement.signal")
+        self._signalled = True
+        total = round(float(work.wait()) / self._collectives.share)  # the sum over ranks
+        if total % _ANEW:
+            raise RuntimeError(CHANGED)
+        return total == 0
+
+    def _share(self, number: float, name: str) -> Work:
+        mine = torch.tensor([number], dtype=torch.float64)
+        return self.channel.all_reduce(mine, self._names(name))
+
+    def _end_of_news(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._told, self._signalled, self._work = False, False, None
+
+    def ask_at_first(self, fresh: bool, changed: bool) -> bool:
         """Whether any rank has news, before ranks have agreed on the name of their exchange.
 
         All are in synchronize(); waits for them.
 
         Args:
             fresh: whether this rank has.
+            changed: whether this rank's were changed, and are no longer in the loss scale's units.
 
         Raises:
-            RuntimeError: some ranks take local steps; on all of them.
+            RuntimeError: some ranks take local steps, or have changed gradients; on all of them.
         """
         # Another rank may take local steps, whose first meeting this is then.
         everyone = gather_objects(
-            self._collectives, {"settings": {}, "fresh": fresh}, FIRST_MEETING
+            self._collectives,
+            {"settings": {}, "fresh": fresh, "changed": changed},
+            FIRST_MEETING,
         )
         compare_ranks(everyone, ("settings",))
+        if any(other["changed"] for other in everyone):
+            raise RuntimeError(CHANGED)
         return any(other["fresh"] for other in everyone)
 
     def came_by_hand(self, sparse: Collection[str], send_sparse: SparseAverage | None) -> bool:
@@ -196,18 +283,23 @@ class NewGradients:
 
     def end(self) -> None:
         """Begin anew: the exchange is over, or none was needed, and p.grad holds the result."""
-        if self._work is not None:
-            self._work.wait()
-        self.forget()
+        self._end_of_news()
+        self._marks.clear()
         self._left = {
             name: TensorWeakRef(p.grad)
             for name, p in self._parameters.items()
             if p.grad is not None
         }
 
-    def forget(self) -> None:
-        """Begin anew, after an exchange that was given up."""
-        self._told, self._work = False, None
+    def give_up(self) -> None:
+        """The step is given up. What was told of it goes on, until the signal that follows it."""
+        self._marks.clear()
+        if self._signalled:
+            self._end_of_news()
+
+    def meet(self, channel: Collectives | None) -> None:
+        """Ranks have agreed, and said nothing by this channel yet; None: they were started anew."""
+        self.channel, self._told, self._signalled, self._work = channel, False, False, None
 
 
 def judge(everyone: Sequence[Standing]) -> Found:
@@ -242,6 +334,17 @@ def freshness(parameters: Mapping[str, torch.Tensor]) -> set[str]:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: fresh.add(name))
             parameter.requires_grad_(trained)
     return fresh
+
+
+def check_same_parameters(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RuntimeError, on all ranks, unless they told the same digest of their parameters."""
+    digests = [other["parameters"] for other in everyone]
+    if None not in digests and len(set(digests)) > 1:
+        other = next(rank for rank, own in enumerate(digests) if own != digests[0])
+        raise RuntimeError(
+            f"ranks 0 and {other} have different parameters, which the same averages would keep "
+            "apart for ever: call broadcast_parameters on all ranks before the first step"
+        )
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -74,7 +74,7 @@ class Residues:
         step: steps that happened.
         skipped_steps: those that did not, because a gradient was not finite somewhere.
         buckets: names per bucket, once ranks have agreed on them.
-        ranks: how many there are, once this is known.
+        ranks, rank: how many there are, and which this one is, once this is known.
         rates: {name: rate} of all parameters, once they are known.
     """
 
@@ -85,6 +85,7 @@ class Residues:
         self.tensors: dict[str, CompressedTensor] = {}
         self.buckets: list[list[str]] | None = None
         self.ranks: int | None = None
+        self.rank: int | None = None
         self.rates: dict[str, float] = {}
         self.health = Health()
         # How many synchronisations there are in so many steps: with local steps, fewer.
@@ -139,7 +140,7 @@ class Residues:
         waits, limit = residues / self.config.beta, growth_limit(self.rates.values(), self.config)
         self.health.look(self.step, waits, grads, limit)
 
-    def note_ranks(self, ranks: int) -> bool:
+    def note_ranks(self, ranks: int, rank: int) -> bool:
         """There are so many ranks; gives whether there were others before, which the log says."""
         others = self.ranks not in (None, ranks)
         if others:
@@ -149,7 +150,7 @@ class Residues:
                 ranks,
                 self.ranks,
             )
-        self.ranks = ranks
+        self.ranks, self.rank = ranks, rank
         return others
 
     def note_skipped_step(self) -> None:

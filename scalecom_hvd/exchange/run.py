@@ -49,9 +49,11 @@ class Averager(abc.ABC):
     """What a run asks of whoever averages gradients, or changes of parameters, for it.
 
     Attributes:
+        collectives: the other ranks.
         travels: whether averages travel that were not waited for.
     """
 
+    collectives: Collectives
     travels: bool = False
 
     @abc.abstractmethod
@@ -144,6 +146,7 @@ class Run:
         try:
             if state is not None:
                 averager.check_state(state)
+                _check_rank(state, averager.collectives)
             if self._method.diagnostics is not None:
                 averager.watch(self._method.diagnostics)
             self.residues.synchronisations_in = averager.synchronisations_in
@@ -208,7 +211,7 @@ class Run:
             "residues": {name: t.residue.view(t.shape) for name, t in residues.tensors.items()},
             "norms": residues.health.norms,
         }
-        known = {"buckets": residues.buckets, "ranks": residues.ranks}
+        known = {"buckets": residues.buckets, "ranks": residues.ranks, "rank": residues.rank}
         state |= {key: value for key, value in known.items() if value is not None}
         if self.averager is not None:
             return {**state, **self.averager.state_dict(), **self._states()}
@@ -226,10 +229,11 @@ class Run:
         check_finite({name: bool(r.isfinite().all()) for name, r in state["residues"].items()})
         if self.averager is not None:
             self.averager.check_state(state)
+            _check_rank(state, self.averager.collectives)
             self._check_fits(state)
         residues.step = int(state["step"])
         residues.health.norms = norms
-        residues.ranks = state.get("ranks")
+        residues.ranks, residues.rank = state.get("ranks"), state.get("rank")
         # Where buckets of another size are asked for, those of the state are not taken over.
         as_saved = state["config"]["bucket_bytes"] == config.bucket_bytes
         residues.buckets = state.get("buckets") if as_saved else None
@@ -406,6 +410,28 @@ class Run:
                 if what in state
             }
         )
+
+
+def _check_rank(state: Saved, collectives: Collectives) -> None:
+    """Raise ValueError where a state is another rank's, of as many; warn of one of other ranks."""
+    theirs, size = state.get("rank"), collectives.size
+    # Ranks of an elastic run change their places, and keep their states.
+    if theirs is None or not size or collectives.elastic or theirs == collectives.position:
+        return
+    mine = collectives.position
+    if state.get("ranks") == size:
+        raise ValueError(
+            f"this state is that of rank {theirs}, and this is rank {mine}: residues are each "
+            "rank's own. Save a file on every rank, and load this rank's; to begin with empty "
+            "residues load none"
+        )
+    log.warning(
+        "rank %d of %d takes up the residues that rank %s of %s saved",
+        mine,
+        size,
+        theirs,
+        state.get("ranks"),
+    )
 
 
 def _saved_states(state: Saved) -> dict[str, Mapping[str, torch.Tensor]]:

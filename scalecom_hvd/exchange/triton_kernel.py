@@ -96,9 +96,9 @@ class TritonKernel:
         for part, members in self._parts:
             part.scatter([outputs[i] for i in members], offsets, values, share)
 
-    def roll_back(self) -> None:
+    def roll_back(self, keep_gradients: bool = False) -> None:
         for part, _ in self._parts:
-            part.roll_back()
+            part.roll_back(keep_gradients)
 
     def release(self) -> None:
         for part, _ in self._parts:
@@ -176,7 +176,9 @@ class _OneDtype:
         scaled = share / self._scale
         self._launch(tiles.scatter_tiles, step, offsets, values, scaled, **constants)
 
-    def roll_back(self) -> None:
+    def roll_back(self, keep_gradients: bool) -> None:
+        if keep_gradients:
+            self._accumulated = 0.0
         if self._taken is not None:
             beta, wire = self._taken
             arguments = wire.offsets, wire.sent, beta, self._accumulated, self._scale

@@ -31,6 +31,7 @@ from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.optimizers import (
     check_local,
+    check_parameters,
     is_method,
     local_members,
     make_averager,
@@ -220,6 +221,8 @@ def _grouped_allreduce_grad_async(self: Any, ps: Sequence[torch.Tensor]) -> None
 
 def _synchronize(self: Any) -> None:
     """Do what Horovod's does, unless no rank has gradients that were not exchanged yet."""
+    if self._requires_update:
+        check_parameters(self.param_groups, self._exchange.trained, "average")
     # Without hooks there is one rank, or this one is not in the process set.
     if not self._requires_update or self._exchange.must_exchange(fresh=bool(self._handles)):
         horovod_optimizer._DistributedOptimizer.__dict__["synchronize"](self)

@@ -36,7 +36,14 @@ from scalecom_hvd.exchange import methods
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Collectives, Work, finished, gather_objects
 from scalecom_hvd.exchange.gradients import wide_dtype
-from scalecom_hvd.exchange.new_gradients import Found, NewGradients, freshness, judge
+from scalecom_hvd.exchange.new_gradients import (
+    CHANGED,
+    Found,
+    Mark,
+    NewGradients,
+    freshness,
+    judge,
+)
 from scalecom_hvd.exchange.optimizers import without_ties
 from scalecom_hvd.exchange.residue import CompressedTensor
 from scalecom_hvd.exchange.run import Averager
@@ -187,13 +194,16 @@ class PerTensor(Averager):
         self._parameters = dict(parameters)
         self._method, self._run = method, method.run
         self._residues = method.residues
-        self._collectives = collectives
+        self.collectives = collectives
         self._restarted = collectives.restarts()
         self._names = Names(collectives.numbers)
         self._buckets: dict[str, Bucket] = {}
         self._ahead: dict[torch.device, Ahead] = {}
         self._usual_order = list(reversed(self._parameters))
         self._seen: list[str] = []
+        # What gradients were when they were compressed, and which are others now.
+        self._marks: dict[str, Mark] = {}
+        self._changed: list[str] = []
         self._members: set[str] = set()
         self._bad: list[torch.Tensor] = []
         self._lock = threading.RLock()  # hooks run on autograd's threads, one per device
@@ -253,7 +263,8 @@ class PerTensor(Averager):
             self._buckets, self._ahead = {}, {}
             self._run.begin_equal_state_anew()
             self._agreed = False
-            self._news.forget()
+            self._news.meet(None)
+            self._marks.clear()
             self._given.clear()
 
     def rejoin(self) -> None:
@@ -261,22 +272,22 @@ class PerTensor(Averager):
 
         All ranks of the process set must be here.
         """
-        if not self._collectives.size:
+        if not self.collectives.size:
             return
         self._notice_restart()
         residues, run = self._residues, self._run
         mine = {"step": residues.step, "state": run.digest_of_state()}
-        everyone = gather_objects(self._collectives, mine, "elastic")
+        everyone = gather_objects(self.collectives, mine, "elastic")
         residues.step = latest_step([other["step"] for other in everyone])
         run.compare_states([other["state"] for other in everyone])
-        residues.ranks = self._collectives.size
+        residues.ranks, residues.rank = self.collectives.size, self.collectives.position
         self._agreed = False
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step; see Method.stats. In elastic runs there may be none yet."""
         elements = {name: self._parameters[name].numel() for name in self._seen}
         tensors = {} if self._whole else self._residues.tensors
-        size, step = self._collectives.size, self._residues.step
+        size, step = self.collectives.size, self._residues.step
         broadcasts = sum(ahead.work is not None for ahead in self._ahead.values())
         return step_stats(
             size,
@@ -310,6 +321,7 @@ class PerTensor(Averager):
         flat = grad.detach().contiguous().view(-1)
         if bucket is not None:
             bucket.begin(self._scale, self._whole, {name: flat})
+            self._marks[name] = Mark(self._parameters[name])
         if bucket is None or self._whole:
             # A copy where the gradient is needed at the step's end: Horovod reduces in place.
             whole = flat.to(wide_dtype(flat), copy=bucket is not None)
@@ -340,6 +352,9 @@ class PerTensor(Averager):
             return self._decompress(result, sent)
 
     def _decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
+        if self._marks:  # the first of the step: Horovod has put no average into p.grad yet
+            marks, self._marks = self._marks, {}
+            self._changed = [n for n, mark in marks.items() if not mark.fits(self._parameters[n])]
         if sent.whole:
             average = result.to(sent.dtype)
             bad = ~average.isfinite().all()
@@ -374,13 +389,14 @@ class PerTensor(Averager):
 
     def _begin_step(self) -> None:
         self.complete_state()
-        residues, size = self._residues, self._collectives.size
-        if residues.note_ranks(size):
+        residues, size = self._residues, self.collectives.size
+        if residues.note_ranks(size, self.collectives.position):
             # Newcomers have no offsets, and this is no place to wait for any: nobody uses them.
             self._run.begin_equal_state_anew()
         if not self._buckets:
             self._make_buckets()
-        self._seen, self._bad = [], []
+        self._seen, self._bad, self._changed = [], [], []
+        self._marks.clear()
         self._handed_over = dict.fromkeys(self._handed_over, 0)
         self._scale = 1 / float(self._method.loss_scale())
         self._idle = self._agreed and not self._has_news()
@@ -404,14 +420,22 @@ class PerTensor(Averager):
             self._news.tell()
             return True
         members = [name for name in self._parameters if name in self._members]
-        return self._news.ask() or self._news.compare(members) is Found.SET_BY_HAND
+        return self._news.ask(fresh=False) or self._news.compare(members) is Found.SET_BY_HAND
 
     def _end_step(self) -> None:
         """The last result has come. Every rank comes here without waiting for later steps."""
         self._usual_order = self._seen
         residues = self._residues
-        if not self._agreed:
-            self._agree()
+        try:
+            if self._agreed:
+                self._news.signal(bool(self._changed), agreed=True)
+            else:
+                self._agree()
+        except RuntimeError:
+            for name in self._changed:
+                self._buckets[name].roll_back(keep_gradients=True)
+            self.abort()
+            raise
         if not self._members.intersection(self._seen):
             raise ValueError(
                 "this ScaleCom serves another optimizer; make one for each: "
@@ -446,7 +470,7 @@ class PerTensor(Averager):
             root = self._next_leader()
             for number, ahead in enumerate(self._ahead.values()):
                 name = self._names(f"offsets.{number}")
-                ahead.work = self._collectives.broadcast(ahead.buffer, root, name)
+                ahead.work = self.collectives.broadcast(ahead.buffer, root, name)
                 self._handed_over["offsets"] += ahead.buffer.numel()
         residues.note_step()
 
@@ -463,11 +487,11 @@ class PerTensor(Averager):
                 parameter.grad.zero_().add_(output.view(parameter.shape).to_sparse())
 
     def _next_leader(self) -> int:
-        return leader(self._residues.step + 1, 0, self._collectives.size, staggered=False)
+        return leader(self._residues.step + 1, 0, self.collectives.size, staggered=False)
 
     def _chooses(self) -> bool:
         """Whether this rank chooses for the next step."""
-        return self._next_leader() == self._collectives.position
+        return self._next_leader() == self.collectives.position
 
     def _offsets(self, tensor: CompressedTensor) -> torch.Tensor:
         """This step's offsets, as bytes."""
@@ -482,7 +506,7 @@ class PerTensor(Averager):
         Also of those that never come here (sparse ones, which Horovod does not compress): the
         same on every rank.
         """
-        size = self._collectives.size
+        size = self.collectives.size
         by_device: dict[torch.device, list[CompressedTensor]] = {}
         for number, (name, tensor) in enumerate(self._residues.tensors.items()):
             by_device.setdefault(tensor.residue.device, []).append(tensor)
@@ -494,25 +518,25 @@ class PerTensor(Averager):
 
     def _agree(self) -> None:
         """Compare settings and tensors of all ranks; raises RuntimeError on every rank alike."""
-        try:
-            everyone = self._run.agree(
-                self._parameters,
-                self._collectives,
-                self._names,
-                {},
-                {"look-ahead offsets": self._gathers_at},
-                {
-                    "fresh": not self._standing["fresh"].isdisjoint(self._seen),
-                    "grads": {name: self._standing["grads"][name] for name in self._seen},
-                },
-            )
-        except RuntimeError:
-            self.abort()
-            raise
+        everyone = self._run.agree(
+            self._parameters,
+            self.collectives,
+            self._names,
+            {},
+            {"look-ahead offsets": self._gathers_at},
+            {
+                "changed": bool(self._changed),
+                "fresh": not self._standing["fresh"].isdisjoint(self._seen),
+                "grads": {name: self._standing["grads"][name] for name in self._seen},
+            },
+        )
+        if any(other["changed"] for other in everyone):
+            raise RuntimeError(CHANGED)
         found = judge([other["grads"] for other in everyone])
         news = any(other["fresh"] for other in everyone)
         self._idle = not news and found is not Found.SET_BY_HAND
         self._members = set(self._seen)
+        self._news.meet(self.collectives)
         self._agreed = True
 
     def _name_of(self, grad: torch.Tensor) -> str:

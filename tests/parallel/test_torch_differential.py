@@ -248,10 +248,6 @@ class Program:
         self.frozen[model] ^= {name}
         self.call("freeze", model, sorted(self.frozen[model]))
 
-    def draw_new_parameters(self, model):
-        self.settle(model)
-        self.call("new_parameters", model)
-
     def draw_load(self, model):
         self.settle(model)
         self.call("load", model, self.dice.choice(("optimizer", "compressor")))
@@ -643,11 +639,6 @@ class Run:
     def freeze(self, model, names):
         for name, parameter in self.models[model].items():
             parameter.requires_grad_(name not in names)
-
-    def new_parameters(self, model):
-        fresh = torch.nn.Parameter(torch.ones(3))
-        self.optimizers[model].add_param_group({"params": [fresh]})
-        fresh.grad = torch.ones(3)
 
     def load(self, model, what):
         if what == "optimizer":

@@ -136,7 +136,7 @@ def test_the_state_is_what_the_design_says():
 
 def as_version_1(state):
     """A method's settings stood among the state's own then, and ScaleCom's named no method."""
-    old = {key: value for key, value in state.items() if key != "settings"}
+    old = {key: value for key, value in state.items() if key not in ("settings", "rank")}
     own = {key: value for key, value in state["settings"].items() if value != "ScaleCom"}
     return old | own | {"version": 1}
 

@@ -895,7 +895,7 @@ def test_what_is_not_finite_is_not_clipped_to_what_is():
 
 def test_what_clips_is_the_same_on_all_ranks():
     ranks = Ranks(2, 2, clip_changes=2)
-    ranks.locals[1]._clip = 3
+    ranks.locals[1]._clipping.times = 3
     with pytest.raises(RuntimeError, match="clip_changes"):
         ranks.step(0.25)
 

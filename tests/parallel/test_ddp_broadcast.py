@@ -1,0 +1,61 @@
+"""broadcast_parameters of parameters that are views: it sets exactly them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scalecom_hvd.ddp import broadcast_parameters
+
+# Of a (40, 6) block inside a larger buffer: what is written too far shows, and hurts nobody.
+VIEWS = {
+    "every second column": lambda block: block[:, ::2],
+    "some columns": lambda block: block[:, 1:3],
+    "transposed": lambda block: block.t(),
+    "every third row, transposed": lambda block: block[::3].t(),
+    "expanded": lambda block: block[:, :1].expand(40, 6),
+    "expanded in rows": lambda block: block[:1].expand(40, 6),
+    "channels last": lambda block: block.view(5, 2, 4, 6).permute(0, 3, 1, 2),
+}
+
+
+def numbers_of(rank):
+    return torch.arange(1000.0) + 10_000 * (rank + 1)
+
+
+def block_of(buffer):
+    return buffer[300:540].view(40, 6)
+
+
+@pytest.mark.parametrize("root", [0, 1])
+@pytest.mark.parametrize("given", ["list", "module"])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_is_set_and_its_neighbours_are_not(view, given, root):
+    buffer = numbers_of(dist.get_rank())
+    parameter = nn.Parameter(view(block_of(buffer)))
+    module = nn.Module()
+    module.weight = parameter
+
+    expected = numbers_of(dist.get_rank())
+    strides = zip(parameter.shape, parameter.stride(), strict=True)
+    own = tuple(slice(0, 1) if stride == 0 else slice(None) for _, stride in strides)
+    view(block_of(expected))[own].copy_(view(block_of(numbers_of(root)))[own])
+
+    broadcast_parameters([parameter] if given == "list" else module, root)
+    wrong = (buffer != expected).nonzero().flatten().tolist()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (len(wrong), wrong[:1], wrong[-1:]))
+    assert not any(count for count, _, _ in everyone), (
+        f"(how many elements are wrong, the first, the last), rank by rank: {everyone}"
+    )
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_ranks_lay_the_same_parameter_out_differently(root):
+    numbers = numbers_of(dist.get_rank())[:240].view(40, 6)
+    in_columns = dist.get_rank() % 2 == 1
+    parameter = nn.Parameter(numbers.t().contiguous().t() if in_columns else numbers.clone())
+    broadcast_parameters([parameter], root)
+    right = [None] * dist.get_world_size()
+    dist.all_gather_object(right, torch.equal(parameter, numbers_of(root)[:240].view(40, 6)))
+    assert all(right), f"which ranks have the root's numbers: {right}"

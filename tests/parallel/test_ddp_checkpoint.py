@@ -1,0 +1,138 @@
+"""A checkpoint that fewer ranks saved than load it: a rank without residues of its own there begins
+with empty ones, and the log says so.
+"""
+
+import logging
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import same_on_all_ranks
+from torch import nn
+
+from scalecom_hvd.ddp import DistributedOptimizer, PerRank, ScaleCom, broadcast_parameters
+
+SETTINGS = {"rate": 10, "dense": (), "warmup_steps": 0, "min_numel": 2}
+
+
+def make(process_group=None):
+    torch.manual_seed(3)
+    model = nn.Linear(60, 60)
+    broadcast_parameters(model, process_group=process_group)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = ScaleCom(**SETTINGS)
+    names = model.named_parameters()
+    return model, DistributedOptimizer(sgd, names, method, process_group=process_group)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        random = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(4, 60, generator=random)).square().mean().backward()
+        optimizer.step()
+
+
+def waits(method):
+    return sum(float(tensor.residue.abs().sum()) for tensor in method.residues.tensors.values())
+
+
+def assert_is_without_residues_and_goes_on(model, optimizer, is_new, caplog):
+    """is_new: whether the checkpoint has nothing of this rank's."""
+    warnings = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "scalecom_hvd" and record.levelno >= logging.WARNING
+    ]
+    assert (waits(optimizer.compression) == 0) == is_new
+    said = any("residue" in message for message in warnings)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (is_new, said))
+    assert all(said for is_new, said in everyone if is_new), "no warning says that residues are new"
+    train(model, optimizer, range(3, 6))
+    assert same_on_all_ranks(model.parameters())
+    assert optimizer.compression.stats()["step"] == 6
+
+
+def test_a_state_without_this_ranks_key(caplog):
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+    model, optimizer = make()
+    train(model, optimizer, range(3))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, PerRank(optimizer.compression).state_dict())
+    saved = {name: own for each in everyone for name, own in each.items()}
+    is_new = dist.get_rank() == dist.get_world_size() - 1
+    if is_new:
+        del saved[f"rank{dist.get_rank()}"]
+
+    again, optimizer = make()
+    again.load_state_dict(model.state_dict())
+    failed = ""
+    try:
+        PerRank(optimizer.compression).load_state_dict(saved)
+    except KeyError as error:
+        failed = repr(error)
+    failures = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failed)
+    assert not any(failures), failures
+    assert_is_without_residues_and_goes_on(again, optimizer, is_new, caplog)
+
+
+@pytest.fixture
+def shared_folder():
+    """One that rank 0 makes, and takes away again."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        yield folder[0]
+        dist.barrier()
+
+
+def test_a_checkpoint_that_fewer_ranks_saved(caplog, shared_folder):
+    """By dcp.load as it is, or where it is told that something may be missing."""
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+    model, optimizer = make()
+    train(model, optimizer, range(3))
+    saving = dist.new_group(list(range(dist.get_world_size() - 1)))
+    is_new = dist.get_rank() == dist.get_world_size() - 1
+    if not is_new:
+        whole = {"scalecom": PerRank(optimizer.compression)}
+        dcp.save(whole, checkpoint_id=shared_folder, process_group=saving)
+    dist.barrier()
+
+    again, optimizer = make()
+    again.load_state_dict(model.state_dict())
+    whole = {"scalecom": PerRank(optimizer.compression)}
+    try:
+        dcp.load(whole, checkpoint_id=shared_folder)
+    except dcp.api.CheckpointException:  # on all ranks
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(whole, checkpoint_id=shared_folder, planner=planner)
+    assert_is_without_residues_and_goes_on(again, optimizer, is_new, caplog)
+
+
+def test_residues_of_another_rank_of_another_number_of_ranks(caplog):
+    """Rank 0's of fewer ranks, which all ranks load: refused, or named in the log."""
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+    n, rank = dist.get_world_size(), dist.get_rank()
+    if n == 2:  # one rank by itself has no residues
+        return
+    parts = [dist.new_group(list(range(n - 1))), dist.new_group([n - 1])]
+    model, optimizer = make(parts[rank == n - 1])
+    train(model, optimizer, range(3))
+    everyone = [None] * n
+    dist.all_gather_object(everyone, optimizer.compression.state_dict())
+    rank_0s = everyone[0]
+
+    again, optimizer = make()
+    refusal = ""
+    try:
+        optimizer.compression.load_state_dict(rank_0s)
+    except ValueError as error:
+        refusal = str(error)
+    named = [r.getMessage() for r in caplog.records if r.name == "scalecom_hvd"]
+    said = any("rank 0" in message for message in [refusal, *named])
+    dist.all_gather_object(everyone, said)
+    assert all(everyone[1:]), f"which ranks say whose residues they loaded: {everyone}"

@@ -1,0 +1,65 @@
+"""What many buckets cost a process: file descriptors and threads, of which it may have so many."""
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import same_on_all_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, ScaleComState, scalecom_hook
+
+LAYERS = 100
+SETTINGS = {"rate": 10, "dense": (), "warmup_steps": 0, "min_numel": 2, "bucket_bytes": 4000}
+
+
+class Layers(nn.Module):
+    """Each has a bucket of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.zeros(1000)) for _ in range(LAYERS))
+
+    def forward(self, grad):
+        return sum((layer * grad).sum() for layer in self.layers)
+
+
+def by_optimizer():
+    model = Layers()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, DistributedOptimizer(sgd, model.named_parameters(), ScaleCom(**SETTINGS))
+
+
+def by_hook():
+    model = DistributedDataParallel(Layers())
+    state = ScaleComState(model, **SETTINGS)
+    model.register_comm_hook(state, scalecom_hook)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def open_now():
+    gc.collect()
+    return {
+        "file descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+@pytest.mark.parametrize("make", [by_optimizer, by_hook])
+def test_a_hundred_buckets_take_fewer_than_a_hundred_of_each(make):
+    before = open_now()
+    model, optimizer = make()
+    for step in range(3):
+        random = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(1000, generator=random)).backward()
+        optimizer.step()
+    during = open_now()
+    assert same_on_all_ranks(model.parameters())
+    more = {what: count - before[what] for what, count in during.items()}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, more)
+    assert all(count < LAYERS for own in everyone for count in own.values()), everyone

@@ -1,0 +1,60 @@
+"""Models whose parameters have two dtypes, with DDP's static_graph: in its first pass DDP hands out
+one bucket of each dtype, all numbered 0, and calls none the last.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import same_on_all_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+
+EVERYTHING = 1.0001  # a rate at which k = N
+pytestmark = pytest.mark.timeout(45, method="thread")  # no time limit of Gloo's ends that wait
+
+
+class Two(nn.Module):
+    def __init__(self, other):
+        super().__init__()
+        torch.manual_seed(3)
+        self.other = other
+        self.first = nn.Linear(20, 40)
+        self.second = nn.Linear(40, 40).to(other)
+        self.third = nn.Linear(40, 10)
+
+    def forward(self, x):
+        y = torch.tanh(self.first(x)).to(self.other)
+        return self.third(torch.tanh(self.second(y)).float()).square().mean()
+
+
+def train(rate, other, **of_ddp):
+    model = DistributedDataParallel(Two(other), **of_ddp)
+    if rate is not None:
+        state = ScaleComState(model, rate=rate, dense=(), warmup_steps=0, min_numel=2)
+        model.register_comm_hook(state, scalecom_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        random = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 20, generator=random)).backward()
+        optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+    if rate is not None:
+        assert state.stats()["step"] == 4
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "of_ddp", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.003}], ids=str
+)
+@pytest.mark.parametrize("static_graph", [False, True], ids=["", "static_graph"])
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16], ids=str)
+def test_parameters_of_two_dtypes(other, static_graph, of_ddp):
+    of_ddp = of_ddp | {"static_graph": static_graph}
+    plain, everything = (train(rate, other, **of_ddp) for rate in (None, EVERYTHING))
+    near = {"rtol": 1e-4, "atol": 1e-5} if other == torch.float64 else {"rtol": 0.05, "atol": 0.01}
+    for one, two in zip(plain, everything, strict=True):
+        torch.testing.assert_close(one, two, **near)
+    train(10, other, **of_ddp)

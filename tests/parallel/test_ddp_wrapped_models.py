@@ -1,0 +1,107 @@
+"""Models that DistributedDataParallel wraps, or wraps in part."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import same_on_all_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, ScaleComState, scalecom_hook
+
+SETTINGS = {"rate": 1.0001, "dense": (), "warmup_steps": 0, "min_numel": 2}
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10))
+
+
+def batch(step):
+    random = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(8, 20, generator=random)
+
+
+NAMES = {
+    "the wrapper's": lambda wrapped: wrapped.named_parameters(),
+    "the model's own": lambda wrapped: wrapped.module.named_parameters(),
+    "none": lambda wrapped: None,
+}
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+def test_a_wrapped_model_is_refused_by_the_optimizer(names):
+    """DDP has averaged already: the optimizer would average once more, and compress averages."""
+    wrapped = DistributedDataParallel(net())
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="DistributedDataParallel"):
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(wrapped.parameters(), lr=0.1), names(wrapped), ScaleCom(**SETTINGS)
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            wrapped(batch(step)).square().mean().backward()
+            optimizer.step()
+
+
+def test_a_model_that_is_wrapped_after_the_optimizer_was_made_is_refused():
+    model = net()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), ScaleCom(**SETTINGS)
+    )
+    with pytest.raises((TypeError, ValueError, RuntimeError), match="DistributedDataParallel"):
+        wrapped = DistributedDataParallel(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            wrapped(batch(step)).square().mean().backward()
+            optimizer.step()
+
+
+def train(model, optimizer):
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        # What DDP ignores the script averages by itself.
+        for parameter in model.module[0].parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def ignore_the_first_layer(model):
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, ["0.weight", "0.bias"]
+    )
+
+
+@pytest.mark.parametrize("state_is_made", ["first", "between", "last"])
+def test_parameters_that_ddp_ignores(state_is_made):
+    """They train as without the hook; or an error says that the state must be made last."""
+    plain = net()
+    ignore_the_first_layer(plain)
+    plain = DistributedDataParallel(plain)
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+
+    def with_the_hook():
+        model = net()
+        state = ScaleComState(model, **SETTINGS) if state_is_made == "first" else None
+        ignore_the_first_layer(model)
+        state = ScaleComState(model, **SETTINGS) if state_is_made == "between" else state
+        model = DistributedDataParallel(model)
+        state = ScaleComState(model, **SETTINGS) if state_is_made == "last" else state
+        model.register_comm_hook(state, scalecom_hook)
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    found, refusal = None, ""
+    try:
+        found = with_the_hook()
+    except (ValueError, RuntimeError) as error:
+        refusal = str(error)
+    if found is None:
+        assert "ignore" in refusal
+        assert "ScaleComState" in refusal
+        assert state_is_made != "last"
+        return
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,380 @@
+"""Scripts that change p.grad between backward() and step() without synchronize().
+
+Horovod's guide asks for synchronize() there, but scripts without it train in stock Horovod. So
+every step is right, or all ranks refuse it and say what to call: never a wrong number.
+"""
+
+import functools
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch
+from faces import horovods_alone, hvd, in_every_library, stock
+from made_up import gradients
+from models import same_on_all_ranks
+
+EVERYTHING = 1.0000001  # a rate at which k = N
+SMALL = {"weight": (40, 100), "bias": (50,)}
+LARGE = {"weight": (700, 1000), "bias": (50,)}  # its kernels run on a thread
+SIZES = pytest.mark.parametrize("shapes", [SMALL, LARGE], ids=["small", "large"])
+
+
+def make(library, shapes, rate=EVERYTHING, **settings):
+    """Parameters that are zero, plain SGD with learning rate 1, and the compressor."""
+    model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    named = {"named_parameters": model.items()} if library is stock else {}
+    everything = {"dense": ["bias"], "warmup_steps": 0, "min_numel": 2}
+    compressor = hvd.ScaleCom(**named, **({"rate": rate} | everything | settings))
+    optimizer = library.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor
+    )
+    return model, optimizer, compressor
+
+
+def loss_of(model, grads):
+    """Its backward gives every parameter the gradient in `grads`."""
+    return sum((p * torch.from_numpy(grads[name])).sum() for name, p in model.items())
+
+
+def changed(change, grads):
+    """What a script's change makes of these gradients."""
+    own = {name: torch.nn.Parameter(torch.zeros(grad.shape)) for name, grad in grads.items()}
+    for name, parameter in own.items():
+        parameter.grad = torch.from_numpy(np.array(grads[name], np.float32))
+    change(list(own.values()))
+    return {name: parameter.grad.numpy().astype(np.float64) for name, parameter in own.items()}
+
+
+def mean(everyone):
+    return {name: sum(own[name] for own in everyone) / len(everyone) for name in everyone[0]}
+
+
+def right_updates(change, everyone):
+    """What stock Horovod may give: the script changes each rank's gradients, or their average,
+    whichever comes first.
+    """
+    before = mean([changed(change, grads) for grads in everyone])
+    after = changed(change, mean(everyone))
+    return before, after
+
+
+def close(one, other):
+    return all(
+        np.allclose(one[name], other[name], rtol=1e-3, atol=1e-4 * np.abs(other[name]).max())
+        for name in other
+    )
+
+
+def norm(grads):
+    return float(np.sqrt(sum(np.square(grad, dtype=np.float64).sum() for grad in grads.values())))
+
+
+def refuses(step):
+    """Take a step; gives whether all ranks refused it, with an error that says what to call."""
+    error = ""
+    try:
+        step()
+    except RuntimeError as refusal:
+        error = str(refusal)
+    errors = hvd.allgather_object(error, name="errors")
+    if not any(errors):
+        return False
+    assert all("optimizer.synchronize()" in each for each in errors), errors
+    return True
+
+
+def mean_residues(compressor, shapes):
+    """{name: the average over ranks of what waits there}"""
+    found = {}
+    for name, shape in shapes.items():
+        tensor = compressor.residues.tensors.get(name)
+        waits = torch.zeros(shape) if tensor is None else tensor.residue / tensor.beta
+        found[name] = hvd.allreduce(waits.double().view(shape), name=f"waits.{name}").numpy()
+    return found
+
+
+def largest_residue(compressor):
+    return max(float(t.residue.abs().max()) for t in compressor.residues.tensors.values())
+
+
+def holds_no_more_than(compressor, grads):
+    """A refused step may leave this rank's gradient in the residue, to be sent later."""
+    return largest_residue(compressor) <= max(np.abs(g).max() for g in grads.values()) + 1e-4
+
+
+def trains_as_stock_or_refuses(
+    library,
+    shapes,
+    script,
+    change,
+    spoil=lambda step, grads: grads,
+    steps=4,
+    may_refuse=True,
+    **settings,
+):
+    """Take steps in which everything is chosen. Each gives what stock Horovod may give, and leaves
+    no residue; or all ranks refuse it.
+
+    script(model, optimizer, loss): one step of the script under test.
+    change(parameters): what the script does to their gradients, for the reference.
+    spoil(step, {name: gradient} of each rank): what these become before backward.
+    may_refuse: whether the script's steps may be refused.
+    """
+    model, optimizer, compressor = make(library, shapes, **settings)
+    step_of_script = functools.partial(script, model, optimizer)
+    for step in range(steps):
+        everyone = [gradients(shapes, rank, step) for rank in range(hvd.size())]
+        everyone = spoil(step, everyone)
+        optimizer.zero_grad()
+        was = {name: p.detach().numpy().astype(np.float64) for name, p in model.items()}
+        mine = loss_of(model, everyone[hvd.rank()])
+        if refuses(lambda: step_of_script(mine)):  # noqa: B023
+            assert may_refuse
+            finite = {name: np.nan_to_num(grad) for name, grad in everyone[hvd.rank()].items()}
+            assert holds_no_more_than(compressor, finite)
+            for name, parameter in model.items():
+                np.testing.assert_array_equal(parameter.detach().double().numpy(), was[name])
+            return
+        update = {name: was[name] - p.detach().double().numpy() for name, p in model.items()}
+        before, after = right_updates(change, everyone)
+        is_right = close(update, before) or close(update, after)
+        assert is_right, (
+            f"step {step}: the update's norm is {norm(update):.4g}, and should be "
+            f"{norm(before):.4g} or {norm(after):.4g}"
+        )
+        left = largest_residue(compressor)
+        assert left < 1e-4, f"step {step}: everything was chosen, but {left:.3g} is left"
+        assert same_on_all_ranks(model.values())
+
+
+def of_gradients(function):
+    """A change of parameters' gradients, from a change of one."""
+
+    def change(parameters):
+        for parameter in parameters:
+            function(parameter.grad)
+
+    return change
+
+
+def mask(grad):
+    rows = torch.arange(grad.shape[0])
+    grad.mul_((rows % 3 != 0).view(-1, *[1] * (grad.dim() - 1)))
+
+
+def through_data(parameters):
+    """Moves no version counter."""
+    for parameter in parameters:
+        parameter.grad.data.mul_(0.25)
+
+
+def with_another_tensor(parameters):
+    for parameter in parameters:
+        parameter.grad = parameter.grad * 0.25
+
+
+def pause(step):
+    """In every second step: kernels on a thread have ended then, and else they are under way."""
+    time.sleep(0.05 * (step % 2))
+
+
+CHANGES = {
+    "clip_grad_norm_": lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.01),
+    "clip_grad_value_": lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 0.01),
+    "mul_": of_gradients(lambda grad: grad.mul_(0.25)),
+    "zero_": of_gradients(lambda grad: grad.zero_()),
+    "mask": of_gradients(mask),
+    "through .data": through_data,
+    "another tensor": with_another_tensor,
+}
+
+
+def changing(change):
+    """A script that changes gradients after backward and takes its step."""
+
+    steps = itertools.count()
+
+    def script(model, optimizer, loss):
+        loss.backward()
+        pause(next(steps))
+        change(list(model.values()))
+        optimizer.step()
+
+    return script
+
+
+def synchronizing(change):
+    """The same as Horovod's guide has it."""
+
+    def script(model, optimizer, loss):
+        loss.backward()
+        optimizer.synchronize()
+        change(list(model.values()))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    return script
+
+
+@in_every_library
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_gradients_changed_after_synchronize_are_right(change, library):
+    """Nobody is refused who does what the guide says."""
+    trains_as_stock_or_refuses(library, SMALL, synchronizing(change), change, may_refuse=False)
+
+
+@in_every_library
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_gradients_changed_after_backward(change, library):
+    trains_as_stock_or_refuses(library, SMALL, changing(change), change)
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "mul_", "zero_", "through .data"])
+def test_gradients_changed_while_kernels_run(name):
+    """Of a model so large that they run on a thread, which may see half of the change."""
+    trains_as_stock_or_refuses(hvd, LARGE, changing(CHANGES[name]), CHANGES[name])
+
+
+@pytest.mark.parametrize(
+    "change", [CHANGES["mul_"], CHANGES["through .data"]], ids=["mul_", "data"]
+)
+@pytest.mark.parametrize(
+    "settings", [{"lookahead": True}, {"leader": "staggered", "bucket_bytes": 10_000}], ids=str
+)
+def test_gradients_changed_after_backward_in_other_modes(settings, change):
+    trains_as_stock_or_refuses(hvd, SMALL, changing(change), change, **settings)
+
+
+@in_every_library
+def test_gradients_that_are_not_finite_are_replaced_after_backward(library):
+    def spoil(step, everyone):
+        if step >= 2:
+            everyone[-1]["weight"].reshape(-1)[7] = np.nan
+        return everyone
+
+    change = of_gradients(lambda grad: grad.nan_to_num_())
+    trains_as_stock_or_refuses(library, SMALL, changing(change), change, spoil)
+
+
+@in_every_library
+@SIZES
+def test_one_rank_only_changes_its_gradients(shapes, library):
+    """The others cannot know it by themselves."""
+
+    def script(model, optimizer, loss):
+        loss.backward()
+        pause(1)
+        if hvd.rank() == hvd.size() - 1:
+            CHANGES["mul_"](list(model.values()))
+        optimizer.step()
+
+    model, optimizer, compressor = make(library, shapes)
+    for step in range(4):
+        everyone = [gradients(shapes, rank, step) for rank in range(hvd.size())]
+        optimizer.zero_grad()
+        was = {name: p.detach().numpy().astype(np.float64) for name, p in model.items()}
+        mine = loss_of(model, everyone[hvd.rank()])
+        if refuses(lambda: script(model, optimizer, mine)):  # noqa: B023
+            return
+        everyone[-1] = changed(CHANGES["mul_"], everyone[-1])
+        update = {name: was[name] - p.detach().double().numpy() for name, p in model.items()}
+        right = mean(everyone)
+        is_right = close(update, right)
+        assert is_right, (
+            f"step {step}: the update's norm is {norm(update):.4g}, and should be {norm(right):.4g}"
+        )
+        assert largest_residue(compressor) < 1e-4
+        assert same_on_all_ranks(model.values())
+
+
+@in_every_library
+@SIZES
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
+def test_pytorchs_own_loop_of_mixed_precision(clips, shapes, library):
+    """As PyTorch's page on amp has it: without synchronize()."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    steps = itertools.count()
+
+    def script(model, optimizer, loss):
+        scaler.scale(loss).backward()
+        pause(next(steps))
+        if clips:
+            scaler.unscale_(optimizer)
+            CHANGES["clip_grad_norm_"](list(model.values()))
+        scaler.step(optimizer)
+        scaler.update()
+
+    change = CHANGES["clip_grad_norm_"] if clips else lambda parameters: None
+    trains_as_stock_or_refuses(library, shapes, script, change, loss_scale=scaler)
+
+
+@in_every_library
+def test_a_hook_that_is_registered_after_the_optimizer_was_made(library):
+    def halve(parameter):
+        parameter.grad.mul_(0.5)
+
+    hooked = set()
+
+    def script(model, optimizer, loss):
+        for parameter in set(model.values()) - hooked:
+            hooked.add(parameter)
+            parameter.register_post_accumulate_grad_hook(halve)
+        loss.backward()
+        optimizer.step()
+
+    change = of_gradients(lambda grad: grad.mul_(0.5))
+    trains_as_stock_or_refuses(library, SMALL, script, change)
+
+
+def in_mixed_precision(scaler, model, optimizer, loss):
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@in_every_library
+@pytest.mark.parametrize("what", ["a quarter", "a quarter, after synchronize()", "amp"])
+def test_nothing_is_lost_where_gradients_are_changed(what, library):
+    """What was sent, and what waits, is what came in, in the units that it came in."""
+    if what == "amp":
+        scaler, factor = torch.amp.GradScaler("cpu", init_scale=2.0**16), 1.0
+        script, settings = functools.partial(in_mixed_precision, scaler), {"loss_scale": scaler}
+    else:
+        kind = synchronizing if "synchronize" in what else changing
+        script, factor, settings = kind(CHANGES["mul_"]), 0.25, {}
+    model, optimizer, compressor = make(library, SMALL, rate=20, **settings)
+    came_in, kept = ({name: np.zeros(shape) for name, shape in SMALL.items()} for _ in range(2))
+    for step in range(5):
+        optimizer.zero_grad()
+        everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
+        mine = loss_of(model, everyone[hvd.rank()])
+        if refuses(lambda: script(model, optimizer, mine)):  # noqa: B023
+            # A step whose buckets had begun leaves its gradients in residues, as they were. They
+            # begin in hooks once ranks have agreed.
+            if compressor.stats()["step"] > 0:
+                kept["weight"] = mean(everyone)["weight"]
+            break
+        came_in = {name: came_in[name] + own for name, own in mean(everyone).items()}
+    waits = mean_residues(compressor, SMALL)
+    used = {name: -parameter.detach().double().numpy() for name, parameter in model.items()}
+    # The change is of what is sent, or of what was sent.
+    exchanged = {name: used[name] + waits[name] for name in SMALL}
+    applied = {name: used[name] / factor + waits[name] for name in SMALL}
+    wanted = {name: factor * came_in[name] + kept[name] for name in SMALL}
+    missing = norm({name: exchanged[name] - wanted[name] for name in SMALL}) / (norm(wanted) or 1)
+    is_right = close(exchanged, wanted) or (close(applied, came_in) and not kept["weight"].any())
+    assert is_right, f"the missing share is {missing:.3g}"
+
+
+@horovods_alone
+def test_the_reference_is_what_stock_horovod_gives():
+    """Of changes that give the same before and after the average."""
+    change = CHANGES["mask"]
+    model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SMALL.items()}
+    optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=1.0), model.items())
+    everyone = [gradients(SMALL, rank, 0) for rank in range(hvd.size())]
+    changing(change)(model, optimizer, loss_of(model, everyone[hvd.rank()]))
+    update = {name: -p.detach().double().numpy() for name, p in model.items()}
+    assert any(close(update, right) for right in right_updates(change, everyone))

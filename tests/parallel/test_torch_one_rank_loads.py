@@ -1,0 +1,69 @@
+"""A state of the optimizer that only one rank loads while training goes on, as the best checkpoint
+is by Horovod's own pattern: rank 0 loads it, and broadcasts it to the others.
+"""
+
+import copy
+
+import pytest
+import torch
+from faces import hvd, in_every_library, stock
+from made_up import gradients
+from models import feed, parameters, same_on_all_ranks
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
+pytestmark = pytest.mark.timeout(45, method="thread")  # ranks that wait for ever fail
+
+
+def make(library, mode):
+    model = parameters(SHAPES)
+    named = {"named_parameters": model.items()} if library is stock else {}
+    every = {"rate": 20, "dense": ["bias"], "warmup_steps": 0, "min_numel": 100}
+    compressor = hvd.ScaleCom(**named, **(every | mode))
+    optimizer = library.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.1, momentum=0.9),
+        model.items(),
+        compression=compressor,
+    )
+    return model, optimizer, compressor
+
+
+def broadcast(optimizer, root):
+    """All ranks take up one rank's state of the optimizer."""
+    if hasattr(hvd, "broadcast_optimizer_state"):
+        hvd.broadcast_optimizer_state(optimizer, root)
+        return
+    state = optimizer.state_dict()["state"]
+    hvd.broadcast_parameters([own["momentum_buffer"] for own in state.values()], root)
+    groups = hvd.broadcast_object(optimizer.state_dict()["param_groups"], root)
+    for group, theirs in zip(optimizer.param_groups, groups, strict=True):
+        group["lr"] = theirs["lr"]
+
+
+def train(library, mode, who_loads):
+    """Six steps, where these ranks load after the third what the optimizer was after the first."""
+    model, optimizer, compressor = make(library, mode)
+    saved = None
+    for step in range(6):
+        if step == 1:
+            saved = copy.deepcopy(optimizer.state_dict())
+        if step == 3:
+            if hvd.rank() in who_loads:
+                optimizer.load_state_dict(saved)
+            broadcast(optimizer, who_loads[0])
+        optimizer.zero_grad()
+        feed(model, gradients(SHAPES, hvd.rank(), step))
+        optimizer.step()
+    return model, compressor
+
+
+@in_every_library
+@pytest.mark.parametrize("mode", [{}, {"lookahead": True}, {"warmup_steps": 100}], ids=str)
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_rank_loads_and_all_go_on(who, mode, library):
+    """They end where they would if all ranks had loaded what this one did."""
+    together, _ = train(library, mode, range(hvd.size()))
+    model, compressor = train(library, mode, [who])
+    assert compressor.stats()["step"] == 6
+    assert same_on_all_ranks(model.values())
+    for name, parameter in model.items():
+        torch.testing.assert_close(parameter, together[name], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,134 @@
+"""Ranks whose parameters, or loaded residues, are not those they should be: they are told, or all
+ranks have the same parameters, to the bit.
+"""
+
+import copy
+import re
+
+import pytest
+import torch
+from faces import hvd
+from models import feed, gradients, parameters, same_on_all_ranks
+
+SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
+MODES = pytest.mark.parametrize("mode", [{}, {"lookahead": True}, {"warmup_steps": 100}], ids=str)
+
+# What may also be said where the set of parameters has changed.
+ANEW = "broadcast_parameters|make the DistributedOptimizer anew"
+
+
+def make(model, trained=None, **settings):
+    every = {"rate": 20, "dense": [], "warmup_steps": 0, "min_numel": 100}
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD((trained or model).values(), lr=0.1),
+        (trained or model).items(),
+        compression=hvd.ScaleCom(**(every | settings)),
+    )
+
+
+def take_step(model, optimizer, step):
+    shapes = {name: tuple(p.shape) for name, p in model.items()}
+    optimizer.zero_grad()
+    trained = [name for name, p in model.items() if p.requires_grad]
+    skip = [name for name in shapes if name not in trained]
+    feed(model, gradients(shapes, hvd.rank(), step), skip=skip)
+    optimizer.step()
+
+
+def stay_alike_or_are_refused(model, optimizer, steps, advice="broadcast_parameters"):
+    """Gives whether all ranks refused a step, saying what makes them alike."""
+    for step in steps:
+        error = ""
+        try:
+            take_step(model, optimizer, step)
+        except RuntimeError as refusal:
+            error = str(refusal)
+        errors = hvd.allgather_object(error, name="errors")
+        if any(errors):
+            assert all(re.search(advice, each) for each in errors), errors
+            return True
+        flat = torch.cat([p.detach().reshape(-1) for p in model.values()])
+        everyone = hvd.allgather(flat.unsqueeze(0), name="everyone")
+        apart = float((everyone - everyone[0]).abs().max())
+        assert apart == 0, f"after step {step} ranks are {apart:.3g} apart, and nobody says so"
+    return False
+
+
+@MODES
+def test_ranks_that_begin_with_other_parameters(mode):
+    model = parameters(SHAPES)
+    with torch.no_grad():
+        model["second"].add_(hvd.rank())
+    assert stay_alike_or_are_refused(model, make(model, **mode), range(6))
+
+
+@MODES
+def test_one_element_of_one_rank_is_another(mode):
+    model = parameters(SHAPES)
+    if hvd.rank() == hvd.size() - 1:
+        with torch.no_grad():
+            model["first"][7, 3] = 1e-6
+    assert stay_alike_or_are_refused(model, make(model, **mode), range(3))
+
+
+@MODES
+def test_ranks_that_begin_alike_are_not_refused(mode):
+    model = parameters(SHAPES)
+    with torch.no_grad():
+        model["second"].add_(hvd.rank())
+    hvd.broadcast_parameters(dict(model), 0)
+    assert not stay_alike_or_are_refused(model, make(model, **mode), range(6))
+
+
+@MODES
+@pytest.mark.parametrize("when", [0, 3])
+def test_a_layer_that_is_thawed(when, mode):
+    """No average is made of it, as there is no hook on it."""
+    model = parameters(SHAPES)
+    model["second"].requires_grad_(False)
+    optimizer = make(model, **mode)
+    assert not stay_alike_or_are_refused(model, optimizer, range(when))
+    model["second"].requires_grad_(True)
+    stay_alike_or_are_refused(model, optimizer, range(when, when + 4), ANEW)
+
+
+@MODES
+@pytest.mark.parametrize("when", [0, 3])
+def test_a_group_of_parameters_that_is_added(when, mode):
+    model = parameters(SHAPES)
+    late = torch.nn.Parameter(torch.zeros(3000))
+    optimizer = make(model, **mode)
+    assert not stay_alike_or_are_refused(model, optimizer, range(when))
+    optimizer.add_param_group({"params": [late]})
+    stay_alike_or_are_refused(model | {"late": late}, optimizer, range(when, when + 4), ANEW)
+
+
+@MODES
+def test_residues_of_another_rank_are_refused(mode):
+    """As with a model's checkpoint, which rank 0 saves and all ranks load."""
+    model = parameters(SHAPES)
+    optimizer = make(model, **mode)
+    for step in range(3):
+        take_step(model, optimizer, step)
+    mine = copy.deepcopy(optimizer.compression.state_dict())
+    rank_0s = hvd.broadcast_object(mine, 0, name="state")
+    again = make(parameters(SHAPES), **mode)
+    refusal = ""
+    try:
+        again.compression.load_state_dict(rank_0s)
+    except ValueError as error:
+        refusal = str(error)
+    for rank, said in enumerate(hvd.allgather_object(refusal, name="refusals")):
+        if rank == 0:
+            assert not said
+        else:
+            assert "rank 0" in said, f"rank {rank} took up rank 0's residues"
+            assert f"rank {rank}" in said
+    again.compression.load_state_dict(mine)  # its own fits still
+    for name, tensor in again.compression.residues.tensors.items():
+        assert torch.equal(tensor.residue, optimizer.compression.residues.tensors[name].residue)
+
+
+def test_the_test_of_likeness_sees_what_differs():
+    assert same_on_all_ranks([torch.ones(3)])
+    assert not same_on_all_ranks([torch.ones(3) + hvd.rank()])
