@@ -1,7 +1,16 @@
 """How far one bucket's step has come: the generator of its method, and what that waits for.
 
-Used by exchange.py, which decides when a step begins, goes on and counts. Imports bucket,
-collectives and methods/base.
+Used by exchange.py, which decides when a step begins, goes on and counts.
+
+Why ranks that wait for each other cannot deadlock: a rank waits only in `BucketSteps.complete`,
+after it has begun the steps of all buckets whose channel is free. There it goes round by round.
+Take two buckets in ScaleCom's cyclic form: it waits for both buckets' offsets (round 1), in the
+order of buckets; as each arrives, that bucket submits its values, and then it waits for both
+buckets' values (the last round). A rank that waits in one round has submitted all collectives of
+this round, and waits for none of a later one; so has every other rank, and each collective is
+completed. Buckets whose channel was taken begin then, and the same holds for them.
+
+Imports bucket, collectives and methods/base.
 """
 
 from __future__ import annotations

@@ -11,14 +11,9 @@ The only room that knows of time. Nearly all is done while backward goes on. One
     all values are here     -> every rank sees whether any gradient was not finite; commit the
                                step, or roll it back
 
-Why this cannot deadlock: a rank waits for others only in `_finish`, after it has begun the steps of
-all buckets. There it goes round by round. Take two buckets in ScaleCom's cyclic form: it waits for
-both buckets' offsets (round 1), in the order of buckets; as each arrives, that bucket submits its
-values, and then it waits for both buckets' values (the last round). A rank that waits in one round
-has submitted all collectives of this round, and waits for none of a later one; so has every other
-rank, and each collective is completed. `complete_state` waits only for what every rank submitted in
-its last step. Nothing is waited for in a hook, so ranks may see their gradients in any order, or
-not at all (those take part with zeros).
+Why this cannot deadlock stands in bucket_step.py. Nothing is waited for in a hook, so ranks may see
+their gradients in any order, or not at all (those take part with zeros). `complete_state` waits
+only for what every rank submitted in its last step.
 
 Where a step is taken in parts, each of some buckets (fragments of local steps), each part is as
 above. All have the step's number, which the last one ends.
@@ -49,6 +44,7 @@ from scalecom_hvd.exchange.methods.base import Method, State
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.methods.checked_step import checked_step
 from scalecom_hvd.exchange.new_gradients import (
+    CHANGED,
     NewGradients,
     SparseAverage,
     check_same_parameters,
@@ -150,7 +146,7 @@ class Exchange(Averager):
         # Of the last step, or part, that was finished: whether it ended the step, what was
         # submitted, whether it was sent whole, and the tensors it was about.
         self._last = True, self._submitted, False, list(self._parameters)
-        # Whether ranks have still to compare parameters; those of local steps are compared elsewhere.
+        # Whether ranks have still to compare parameters. Local steps compare theirs themselves.
         self._is_new = part_of is None
         if part_of is None:
             self._run.begin(self._parameters, self)
@@ -166,15 +162,23 @@ class Exchange(Averager):
 
         Args:
             fresh: whether backward gave this rank any since the last exchange.
+
+        Raises:
+            RuntimeError: gradients were changed on some rank since they came; on all ranks.
         """
         with self._or_forgotten():
             self._notice_restart()
-            news = self._news
-            changed = self._has_changed()
+            news, changed = self._news, self._has_changed()
+            sparse = self._sparse, self._send_sparse
             if news.channel is not None:
-                if not (news.ask(fresh) or self._came_by_hand()):
+                if not (news.ask(fresh) or news.came_by_hand(*sparse)):
                     return False
-                if news.signal(changed, self._agreed):
+                changed, alike = news.signal(changed, self._agreed)
+                if changed and alike:
+                    self._let_all_arrive()
+                if changed:
+                    raise RuntimeError(CHANGED)
+                if alike:
                     return True
                 # Some rank gave a step up, or loaded a state. What this one has begun is taken
                 # back, and begins again once ranks have agreed.
@@ -184,10 +188,15 @@ class Exchange(Averager):
                     for name in arrived:
                         self.ready(self._parameters[name])
                 news.meet(None)
-            return news.ask_at_first(fresh, changed) or self._came_by_hand()
+            return news.ask_at_first(fresh, changed) or news.came_by_hand(*sparse)
 
-    def _came_by_hand(self) -> bool:
-        return self._news.came_by_hand(self._sparse, self._send_sparse)
+    def _let_all_arrive(self) -> None:
+        """A step is given up on all ranks: leave no collective that some have yet to submit."""
+        for name in self._parameters.keys() - self._arrived.keys():
+            self.ready(self._parameters[name])
+        self._steps.complete(self._steps.all)
+        for wait in self._sparse.values():
+            wait()
 
     def _has_changed(self) -> bool:
         """Whether a gradient was changed since it came, if that is of importance."""
@@ -252,10 +261,8 @@ class Exchange(Averager):
     def finish(self) -> None:
         """Wait for everything, and commit the step, or roll it back; `result` does so too.
 
-        Where everything was sent (`send`), this waits for no other rank's script.
-
-        Raises:
-            RuntimeError, Exception: as `result`.
+        If everything was sent (`send`), this waits for no other rank's script. It raises what
+        `result` raises.
         """
         with self._or_forgotten():
             self._finishing = True
@@ -280,11 +287,8 @@ class Exchange(Averager):
 
         All ranks are here: at the first step they agree. From then on none waits for another's
         script. What follows on what other ranks send is submitted on the background thread, also
-        where a script drops its optimizer meanwhile, which ranks do at different times.
-
-        Raises:
-            RuntimeError: ranks were started differently; at the first step, on all of them.
-            Exception: what failed meanwhile. The step is rolled back.
+        where a script drops its optimizer meanwhile, which ranks do at different times. It raises
+        what `result` raises.
         """
         with self._or_forgotten():
             if not self._agreed:
@@ -552,8 +556,7 @@ class Exchange(Averager):
                 parameter = self._parameters[name]
                 parameter.grad = parameter.grad.to_sparse(1)
                 self._sparse[name] = self._send_sparse(parameter)
-        # This was decided when the step began, before all the above was known.
-        self._whole = self._must_send_whole()
+        self._whole = self._must_send_whole()  # the step began before all the above was known
         arrived, loaded = everyone[0]["arrived"], everyone[0]["buckets"]
         plan = plan_buckets(
             self._parameters, residues, arrived, groups, loaded, sparse=self._sparse

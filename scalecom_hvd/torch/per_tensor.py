@@ -427,10 +427,10 @@ class PerTensor(Averager):
         self._usual_order = self._seen
         residues = self._residues
         try:
-            if self._agreed:
-                self._news.signal(bool(self._changed), agreed=True)
-            else:
+            if not self._agreed:
                 self._agree()
+            elif self._news.signal(bool(self._changed), agreed=True)[0]:
+                raise RuntimeError(CHANGED)
         except RuntimeError:
             for name in self._changed:
                 self._buckets[name].roll_back(keep_gradients=True)
