@@ -63,9 +63,6 @@ Places = torch.Tensor | slice
 class Bucket:
     """Tensors that share one broadcast and one all-reduce.
 
-    The values buffer is [values of all compressed tensors | tensors sent whole | one element that
-    counts workers with non-finite gradients].
-
     Args:
         number: its place among the buckets.
         names: of its tensors, which are on one device and have one dtype on the wire.
@@ -81,10 +78,10 @@ class Bucket:
         compressed: {name: CompressedTensor} of those whose offsets and values travel.
         geometries, counts: their lanes, and k of each.
         sizes: elements of each.
-        grads: {name: (N,)} of this step.
+        grads: {name: (N,)} of this step, in the gradients' dtype; times `scale` in residues' units.
         scale: 1 / loss scale: what makes gradients of the residues' units.
         whole: whether this step is sent whole.
-        frozen: which compressed tensors are no longer trained: their residues stay as they are.
+        frozen: [bool] for each of `compressed`: no longer trained, so its residue stays as it is.
         bad: how many elements of this step's gradients and values are not finite, or too large.
             They count as zero here, and make the step void for all ranks.
         has_received: whether this step's averages were told.
@@ -179,8 +176,8 @@ class Bucket:
     def new_offsets(self) -> torch.Tensor:
         """A buffer of bytes for this step's choice of every tensor's lanes.
 
-        It is one of two, since state may hold views of the last choice that counted. Asked again in
-        one step, it is the same.
+        Ranks that do not lead bring it to the broadcast. It is one of two, since state may hold
+        views of the last choice that counted.
         """
         self._has_chosen = True
         return self._offsets[0]
@@ -263,7 +260,8 @@ class Bucket:
     def accumulators(self) -> torch.Tensor:
         """acc = m + g of all compressed tensors, one after the other, (N,) float32 or float64.
 
-        That of a frozen tensor is zero. `send` takes away what was sent.
+        That of a frozen tensor is zero. `send` takes away what was sent. A method may add to it
+        before it chooses (momentum, say): what is not sent of that enters the residue, times beta.
         """
         if not self._has_accumulators:
             assert not self._in_place, "accumulators were asked for after a move in place"
@@ -529,9 +527,8 @@ class Bucket:
     def roll_back(self, keep_gradients: bool = False) -> None:
         """Take this step's moves back, unless its averages are out already.
 
-        Args:
-            keep_gradients: whether residues keep this step's gradients, as these were changed
-                since, so that they cannot be taken away again. Nothing is lost.
+        With `keep_gradients`, for gradients that were changed since, residues keep them as they
+        were; nothing is lost.
         """
         if self._job is not None:
             self._job.exception()  # a move that is being made is waited for

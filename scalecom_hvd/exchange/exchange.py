@@ -121,9 +121,8 @@ class Exchange(Averager):
         self._send_sparse = send_sparse
         self._is_scaled, self._asks_for_use, self._counts = is_scaled, asks_for_use, counts
         self._settings = method.settings | dict(settings or {})
-        self._news: NewGradients | None = None
-        if asks_for_news:
-            self._news = NewGradients(collectives, self.names, self._parameters)
+        news = NewGradients(collectives, self.names, self._parameters)
+        self._news = news if asks_for_news else None
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
@@ -174,9 +173,8 @@ class Exchange(Averager):
                 if not (news.ask(fresh) or news.came_by_hand(*sparse)):
                     return False
                 changed, alike = news.signal(changed, self._agreed)
-                if changed and alike:
-                    self._let_all_arrive()
                 if changed:
+                    self._let_all_arrive(alike)
                     raise RuntimeError(CHANGED)
                 if alike:
                     return True
@@ -190,8 +188,10 @@ class Exchange(Averager):
                 news.meet(None)
             return news.ask_at_first(fresh, changed) or news.came_by_hand(*sparse)
 
-    def _let_all_arrive(self) -> None:
+    def _let_all_arrive(self, alike: bool) -> None:
         """A step is given up on all ranks: leave no collective that some have yet to submit."""
+        if not alike:
+            return  # some rank has forgotten what the others have begun
         for name in self._parameters.keys() - self._arrived.keys():
             self.ready(self._parameters[name])
         self._steps.complete(self._steps.all)
@@ -259,10 +259,9 @@ class Exchange(Averager):
             return self._outputs.pop(name)
 
     def finish(self) -> None:
-        """Wait for everything, and commit the step, or roll it back; `result` does so too.
+        """Wait for everything, and commit the step, or roll it back, as `result` does.
 
-        If everything was sent (`send`), this waits for no other rank's script. It raises what
-        `result` raises.
+        If everything was sent (`send`), this waits for no other rank's script.
         """
         with self._or_forgotten():
             self._finishing = True
@@ -433,8 +432,7 @@ class Exchange(Averager):
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
         if not self._arrived:
             raise RuntimeError(
-                "the optimizer asked for averaged gradients before it reported any: this is a bug "
-                "in scalecom_hvd"
+                "averages were asked for before gradients came: a bug in scalecom_hvd"
             )
         if not self._agreed:
             self._agree()

@@ -47,7 +47,15 @@ def train(rate, other, **of_ddp):
 
 
 @pytest.mark.parametrize(
-    "of_ddp", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.003}], ids=str
+    "of_ddp",
+    [
+        {},
+        *(
+            pytest.param(more, marks=pytest.mark.long)
+            for more in ({"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.003})
+        ),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("static_graph", [False, True], ids=["", "static_graph"])
 @pytest.mark.parametrize("other", [torch.float64, torch.bfloat16], ids=str)

@@ -18,7 +18,9 @@ from models import same_on_all_ranks
 EVERYTHING = 1.0000001  # a rate at which k = N
 SMALL = {"weight": (40, 100), "bias": (50,)}
 LARGE = {"weight": (700, 1000), "bias": (50,)}  # its kernels run on a thread
-SIZES = pytest.mark.parametrize("shapes", [SMALL, LARGE], ids=["small", "large"])
+SIZES = pytest.mark.parametrize(
+    "shapes", [SMALL, pytest.param(LARGE, marks=pytest.mark.long)], ids=["small", "large"]
+)
 
 
 def make(library, shapes, rate=EVERYTHING, **settings):
@@ -218,6 +220,7 @@ def synchronizing(change):
     return script
 
 
+@pytest.mark.long
 @in_every_library
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_gradients_changed_after_synchronize_are_right(change, library):
@@ -225,18 +228,33 @@ def test_gradients_changed_after_synchronize_are_right(change, library):
     trains_as_stock_or_refuses(library, SMALL, synchronizing(change), change, may_refuse=False)
 
 
+SOME_LONG = [
+    own
+    if name in ("clip_grad_norm_", "through .data")
+    else pytest.param(own, marks=pytest.mark.long)
+    for name, own in CHANGES.items()
+]
+
+
 @in_every_library
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", SOME_LONG, ids=CHANGES)
 def test_gradients_changed_after_backward(change, library):
     trains_as_stock_or_refuses(library, SMALL, changing(change), change)
 
 
-@pytest.mark.parametrize("name", ["clip_grad_norm_", "mul_", "zero_", "through .data"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clip_grad_norm_",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("mul_", "through .data")),
+    ],
+)
 def test_gradients_changed_while_kernels_run(name):
     """Of a model so large that they run on a thread, which may see half of the change."""
     trains_as_stock_or_refuses(hvd, LARGE, changing(CHANGES[name]), CHANGES[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change", [CHANGES["mul_"], CHANGES["through .data"]], ids=["mul_", "data"]
 )

@@ -58,7 +58,7 @@ def train(library, mode, who_loads):
 
 @in_every_library
 @pytest.mark.parametrize("mode", [{}, {"lookahead": True}, {"warmup_steps": 100}], ids=str)
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_one_rank_loads_and_all_go_on(who, mode, library):
     """They end where they would if all ranks had loaded what this one did."""
     together, _ = train(library, mode, range(hvd.size()))
