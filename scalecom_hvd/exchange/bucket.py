@@ -176,8 +176,7 @@ class Bucket:
     def new_offsets(self) -> torch.Tensor:
         """A buffer of bytes for this step's choice of every tensor's lanes.
 
-        Ranks that do not lead bring it to the broadcast. It is one of two, since state may hold
-        views of the last choice that counted.
+        Ranks that do not lead bring it to the broadcast. State may hold views of the last one.
         """
         self._has_chosen = True
         return self._offsets[0]
@@ -369,7 +368,7 @@ class Bucket:
             )
 
     def will_overwrite(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in what the next step writes to: it is a view of it."""
+        """Whether a tensor is a view of what the next step writes to."""
         own = [t for t in (self._flat, self._average) if t is not None]
         address = tensor.untyped_storage().data_ptr()
         return any(t.untyped_storage().data_ptr() == address for t in [*own, *self.grads.values()])

@@ -431,9 +431,7 @@ class Exchange(Averager):
     def _finish(self) -> None:
         """Submit what is left, wait for everything, and commit the step, or roll it back."""
         if not self._arrived:
-            raise RuntimeError(
-                "averages were asked for before gradients came: a bug in scalecom_hvd"
-            )
+            raise RuntimeError("averages were asked for before gradients came: this is a bug")
         if not self._agreed:
             self._agree()
         self._advance()

@@ -162,6 +162,7 @@ LONG = {
         "torchrun",
         4,
         parallel("ddp_*"),
+        *ALL,
         interpreter=launch.TORCH_ALONE,
         environment=ONE_THREAD | MINUTE,
     ),
