@@ -56,7 +56,8 @@ def check_state(
     Raises:
         ValueError: it is not; the error names what is wrong.
     """
-    missing = {"version", "step", "config", "residues"} - set(state)
+    needed = {"version", "step", "config", "residues"}
+    missing = (needed if state.get("version") == 1 else needed | {"settings"}) - set(state)
     if missing:
         raise ValueError(
             f"this is no ScaleCom state: it lacks {', '.join(sorted(missing))}; pass what "
@@ -70,10 +71,12 @@ def check_state(
     state = _of_version_1(state) if state["version"] == 1 else dict(state)
     theirs = state["settings"]
     if theirs != settings:
+        names = dict.fromkeys([*settings, *theirs])
+        others = [name for name in names if theirs.get(name) != settings.get(name)]
         raise ValueError(
-            "the residues were made by another method, or otherwise: "
-            f"{_listed(dict.fromkeys([*settings, *theirs]), theirs, settings)}. Go on without "
-            "loading them (they start at zero)"
+            "the residues were made by another method, or with other settings of it: "
+            f"{_listed(others, theirs, settings)}. Give the method and settings of the state, or "
+            "go on without loading it (the residues start at zero)"
         )
     mine, saved = config.to_dict(), state["config"]
     free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if settings == {"method": "ScaleCom"} else ())}
@@ -82,7 +85,7 @@ def check_state(
     if different:
         raise ValueError(
             f"the residues were made with other settings: {_listed(different, saved, mine)}. "
-            "Start ScaleCom with the settings of the state, or, to change them, go on without "
+            "Give the settings of the state, or, to change them, go on without "
             "loading it (the residues start at zero)"
         )
     return state

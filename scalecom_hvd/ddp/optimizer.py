@@ -89,8 +89,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             may have, such as 2; longer ones are cut to that. Then a rank that went astray moves
             the others less. None: any length.
         collectives: how ranks reach each other: a transport of your own (see
-            scalecom_hvd.exchange.Collectives). `op` and process_group are then its affair. None:
-            torch.distributed's.
+            scalecom_hvd.exchange.Collectives), with ranks and sums of its own: leave out `op` and
+            process_group. Begin with the same parameters on all ranks by a seed, or by its
+            `broadcast`. None: torch.distributed's.
 
     Returns:
         An optimizer with `compression`, the method with this rank's residues: its `state_dict()`

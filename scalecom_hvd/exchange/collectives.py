@@ -56,12 +56,18 @@ class Collectives(Protocol):
     nobody reads or writes it. `gather` leaves its tensor as it is, and so must the caller until
     then; the result may be one that ranks share, and is not written to.
 
-    When a rank fails, the `wait` of all others must raise an error: they would wait for ever.
+    What travels: contiguous tensors, on the parameters' device or on the CPU, some of them views.
+    `all_reduce` is asked for float16, float32 and float64, `broadcast` for bytes (uint8), floats
+    and what a method brings, `gather` for these and int64.
+
+    When a rank fails, the `wait` of all others must raise an error, such as CollectiveError: they
+    would wait for ever. A time limit for ranks that hang is the transport's affair, and so is its
+    end, after the last step on all ranks.
 
     Attributes:
-        spins: set by the exchange: whether waiting may keep a core busy. That is quickest, but
-            takes the core from kernels, and from the thread that is to send. A transport may
-            ignore it.
+        spins: set by the exchange, False before: whether waiting may keep a core busy. That is
+            quickest, but takes the core from kernels, and from the thread that is to send. A
+            transport may ignore it.
     """
 
     spins: bool
@@ -90,12 +96,12 @@ class Collectives(Protocol):
     def numbers(self) -> Numbers:
         """Counts the exchanges of this process, so that each has names of its own.
 
-        One `agreement.Numbers()` for all its sets of ranks.
+        `agreement.NUMBERS`; where several ranks live in one process, a `Numbers()` for each.
         """
         ...
 
     def channel(self) -> Collectives:
-        """The same ranks, for the collectives of one bucket's steps.
+        """The same ranks, for the collectives of some buckets' steps.
 
         In these, every rank submits the same ones in the same order, so that a transport need not
         look at names. All ranks ask for it together. It may be this object.

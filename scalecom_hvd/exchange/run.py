@@ -416,9 +416,11 @@ def _check_rank(state: Saved, collectives: Collectives) -> None:
     """Raise ValueError where a state is another rank's, of as many; warn of one of other ranks."""
     theirs, size = state.get("rank"), collectives.size
     # Ranks of an elastic run change their places, and keep their states.
-    if theirs is None or not size or collectives.elastic or theirs == collectives.position:
+    if theirs is None or not state["residues"] or not size or collectives.elastic:
         return
     mine = collectives.position
+    if theirs == mine:
+        return
     if state.get("ranks") == size:
         raise ValueError(
             f"this state is that of rank {theirs}, and this is rank {mine}: residues are each "

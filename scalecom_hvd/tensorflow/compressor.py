@@ -305,7 +305,10 @@ class ScaleCom(tf.Module, Compressor):
         if variable.ref() not in names:
             stem = variable.name.partition(":")[0]
             same = sum(1 for ref in names if ref.deref().name.partition(":")[0] == stem)
-            names[variable.ref()] = f"{stem}.{same}" if same else stem
+            # A script may have called another variable "w.1".
+            numbered = (f"{stem}.{n}" if n else stem for n in itertools.count(same))
+            taken = set(names.values())
+            names[variable.ref()] = next(name for name in numbered if name not in taken)
         return names[variable.ref()]
 
     # What users ask.

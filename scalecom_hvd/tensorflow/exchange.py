@@ -249,7 +249,7 @@ class Exchange:
                 again.
         """
         mine = self._describe(sparse)
-        compare_ranks([*[agreed] * self._transport.position, mine], list(mine))
+        compare_ranks([*[agreed] * max(self._transport.position, 1), mine], list(mine))
         self._names.use(agreed["name"])
         self._make_buckets(set(agreed["members"]))
         more = sorted(given - self.members)

@@ -93,8 +93,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             may have, such as 2; longer ones are cut to that. Then a rank that went astray moves
             the others less. None: any length.
         collectives: with a method, how ranks reach each other: a transport of your own (see
-            scalecom_hvd.exchange.Collectives). `op`, gradient_predivide_factor and process_set are
-            then its affair. None: Horovod's.
+            scalecom_hvd.exchange.Collectives), with ranks and sums of its own: leave out `op`,
+            gradient_predivide_factor and process_set. None: Horovod's.
 
     Returns:
         An optimizer as Horovod's, with more. `compression` is the method with this rank's

@@ -8,6 +8,7 @@ elements were sent; the method counts its steps. Both counts are the same on all
 import copy
 import dataclasses
 import io
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -355,7 +356,7 @@ MISFITS = {
     ),
     "another method": (
         lambda state: state["settings"].update(method="LocalTopK"),
-        "made by another method, or otherwise: method='LocalTopK'",
+        "made by another method, or with other settings of it: method='LocalTopK'",
     ),
     "another model": (
         lambda state: state["residues"].update(third=torch.zeros(6400)),
@@ -517,6 +518,8 @@ def test_a_whole_step_may_look_at_accumulators(dtype):
 
 class AtTheEndOfTheWorld(Averager):
     """What averages for an optimizer that could not be made."""
+
+    collectives = Mock(size=1, position=0, elastic=False)
 
     def unused(self, *arguments):
         raise AssertionError

@@ -158,3 +158,14 @@ def test_a_tape_without_a_compression():
         pass
     with pytest.raises(TypeError, match="compression must be hvd.ScaleCom"):
         hvd.DistributedGradientTape(tape, compression="scalecom")
+
+
+def test_variables_have_names_of_their_own():
+    """Also one whose name is what a second variable of another name would get."""
+    compression = hvd.ScaleCom(rate=20)
+    names = ("w", "w", "w.1", "w", "v.1", "v")
+    variables = [tf.Variable(tf.zeros(3), name=name) for name in names]
+    found = [compression._name_of(variable) for variable in variables]
+    assert len(set(found)) == len(names), found
+    assert found[0] == "w"
+    assert found == [compression._name_of(variable) for variable in variables]

@@ -139,6 +139,15 @@ class ChangesItsState(Right):
         return state
 
 
+class ChangesTheMethodsState(Right):
+    def init_method(self):
+        return {"steps": torch.zeros(())}
+
+    def next_state(self, bucket, state, places):
+        state.method["steps"].add_(1)
+        return state
+
+
 class StateOfAnotherShape(Right):
     def next_state(self, bucket, state, places):
         return dataclasses.replace(state, tensors={"a": {"sent": places}})
@@ -181,6 +190,7 @@ WRONG = {
         r"ranks \[0\] wait for scalecom.*one.0, which \[1\] have not submitted; ranks \[1\] wait",
     ),
     ChangesItsState: (RuntimeError, "changed its state in place"),
+    ChangesTheMethodsState: (RuntimeError, "changed its state in place"),
     StateOfAnotherShape: (ValueError, r"'sent' of a became \(150,\), torch.int64"),
     StateOfNoTensor: (ValueError, "'sent' of a must be a tensor, not 3.0"),
     StateOfAnotherTensor: (ValueError, "as the state of 'b', and init.* gave None"),

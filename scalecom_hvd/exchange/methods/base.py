@@ -42,9 +42,10 @@ class State:
 
     Attributes:
         step: the number of this step.
-        tensors: {name: {what: tensor}} of this bucket's compressed tensors.
+        tensors: {name: {what: tensor}} of this bucket's compressed tensors. In the next state, a
+            tensor that is left out keeps what it has.
         method: {what: tensor or number} of the whole method. All buckets of a step are given the
-            same. Where several change it, the last bucket's counts.
+            same. Where several change it, the last bucket's counts: so `steps + 1` counts steps.
         whole_next: whether the next step is sent whole. Look-ahead chooses for it only if not.
         arrives: the collective that completes the state in the next step, if the method left one
             under way, as look-ahead does.
@@ -169,7 +170,10 @@ class Method:
 
     @property
     def settings(self) -> Settings:
-        """What ranks, and a state and who loads it, must have in common besides the config."""
+        """What ranks, and a state and who loads it, must have in common besides the config.
+
+        JSON values. A method adds its own to these: super().settings | {"mu": self.mu}.
+        """
         return {"method": type(self).__name__} | self._quantiser_settings
 
     # What its settings come to.

@@ -66,7 +66,8 @@ def checked_step(
 
 
 def _versions(state: State) -> list[int]:
-    tensors = [value for own in state.tensors.values() for value in own.values()]
+    values = [value for own in state.tensors.values() for value in own.values()]
+    tensors = [v for v in [*values, *state.method.values()] if isinstance(v, torch.Tensor)]
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
