@@ -218,7 +218,7 @@ class Method:
             bytes_offsets, bytes_values, bytes_dense, bytes_gathered: handed over in the last
             step, to be broadcast, all-reduced and (by some methods) gathered; bytes_traffic: what
             this rank sent for them on a ring, on average over ranks; rate: elements of the model
-            per element sent; collectives per step (besides one of 4 bytes, by which ranks tell
+            per element sent; collectives per step (besides two of 8 bytes, by which ranks tell
             that there are gradients).
 
             residue_norm: Euclidean, over all residues (reads them all); residue_ratio: that of
