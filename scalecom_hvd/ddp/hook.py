@@ -25,6 +25,7 @@ from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.optimizers import SHARDED, check_not_sharded
+from scalecom_hvd.exchange.unused_averages import UnusedAverages
 from scalecom_hvd.saved_state import Saved
 
 
@@ -87,6 +88,7 @@ class ScaleComState:
         # Parameters whose gradients this backward has not brought yet.
         self._missing: set[nn.Parameter] = set()
         self._thread = BackgroundThread(self)
+        self._unused = UnusedAverages()
 
     def attach(
         self,
@@ -163,6 +165,8 @@ class ScaleComState:
             return reduced.future
         if not self._missing.issuperset(reduced.stand_ins):
             self._give_up()  # DDP is asked to go on after an error, and begins anew
+        if not self._reduced:
+            self._unused.begin()
         self._reduced.append(reduced)
         self._missing.difference_update(reduced.stand_ins)
         for stand_in in reduced.stand_ins:
@@ -172,7 +176,7 @@ class ScaleComState:
         if not self._missing:
             everything, self._reduced = self._reduced, []
             self._missing = set(self._stand_ins.values())
-            self._thread.submit(_finish, self._exchange, everything)
+            self._thread.submit(_finish, self._exchange, everything, self._unused)
         elif bucket.is_last():
             self._refuse_missing()
         return reduced.future
@@ -264,10 +268,13 @@ class _Reduced:
         self.future = self.given.then(lambda given: given.value())
 
 
-def _finish(exchange: Exchange, everything: Sequence[_Reduced]) -> None:
+def _finish(exchange: Exchange, everything: Sequence[_Reduced], unused: UnusedAverages) -> None:
     """Wait for other ranks, and give DDP what it waits for: averages, or the error."""
     with torch.no_grad():
         try:
+            exchange.finish()
+            exchange.look()
+            unused.end(exchange.has_sent)  # before DDP, and so the script, goes on
             for reduced in everything:
                 for stand_in in reduced.stand_ins:
                     gradient, average = stand_in.grad, exchange.result(stand_in)

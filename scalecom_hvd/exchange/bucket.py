@@ -71,8 +71,7 @@ class Bucket:
         ranks: how many there are.
         share: what a sum over ranks is multiplied by to be the average. Values in float16 are
             summed, and multiplied by it when they are in a wider dtype again.
-        thread: runs kernels that need no Python while backward goes on; None: every move is made
-            at once.
+        thread: runs kernels that need no Python while backward goes on; None: nothing does.
 
     Attributes:
         compressed: {name: CompressedTensor} of those whose offsets and values travel.

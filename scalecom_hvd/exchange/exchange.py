@@ -83,6 +83,7 @@ class Exchange(Averager):
 
     Attributes:
         trained: the parameters.
+        has_sent: whether values left residues in the last step.
         part: what the step that comes is about, the same on all ranks; None: all, always.
 
     Raises:
@@ -113,6 +114,7 @@ class Exchange(Averager):
         self._parameters = dict(parameters)
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self.trained = self._name_of.keys()
+        self.has_sent = False
         self._method, self._run = method, method.run
         self.collectives = collectives
         self._restarted = collectives.restarts()
@@ -377,8 +379,8 @@ class Exchange(Averager):
         self._scale = 1 / float(self._method.loss_scale()) if self._is_scaled else 1.0
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
-        if self._news is not None and self._agreed:
-            self._news.tell()
+        if self._news is not None:
+            self._news.begin(self._agreed)
 
     def _must_send_whole(self) -> bool:
         names = self.residues.tensors.keys() - self._sparse.keys()
@@ -444,17 +446,16 @@ class Exchange(Averager):
         names = [name for step in steps for name in step.bucket.names]
         ends = self.part is None or self.part.is_last
         self._last = ends, dict(self._submitted), self._whole, names
-        if self._counts(all(map(bool, sound))):
-            self._commit(steps, ends)
-        else:
-            self._roll_back(steps)
+        counts = self._counts(all(map(bool, sound)))
+        self.has_sent = counts and not self._whole
+        self._commit(steps, ends) if counts else self._roll_back(steps)
         for step in steps:
             self._outputs.update(step.end())
         self._outputs.update(sparse)
         self._sparse = dict.fromkeys(self._sparse)
         self._arrived.clear()
         if self._news is not None:
-            self._news.end()
+            self._news.end(self.has_sent)
 
     def _steps_of_part(self) -> list[BucketStep]:
         """Those of the buckets that the step is about. No bucket is in two parts."""

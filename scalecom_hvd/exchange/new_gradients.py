@@ -11,7 +11,7 @@ hook, and waits for nobody (`tell`). A rank without news asks (`ask`), and waits
 have said: that is safe, as it is in synchronize(), which all ranks call equally often. Where no
 rank has news, all are in synchronize(), and may compare what they have (`compare`).
 
-Imports collectives and gradients.
+Imports collectives, gradients and unused_averages.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from scalecom_hvd.exchange.gradients import (
     flat_gradient,
     wide_dtype,
 )
+from scalecom_hvd.exchange.unused_averages import UnusedAverages
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -106,6 +107,7 @@ class NewGradients:
     Attributes:
         channel: the other ranks, for what is said in hooks; set when ranks have agreed. None: they
             have not met yet.
+        unused: tells of averages that no step uses.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class NewGradients:
         self._told = self._signalled = self._warned = False
         self._left: dict[str, TensorWeakRef] = {}
         self._marks: dict[str, Mark] = {}
+        self.unused = UnusedAverages()
 
     def mark(self, name: str) -> None:
         """Remember what this parameter's gradient is, as it is to be averaged."""
@@ -276,8 +279,19 @@ class NewGradients:
             standing[name] = [digest([numbers]), by_hand]
         return standing
 
-    def end(self) -> None:
-        """Begin anew: the exchange is over, or none was needed, and p.grad holds the result."""
+    def begin(self, agreed: bool) -> None:
+        """The first gradient of a step came; all ranks hear of it, if they have agreed."""
+        self.unused.begin()
+        if agreed:
+            self.tell()
+
+    def end(self, has_sent: bool = False) -> None:
+        """Begin anew: the exchange is over, or none was needed, and p.grad holds the result.
+
+        Args:
+            has_sent: whether values left residues.
+        """
+        self.unused.end(has_sent)
         self._end_of_news()
         self._marks.clear()
         self._left = {

@@ -400,6 +400,8 @@ class PerTensor(Averager):
         self._handed_over = dict.fromkeys(self._handed_over, 0)
         self._scale = 1 / float(self._method.loss_scale())
         self._idle = self._agreed and not self._has_news()
+        if not self._idle:
+            self._news.unused.begin()
         if not self._agreed:
             # Which of the parameters this optimizer trains is known when all have come.
             grads = self._news.standing(self._parameters)
@@ -442,9 +444,9 @@ class PerTensor(Averager):
                 "ScaleCom(named_parameters=...)"
             )
         seen = {name: self._buckets[name] for name in self._seen if name in self._buckets}
-        self._news.end()
         self._fresh.clear()
         void = any(map(bool, self._bad))
+        self._news.end(has_sent=not (void or self._idle or self._whole))
         if self._idle or void:
             for bucket in seen.values():
                 bucket.roll_back()

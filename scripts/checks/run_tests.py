@@ -129,7 +129,8 @@ GLOO = "horovodrun --gloo"
 DDP = [
     *parallel("ddp_*"),
     *named("torch_amp", "torch_orders", "torch_parity", "torch_state", "torch_stateful_method"),
-    *named("torch_changed_gradients", "torch_one_rank_loads", "torch_unlike_ranks"),
+    *named("torch_changed_gradients", "torch_one_rank_loads", "torch_thrown_away"),
+    *named("torch_unlike_ranks"),
 ]
 DDP_LONG = named("torch_diagnostics", "torch_local_steps", "torch_methods", "torch_simulator")
 RUFF = (sys.executable, "-m", "ruff")

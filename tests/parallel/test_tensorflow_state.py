@@ -209,7 +209,7 @@ def test_states_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match=message):
             late.load_state_dict(state)
         assert late.state_dict()["step"] == 1
-    with pytest.raises(ValueError, match="it lacks config, residues, step, version"):
+    with pytest.raises(ValueError, match="it lacks config, residues, settings, step, version"):
         compression.load_state_dict({})
 
 

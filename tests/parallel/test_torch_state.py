@@ -206,7 +206,7 @@ def test_states_that_do_not_fit_are_refused():
             hvd.DistributedOptimizer(
                 torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=early
             )
-    with pytest.raises(ValueError, match="it lacks config, residues, step, version"):
+    with pytest.raises(ValueError, match="it lacks config, residues, settings, step, version"):
         compressor.load_state_dict({"param_groups": []})
 
 

@@ -1,0 +1,71 @@
+"""Warns of averages that no optimizer's step uses: what was sent of them is lost.
+
+A script may average gradients, and zero them before a step: FGSM, SAM, the generator's backward
+through a GAN's discriminator. What was sent has left the residues then. Whether a script zeroes
+gradients cannot be seen in a hook, but steps of optimizers can. Imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+log = logging.getLogger("scalecom_hvd")
+
+
+class _Steps:
+    """Steps of this process's optimizers.
+
+    Attributes:
+        taken: how many there were.
+        under_way: how many are: a step may evaluate its closure, which averages, several times.
+    """
+
+    def __init__(self) -> None:
+        self.taken = self.under_way = 0
+        register_optimizer_step_pre_hook(self._begins)
+        register_optimizer_step_post_hook(self._ends)
+
+    def _begins(self, *_: Any) -> None:
+        self.under_way += 1
+
+    def _ends(self, *_: Any) -> None:
+        self.under_way = max(self.under_way - 1, 0)  # a step that raised an error did not end
+        self.taken += 1
+
+
+_steps = _Steps()
+
+
+class UnusedAverages:
+    """Looks at one exchange's averages: whether a step comes between one and the next."""
+
+    def __init__(self) -> None:
+        self._taken_before: int | None = None
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """Gradients are about to be averaged."""
+        unused = self._taken_before == _steps.taken and not _steps.under_way
+        if unused and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "gradients are averaged again, and no step of an optimizer has used the averages "
+                "from before. If they were zeroed (zero_grad()), what was sent of them is lost: "
+                "take such gradients by torch.autograd.grad, freeze the parameters meanwhile, or "
+                "call that backward under model.no_sync(). To accumulate gradients, give "
+                "backward_passes_per_step, or use no_sync() for all passes but the last"
+            )
+
+    def end(self, counts: bool) -> None:
+        """They were averaged.
+
+        Args:
+            counts: whether values have left residues, as in a compressed step that is not void.
+        """
+        self._taken_before = _steps.taken if counts else None

@@ -1,0 +1,90 @@
+"""Averages that a script throws away by zero_grad(): what was sent with them is not lost, or a
+warning says that it is.
+"""
+
+import logging
+
+import torch
+from faces import hvd, in_every_library, stock
+from models import same_on_all_ranks
+from thrown_away import SHAPES, add, assert_nothing_is_lost_or_warned, average, mine
+
+
+def make(library, **settings):
+    """Parameters that are zero, plain SGD with learning rate 1, and the compressor."""
+    model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    named = {"named_parameters": model.items()} if library is stock else {}
+    every = {"rate": 10, "beta": 1.0, "dense": ["bias"], "warmup_steps": 0, "min_numel": 2}
+    compressor = hvd.ScaleCom(**named, **(every | settings))
+    optimizer = library.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor
+    )
+    return model, optimizer, compressor
+
+
+def backward(model, number):
+    """Gives the average over ranks of the gradients."""
+    own = mine(number)
+    sum((p * own[name]).sum() for name, p in model.items()).backward()
+    return average(number)
+
+
+@in_every_library
+def test_sharpness_aware_steps(library, caplog):
+    """SAM: the first average only says where the gradient is taken that the step uses."""
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+    model, optimizer, compressor = make(library)
+    real, thrown_away = {}, {}
+    for step in range(6):
+        optimizer.zero_grad()
+        add(thrown_away, backward(model, 2 * step))
+        optimizer.synchronize()
+        where = {name: p.detach().clone() for name, p in model.items()}
+        with torch.no_grad():
+            for parameter in model.values():
+                parameter.add_(parameter.grad, alpha=0.01)
+        optimizer.zero_grad()
+        add(real, backward(model, 2 * step + 1))
+        with torch.no_grad():
+            for name, parameter in model.items():
+                parameter.copy_(where[name])
+        optimizer.step()
+    assert same_on_all_ranks(model.values())
+    assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
+
+
+@in_every_library
+def test_a_step_that_a_script_skips_after_synchronize(library, caplog):
+    """Such as for a gradient that is too long, as large models' scripts do."""
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+    model, optimizer, compressor = make(library)
+    real, thrown_away = {}, {}
+    for step in range(8):
+        optimizer.zero_grad()
+        came = backward(model, step)
+        optimizer.synchronize()
+        if step % 3 == 2:
+            add(thrown_away, came)
+            continue
+        add(real, came)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert same_on_all_ranks(model.values())
+    assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
+
+
+@in_every_library
+def test_gradients_that_are_set_to_none_before_the_step(library, caplog):
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+    model, optimizer, compressor = make(library)
+    real, thrown_away = {}, {}
+    for step in range(6):
+        optimizer.zero_grad()
+        add(thrown_away, backward(model, 2 * step))
+        optimizer.synchronize()
+        for parameter in model.values():
+            parameter.grad = None
+        add(real, backward(model, 2 * step + 1))
+        optimizer.step()
+    assert same_on_all_ranks(model.values())
+    assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
