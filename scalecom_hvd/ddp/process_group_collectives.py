@@ -197,7 +197,8 @@ def check_devices(parameters: Iterable[torch.Tensor]) -> None:
     if elsewhere:
         raise ValueError(
             f"parameters are on {elsewhere[0]}: over torch.distributed this works on CPUs only so "
-            "far. On GPUs launch with Horovod, and import scalecom_hvd.torch"
+            "far. On GPUs scalecom_hvd.torch, launched with Horovod, takes them, but has not been "
+            "run there"
         )
 
 

@@ -376,7 +376,7 @@ class Exchange(Averager):
 
     def _begin_step(self) -> None:
         self._outputs.clear()
-        self._scale = 1 / float(self._method.loss_scale()) if self._is_scaled else 1.0
+        self._scale = self._method.unscaling() if self._is_scaled else 1.0
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
         if self._news is not None:

@@ -398,7 +398,7 @@ class PerTensor(Averager):
         self._seen, self._bad, self._changed = [], [], []
         self._marks.clear()
         self._handed_over = dict.fromkeys(self._handed_over, 0)
-        self._scale = 1 / float(self._method.loss_scale())
+        self._scale = self._method.unscaling()
         self._idle = self._agreed and not self._has_news()
         if not self._idle:
             self._news.unused.begin()

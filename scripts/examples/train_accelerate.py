@@ -51,6 +51,7 @@ def main() -> None:
         torch.utils.data.DataLoader(test, batch_size=180),
     )
 
+    state = None
     if accelerator.num_processes > 1:  # else there is nothing to average
         state = ScaleComState(model, rate=options.rate, warmup_steps=5)
         model.register_comm_hook(state, scalecom_hook)
@@ -60,7 +61,8 @@ def main() -> None:
         accelerator.load_state(options.resume)
         saved = torch.load(f"{options.resume}/{mine}")
         first_epoch = saved["epochs"]
-        state.load_state_dict(saved["scalecom"])
+        if state is not None and saved["scalecom"] is not None:
+            state.load_state_dict(saved["scalecom"])
 
     for epoch in range(first_epoch, options.epochs):
         batches.set_epoch(epoch)
@@ -71,7 +73,8 @@ def main() -> None:
                 optimizer.zero_grad()
     if options.checkpoint:
         accelerator.save_state(options.checkpoint)
-        saved = {"epochs": options.epochs, "scalecom": state.state_dict()}
+        residues = None if state is None else state.state_dict()
+        saved = {"epochs": options.epochs, "scalecom": residues}
         torch.save(saved, f"{options.checkpoint}/{mine}")
 
     right = torch.tensor(0)

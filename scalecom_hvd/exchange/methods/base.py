@@ -12,6 +12,7 @@ Imports run, bucket_collectives, bucket and the rooms below.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
@@ -200,6 +201,16 @@ class Method:
     @loss_scale.setter
     def loss_scale(self, loss_scale: Any) -> None:
         self._read_scale = _scale_reader(loss_scale)
+
+    def unscaling(self) -> float:
+        """1 / loss scale: what makes gradients of the residues' units."""
+        scale = float(self._read_scale())
+        if not 0 < scale < math.inf:
+            raise ValueError(
+                f"the loss scale is {scale:g}: loss_scale= must give a finite number above 0, such "
+                "as a GradScaler's"
+            )
+        return 1 / scale
 
     # What users, and elastic states, ask of its run.
 
