@@ -23,19 +23,20 @@ class _Steps:
 
     Attributes:
         taken: how many there were.
-        under_way: how many are: a step may evaluate its closure, which averages, several times.
+        under_way: whether one is: it may evaluate its closure, which averages, several times. After
+            a step that raised an error this holds until the next one ends.
     """
 
     def __init__(self) -> None:
-        self.taken = self.under_way = 0
+        self.taken, self.under_way = 0, False
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ends)
 
     def _begins(self, *_: Any) -> None:
-        self.under_way += 1
+        self.under_way = True
 
     def _ends(self, *_: Any) -> None:
-        self.under_way = max(self.under_way - 1, 0)  # a step that raised an error did not end
+        self.under_way = False
         self.taken += 1
 
 
