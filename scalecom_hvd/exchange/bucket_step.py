@@ -3,18 +3,24 @@
 Used by exchange.py, which decides when a step begins, goes on and counts.
 
 Why ranks that wait for each other cannot deadlock: a rank waits only in `BucketSteps.complete`,
-after it has begun the steps of all buckets whose channel is free. There it goes round by round.
-Take two buckets in ScaleCom's cyclic form: it waits for both buckets' offsets (round 1), in the
-order of buckets; as each arrives, that bucket submits its values, and then it waits for both
-buckets' values (the last round). A rank that waits in one round has submitted all collectives of
-this round, and waits for none of a later one; so has every other rank, and each collective is
-completed. Buckets whose channel was taken begin then, and the same holds for them.
+which goes through the buckets wave by wave. A wave holds one bucket of each channel, so that all
+of the first wave can begin at once. Inside a wave, a rank goes round by round. Take two buckets in
+ScaleCom's cyclic form: it waits for both buckets' offsets (round 1), in the order of buckets; as
+each arrives, that bucket submits its values, and then it waits for both buckets' values (the last
+round). A rank that waits in one round has submitted all collectives of this round and of all
+earlier waves, and waits for none of a later round or wave; so has every other rank, and each
+collective is completed.
+
+Why waves: if a rank has got far while gradients arrived, some channels have begun their second
+bucket, and which ones differs from rank to rank. If a rank waited for such a bucket before it ends
+the first wave, it could wait for a rank that waits for it.
 
 Imports bucket, collectives and methods/base.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,16 +156,24 @@ class BucketSteps:
     def complete(self, steps: Sequence[BucketStep]) -> None:
         """Begin these, and wait for everything.
 
-        All that have begun wait for what comes in one round before any waits for the next: then
+        All buckets of a wave wait for what comes in one round before any waits for the next: then
         what follows is submitted early, and by every rank in the same order.
         """
-        self.begin(steps, all_are_here=True)
-        while any(step.has_more or not step.has_begun for step in steps):
-            up_to_round = 0
-            while any(step.has_more for step in steps):
-                for step in steps:
-                    step.advance(up_to_round)
-                up_to_round += 1
-            self.begin(steps, all_are_here=True)  # those whose channel was taken
+        for _, wave in itertools.groupby(steps, key=self._wave_of):
+            self.begin(steps, all_are_here=True)
+            self._complete_rounds(list(wave))
         for step in steps:
             step.advance(LAST)
+
+    def _wave_of(self, step: BucketStep) -> int:
+        """Which place its bucket has among those of its channel."""
+        return step.bucket.number // len(self._channels)
+
+    @staticmethod
+    def _complete_rounds(wave: Sequence[BucketStep]) -> None:
+        """Wait, round by round, until these have submitted everything."""
+        up_to_round = 0
+        while any(step.has_more for step in wave):
+            for step in wave:
+                step.advance(up_to_round)
+            up_to_round += 1

@@ -22,6 +22,7 @@ Imports collectives, gradients and unused_averages.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import hashlib
@@ -184,9 +185,10 @@ class NewGradients:
         return self.channel.all_reduce(mine, self._names(name))
 
     def _end_of_news(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        self._told, self._signalled, self._work = False, False, None
+        work, self._work = self._work, None
+        self._told = self._signalled = False
+        if work is not None:
+            work.wait()
 
     def ask_at_first(self, fresh: bool, changed: bool) -> bool:
         """Whether any rank has news, before ranks have agreed on the name of their exchange.
@@ -316,7 +318,8 @@ class NewGradients:
         """The step is given up. What was told of it goes on, until the signal that follows it."""
         self._marks.clear()
         if self._signalled:
-            self._end_of_news()
+            with contextlib.suppress(Exception):  # whoever gives the step up raises what failed
+                self._end_of_news()
 
     def meet(self, channel: Collectives | None) -> None:
         """Ranks have agreed, and said nothing by this channel yet; None: they were started anew."""
