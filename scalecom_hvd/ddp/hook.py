@@ -123,7 +123,15 @@ class ScaleComState:
         stand_ins = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
         if collectives is None:
             collectives = ProcessGroupCollectives(process_group)
-        self._exchange = Exchange(stand_ins, self.compression, collectives, asks_for_use=drops)
+        # DDP made parameters the same when it wrapped the model. Ranks may be at different ones
+        # when they first average: sharpness-aware steps go there under no_sync().
+        self._exchange = Exchange(
+            stand_ins,
+            self.compression,
+            collectives,
+            asks_for_use=drops,
+            compares_parameters=False,
+        )
         self._alone = collectives.size == 1
         self._names = parameters
         self._stand_ins = {p: stand_ins[name] for name, p in parameters.items()}

@@ -350,7 +350,12 @@ def _check_not_wrapped(parameters: Iterable[torch.Tensor]) -> None:
     """
     own = set(map(id, parameters))
     for wrapper in [one for one in gc.get_objects() if type(one) is DistributedDataParallel]:
-        if not own.isdisjoint(map(id, wrapper.module.parameters())):
+        averaged = (
+            id(parameter)
+            for name, parameter in wrapper.module.named_parameters()
+            if name not in wrapper.parameters_to_ignore
+        )
+        if not own.isdisjoint(averaged):
             raise TypeError(
                 "the model is wrapped by DistributedDataParallel, which averages gradients by "
                 "itself: leave the wrapper out, or keep it and use its hook, "

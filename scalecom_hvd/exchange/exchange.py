@@ -80,6 +80,7 @@ class Exchange(Averager):
             same on all ranks that it asks. It is called once a step, or part, and may wait.
         part_of: the averager that makes this exchange a part of itself, and begins the method's
             run when it is complete; None: this exchange does.
+        compares_parameters: whether ranks that begin with different parameters are refused.
 
     Attributes:
         trained: the parameters.
@@ -105,6 +106,7 @@ class Exchange(Averager):
         is_scaled: bool = True,
         counts: Callable[[bool], bool] = bool,
         part_of: Averager | None = None,
+        compares_parameters: bool = True,
     ) -> None:
         self.residues: Residues = method.residues
         self.config: ScaleComConfig = method.config
@@ -148,7 +150,7 @@ class Exchange(Averager):
         # submitted, whether it was sent whole, and the tensors it was about.
         self._last = True, self._submitted, False, list(self._parameters)
         # Whether ranks have still to compare parameters. Local steps compare theirs themselves.
-        self._is_new = part_of is None
+        self._is_new = compares_parameters and part_of is None
         if part_of is None:
             self._run.begin(self._parameters, self)
 

@@ -22,7 +22,6 @@ Imports collectives, gradients and unused_averages.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import hashlib
@@ -72,7 +71,8 @@ class Mark:
     """What a gradient was when its exchange began, to see whether a script changed it since.
 
     What changes it in place moves its version, but for what PyTorch hides (`.data`, and what a
-    GradScaler unscales). So on a CPU four elements are compared too.
+    GradScaler unscales), and where gradients share a storage. So on a CPU four elements are
+    compared too.
 
     Args:
         parameter: its gradient is marked.
@@ -90,7 +90,12 @@ class Mark:
 
 def _state_of(grad: torch.Tensor) -> tuple[int, bytes]:
     version = -1 if grad.is_inference() else grad._version
-    if grad.is_sparse or grad.device.type != "cpu":  # to look would wait for the device
+    if grad.is_sparse:
+        return version, b""
+    # Views of one storage share their version: to accumulate into one moves that of all.
+    if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
+        version = -1
+    if grad.device.type != "cpu":  # to look would wait for the device
         return version, b""
     if not grad.is_contiguous():
         flat = grad.detach().reshape(-1)
@@ -317,9 +322,9 @@ class NewGradients:
     def give_up(self) -> None:
         """The step is given up. What was told of it goes on, until the signal that follows it."""
         self._marks.clear()
+        # No rank signals before it has told, so what was told has arrived, or the transport failed.
         if self._signalled:
-            with contextlib.suppress(Exception):  # whoever gives the step up raises what failed
-                self._end_of_news()
+            self._told, self._signalled, self._work = False, False, None
 
     def meet(self, channel: Collectives | None) -> None:
         """Ranks have agreed, and said nothing by this channel yet; None: they were started anew."""

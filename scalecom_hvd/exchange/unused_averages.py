@@ -53,7 +53,8 @@ class UnusedAverages:
     def begin(self) -> None:
         """Gradients are about to be averaged."""
         unused = self._taken_before == _steps.taken and not _steps.under_way
-        if unused and not self._has_warned:
+        # torch.compile, and steps written by hand, go past the hooks that count steps.
+        if unused and _steps.taken and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "gradients are averaged again, and no step of an optimizer has used the averages "

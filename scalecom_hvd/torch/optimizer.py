@@ -138,6 +138,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
 
     check_operation(op, gradient_predivide_factor, horovod)
+    is_own_transport = collectives is not None and collectives.size > 1
     if collectives is None:
         collectives = HorovodCollectives(process_set, op, gradient_predivide_factor)
     elif (op, gradient_predivide_factor) != (horovod.Average, 1.0) or (
@@ -197,6 +198,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     # The method, which a script may keep, must not keep an optimizer that was deleted: its hooks
     # would go on.
     this: Callable[[], Any] = weakref.ref(wrapped)
+    # Horovod puts hooks on nothing where it has one rank only (optimizer.py:110), but a transport
+    # of the script's own may have more.
+    if is_own_transport and isinstance(averager, Exchange) and not wrapped._requires_update:
+        wrapped._register_hooks()
     return wrapped
 
 

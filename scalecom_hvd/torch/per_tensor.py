@@ -475,6 +475,7 @@ class PerTensor(Averager):
                 ahead.work = self.collectives.broadcast(ahead.buffer, root, name)
                 self._handed_over["offsets"] += ahead.buffer.numel()
         residues.note_step()
+        self._run.take_state(())  # what was loaded need not be kept
 
     def _average_again(self) -> None:
         """Values were sent in a step that had nothing to send.

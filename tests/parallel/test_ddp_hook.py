@@ -160,6 +160,28 @@ def test_gradients_are_accumulated_without_averaging():
     assert compare(train).stats()["step"] == 5
 
 
+def test_sharpness_aware_steps():
+    """Ranks first average at parameters of their own, and go back to the common ones."""
+
+    def train(model, optimizer):
+        for step in range(4):
+            optimizer.zero_grad()
+            with model.no_sync():
+                model(batch(step), head="both").backward()
+            here = [parameter.detach().clone() for parameter in model.parameters()]
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(parameter.grad, alpha=0.01)
+            optimizer.zero_grad()
+            model(batch(step), head="both").backward()
+            with torch.no_grad():
+                for parameter, original in zip(model.parameters(), here, strict=True):
+                    parameter.copy_(original)
+            optimizer.step()
+
+    assert compare(train).stats()["step"] == 4
+
+
 def test_a_second_backward_before_the_step():
     def train(model, optimizer):
         for step in range(4):

@@ -387,3 +387,20 @@ def test_the_reference_is_what_stock_horovod_gives():
     changing(change)(model, optimizer, loss_of(model, everyone[hvd.rank()]))
     update = {name: -p.detach().double().numpy() for name, p in model.items()}
     assert any(close(update, right) for right in right_updates(change, everyone))
+
+
+@in_every_library
+def test_gradients_that_share_a_storage(library):
+    """They share their version too: to accumulate into one is no change of the others."""
+    model, optimizer, compressor = make(library, SMALL)
+    sizes = [parameter.numel() for parameter in model.values()]
+    right = {name: np.zeros(shape) for name, shape in SMALL.items()}
+    for step in range(4):
+        parts = torch.zeros(sum(sizes)).split(sizes)
+        for parameter, part in zip(model.values(), parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
+        loss_of(model, everyone[hvd.rank()]).backward()
+        optimizer.step()
+        right = {name: right[name] - grad for name, grad in mean(everyone).items()}
+    assert close({name: p.detach().numpy() for name, p in model.items()}, right)

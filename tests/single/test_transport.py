@@ -4,6 +4,7 @@ Every rank is a thread with a model and an Exchange of its own, and all of them 
 collective goes through one queue to a thread that waits until all ranks have brought theirs.
 """
 
+import importlib
 import queue
 import random
 import subprocess
@@ -18,7 +19,7 @@ import torch
 
 from scalecom_hvd import ddp
 from scalecom_hvd.agreement import Numbers
-from scalecom_hvd.exchange import CollectiveError, Exchange, LocalTopK, ScaleCom
+from scalecom_hvd.exchange import QSGD, CollectiveError, Exchange, LocalTopK, ScaleCom
 from scalecom_hvd.reference import ScaleComReference, select
 
 SECONDS = 60  # that a rank waits for others at most
@@ -256,6 +257,48 @@ def test_scalecom_is_that_of_the_reference(n, fields, on_threads, monkeypatch):
                     np.testing.assert_array_equal(residue, want, err_msg=f"{name}, step {step}")
 
 
+class Layers(torch.nn.Module):
+    """Each has a bucket of its own."""
+
+    def __init__(self, layers):
+        super().__init__()
+        tensors = [torch.nn.Parameter(torch.zeros(300)) for _ in range(layers)]
+        self.layers = torch.nn.ParameterList(tensors)
+
+
+@pytest.mark.parametrize("fields", [{}, {"quantiser": QSGD()}], ids=str)
+def test_many_buckets_share_few_channels(fields, monkeypatch):
+    """Ranks get to different buckets of a channel before they wait for any, and finish."""
+    monkeypatch.setattr("scalecom_hvd.exchange.exchange.MOST_CHANNELS", 2)
+    news = random.Random(0)  # what has arrived is not seen at once
+    is_here = Waiting.done
+    monkeypatch.setattr(Waiting, "done", lambda self: news.random() < 0.5 and is_here(self))
+    hub, n, layers = Hub(3), 3, 7
+    settings = {"rate": 20, "min_numel": 2, "dense": (), "warmup_steps": 0, "bucket_bytes": 800}
+
+    def act(rank):
+        parameters = dict(Layers(layers).named_parameters())
+        method = ScaleCom(**settings, **fields)
+        exchange = Exchange(parameters, method, ThreadCollectives(hub, rank))
+        whims, generator = random.Random(rank), torch.Generator().manual_seed(rank)
+        for _ in range(20):
+            for parameter in parameters.values():
+                parameter.grad = torch.randn(300, generator=generator)
+            for parameter in parameters.values():
+                time.sleep(whims.choice((0, 0, 1e-3)))
+                exchange.ready(parameter)
+            time.sleep(whims.choice((0, 1e-3)))
+            for parameter in parameters.values():
+                parameter.grad = exchange.result(parameter)
+        return method
+
+    with ThreadPoolExecutor(n) as threads:
+        methods = [job.result(2 * SECONDS) for job in [threads.submit(act, r) for r in range(n)]]
+    hub.stop()
+    assert [method.stats()["step"] for method in methods] == [20] * n
+    assert all(len(method.residues.buckets) == layers for method in methods)
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_local_top_k_loses_nothing_and_sends_each_ranks_own_choice(n):
     ranks, errors = train(n, twenty_steps, LocalTopK, beta=1.0, bucket_bytes=5000)
@@ -337,16 +380,23 @@ def test_a_step_counts_if_ranks_that_hold_other_shards_agree(fields):
             np.testing.assert_allclose(residue, own.residues[2][name], rtol=1e-5, atol=1e-6)
 
 
-def test_an_optimizer_takes_a_transport_where_nothing_else_is_started():
-    """As test_scalecom_is_that_of_the_reference, by the optimizer that users make."""
+@pytest.mark.parametrize("face", ["ddp", "torch"])
+def test_an_optimizer_takes_a_transport_where_nothing_else_is_started(face):
+    """As test_scalecom_is_that_of_the_reference, by the optimizers that users make.
+
+    Horovod, which is started, has one rank.
+    """
+    face = importlib.import_module(f"scalecom_hvd.{face}")
+    if face is not ddp:
+        face.init()
     hub, n = Hub(2), 2
 
     def act(rank):
         weight = torch.nn.Parameter(torch.zeros(50, 100))
-        optimizer = ddp.DistributedOptimizer(
+        optimizer = face.DistributedOptimizer(
             torch.optim.SGD([weight], lr=1.0),
             [("weight", weight)],
-            ScaleCom(rate=10, dense=(), warmup_steps=0, beta=1.0),
+            compression=ScaleCom(rate=10, dense=(), warmup_steps=0, beta=1.0),
             collectives=ThreadCollectives(hub, rank),
         )
         random = torch.Generator().manual_seed(rank)
