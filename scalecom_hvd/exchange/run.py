@@ -124,6 +124,8 @@ class Run:
         # What was loaded before there were parameters. It is kept until a step counts: where no
         # optimizer can be made of them, the script may correct its mistake and try again.
         self._loaded: Saved | None = None
+        # The rank whose residues these were when they were loaded, or ranks last agreed.
+        self._residues_of: int | None = None
 
     def begin(self, parameters: Mapping[str, torch.Tensor], averager: Averager) -> None:
         """Serve these parameters, with what was loaded; every Averager calls it when it is made.
@@ -146,7 +148,7 @@ class Run:
         try:
             if state is not None:
                 averager.check_state(state)
-                _check_rank(state, averager.collectives)
+                _note_rank(state, averager.collectives)
             if self._method.diagnostics is not None:
                 averager.watch(self._method.diagnostics)
             self.residues.synchronisations_in = averager.synchronisations_in
@@ -229,11 +231,12 @@ class Run:
         check_finite({name: bool(r.isfinite().all()) for name, r in state["residues"].items()})
         if self.averager is not None:
             self.averager.check_state(state)
-            _check_rank(state, self.averager.collectives)
+            _note_rank(state, self.averager.collectives)
             self._check_fits(state)
         residues.step = int(state["step"])
         residues.health.norms = norms
         residues.ranks, residues.rank = state.get("ranks"), state.get("rank")
+        self._residues_of = state.get("rank") if state["residues"] else None
         # Where buckets of another size are asked for, those of the state are not taken over.
         as_saved = state["config"]["bucket_bytes"] == config.bucket_bytes
         residues.buckets = state.get("buckets") if as_saved else None
@@ -387,9 +390,12 @@ class Run:
             "name": names.claim(),
             "step": self.residues.step,
             "state": self.digest_of_state(),
+            "residues_of": None if collectives.elastic else self._residues_of,
             **told,
         }
         everyone = gather_objects(collectives, mine, "agreement")
+        _check_residues_of(everyone)
+        self._residues_of = collectives.position
         self.residues.step = agree(everyone, tuple(compared), names)
         return everyone
 
@@ -412,28 +418,33 @@ class Run:
         )
 
 
-def _check_rank(state: Saved, collectives: Collectives) -> None:
-    """Raise ValueError where a state is another rank's, of as many; warn of one of other ranks."""
-    theirs, size = state.get("rank"), collectives.size
+def _note_rank(state: Saved, collectives: Collectives) -> None:
+    """Warn of a state that another rank saved. When ranks agree, no two may have the same one's."""
+    theirs = state.get("rank")
     # Ranks of an elastic run change their places, and keep their states.
-    if theirs is None or not state["residues"] or not size or collectives.elastic:
+    if theirs in (None, collectives.position) or collectives.elastic or not state["residues"]:
         return
-    mine = collectives.position
-    if theirs == mine:
-        return
-    if state.get("ranks") == size:
-        raise ValueError(
-            f"this state is that of rank {theirs}, and this is rank {mine}: residues are each "
-            "rank's own. Save a file on every rank, and load this rank's; to begin with empty "
-            "residues load none"
-        )
     log.warning(
         "rank %d of %d takes up the residues that rank %s of %s saved",
-        mine,
-        size,
+        collectives.position,
+        collectives.size,
         theirs,
         state.get("ranks"),
     )
+
+
+def _check_residues_of(everyone: Sequence[Settings]) -> None:
+    """Raise RuntimeError, on all ranks, where two have taken up the residues of one."""
+    taken: dict[int, int] = {}
+    for rank, other in enumerate(everyone):
+        of = other["residues_of"]
+        if of is not None and of in taken:
+            raise RuntimeError(
+                f"ranks {taken[of]} and {rank} have loaded the residues of rank {of}, which would "
+                "be sent twice: residues are each rank's own. Save a file on every rank, and load "
+                "a different one on each; to begin with empty residues load none"
+            )
+        taken[of] = rank
 
 
 def _saved_states(state: Saved) -> dict[str, Mapping[str, torch.Tensor]]:

@@ -210,6 +210,23 @@ def test_states_that_do_not_fit_are_refused():
         compressor.load_state_dict({"param_groups": []})
 
 
+@in_every_library
+def test_ranks_that_load_the_residues_of_one_rank_are_refused(library):
+    """They would be sent several times. Residues that changed their ranks are no less right."""
+    optimizer, compressor = make(library, model := parameters(SHAPES))
+    run(optimizer, model, range(3))
+    states = hvd.allgather_object(compressor.state_dict(), name="states")
+    for shift in (1, 0):
+        optimizer, compressor = make(library, model := parameters(SHAPES))
+        compressor.load_state_dict(states[(hvd.rank() + 1) % hvd.size() if shift else 0])
+        if shift:
+            run(optimizer, model, range(3, 5))
+            assert compressor.stats()["step"] == 5
+        else:
+            with pytest.raises(RuntimeError, match="ranks 0 and 1 have loaded the residues of"):
+                run(optimizer, model, range(3, 5))
+
+
 def test_between_backward_and_step_there_is_no_state():
     model = parameters(SHAPES)
     optimizer, compressor = make(hvd, model)
