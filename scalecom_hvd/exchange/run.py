@@ -124,8 +124,9 @@ class Run:
         # What was loaded before there were parameters. It is kept until a step counts: where no
         # optimizer can be made of them, the script may correct its mistake and try again.
         self._loaded: Saved | None = None
-        # The rank whose residues these were when they were loaded, or ranks last agreed.
-        self._residues_of: int | None = None
+        # How many ranks there were, and which these residues were of, when they were loaded or
+        # ranks last agreed.
+        self._loaded_from: tuple[int | None, int | None] = None, None
 
     def begin(self, parameters: Mapping[str, torch.Tensor], averager: Averager) -> None:
         """Serve these parameters, with what was loaded; every Averager calls it when it is made.
@@ -236,7 +237,7 @@ class Run:
         residues.step = int(state["step"])
         residues.health.norms = norms
         residues.ranks, residues.rank = state.get("ranks"), state.get("rank")
-        self._residues_of = state.get("rank") if state["residues"] else None
+        self._loaded_from = (residues.ranks, residues.rank) if state["residues"] else (None, None)
         # Where buckets of another size are asked for, those of the state are not taken over.
         as_saved = state["config"]["bucket_bytes"] == config.bucket_bytes
         residues.buckets = state.get("buckets") if as_saved else None
@@ -390,14 +391,19 @@ class Run:
             "name": names.claim(),
             "step": self.residues.step,
             "state": self.digest_of_state(),
-            "residues_of": None if collectives.elastic else self._residues_of,
+            "residues_of": self._residues_of(collectives),
             **told,
         }
         everyone = gather_objects(collectives, mine, "agreement")
         _check_residues_of(everyone)
-        self._residues_of = collectives.position
+        self._loaded_from = collectives.size, collectives.position
         self.residues.step = agree(everyone, tuple(compared), names)
         return everyone
+
+    def _residues_of(self, collectives: Collectives) -> int | None:
+        """The rank whose residues these are, where it can be known."""
+        ranks, rank = self._loaded_from
+        return rank if ranks == collectives.size and not collectives.elastic else None
 
     def compare_states(self, digests: Collection[str | None]) -> None:
         """Begin anew what must be the same on all ranks, if their digests say that it is not."""
