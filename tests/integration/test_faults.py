@@ -2,6 +2,7 @@
 and nothing is lost.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_horovod_says_what_it_waits_for(launched):
         "mpirun", 2, [WORKER, "late", 7], limit=60, HOROVOD_STALL_CHECK_TIME_SECONDS="3"
     )
     assert "everything is as if it had not" in output
-    assert "1: [broadcast.scalecom.1.offsets.0]" in output
+    assert re.search(r"1: \[.*broadcast\.scalecom\.1\.offsets\.0\b", output)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
