@@ -49,7 +49,7 @@ PLANS = [
         settings=COMPRESSED
         | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}
     ),
-    Plan(optimizer="stock", settings=COMPRESSED | {"wire_dtype": "float16"}),
+    Plan(optimizer="stock", settings=COMPRESSED),
     Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3),
     Plan(optimizer="local steps", settings=COMPRESSED, local_steps=6, overlap=2, fragments=2),
     Plan(optimizer="TensorFlow", settings=COMPRESSED),
