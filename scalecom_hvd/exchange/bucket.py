@@ -72,6 +72,7 @@ class Bucket:
         share: what a sum over ranks is multiplied by to be the average. Values in float16 are
             summed, and multiplied by it when they are in a wider dtype again.
         thread: runs kernels that need no Python while backward goes on; None: nothing does.
+        copies: whether gradients stay as they are until a step that is sent whole counts.
 
     Attributes:
         compressed: {name: CompressedTensor} of those whose offsets and values travel.
@@ -95,6 +96,7 @@ class Bucket:
         ranks: int,
         share: float = 1.0,
         thread: BackgroundThread | None = None,
+        copies: bool = False,
     ) -> None:
         self.number = number
         self.names = list(names)
@@ -110,7 +112,7 @@ class Bucket:
         self.whole = False
         self.bad: Count = 0
         self.is_large = sum(self.sizes) >= WORTH_A_THREAD
-        self._thread = thread
+        self._thread, self._copies = thread, copies
         self._job: Job | None = None
 
         first = parameters[names[0]]
@@ -421,10 +423,11 @@ class Bucket:
         """What is all-reduced besides what a method did itself, {end of its name: tensor}.
 
         That is the values buffer, completed with tensors sent whole and the count; in a step that
-        is sent whole the gradients themselves, unless they must travel in a wider dtype.
+        is sent whole the gradients themselves, unless they must travel in a wider dtype, or stay.
         """
         self._reduced = None
-        if self.whole and all(grad.dtype == self._dense_dtype for grad in self.grads.values()):
+        is_wide = all(grad.dtype == self._dense_dtype for grad in self.grads.values())
+        if self.whole and is_wide and not self._copies:
             # No count is needed: where a gradient is not finite, the average is not either.
             self._averaged = {f".{name}": grad for name, grad in self.grads.items()}
             return self._averaged

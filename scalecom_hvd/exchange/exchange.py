@@ -127,6 +127,8 @@ class Exchange(Averager):
         self._settings = method.settings | dict(settings or {})
         news = NewGradients(collectives, self.names, self._parameters)
         self._news = news if asks_for_news else None
+        # Only ranks that tell each other how they stand may find that a step must begin again.
+        self._copies = asks_for_news and not collectives.negotiates
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
@@ -185,12 +187,22 @@ class Exchange(Averager):
                 # Some rank gave a step up, or loaded a state. What this one has begun is taken
                 # back, and begins again once ranks have agreed.
                 if self._agreed:
-                    arrived = list(self._arrived)
-                    self._abort()
-                    for name in arrived:
-                        self.ready(self._parameters[name])
+                    self._begin_again()
                 news.meet(None)
             return news.ask_at_first(fresh, changed) or news.came_by_hand(*sparse)
+
+    def _begin_again(self) -> None:
+        """Report once more what has arrived, as in a first step.
+
+        Sparse gradients are on their way already: those travel without an agreement.
+        """
+        arrived, sparse = list(self._arrived), self._sparse
+        self._abort()
+        self._begin_step()
+        self._arrived, self._sparse = dict.fromkeys(arrived), sparse
+        for name in arrived:
+            if sparse.get(name) is None:
+                self.ready(self._parameters[name])
 
     def _let_all_arrive(self, alike: bool) -> None:
         """A step is given up on all ranks: leave no collective that some have yet to submit."""
@@ -234,7 +246,7 @@ class Exchange(Averager):
             if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
                 self._sparse[name] = self._send_sparse(parameter)
             else:
-                if self._news is not None and not self._whole:
+                if self._news is not None and (self._copies or not self._whole):
                     self._news.mark(name)
                 if self._agreed:
                     self._steps.of[name].waiting.discard(name)
@@ -575,10 +587,8 @@ class Exchange(Averager):
     def _make_buckets(self, plan: list[list[str]]) -> None:
         self.residues.buckets, self._norms = plan, {}
         size, share = self.collectives.size, self.collectives.share
-        self.buckets = [
-            Bucket(b, names, self._parameters, self.residues, size, share, self._thread)
-            for b, names in enumerate(plan)
-        ]
+        rest = self._parameters, self.residues, size, share, self._thread, self._copies
+        self.buckets = [Bucket(b, names, *rest) for b, names in enumerate(plan)]
         self._steps = BucketSteps(self.buckets, self._channels[:-1], self._bucket_step)
         if self._sampler is not None:
             self._sampler.draw(self.buckets)

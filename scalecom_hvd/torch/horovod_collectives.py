@@ -101,6 +101,7 @@ class HorovodCollectives:
     """
 
     numbers = NUMBERS
+    negotiates = True
 
     def __init__(
         self,

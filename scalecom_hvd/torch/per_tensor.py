@@ -372,7 +372,7 @@ class PerTensor(Averager):
             bucket.receive(self._offsets(tensor), result)
             bucket.scatter({sent.name: flat})
             output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
-            if not self._agreed:
+            if self._news.channel is None:
                 self._given[sent.name] = flat, bucket.grads[sent.name]
         self._bad.append(bad)
         self._pending.pop(sent.name, None)
@@ -399,19 +399,17 @@ class PerTensor(Averager):
         self._marks.clear()
         self._handed_over = dict.fromkeys(self._handed_over, 0)
         self._scale = self._method.unscaling()
-        self._idle = self._agreed and not self._has_news()
+        has_met = self._news.channel is not None
+        self._idle = has_met and not self._has_news()
         if not self._idle:
             self._news.unused.begin()
-        if not self._agreed:
+        if not has_met:
             # Which of the parameters this optimizer trains is known when all have come.
             grads = self._news.standing(self._parameters)
             self._standing = {"fresh": set(self._fresh), "grads": grads}
         has_offsets = any("offsets" in state for state in self._run.tensor_states.values())
         in_warmup = residues.step < residues.config.warmup_steps
         self._whole = self._idle or in_warmup or not has_offsets
-        # Until ranks have agreed: where this one gathers in this step.
-        known = self._whole or self._agreed
-        self._gathers_at = None if known else self._run.digest_of_state()
 
     def _has_news(self) -> bool:
         """Whether some rank has gradients that were not averaged yet.
@@ -429,10 +427,13 @@ class PerTensor(Averager):
         self._usual_order = self._seen
         residues = self._residues
         try:
-            if not self._agreed:
-                self._agree()
-            elif self._news.signal(bool(self._changed), agreed=True)[0]:
+            changed, alike = False, False
+            if self._news.channel is not None:
+                changed, alike = self._news.signal(bool(self._changed), self._agreed)
+            if changed:
                 raise RuntimeError(CHANGED)
+            if not alike:  # at first, or some rank has loaded a state
+                self._agree()
         except RuntimeError:
             for name in self._changed:
                 self._buckets[name].roll_back(keep_gradients=True)
@@ -521,17 +522,19 @@ class PerTensor(Averager):
 
     def _agree(self) -> None:
         """Compare settings and tensors of all ranks; raises RuntimeError on every rank alike."""
+        if self._news.channel is None:
+            fresh = not self._standing["fresh"].isdisjoint(self._seen)
+            grads = {name: self._standing["grads"][name] for name in self._seen}
+        else:
+            fresh, grads = not self._idle, {}
         everyone = self._run.agree(
             self._parameters,
             self.collectives,
             self._names,
             {},
-            {"look-ahead offsets": self._gathers_at},
-            {
-                "changed": bool(self._changed),
-                "fresh": not self._standing["fresh"].isdisjoint(self._seen),
-                "grads": {name: self._standing["grads"][name] for name in self._seen},
-            },
+            # Where this step gathered.
+            {"look-ahead offsets": None if self._whole else self._run.digest_of_state()},
+            {"changed": bool(self._changed), "fresh": fresh, "grads": grads},
         )
         if any(other["changed"] for other in everyone):
             raise RuntimeError(CHANGED)
