@@ -349,19 +349,24 @@ def _check_not_wrapped(parameters: Iterable[torch.Tensor]) -> None:
     A parameter does not know its wrapper, so all wrappers of this process are looked at.
     """
     own = set(map(id, parameters))
-    for wrapper in [one for one in gc.get_objects() if type(one) is DistributedDataParallel]:
-        averaged = (
-            id(parameter)
-            for name, parameter in wrapper.module.named_parameters()
-            if name not in wrapper.parameters_to_ignore
-        )
-        if not own.isdisjoint(averaged):
+    if _is_wrapped(own):
+        gc.collect()  # a wrapper that the script dropped may be part of a cycle
+        if _is_wrapped(own):
             raise TypeError(
                 "the model is wrapped by DistributedDataParallel, which averages gradients by "
                 "itself: leave the wrapper out, or keep it and use its hook, "
                 "model.register_comm_hook(ScaleComState(model, ...), scalecom_hook), with the "
                 "plain optimizer"
             )
+
+
+def _is_wrapped(own: set[int]) -> bool:
+    return any(
+        id(parameter) in own and name not in wrapper.parameters_to_ignore
+        for wrapper in gc.get_objects()
+        if type(wrapper) is DistributedDataParallel
+        for name, parameter in wrapper.module.named_parameters()
+    )
 
 
 def _check_names(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -228,9 +228,14 @@ def _synchronize(self: Any) -> None:
     """Do what Horovod's does, unless no rank has gradients that were not exchanged yet."""
     if self._requires_update:
         check_parameters(self.param_groups, self._exchange.trained, "average")
-    # Without hooks there is one rank, or this one is not in the process set.
-    if not self._requires_update or self._exchange.must_exchange(fresh=bool(self._handles)):
-        horovod_optimizer._DistributedOptimizer.__dict__["synchronize"](self)
+    try:
+        # Without hooks there is one rank, or this one is not in the process set.
+        if not self._requires_update or self._exchange.must_exchange(fresh=bool(self._handles)):
+            horovod_optimizer._DistributedOptimizer.__dict__["synchronize"](self)
+    except BaseException:  # the exchange has given the step up; Horovod would refuse the next one
+        self._handles.clear()
+        self.set_backward_passes_per_step(self.backward_passes_per_step)
+        raise
     self._synchronized = True
 
 

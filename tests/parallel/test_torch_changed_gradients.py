@@ -404,3 +404,29 @@ def test_gradients_that_share_a_storage(library):
         optimizer.step()
         right = {name: right[name] - grad for name, grad in mean(everyone).items()}
     assert close({name: p.detach().numpy() for name, p in model.items()}, right)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_training_goes_on_after_a_refusal(passes):
+    """The refused gradient stays in residues, and the next steps send it."""
+    model, optimizer, compressor = make(hvd, SMALL, rate=10, beta=1.0)
+    optimizer.set_backward_passes_per_step(passes)
+    came = dict.fromkeys(SMALL, 0.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
+        for _ in range(passes):
+            loss_of(model, {n: g / passes for n, g in everyone[hvd.rank()].items()}).backward()
+        if step == 3:
+            with torch.no_grad():
+                model["weight"].grad.mul_(0.1)
+            assert refuses(optimizer.step)
+        else:
+            optimizer.step()
+        for name in SMALL if step != 3 else ["weight"]:  # of what is sent whole nothing is kept
+            came[name] = came[name] + mean(everyone)[name]
+    assert same_on_all_ranks(model.values())
+    waits = mean_residues(compressor, SMALL)
+    for name, parameter in model.items():
+        sent = -parameter.detach().double().numpy()
+        np.testing.assert_allclose(sent + waits[name], came[name], rtol=1e-3, atol=1e-4)
