@@ -5,6 +5,7 @@ Framework-free: exchanges bring the numbers, this says what they mean. Imports c
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,6 +54,29 @@ def growth_limit(rates: Iterable[float], config: ScaleComConfig) -> float:
     return max(rates, default=1.0) / 4 / (1 if config.flush else config.beta)
 
 
+def check_run(
+    config: ScaleComConfig,
+    rates: Mapping[str, float],
+    shapes: Mapping[str, Sequence[int]],
+    planned: int | None,
+    warmup: int,
+) -> None:
+    """Log a warning for each thing that is likely to cost a run its speed, or its accuracy.
+
+    Args:
+        config: the settings.
+        rates: {name: rate}; 1 means sent whole.
+        shapes: {name: shape} of all tensors, in the model's order.
+        planned: how many exchanges the run will have; None: nobody said.
+        warmup: that many first ones are sent whole.
+    """
+    check_length(planned, warmup, rates.values())
+    check_warmup(config, rates.values())
+    check_share_whole(rates, {name: math.prod(shape) for name, shape in shapes.items()})
+    check_output_layer(config, rates, shapes)
+    check_look_ahead(config)
+
+
 def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> None:
     """Log one warning if what is sent whole takes most of the compression away.
 
@@ -74,6 +98,57 @@ def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> 
         100 * share,
         max(whole, key=lambda name: whole[name]),
     )
+
+
+def check_warmup(config: ScaleComConfig, rates: Iterable[float]) -> None:
+    """Log, once in a process, for how long nothing is compressed, unless somebody has set that.
+
+    Args:
+        config: the settings.
+        rates: of all tensors.
+    """
+    by_default = config.warmup_steps == ScaleComConfig.warmup_steps and config.planned_steps is None
+    if by_default and max(rates, default=1.0) > 1:
+        _tell_of_warmup(config.warmup_steps)
+
+
+@functools.cache
+def _tell_of_warmup(steps: int) -> None:
+    log.warning(
+        "the first %d steps are sent whole, so a shorter run is not compressed at all: set "
+        "warmup_steps to a tenth of the run's steps, or planned_steps to all of them",
+        steps,
+    )
+
+
+def check_output_layer(
+    config: ScaleComConfig, rates: Mapping[str, float], shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Log one warning where "auto:output" seems to have found a hidden layer.
+
+    That is so where the output layer's weight is the embedding's: it is listed first. An embedding
+    has more rows than columns, and a hidden layer's sizes are multiples of the columns.
+
+    Args:
+        config: the settings.
+        rates: {name: rate}; 1 means sent whole.
+        shapes: {name: shape} of all tensors, in the model's order.
+    """
+    weights = [name for name, shape in shapes.items() if len(shape) >= 2]
+    if "auto:output" not in config.dense or len(weights) < 2 or len(shapes[weights[0]]) > 2:
+        return
+    first, last = weights[0], weights[-1]
+    rows, columns = shapes[first]
+    is_hidden = rows not in shapes[last] and all(size % columns == 0 for size in shapes[last])
+    if rates[first] > 1 and rows > columns > 1 and is_hidden:
+        log.warning(
+            "dense=['auto:output'] sends %s whole, the last layer that is listed, and compresses "
+            "%s. If the output layer shares that weight, give dense=['%s']; if there is none, "
+            "dense=[]",
+            last,
+            first,
+            first,
+        )
 
 
 def check_length(planned: int | None, warmup: int, rates: Iterable[float]) -> None:

@@ -21,9 +21,7 @@ from scalecom_hvd.lanes import geometry
 from scalecom_hvd.training_warnings import (
     LOOK_EVERY,
     Health,
-    check_length,
-    check_look_ahead,
-    check_share_whole,
+    check_run,
     growth_limit,
 )
 
@@ -121,10 +119,7 @@ class Residues:
         }
         planned = self.config.planned_steps
         planned = None if planned is None else self.synchronisations_in(planned)
-        check_length(planned, self.warmup, self.rates.values())
-        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-        check_share_whole(self.rates, sizes)
-        check_look_ahead(self.config)
+        check_run(self.config, self.rates, shapes, planned, self.warmup)
 
     def detach(self) -> None:
         """Forget the parameters."""

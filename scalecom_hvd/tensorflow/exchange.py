@@ -56,9 +56,7 @@ from scalecom_hvd.tensorflow.transport import Transport, runs_eagerly
 from scalecom_hvd.training_warnings import (
     GROWTH_WARNING,
     LOOK_EVERY,
-    check_length,
-    check_look_ahead,
-    check_share_whole,
+    check_run,
     growth_limit,
     keep_growing,
     ratio_of,
@@ -172,12 +170,9 @@ class Exchange:
         }
         everyone = self._transport.gather_objects(mine, "agreement")
         step = agree(everyone, list(self._description), self._names)
-        check_length(self.config.planned_steps, self.config.warmup_steps, self._rates.values())
-        check_look_ahead(self.config)
-        check_share_whole(
-            self._rates,
-            {name: math.prod(shape_of(variable)) for name, variable in self.variables.items()},
-        )
+        shapes = {name: shape_of(variable) for name, variable in self.variables.items()}
+        planned, warmup = self.config.planned_steps, self.config.warmup_steps
+        check_run(self.config, self._rates, shapes, planned, warmup)
         warn_of_half_sums(self.config.wire_dtype == "float16", horovod)
         self._make_buckets({name for theirs in everyone for name in theirs["present"]})
         if not eager:
