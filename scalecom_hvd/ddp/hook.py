@@ -244,6 +244,11 @@ def scalecom_hook(
     Raises:
         TypeError: it was not DDP that called, or not with a ScaleComState.
     """
+    if isinstance(bucket, tuple):
+        raise TypeError(
+            "torch._dynamo.config.optimize_ddp='python_reducer' hands out gradients one by one, "
+            "and waits for each: leave it at its default, which torch.compile works with too"
+        )
     if not isinstance(bucket, dist.GradBucket):
         raise TypeError(SHARDED)
     if not isinstance(state, ScaleComState):

@@ -24,6 +24,7 @@ import atexit
 import collections
 import ctypes
 import datetime
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -35,6 +36,9 @@ from torch.distributed import distributed_c10d
 from scalecom_hvd.agreement import NUMBERS
 from scalecom_hvd.exchange.collectives import CollectiveError
 
+log = logging.getLogger("scalecom_hvd")
+
+SECONDS_TO_TELL = 60  # that others are waited for, as Horovod does
 SECONDS_TO_END = 2  # for what is on its way when the process ends
 
 # How many exchanges each set of ranks has made, the same on all of them.
@@ -67,6 +71,7 @@ class ProcessGroupWork:
     """A collective that was submitted to torch.distributed. See `Work`.
 
     Args:
+        name: of the collective.
         group: what it was submitted to.
         work: torch's.
         result: what its result is made of.
@@ -75,12 +80,14 @@ class ProcessGroupWork:
 
     def __init__(
         self,
+        name: str,
         group: Any,
         work: dist.Work,
         result: torch.Tensor,
         then: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         _hold(work, group)
+        self._name = name
         self._work: dist.Work | None = work
         self._result, self._then = result, then
         self._error: Exception | None = None
@@ -98,7 +105,7 @@ class ProcessGroupWork:
         if self._work is not None:
             work, self._work = self._work, None
             try:
-                work.wait()
+                self._wait_for(work)
             except RuntimeError as error:
                 self._error = CollectiveError(str(error))
                 self._error.__cause__ = error
@@ -110,6 +117,21 @@ class ProcessGroupWork:
         if self._error is not None:
             raise self._error
         return self._result
+
+    def _wait_for(self, work: dist.Work) -> None:
+        try:
+            work.wait(datetime.timedelta(seconds=SECONDS_TO_TELL))
+            return
+        except RuntimeError:
+            if work.is_completed():  # it failed
+                raise
+        log.warning(
+            "this rank has waited %d s for others to submit %s, and goes on waiting. Does every "
+            "rank take this step? Are several optimizers stepped in the same order everywhere?",
+            SECONDS_TO_TELL,
+            self._name,
+        )
+        work.wait()
 
 
 class ProcessGroupCollectives:
@@ -172,20 +194,22 @@ class ProcessGroupCollectives:
         """Send the buffer of the rank at position `root` to all, in place."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return ProcessGroupWork(self._group, self._group.broadcast([buffer], options), buffer)
+        work = self._group.broadcast([buffer], options)
+        return ProcessGroupWork(name, self._group, work, buffer)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> ProcessGroupWork:
         """Average over ranks in place; of float16 the sum."""
         divides = not self._sums and buffer.dtype != torch.float16
         then = (lambda total: total.mul_(self.share)) if divides else None
-        return ProcessGroupWork(self._group, self._group.allreduce([buffer]), buffer, then)
+        work = self._group.allreduce([buffer])
+        return ProcessGroupWork(name, self._group, work, buffer, then)
 
     def gather(self, tensor: torch.Tensor, name: str) -> ProcessGroupWork:
         """Join all ranks' tensors along the first dimension, in order of position."""
         tensor = tensor.contiguous()
         parts = tensor.new_empty((self.size, *tensor.shape))
         work = self._group.allgather([list(parts)], [tensor])
-        return ProcessGroupWork(self._group, work, parts, lambda parts: parts.flatten(0, 1))
+        return ProcessGroupWork(name, self._group, work, parts, lambda parts: parts.flatten(0, 1))
 
 
 def check_devices(parameters: Iterable[torch.Tensor]) -> None:

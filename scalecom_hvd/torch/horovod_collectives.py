@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import horovod.torch as horovod
 import torch
@@ -18,6 +19,11 @@ from horovod.torch import mpi_ops
 
 from scalecom_hvd.agreement import JOIN_REFUSED, NUMBERS, is_elastic
 
+TWO_THREADS = (
+    "two optimizers of this process take their first steps, or find no new gradients, at the same "
+    "time on two threads, and Horovod cannot tell their collectives apart: let one thread train "
+    "both models, or start a process for each"
+)
 SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
 
 _alive: weakref.WeakSet[HorovodCollectives] = weakref.WeakSet()
@@ -153,17 +159,23 @@ class HorovodCollectives:
         """Send the buffer of the rank at position `root` to all, in place."""
         # Horovod counts roots by global rank, also inside a process set.
         root = self._process_set.ranks[root]
-        return self._work(horovod.broadcast_async_(buffer, root, name, self._process_set))
+        return self._submit(horovod.broadcast_async_, buffer, root, name, self._process_set)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> HorovodWork:
         """Average over ranks (or sum) in place; of float16 the sum."""
         reduction = self._reduction | (self._sum if buffer.dtype == torch.float16 else {})
-        return self._work(horovod.allreduce_async_(buffer, name=name, **reduction))
+        return self._submit(horovod.allreduce_async_, buffer, name=name, **reduction)
 
     def gather(self, tensor: torch.Tensor, name: str) -> HorovodWork:
         """Join all ranks' tensors along the first dimension, in order of position."""
-        handle = horovod.allgather_async(tensor, name=name, process_set=self._process_set)
-        return self._work(handle)
+        return self._submit(
+            horovod.allgather_async, tensor, name=name, process_set=self._process_set
+        )
 
-    def _work(self, handle: int) -> HorovodWork:
-        return HorovodWork(self, handle)
+    def _submit(self, collective: Callable[..., int], *arguments: Any, **more: Any) -> HorovodWork:
+        try:
+            return HorovodWork(self, collective(*arguments, **more))
+        except ValueError as error:
+            if "same name" in str(error):
+                raise RuntimeError(TWO_THREADS) from error
+            raise

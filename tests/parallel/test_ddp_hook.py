@@ -331,6 +331,14 @@ def test_a_compiled_model(backend):
     compare(train, bucket_cap_mb=25)  # the compiler's least
 
 
+def test_gradients_that_come_one_by_one_are_refused():
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model, _ = hooked()
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(TypeError, match="leave it at its default"):
+            compiled(batch(0), head="both").backward()
+
+
 def test_two_models_in_turn():
     def train(model, optimizer):
         other, _ = hooked(20)

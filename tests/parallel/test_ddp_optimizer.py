@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 
 import pytest
 import torch
@@ -148,3 +149,27 @@ def test_sharded_parameters_are_refused():
         sgd = torch.optim.SGD([parameter], lr=0.1)
         with pytest.raises(TypeError, match="FSDP"):
             DistributedOptimizer(sgd, [(name, parameter)], ScaleCom)
+
+
+def test_a_rank_says_for_what_it_waits(monkeypatch, caplog):
+    """Once, while it goes on waiting: as Horovod does, where a rank is late or steps otherwise."""
+    model, optimizer = make()
+    late = dist.get_world_size() - 1
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    monkeypatch.setattr("scalecom_hvd.ddp.process_group_collectives.SECONDS_TO_TELL", 1)
+    dist.barrier()
+    optimizer.zero_grad()
+    backward(model, 2)
+    if dist.get_rank() == late:
+        time.sleep(3)
+    optimizer.step()
+    told = [record.getMessage() for record in caplog.records]
+    if dist.get_rank() == late:
+        assert not told
+    else:
+        assert any("for others to submit scalecom." in message for message in told)
+        assert all("stepped in the same order" in message for message in told)
+    assert same_on_all_ranks(model.parameters())

@@ -271,3 +271,15 @@ def test_a_collective_that_failed_fails_the_same_way_when_asked_again():
     for _ in range(2):
         with pytest.raises(hvd.HorovodInternalError, match="shape"):
             work.wait()
+
+
+def test_threads_that_use_a_name_twice_are_told_so():
+    collectives, mine = HorovodCollectives(), torch.ones(3)
+    work = None
+    if hvd.rank() == 0:
+        work = collectives.all_reduce(mine, "twice")  # others have not submitted it yet
+        with pytest.raises(RuntimeError, match="let one thread train both models"):
+            collectives.all_reduce(torch.ones(3), "twice")
+    hvd.barrier()
+    work = work or collectives.all_reduce(mine, "twice")
+    assert work.wait().tolist() == [1, 1, 1]
