@@ -25,6 +25,7 @@ import collections
 import ctypes
 import datetime
 import logging
+import resource
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -171,7 +172,17 @@ class ProcessGroupCollectives:
 
     def _new_group(self, name: str) -> Any:  # torch's types lack its methods
         store = dist.PrefixStore(name, self._store)
-        return dist.ProcessGroupGloo(store, self.position, self.size, self._timeout)
+        try:
+            return dist.ProcessGroupGloo(store, self.position, self.size, self._timeout)
+        except RuntimeError as error:
+            if "open files" not in str(error):
+                raise
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise RuntimeError(
+                f"this process may have {limit} files and connections open, and needs more: each "
+                f"optimizer, or hook, has up to 10 process groups of about {self.size + 3}. Say "
+                "`ulimit -n 65536` before torchrun, in the shell or the job's script"
+            ) from error
 
     @property
     def share(self) -> float:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, ScaleComState, scalecom_hook
+from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 
 LAYERS = 100
 SETTINGS = {"rate": 10, "dense": (), "warmup_steps": 0, "min_numel": 2, "bucket_bytes": 4000}
@@ -63,3 +65,16 @@ def test_a_hundred_buckets_take_fewer_than_a_hundred_of_each(make):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, more)
     assert all(count < LAYERS for own in everyone for count in own.values()), everyone
+
+
+def test_too_many_open_files_are_told():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))
+    try:
+        with pytest.raises(RuntimeError, match="ulimit -n 65536"):
+            for _ in range(3):
+                ProcessGroupCollectives()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    dist.barrier()
