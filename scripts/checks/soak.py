@@ -29,12 +29,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from soak_faults import Plan
+from soak_faults import Plan, Point, points_of
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
@@ -59,6 +59,15 @@ PLANS = [
         | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5},
     ),
 ]
+
+
+WHERE = {
+    Point.BACKWARD: "in backward",
+    Point.EXCHANGE: "as the leader between its choice and the averages",
+    Point.SIGNAL: "before it signals",
+    Point.AVERAGES: "while averages are made",
+    Point.SAVING: "while a checkpoint is written",
+}
 
 
 class Framework(NamedTuple):
@@ -144,10 +153,10 @@ class Job:
         begun = {pid: diary[0]["host"] for pid, diary in self.diaries().items() if diary}
         return {pid: host for pid, host in begun.items() if self._is_worker(pid)}
 
-    def order(self, pid: int, point: str) -> None:
-        """Tell a worker to die at a point of its next step (see Faults.death)."""
+    def order(self, pid: int, deed: str, point: Point) -> None:
+        """Tell a worker to "die", or to "wait", at a point of its next step."""
         part = self.folder / f"order-{pid}.part"
-        part.write_text(point)
+        part.write_text(f"{deed} {point}")
         part.replace(self.folder / f"order-{pid}")
 
     def _is_worker(self, pid: int) -> bool:
@@ -298,8 +307,10 @@ def _growth(commits: Diary) -> float:
 class Trouble:
     """Makes a fault from outside every few seconds, and waits until training goes on."""
 
-    def __init__(self, job: Job, ranks: int, dice: random.Random) -> None:
-        self.job, self.ranks, self.dice = job, ranks, dice
+    def __init__(
+        self, job: Job, ranks: int, dice: random.Random, points: Sequence[Point] = tuple(Point)
+    ) -> None:
+        self.job, self.ranks, self.dice, self.points = job, ranks, dice, points
         self.survived: collections.Counter = collections.Counter()
         self.tried: collections.Counter = collections.Counter()
         self.slowest: dict[str, float] = {}  # seconds until training had gone on, by kind of fault
@@ -362,14 +373,14 @@ class Trouble:
     def _faults(self) -> dict[str, Any]:
         faults = {
             "kill -9 at any moment": lambda alive: self._kill(alive, 1),
-            "kill -9 in backward": lambda alive: self._order(alive, "backward"),
-            "kill -9 of the leader between its choice and the averages": lambda alive: self._order(
-                alive, "exchange"
-            ),
-            "kill -9 while a checkpoint is written": lambda alive: self._order(alive, "saving"),
             "a worker stands still for seconds": self._stop,
             "a host is taken away": self._remove,
         }
+        for point in self.points:
+            faults[f"kill -9 {WHERE[point]}"] = lambda alive, point=point: self._order(alive, point)
+            faults[f"a worker stands still {WHERE[point]}"] = lambda alive, point=point: (
+                self._order(alive, point, "wait")
+            )
         if self.ranks >= 4:
             faults["kill -9 of all but two"] = lambda alive: self._kill(alive, len(alive) - 2)
         return faults
@@ -382,10 +393,10 @@ class Trouble:
                 os.kill(pid, signal.SIGKILL)
         return [pid for pid in alive if pid not in victims]
 
-    def _order(self, alive: dict[int, str], point: str) -> list[int]:
+    def _order(self, alive: dict[int, str], point: Point, deed: str = "die") -> list[int]:
         victim = self.dice.choice(sorted(alive))
-        self.job.order(victim, point)
-        return [pid for pid in alive if pid != victim]
+        self.job.order(victim, deed, point)
+        return [pid for pid in alive if pid != victim or deed == "wait"]
 
     def _stop(self, alive: dict[int, str]) -> list[int]:
         victim = self.dice.choice(sorted(alive))
@@ -406,7 +417,7 @@ def watch(
     """One job for so many seconds."""
     folder, began, start = Path(tempfile.mkdtemp(prefix="soak.")), time.time(), bar.n
     job = Job(folder, plan, ranks)
-    trouble = Trouble(job, ranks, dice)
+    trouble = Trouble(job, ranks, dice, points_of(plan))
     limit, calm = framework_of(plan).limit, framework_of(plan).calm
     failure = ""
     try:

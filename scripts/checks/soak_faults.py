@@ -15,6 +15,7 @@ Imported by soak.py, soak_worker.py (PyTorch) and soak_tensorflow_worker.py; imp
 from __future__ import annotations
 
 import dataclasses
+import enum
 import faulthandler
 import hashlib
 import io
@@ -34,6 +35,26 @@ import psutil
 FEATURES, HIDDEN, OUTPUTS, BATCH = 64, 128, 32, 32
 
 Arrays = dict[str, np.ndarray]
+
+
+class Point(enum.StrEnum):
+    """Where in a step a worker may be told to die, or to stand still."""
+
+    BACKWARD = "backward"  # before anything is sent
+    EXCHANGE = "exchange"  # the leader, between its offsets and its values
+    SIGNAL = "signal"  # before ranks tell each other how they stand
+    AVERAGES = "averages"  # while averages are made
+    SAVING = "saving"  # while a checkpoint is written
+
+
+def points_of(plan: Plan) -> list[Point]:
+    """Those that a worker of this plan comes by in every step."""
+    missing = {
+        "stock": {Point.AVERAGES},
+        "local steps": {Point.SIGNAL},  # local steps do not signal
+        "TensorFlow": {Point.SIGNAL, Point.AVERAGES},  # nor does a graph
+    }
+    return [point for point in Point if point not in missing.get(plan.optimizer, set())]
 
 
 @dataclasses.dataclass
@@ -142,15 +163,17 @@ class Faults:
         )
         return dice.uniform(0.2, 3) if late else 0.0
 
-    def death(self, batch: int) -> str | None:
-        """Where in this step this worker dies: "backward"; "exchange", as the leader between its
-        offsets and its all-reduce; "saving", while a checkpoint is written.
-        """
+    def order(self, batch: int) -> str | None:
+        """What this worker is told to do in this step, and where: "die backward", "wait signal"."""
         planned = self.plan.deaths.get(os.environ.get("HOROVOD_HOSTNAME", ""))
         if planned is not None and batch >= planned[0]:
-            return planned[1]
+            return f"die {planned[1]}"
         order = self._folder / f"order-{os.getpid()}"
         return order.read_text() if order.exists() else None
+
+    def obeyed(self) -> None:
+        """This worker did what it was told, and lives."""
+        (self._folder / f"order-{os.getpid()}").unlink()
 
 
 def die() -> None:
@@ -183,7 +206,16 @@ class Worker:
         self.came: Arrays = {}
         self.committed: str | None = None
         self.made = 0  # steps since the last commit
-        self.death: str | None = None
+        self.order: str | None = None
+
+    def comes_by(self, point: Point) -> None:
+        """Do what this worker was told to do here, if it was."""
+        if self.order == f"die {point}":
+            die()
+        if self.order == f"wait {point}":
+            self.order = None
+            self.faults.obeyed()
+            time.sleep(2)
 
     # What the framework does.
 
@@ -226,7 +258,7 @@ class Worker:
             state.batch += 1
             if state.batch % self.plan.commit_every == 0:
                 self.commit(state, loss)
-                self.death = self.faults.death(state.batch)
+                self.order = self.faults.order(state.batch)
                 self.save()
                 if self._hvd.broadcast_object(
                     (self.folder / "stop").exists(), root_rank=0, name="stop"
@@ -292,7 +324,10 @@ class Worker:
         """A checkpoint, whole or not at all, whatever happens meanwhile."""
         path = self.folder / f"checkpoint-{os.getpid()}{self.checkpoint}"
         part = path.with_suffix(".part")
-        with DyingFile(part, "w") if self.death == "saving" else part.open("wb") as file:
+        dies = self.order == f"die {Point.SAVING}"
+        if not dies:
+            self.comes_by(Point.SAVING)
+        with DyingFile(part, "w") if dies else part.open("wb") as file:
             self.write(file)
         os.replace(part, path)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import soak_faults
 import tensorflow as tf
-from soak_faults import BATCH, FEATURES, HIDDEN, OUTPUTS, Arrays, die
+from soak_faults import BATCH, FEATURES, HIDDEN, OUTPUTS, Arrays, Point
 
 import scalecom_hvd.tensorflow as hvd
 from scalecom_hvd.tensorflow.transport import Transport
@@ -92,8 +92,7 @@ class Trainer(soak_faults.Worker):
         """The same, but a worker may die while its gradient is on its way back."""
 
         def back(grad: np.ndarray) -> np.ndarray:
-            if self.death == "backward":
-                die()
+            self.comes_by(Point.BACKWARD)
             return grad
 
         @tf.custom_gradient
@@ -109,8 +108,8 @@ class Trainer(soak_faults.Worker):
         from_leader = Transport.from_leader
 
         def here(sent: np.ndarray, mine: np.ndarray) -> np.ndarray:
-            if self.death == "exchange" and mine.size:
-                die()
+            if mine.size:
+                self.comes_by(Point.EXCHANGE)
             return sent
 
         def watched(transport: Transport, offsets: tf.Tensor, name: str) -> tf.Tensor:
@@ -137,7 +136,7 @@ class Trainer(soak_faults.Worker):
         self.scale = self.faults.loss_scale(batch)
         self.loss_scale.assign(self.scale)
         overflow, frozen = self.overflow(batch), self.faults.frozen(batch)
-        self.death = self.faults.death(batch)
+        self.order = self.faults.order(batch)
         before = self.residues()
         self.be_late(batch)
         loss, own, averages, finite = self._steps[frozen](

@@ -15,11 +15,13 @@ import horovod.torch as horovod
 import numpy as np
 import soak_faults
 import torch
-from soak_faults import BATCH, FEATURES, HIDDEN, OUTPUTS, Arrays, die, digest
+from soak_faults import BATCH, FEATURES, HIDDEN, OUTPUTS, Arrays, Point, digest
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.exchange.bucket_step import BucketSteps
 from scalecom_hvd.exchange.collectives import Wait
 from scalecom_hvd.exchange.methods.base import BucketCollectives
+from scalecom_hvd.exchange.new_gradients import NewGradients
 
 
 class Net(torch.nn.Module):
@@ -75,17 +77,29 @@ class Trainer(soak_faults.Worker):
         """
         for name, parameter in self.model.named_parameters():
             parameter.register_hook(self._see(name))
+        self._come_by_first(NewGradients, "signal", Point.SIGNAL)
+        self._come_by_first(BucketSteps, "complete", Point.AVERAGES)
         if self.plan.optimizer == "stock":
             self._die_between_in_stock()
             return
         average = BucketCollectives.average_taken
 
         def dying_average(collectives: BucketCollectives) -> Wait:
-            if self.death == "exchange" and collectives.leads():
-                die()
+            if collectives.leads():
+                self.comes_by(Point.EXCHANGE)
             return average(collectives)
 
         BucketCollectives.average_taken = dying_average
+
+    def _come_by_first(self, room: type, method: str, point: Point) -> None:
+        """Whatever calls a method of the library comes by a point before."""
+        own = getattr(room, method)
+
+        def called(*arguments: Any, **more: Any) -> Any:
+            self.comes_by(point)
+            return own(*arguments, **more)
+
+        setattr(room, method, called)
 
     def _die_between_in_stock(self) -> None:
         """In Horovod's own optimizer the leader has chosen when a gradient is compressed, and then
@@ -97,11 +111,8 @@ class Trainer(soak_faults.Worker):
         def dying_compress(grad: torch.Tensor) -> Any:
             sent = compress(grad)
             # who chooses for the next step
-            if (
-                self.death == "exchange"
-                and hvd.rank() == (compression.residues.step + 1) % hvd.size()
-            ):
-                die()
+            if hvd.rank() == (compression.residues.step + 1) % hvd.size():
+                self.comes_by(Point.EXCHANGE)
             return sent
 
         compression.compress = dying_compress
@@ -109,8 +120,8 @@ class Trainer(soak_faults.Worker):
     def _see(self, name: str) -> Callable[[torch.Tensor], None]:
         def see(grad: torch.Tensor) -> None:
             self.came[name] = grad.numpy().copy()
-            if self.death == "backward" and name == "hidden.weight":
-                die()
+            if name == "hidden.weight":
+                self.comes_by(Point.BACKWARD)
 
         return see
 
@@ -163,7 +174,7 @@ class Trainer(soak_faults.Worker):
         self.scale = self.faults.loss_scale(batch)
         self.model.output.requires_grad_(not self.faults.frozen(batch))
         overflow = self.overflow(batch)
-        self.death = self.faults.death(batch)
+        self.order = self.faults.order(batch)
         self.came.clear()
         self.optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(

@@ -86,7 +86,7 @@ def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
 
 
 def leader_dies(trouble, limit):
-    left = trouble._order(trouble.job.workers(), "exchange")
+    left = trouble._order(trouble.job.workers(), soak.Point.EXCHANGE)
     end = time.time() + 30
     while time.time() < end and len(trouble.job.workers()) > len(left):
         time.sleep(0.1)
