@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -28,6 +28,11 @@ log = logging.getLogger("scalecom_hvd")
 # What Horovod's objects give for a variable.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
+_NO_DERIVATIVE = (
+    "ScaleCom sends a choice of what gradients hold, so averaged gradients have no derivative: "
+    "take the inner gradient with a plain tf.GradientTape, and only the outer one with a "
+    "DistributedGradientTape"
+)
 _KEEPER_CHANGED = (
     "a new ScaleCom serves the variables of this tape, so their residues start at zero"
 )
@@ -114,15 +119,33 @@ def reduction(
         stream = 0 if calls_of is None else _stream_of(compressor, trained, calls_of)
         exchange, names = compressor.exchange_for(stream, trained, present, sparse, arguments)
         own = {name: grads[i] for i, name in zip(ours, names, strict=True) if grads[i] is not None}
+        # A tape may still be recording, and the exchange is nothing that it could go back through.
+        constants = {name: tf.stop_gradient(grad) for name, grad in own.items()}
         run = exchange.function if tf.executing_eagerly() else exchange.average
-        averages = run(exchange.complete(own), compressor.current_loss_scale(), finite)
+        averages = run(exchange.complete(constants), compressor.current_loss_scale(), finite)
+        averages |= {name: tf.cast(averages[name], grad.dtype) for name, grad in own.items()}
+        averages = _without_derivative(averages, own)
         for i, name in zip(ours, names, strict=True):
-            if name in averages:
-                grad, average = grads[i], averages[name]
-                grads[i] = average if grad is None else tf.cast(average, grad.dtype)
+            grads[i] = averages.get(name)
         return grads
 
     return allreduce_grads
+
+
+@tf.custom_gradient
+def _without_derivative(
+    averages: dict[str, tf.Tensor], own: dict[str, tf.Tensor]
+) -> tuple[dict[str, tf.Tensor], Callable[..., None]]:
+    """The averages. Who asks for their derivatives by this rank's gradients is told, not given 0.
+
+    Raises:
+        NotImplementedError: then.
+    """
+
+    def refuse(*_: tf.Tensor) -> None:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    return {name: tf.identity(average) for name, average in averages.items()}, refuse
 
 
 def _stream_of(

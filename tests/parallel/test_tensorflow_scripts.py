@@ -1,0 +1,59 @@
+"""What ordinary scripts do around tapes and optimizers, beside training: as with stock Horovod, or
+refused.
+"""
+
+import horovod.tensorflow as stock
+import numpy as np
+import pytest
+import tensorflow as tf
+from made_up import SHAPES, gradients
+from tensorflow_models import same_on_all_ranks
+from tensorflow_parity import variables
+
+import scalecom_hvd.tensorflow as hvd
+
+
+def scalecom(**settings):
+    return hvd.ScaleCom(**({"rate": 20, "min_numel": 100} | settings))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_gradients_asked_for_while_the_tape_records(traced):
+    """A persistent tape then records the exchange, too."""
+
+    def train(library, compression):
+        w = variables(SHAPES)["first"]
+
+        def step(grad):
+            with tf.GradientTape(persistent=True) as tape:
+                loss = tf.reduce_sum(w * grad) + tf.reduce_sum(w * w)
+                distributed = library.DistributedGradientTape(tape, compression=compression)
+                w.assign_sub(0.1 * distributed.gradient(loss, [w])[0])
+
+        step = tf.function(step, autograph=False) if traced else step
+        for number in range(3):
+            step(tf.constant(gradients(SHAPES, hvd.rank(), number)["first"]))
+        assert same_on_all_ranks([w])
+        return w.numpy()
+
+    train(hvd, scalecom())
+    mine, other = train(hvd, scalecom(rate=1.0001)), train(stock, stock.Compression.none)
+    np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_derivatives_of_averages_are_refused(traced):
+    """There are none, and to leave them out would train something else."""
+    w, compression = variables(SHAPES)["first"], scalecom()
+
+    def step(grad):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_sum(w * w * grad)
+            inner = hvd.DistributedGradientTape(inner, compression=compression)
+            loss += tf.reduce_sum(inner.gradient(loss, [w])[0] ** 2)
+        return outer.gradient(loss, w)
+
+    step = tf.function(step, autograph=False) if traced else step
+    with pytest.raises(NotImplementedError, match=r"inner gradient with a plain tf.GradientTape"):
+        step(tf.constant(gradients(SHAPES, hvd.rank(), 0)["first"]))
