@@ -29,6 +29,7 @@ from scalecom_hvd.tensorflow.exchange import Arguments, Exchange
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
     Progress,
+    Tracked,
     set_value,
     shape_of,
     value_of,
@@ -84,7 +85,7 @@ class _Settings(tf.train.experimental.PythonState):
         check_state(saved, self._config, SETTINGS)
 
 
-class _Stream(tf.Module):
+class _Stream(Tracked):
     """What one series of gradients needs.
 
     There is one stream, unless a persistent tape is asked for gradients of the same variables
@@ -96,7 +97,7 @@ class _Stream(tf.Module):
     """
 
     def __init__(self) -> None:
-        super().__init__(name="stream")
+        super().__init__()
         self.residues: dict[str, tf.Variable] = {}
         self.progress: dict[str, Progress] = {}
 
@@ -121,7 +122,7 @@ class _Bound:
         self.loaded: dict[str, Any] | None = None
 
 
-class ScaleCom(tf.Module, Compressor):
+class ScaleCom(Tracked, Compressor):
     """Cyclic local top-k compression with low-pass filtered residues (Chen et al., NeurIPS 2020).
 
     Make one object, outside of the training step: it keeps the residues. It may serve an optimizer,
@@ -148,7 +149,7 @@ class ScaleCom(tf.Module, Compressor):
         loss_scale: LossScale | None = None,
         **fields: Any,
     ) -> None:
-        super().__init__(name="scalecom")
+        super().__init__()
         if "named_parameters" in fields:
             raise TypeError(
                 "named_parameters is for PyTorch: in TensorFlow ScaleCom learns variables from the "
@@ -296,7 +297,7 @@ class ScaleCom(tf.Module, Compressor):
         return {name: bound.rates[name] for name in variables}
 
     def _make_stream(self) -> None:
-        self._streams = [*self._streams, _Stream()]
+        self._streams.append(_Stream())  # a new list would not be restored into
         self._bound.tensors.append({})
 
     def _name_of(self, variable: tf.Variable) -> str:
