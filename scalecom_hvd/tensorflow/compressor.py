@@ -159,6 +159,7 @@ class ScaleCom(Tracked, Compressor):
             **fields
         )
         self.number = next(_order)
+        self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = _scale_reader(loss_scale)
         self._settings = _Settings(self.config)
         self._streams: list[_Stream] = []
