@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
+import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
@@ -68,23 +69,6 @@ LossScale: TypeAlias = (
 )
 
 
-class _Settings(tf.train.experimental.PythonState):
-    """The settings, besides the residues, in a tf.train.Checkpoint.
-
-    Residues that were made with other settings are refused.
-    """
-
-    def __init__(self, config: ScaleComConfig) -> None:
-        self._config = config
-
-    def serialize(self) -> str:
-        return json.dumps({"version": STATE_VERSION, "config": self._config.to_dict()})
-
-    def deserialize(self, string_value: str) -> None:
-        saved = {"step": 0, "residues": {}, "settings": SETTINGS, **json.loads(string_value)}
-        check_state(saved, self._config, SETTINGS)
-
-
 class _Stream(Tracked):
     """What one series of gradients needs.
 
@@ -100,6 +84,31 @@ class _Stream(Tracked):
         super().__init__()
         self.residues: dict[str, tf.Variable] = {}
         self.progress: dict[str, Progress] = {}
+
+
+class _Settings(tf.train.experimental.PythonState):
+    """The settings, and whose residues they are, in a tf.train.Checkpoint.
+
+    Residues that were made with other settings are refused.
+
+    Attributes:
+        place: of the rank whose residues were loaded, or of this one; as `_place` gives it.
+    """
+
+    def __init__(self, config: ScaleComConfig, streams: Sequence[_Stream]) -> None:
+        self._config, self._streams = config, streams
+        self.place: Mapping[str, int] = {}
+
+    def serialize(self) -> str:
+        saved = {"version": STATE_VERSION, "config": self._config.to_dict()}
+        return json.dumps(saved | _place(any(stream.residues for stream in self._streams)))
+
+    def deserialize(self, string_value: str) -> None:
+        saved = {"step": 0, "residues": {}, "settings": SETTINGS, **json.loads(string_value)}
+        self.note_place(check_state(saved, self._config, SETTINGS))
+
+    def note_place(self, state: Mapping[str, Any]) -> None:
+        self.place = {key: state[key] for key in ("rank", "ranks") if key in state}
 
 
 class _Bound:
@@ -161,8 +170,8 @@ class ScaleCom(Tracked, Compressor):
         self.number = next(_order)
         self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = _scale_reader(loss_scale)
-        self._settings = _Settings(self.config)
         self._streams: list[_Stream] = []
+        self._settings = _Settings(self.config, self._streams)
         self._bound = _Bound()
         self._make_stream()
         _objects.add(self)
@@ -229,7 +238,8 @@ class ScaleCom(Tracked, Compressor):
         ):
             members = set() if exchange is None else exchange.members
             exchange = make()
-            exchange.agree(sorted(given | members), sparse_names)
+            exchange.agree(sorted(given | members), sparse_names, self._residues_of())
+            self._settings.note_place(_place(True))
             known[key] = exchange
         return exchange, names
 
@@ -264,6 +274,12 @@ class ScaleCom(Tracked, Compressor):
         if label not in kept.progress:
             kept.progress[label] = self._make_progress(stream, label, variables, mine)
         return Exchange(variables, mine, rates, kept.progress[label], self.config, arguments)
+
+    def _residues_of(self) -> int | None:
+        """The rank whose residues these are, where it can be known."""
+        place = self._settings.place
+        same_ranks = place.get("ranks") == horovod.size() and not is_elastic()
+        return place.get("rank") if same_ranks else None
 
     def _make_progress(
         self,
@@ -354,7 +370,8 @@ class ScaleCom(Tracked, Compressor):
 
         Returns:
             Arrays and numbers: {"version", "step", "config", "settings": the method's, "residues":
-            {name: array shaped like the variable}, "exchanges": what each needs besides}.
+            {name: array shaped like the variable}, "exchanges": what each needs besides}, and
+            where there are residues "rank" and "ranks": whose.
         """
         # What was loaded and nobody has needed yet is still to be saved.
         loaded = self._bound.loaded or {"step": 0, "residues": {}}
@@ -376,7 +393,7 @@ class ScaleCom(Tracked, Compressor):
             "settings": SETTINGS,
             "residues": loaded["residues"] | residues,
             "exchanges": exchanges,
-        }
+        } | _place(bool(loaded["residues"] or residues))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what this rank saved. Call it on every rank, before training goes on.
@@ -403,6 +420,7 @@ class ScaleCom(Tracked, Compressor):
         for progress in held:
             progress.check(state.get("exchanges", {}).get(progress.label, {}))
         self._bound.loaded = dict(state) | {"residues": saved}
+        self._settings.note_place(state)
         for stream, tensors in enumerate(self._bound.tensors):
             self._take_up_residues(stream, tensors)
         for progress in held:
@@ -459,6 +477,12 @@ def is_scalecom(
     return isinstance(compression, ScaleCom) or (
         isinstance(compression, type) and issubclass(compression, ScaleCom)
     )
+
+
+def _place(has_residues: bool) -> dict[str, int]:
+    """This rank among how many, for a state; nothing for one without residues."""
+    known = has_residues and horovod.is_initialized()
+    return {"rank": horovod.rank(), "ranks": horovod.size()} if known else {}
 
 
 def _label(stream: int, names: Sequence[str]) -> str:

@@ -178,6 +178,29 @@ def test_all_series_of_gradients_resume_from_a_checkpoint(tmp_path):
     status.assert_consumed()
 
 
+@pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
+def test_ranks_that_load_the_residues_of_one_rank_are_refused(way, tmp_path):
+    """They would be sent several times. Residues that changed their ranks are no less right."""
+    compression = scalecom()
+    run(compression, range(3))
+    tf.train.Checkpoint(scalecom=compression).write(str(tmp_path / "residues"))
+    saved = hvd.allgather_object((str(tmp_path), compression.state_dict()), name="saved")
+
+    def resume(of):
+        resumed = scalecom()
+        folder, state = saved[of]
+        if way == "state_dict":
+            resumed.load_state_dict(state)
+        else:
+            tf.train.Checkpoint(scalecom=resumed).read(f"{folder}/residues")
+        run(resumed, range(3, 5))
+        return resumed
+
+    assert resume((hvd.rank() + 1) % hvd.size()).stats()["step"] == 5
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 have loaded the residues of rank 0"):
+        resume(0)
+
+
 def test_a_state_saved_before_the_first_step():
     compression = scalecom()
     compression.load_state_dict(scalecom().state_dict())
