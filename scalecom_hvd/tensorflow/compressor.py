@@ -46,6 +46,11 @@ _NEEDS_DROP_IN = (
     "hvd.Compression.none"
 )
 
+MAKE_IT_ONCE = (
+    "make the ScaleCom once, outside of the training step, and pass the same object to every "
+    "DistributedGradientTape"
+)
+
 # What a state is of besides the config: see saved_state.check_state.
 SETTINGS = {"method": "ScaleCom"}
 
@@ -148,7 +153,8 @@ class ScaleCom(Tracked, Compressor):
         fields: any field of ScaleComConfig, over `config`.
 
     Raises:
-        ValueError, TypeError: settings that cannot work.
+        ValueError, TypeError: settings that cannot work; or this is in a traced function: ranks
+            may trace it again at different times, and each time it would be another object.
     """
 
     def __init__(
@@ -159,6 +165,8 @@ class ScaleCom(Tracked, Compressor):
         **fields: Any,
     ) -> None:
         super().__init__()
+        if tf.inside_function():
+            raise ValueError(f"a ScaleCom is made while a function is traced: {MAKE_IT_ONCE}")
         if "named_parameters" in fields:
             raise TypeError(
                 "named_parameters is for PyTorch: in TensorFlow ScaleCom learns variables from the "
@@ -467,7 +475,8 @@ def shared() -> ScaleCom:
 
     It has the defaults and the environment's settings.
     """
-    return ScaleCom()
+    with tf.init_scope():
+        return ScaleCom()
 
 
 def is_scalecom(

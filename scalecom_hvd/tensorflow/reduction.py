@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from scalecom_hvd.agreement import is_elastic
 from scalecom_hvd.tensorflow.bucket import all_finite
-from scalecom_hvd.tensorflow.compressor import ScaleCom
+from scalecom_hvd.tensorflow.compressor import MAKE_IT_ONCE, ScaleCom
 from scalecom_hvd.tensorflow.exchange import Arguments
 
 log = logging.getLogger("scalecom_hvd")
@@ -35,10 +35,6 @@ _NO_DERIVATIVE = (
 )
 _KEEPER_CHANGED = (
     "a new ScaleCom serves the variables of this tape, so their residues start at zero"
-)
-_MAKE_IT_ONCE = (
-    "make the ScaleCom once, outside of the training step, and pass the same object to every "
-    "DistributedGradientTape"
 )
 
 
@@ -193,7 +189,7 @@ def _notice_changed_keeper(compressor: ScaleCom, variables: Iterable[tf.Variable
         if former is None:
             continue
         if former.who() is None and former.calls == 1 and former.eager and eager:
-            raise ValueError(f"{_KEEPER_CHANGED}. {_MAKE_IT_ONCE}")
+            raise ValueError(f"{_KEEPER_CHANGED}. {MAKE_IT_ONCE}")
         if not warned:
-            log.warning("%s. If that is the same training: %s", _KEEPER_CHANGED, _MAKE_IT_ONCE)
+            log.warning("%s. If that is the same training: %s", _KEEPER_CHANGED, MAKE_IT_ONCE)
             warned = True
