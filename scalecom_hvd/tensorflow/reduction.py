@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -120,7 +120,8 @@ def reduction(
         run = exchange.function if tf.executing_eagerly() else exchange.average
         averages = run(exchange.complete(constants), compressor.current_loss_scale(), finite)
         averages |= {name: tf.cast(averages[name], grad.dtype) for name, grad in own.items()}
-        averages = _without_derivative(averages, own)
+        if own:
+            averages = _without_derivative(averages, own)
         for i, name in zip(ours, names, strict=True):
             grads[i] = averages.get(name)
         return grads
@@ -128,20 +129,17 @@ def reduction(
     return allreduce_grads
 
 
-@tf.custom_gradient
 def _without_derivative(
     averages: dict[str, tf.Tensor], own: dict[str, tf.Tensor]
-) -> tuple[dict[str, tf.Tensor], Callable[..., None]]:
-    """The averages. Who asks for their derivatives by this rank's gradients is told, not given 0.
+) -> dict[str, tf.Tensor]:
+    """The averages. Who asks for their derivatives by this rank's gradients gets a LookupError.
 
-    Raises:
-        NotImplementedError: then.
+    Without it they would be left out. No custom_gradient: who saves the function traces that, too.
     """
-
-    def refuse(*_: tf.Tensor) -> None:
-        raise NotImplementedError(_NO_DERIVATIVE)
-
-    return {name: tf.identity(average) for name, average in averages.items()}, refuse
+    dead_ends = [
+        tf.raw_ops.PreventGradient(input=grad, message=_NO_DERIVATIVE) for grad in own.values()
+    ]
+    return dict(zip(averages, tf.identity_n([*averages.values(), *dead_ends]), strict=False))
 
 
 def _stream_of(
