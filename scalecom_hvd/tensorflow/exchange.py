@@ -377,8 +377,8 @@ class Exchange:
                 assigned.append(self.progress.ahead.assign(True, read_value=False))
             if now.whole is not False:
                 assigned.append(self.progress.whole.assign(now.whole, read_value=False))
-            if self.tensors:
-                updated = [residue for result in results for residue in result.updated]
+            updated = [residue for result in results for residue in result.updated]
+            if updated:
                 assigned.append(self._look(flat, updated, now))
             # In a session only what fetches need is run: so averages need the assignments.
             with tf.control_dependencies(assigned):

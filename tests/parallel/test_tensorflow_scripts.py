@@ -87,3 +87,20 @@ def test_a_training_step_that_is_saved_goes_on(tmp_path):
     train(hvd, scalecom())
     mine, other = train(hvd, scalecom(rate=1.0001)), train(stock, stock.Compression.none)
     np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_steps_in_which_nothing_that_is_compressed_has_a_gradient(traced):
+    model, compression = variables(SHAPES), scalecom()
+
+    def step(names):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.constant(0.0), *(tf.reduce_sum(model[name]) for name in names)])
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        return tape.gradient(loss, list(model.values()))
+
+    step = tf.function(step, autograph=False) if traced else step
+    for names in ((), ("bias",), tuple(SHAPES)):
+        given = dict(zip(model, step(names), strict=True))
+        assert {name for name, average in given.items() if average is not None} == set(names)
+    np.testing.assert_array_equal(given["bias"].numpy(), 1)
