@@ -265,6 +265,28 @@ def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) 
                 )
 
 
+def check_residues_of(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no two ranks have taken up the residues of one.
+
+    Args:
+        everyone: every rank's description, in which "residues_of" is the rank whose residues it
+            has loaded, or None.
+
+    Raises:
+        RuntimeError: two have. All ranks raise alike.
+    """
+    taken: dict[int, int] = {}
+    for rank, other in enumerate(everyone):
+        of = other["residues_of"]
+        if of is not None and of in taken:
+            raise RuntimeError(
+                f"ranks {taken[of]} and {rank} have loaded the residues of rank {of}, which would "
+                "be sent twice: residues are each rank's own. Save a file on every rank, and load "
+                "a different one on each; to begin with empty residues load none"
+            )
+        taken[of] = rank
+
+
 def _difference(first: object, other: object, rank: int) -> str:
     if isinstance(first, dict) and isinstance(other, dict):
         for key in [*first, *other]:

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scalecom_hvd.agreement import Names, Settings, agree, describe, digest_of
+from scalecom_hvd.agreement import (
+    Names,
+    Settings,
+    agree,
+    check_residues_of,
+    describe,
+    digest_of,
+)
 from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
@@ -395,7 +402,7 @@ class Run:
             **told,
         }
         everyone = gather_objects(collectives, mine, "agreement")
-        _check_residues_of(everyone)
+        check_residues_of(everyone)
         self._loaded_from = collectives.size, collectives.position
         self.residues.step = agree(everyone, tuple(compared), names)
         return everyone
@@ -437,20 +444,6 @@ def _note_rank(state: Saved, collectives: Collectives) -> None:
         theirs,
         state.get("ranks"),
     )
-
-
-def _check_residues_of(everyone: Sequence[Settings]) -> None:
-    """Raise RuntimeError, on all ranks, where two have taken up the residues of one."""
-    taken: dict[int, int] = {}
-    for rank, other in enumerate(everyone):
-        of = other["residues_of"]
-        if of is not None and of in taken:
-            raise RuntimeError(
-                f"ranks {taken[of]} and {rank} have loaded the residues of rank {of}, which would "
-                "be sent twice: residues are each rank's own. Save a file on every rank, and load "
-                "a different one on each; to begin with empty residues load none"
-            )
-        taken[of] = rank
 
 
 def _saved_states(state: Saved) -> dict[str, Mapping[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
+import horovod.tensorflow as horovod
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
@@ -29,6 +30,7 @@ from scalecom_hvd.tensorflow.exchange import Arguments, Exchange
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
     Progress,
+    Tracked,
     set_value,
     shape_of,
     value_of,
@@ -42,6 +44,11 @@ _NEEDS_DROP_IN = (
     "`import scalecom_hvd.tensorflow as hvd` (or `import scalecom_hvd.tensorflow.keras as hvd`) "
     "and use its DistributedOptimizer or DistributedGradientTape; for a collective of your own use "
     "hvd.Compression.none"
+)
+
+MAKE_IT_ONCE = (
+    "make the ScaleCom once, outside of the training step, and pass the same object to every "
+    "DistributedGradientTape"
 )
 
 # What a state is of besides the config: see saved_state.check_state.
@@ -67,24 +74,7 @@ LossScale: TypeAlias = (
 )
 
 
-class _Settings(tf.train.experimental.PythonState):
-    """The settings, besides the residues, in a tf.train.Checkpoint.
-
-    Residues that were made with other settings are refused.
-    """
-
-    def __init__(self, config: ScaleComConfig) -> None:
-        self._config = config
-
-    def serialize(self) -> str:
-        return json.dumps({"version": STATE_VERSION, "config": self._config.to_dict()})
-
-    def deserialize(self, string_value: str) -> None:
-        saved = {"step": 0, "residues": {}, "settings": SETTINGS, **json.loads(string_value)}
-        check_state(saved, self._config, SETTINGS)
-
-
-class _Stream(tf.Module):
+class _Stream(Tracked):
     """What one series of gradients needs.
 
     There is one stream, unless a persistent tape is asked for gradients of the same variables
@@ -96,9 +86,34 @@ class _Stream(tf.Module):
     """
 
     def __init__(self) -> None:
-        super().__init__(name="stream")
+        super().__init__()
         self.residues: dict[str, tf.Variable] = {}
         self.progress: dict[str, Progress] = {}
+
+
+class _Settings(tf.train.experimental.PythonState):
+    """The settings, and whose residues they are, in a tf.train.Checkpoint.
+
+    Residues that were made with other settings are refused.
+
+    Attributes:
+        place: of the rank whose residues were loaded, or of this one; as `_place` gives it.
+    """
+
+    def __init__(self, config: ScaleComConfig, streams: Sequence[_Stream]) -> None:
+        self._config, self._streams = config, streams
+        self.place: Mapping[str, int] = {}
+
+    def serialize(self) -> str:
+        saved = {"version": STATE_VERSION, "config": self._config.to_dict()}
+        return json.dumps(saved | _place(any(stream.residues for stream in self._streams)))
+
+    def deserialize(self, string_value: str) -> None:
+        saved = {"step": 0, "residues": {}, "settings": SETTINGS, **json.loads(string_value)}
+        self.note_place(check_state(saved, self._config, SETTINGS))
+
+    def note_place(self, state: Mapping[str, Any]) -> None:
+        self.place = {key: state[key] for key in ("rank", "ranks") if key in state}
 
 
 class _Bound:
@@ -121,7 +136,7 @@ class _Bound:
         self.loaded: dict[str, Any] | None = None
 
 
-class ScaleCom(tf.Module, Compressor):
+class ScaleCom(Tracked, Compressor):
     """Cyclic local top-k compression with low-pass filtered residues (Chen et al., NeurIPS 2020).
 
     Make one object, outside of the training step: it keeps the residues. It may serve an optimizer,
@@ -138,7 +153,8 @@ class ScaleCom(tf.Module, Compressor):
         fields: any field of ScaleComConfig, over `config`.
 
     Raises:
-        ValueError, TypeError: settings that cannot work.
+        ValueError, TypeError: settings that cannot work; or this is in a traced function: ranks
+            may trace it again at different times, and each time it would be another object.
     """
 
     def __init__(
@@ -148,7 +164,9 @@ class ScaleCom(tf.Module, Compressor):
         loss_scale: LossScale | None = None,
         **fields: Any,
     ) -> None:
-        super().__init__(name="scalecom")
+        super().__init__()
+        if tf.inside_function():
+            raise ValueError(f"a ScaleCom is made while a function is traced: {MAKE_IT_ONCE}")
         if "named_parameters" in fields:
             raise TypeError(
                 "named_parameters is for PyTorch: in TensorFlow ScaleCom learns variables from the "
@@ -158,9 +176,10 @@ class ScaleCom(tf.Module, Compressor):
             **fields
         )
         self.number = next(_order)
+        self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = _scale_reader(loss_scale)
-        self._settings = _Settings(self.config)
         self._streams: list[_Stream] = []
+        self._settings = _Settings(self.config, self._streams)
         self._bound = _Bound()
         self._make_stream()
         _objects.add(self)
@@ -227,7 +246,8 @@ class ScaleCom(tf.Module, Compressor):
         ):
             members = set() if exchange is None else exchange.members
             exchange = make()
-            exchange.agree(sorted(given | members), sparse_names)
+            exchange.agree(sorted(given | members), sparse_names, self._residues_of())
+            self._settings.note_place(_place(True))
             known[key] = exchange
         return exchange, names
 
@@ -263,6 +283,12 @@ class ScaleCom(tf.Module, Compressor):
             kept.progress[label] = self._make_progress(stream, label, variables, mine)
         return Exchange(variables, mine, rates, kept.progress[label], self.config, arguments)
 
+    def _residues_of(self) -> int | None:
+        """The rank whose residues these are, where it can be known."""
+        place = self._settings.place
+        same_ranks = place.get("ranks") == horovod.size() and not is_elastic()
+        return place.get("rank") if same_ranks else None
+
     def _make_progress(
         self,
         stream: int,
@@ -296,7 +322,7 @@ class ScaleCom(tf.Module, Compressor):
         return {name: bound.rates[name] for name in variables}
 
     def _make_stream(self) -> None:
-        self._streams = [*self._streams, _Stream()]
+        self._streams.append(_Stream())  # a new list would not be restored into
         self._bound.tensors.append({})
 
     def _name_of(self, variable: tf.Variable) -> str:
@@ -352,7 +378,8 @@ class ScaleCom(tf.Module, Compressor):
 
         Returns:
             Arrays and numbers: {"version", "step", "config", "settings": the method's, "residues":
-            {name: array shaped like the variable}, "exchanges": what each needs besides}.
+            {name: array shaped like the variable}, "exchanges": what each needs besides}, and
+            where there are residues "rank" and "ranks": whose.
         """
         # What was loaded and nobody has needed yet is still to be saved.
         loaded = self._bound.loaded or {"step": 0, "residues": {}}
@@ -374,7 +401,7 @@ class ScaleCom(tf.Module, Compressor):
             "settings": SETTINGS,
             "residues": loaded["residues"] | residues,
             "exchanges": exchanges,
-        }
+        } | _place(bool(loaded["residues"] or residues))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what this rank saved. Call it on every rank, before training goes on.
@@ -401,6 +428,7 @@ class ScaleCom(tf.Module, Compressor):
         for progress in held:
             progress.check(state.get("exchanges", {}).get(progress.label, {}))
         self._bound.loaded = dict(state) | {"residues": saved}
+        self._settings.note_place(state)
         for stream, tensors in enumerate(self._bound.tensors):
             self._take_up_residues(stream, tensors)
         for progress in held:
@@ -447,7 +475,8 @@ def shared() -> ScaleCom:
 
     It has the defaults and the environment's settings.
     """
-    return ScaleCom()
+    with tf.init_scope():
+        return ScaleCom()
 
 
 def is_scalecom(
@@ -457,6 +486,12 @@ def is_scalecom(
     return isinstance(compression, ScaleCom) or (
         isinstance(compression, type) and issubclass(compression, ScaleCom)
     )
+
+
+def _place(has_residues: bool) -> dict[str, int]:
+    """This rank among how many, for a state; nothing for one without residues."""
+    known = has_residues and horovod.is_initialized()
+    return {"rank": horovod.rank(), "ranks": horovod.size()} if known else {}
 
 
 def _label(stream: int, names: Sequence[str]) -> str:

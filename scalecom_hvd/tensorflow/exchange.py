@@ -34,6 +34,7 @@ from scalecom_hvd.agreement import (
     Names,
     agree,
     check_operation,
+    check_residues_of,
     compare_ranks,
     describe,
     digest_of,
@@ -151,15 +152,16 @@ class Exchange:
     # Ranks agree once. That blocks, so they do it where every rank surely is: at the first call for
     # these variables.
 
-    def agree(self, present: Iterable[str], sparse: Sequence[str]) -> None:
+    def agree(self, present: Iterable[str], sparse: Sequence[str], residues_of: int | None) -> None:
         """Compare settings and tensors of all ranks; agree on members, names and the step.
 
         Args:
             present: names of variables that have a gradient on this rank.
             sparse: names of variables whose gradients are sparse.
+            residues_of: the rank whose residues this one has loaded, where it can be known.
 
         Raises:
-            RuntimeError: ranks differ. All ranks raise alike.
+            RuntimeError: ranks differ, or two have the residues of one. All ranks raise alike.
         """
         eager = runs_eagerly()
         mine = self._describe(sparse) | {
@@ -167,8 +169,10 @@ class Exchange:
             "name": self._names.claim(),
             "step": int(value_of(self.progress.step)) if eager else 0,
             "ahead": bool(value_of(self.progress.ahead)) if eager else False,
+            "residues_of": residues_of,
         }
         everyone = self._transport.gather_objects(mine, "agreement")
+        check_residues_of(everyone)
         step = agree(everyone, list(self._description), self._names)
         shapes = {name: shape_of(variable) for name, variable in self.variables.items()}
         planned, warmup = self.config.planned_steps, self.config.warmup_steps
@@ -368,8 +372,8 @@ class Exchange:
                 assigned.append(self.progress.ahead.assign(True, read_value=False))
             if now.whole is not False:
                 assigned.append(self.progress.whole.assign(now.whole, read_value=False))
-            if self.tensors:
-                updated = [residue for result in results for residue in result.updated]
+            updated = [residue for result in results for residue in result.updated]
+            if updated:
                 assigned.append(self._look(flat, updated, now))
             # In a session only what fetches need is run: so averages need the assignments.
             with tf.control_dependencies(assigned):

@@ -27,6 +27,12 @@ _LOSS_SCALE_INSIDE = (
     "scale, as in optimizer = LossScaleOptimizer(hvd.DistributedOptimizer(inner, "
     "compression=hvd.ScaleCom(loss_scale=lambda: optimizer.loss_scale)))"
 )
+_LOSS_SCALE_UNKNOWN = (
+    "gradients come scaled to an optimizer inside of a LossScaleOptimizer, and what was not sent "
+    "waits while the scale changes, so ScaleCom must know the scale: "
+    "compression=hvd.ScaleCom(loss_scale=lambda: optimizer.loss_scale), or, where model.compile "
+    "wraps the optimizer (the policy mixed_float16), lambda: model.optimizer.loss_scale"
+)
 
 KerasOptimizer = TypeVar(
     "KerasOptimizer", bound=tf.keras.optimizers.Optimizer | tf.keras.optimizers.legacy.Optimizer
@@ -96,7 +102,8 @@ def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
         given: Horovod's arguments, by name.
 
     Raises:
-        TypeError: this is a LossScaleOptimizer.
+        TypeError: this is a LossScaleOptimizer; or, later, one is put around it, and the ScaleCom
+            does not know the scale.
         ValueError: what ScaleCom cannot do.
     """
     if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
@@ -118,6 +125,16 @@ def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
     # rank's state for all.
     made.compression = property(
         lambda self: compressor, doc="The ScaleCom of this optimizer: stats(), state_dict()."
+    )
+
+    # What Keras sets to say so.
+    def is_scaled(self: Any, value: bool) -> None:
+        if value and not compressor.knows_loss_scale:
+            raise TypeError(_LOSS_SCALE_UNKNOWN)
+        self.__dict__["_is_wrapped_by_loss_scale_optimizer"] = value
+
+    made._is_wrapped_by_loss_scale_optimizer = property(
+        lambda self: self.__dict__.get("_is_wrapped_by_loss_scale_optimizer", False), is_scaled
     )
     _replace_reduction(wrapped, reduce)
     return wrapped

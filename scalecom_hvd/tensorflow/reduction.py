@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from scalecom_hvd.agreement import is_elastic
 from scalecom_hvd.tensorflow.bucket import all_finite
-from scalecom_hvd.tensorflow.compressor import ScaleCom
+from scalecom_hvd.tensorflow.compressor import MAKE_IT_ONCE, ScaleCom
 from scalecom_hvd.tensorflow.exchange import Arguments
 
 log = logging.getLogger("scalecom_hvd")
@@ -28,12 +28,13 @@ log = logging.getLogger("scalecom_hvd")
 # What Horovod's objects give for a variable.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
+_NO_DERIVATIVE = (
+    "ScaleCom sends a choice of what gradients hold, so averaged gradients have no derivative: "
+    "take the inner gradient with a plain tf.GradientTape, and only the outer one with a "
+    "DistributedGradientTape"
+)
 _KEEPER_CHANGED = (
     "a new ScaleCom serves the variables of this tape, so their residues start at zero"
-)
-_MAKE_IT_ONCE = (
-    "make the ScaleCom once, outside of the training step, and pass the same object to every "
-    "DistributedGradientTape"
 )
 
 
@@ -114,15 +115,31 @@ def reduction(
         stream = 0 if calls_of is None else _stream_of(compressor, trained, calls_of)
         exchange, names = compressor.exchange_for(stream, trained, present, sparse, arguments)
         own = {name: grads[i] for i, name in zip(ours, names, strict=True) if grads[i] is not None}
+        # A tape may still be recording, and the exchange is nothing that it could go back through.
+        constants = {name: tf.stop_gradient(grad) for name, grad in own.items()}
         run = exchange.function if tf.executing_eagerly() else exchange.average
-        averages = run(exchange.complete(own), compressor.current_loss_scale(), finite)
+        averages = run(exchange.complete(constants), compressor.current_loss_scale(), finite)
+        averages |= {name: tf.cast(averages[name], grad.dtype) for name, grad in own.items()}
+        if own:
+            averages = _without_derivative(averages, own)
         for i, name in zip(ours, names, strict=True):
-            if name in averages:
-                grad, average = grads[i], averages[name]
-                grads[i] = average if grad is None else tf.cast(average, grad.dtype)
+            grads[i] = averages.get(name)
         return grads
 
     return allreduce_grads
+
+
+def _without_derivative(
+    averages: dict[str, tf.Tensor], own: dict[str, tf.Tensor]
+) -> dict[str, tf.Tensor]:
+    """The averages. Who asks for their derivatives by this rank's gradients gets a LookupError.
+
+    Without it they would be left out. No custom_gradient: who saves the function traces that, too.
+    """
+    dead_ends = [
+        tf.raw_ops.PreventGradient(input=grad, message=_NO_DERIVATIVE) for grad in own.values()
+    ]
+    return dict(zip(averages, tf.identity_n([*averages.values(), *dead_ends]), strict=False))
 
 
 def _stream_of(
@@ -170,7 +187,7 @@ def _notice_changed_keeper(compressor: ScaleCom, variables: Iterable[tf.Variable
         if former is None:
             continue
         if former.who() is None and former.calls == 1 and former.eager and eager:
-            raise ValueError(f"{_KEEPER_CHANGED}. {_MAKE_IT_ONCE}")
+            raise ValueError(f"{_KEEPER_CHANGED}. {MAKE_IT_ONCE}")
         if not warned:
-            log.warning("%s. If that is the same training: %s", _KEEPER_CHANGED, _MAKE_IT_ONCE)
+            log.warning("%s. If that is the same training: %s", _KEEPER_CHANGED, MAKE_IT_ONCE)
             warned = True

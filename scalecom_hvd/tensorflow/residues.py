@@ -132,7 +132,12 @@ class CompressedTensor:
         )
 
 
-class Progress(tf.Module):
+# In checkpoints like tf.Module, but not among the variables of a model that holds it as an
+# attribute: a model's are broadcast, and those here are every rank's own.
+Tracked: Any = tf.__internal__.tracking.AutoTrackable
+
+
+class Progress(Tracked):
     """How far one exchange has come.
 
     Attributes:
@@ -147,7 +152,7 @@ class Progress(tf.Module):
     """
 
     def __init__(self, label: str) -> None:
-        super().__init__(name="progress")
+        super().__init__()
         self.label = label
         self.step = make_variable((), tf.int64, f"scalecom/{label}/step")
         self.skipped = make_variable((), tf.int64, f"scalecom/{label}/skipped")

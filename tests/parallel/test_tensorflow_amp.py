@@ -153,3 +153,12 @@ def test_the_policy_under_which_keras_wraps_optimizers_itself():
     assert float(model.optimizer.loss_scale) == 2.0**15 / 2**4
     assert 0 < compression.stats()["residue_norm"] < 10
     assert same_on_all_ranks(model.variables)
+
+
+@pytest.mark.parametrize("kind", [tf.keras.optimizers, tf.keras.optimizers.legacy])
+def test_a_scale_that_the_scalecom_does_not_know_is_refused(kind):
+    """Residues would be in units that change."""
+    for compression in (hvd.ScaleCom, scalecom()):
+        optimizer = keras.DistributedOptimizer(kind.SGD(0.05), compression=compression)
+        with pytest.raises(TypeError, match=r"ScaleCom must know the scale: .*loss_scale=lambda"):
+            LossScaleOptimizer(optimizer)

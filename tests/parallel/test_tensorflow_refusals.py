@@ -191,6 +191,13 @@ def test_a_scalecom_made_anew_in_every_step(caplog):
     assert "make the ScaleCom once" in caplog.text
 
 
+def test_a_scalecom_made_in_a_traced_function():
+    """A rank that traces it again, for a smaller batch, would wait for the others."""
+    run = tf.function(lambda grads: step(hvd.ScaleCom(), grads=grads), autograph=False)
+    with pytest.raises(ValueError, match="make the ScaleCom once, outside of the training step"):
+        run(gradients(SHAPES, hvd.rank(), 0))
+
+
 def test_a_loss_scale_that_a_traced_function_would_keep_for_ever():
     with pytest.raises(
         TypeError, match=r"loss_scale must give a tf.Tensor or tf.Variable.*a number \(1024.0\)"

@@ -139,6 +139,68 @@ def test_residues_are_no_part_of_model_or_optimizer(tmp_path):
     )
 
 
+def test_residues_are_no_variables_of_a_model_that_holds_the_scalecom():
+    """As its training step may ask for. The model's are broadcast from rank 0."""
+
+    compression, layers = scalecom(), net()
+    model, module = tf.keras.Model(layers.inputs, layers.outputs), tf.Module()
+    model.compression = module.compression = compression
+    run(compression, range(2))
+    assert compression.state_dict()["residues"]["first"].any()
+    assert len(model.variables) == len(model.get_weights()) == 6
+    assert not module.variables
+
+
+def test_all_series_of_gradients_resume_from_a_checkpoint(tmp_path):
+    """Also those that come after it was restored: a persistent tape's second gradients."""
+
+    def training():
+        compression, w = scalecom(), variables(SHAPES)["first"]
+
+        def step(number):
+            parts = [gradients(SHAPES, hvd.rank(), number + at)["first"] for at in (0, 50)]
+            with tf.GradientTape(persistent=True) as tape:
+                losses = [tf.reduce_sum(w * part) for part in parts]
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+            return [tape.gradient(loss, [w])[0] for loss in losses]
+
+        return compression, step
+
+    straight, step = training()
+    for number in range(3):
+        step(number)
+    path = tf.train.Checkpoint(scalecom=straight).write(str(tmp_path / f"rank{hvd.rank()}"))
+    resumed, other_step = training()
+    status = tf.train.Checkpoint(scalecom=resumed).read(path)
+    for number in range(3, 6):
+        for mine, other in zip(other_step(number), step(number), strict=True):
+            np.testing.assert_array_equal(mine.numpy(), other.numpy())
+    status.assert_consumed()
+
+
+@pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
+def test_ranks_that_load_the_residues_of_one_rank_are_refused(way, tmp_path):
+    """They would be sent several times. Residues that changed their ranks are no less right."""
+    compression = scalecom()
+    run(compression, range(3))
+    tf.train.Checkpoint(scalecom=compression).write(str(tmp_path / "residues"))
+    saved = hvd.allgather_object((str(tmp_path), compression.state_dict()), name="saved")
+
+    def resume(of):
+        resumed = scalecom()
+        folder, state = saved[of]
+        if way == "state_dict":
+            resumed.load_state_dict(state)
+        else:
+            tf.train.Checkpoint(scalecom=resumed).read(f"{folder}/residues")
+        run(resumed, range(3, 5))
+        return resumed
+
+    assert resume((hvd.rank() + 1) % hvd.size()).stats()["step"] == 5
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 have loaded the residues of rank 0"):
+        resume(0)
+
+
 def test_a_state_saved_before_the_first_step():
     compression = scalecom()
     compression.load_state_dict(scalecom().state_dict())

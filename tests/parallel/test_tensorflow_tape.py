@@ -73,11 +73,12 @@ def test_nothing_is_lost(options, mode):
 )
 def test_rate_one_equals_stock_horovod(dtype, options):
     model = variables(SHAPES, dtype)
+    ways = (hvd, hvd.ScaleCom(rate=1)), (stock, stock.Compression.none)
 
     @tf.function(autograph=False)
     def both(grads):
         averages = []
-        for library, compression in ((hvd, hvd.ScaleCom(rate=1)), (stock, stock.Compression.none)):
+        for library, compression in ways:
             with tf.GradientTape() as tape:
                 loss = tf.add_n([tf.reduce_sum(model[name] * grad) for name, grad in grads.items()])
             tape = library.DistributedGradientTape(tape, compression=compression, **options)
