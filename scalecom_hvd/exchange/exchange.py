@@ -234,8 +234,8 @@ class Exchange(Averager):
             if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
                 self._sparse[name] = self._send_sparse(parameter)
             else:
-                if self._news is not None and not self._whole:
-                    self._news.mark(name)
+                if self._news is not None and (self._agreed or not self._whole):
+                    self._news.mark(name, reads=not self._whole)
                 if self._agreed:
                     self._steps.of[name].waiting.discard(name)
             self._advance()

@@ -256,6 +256,22 @@ def test_gradients_changed_after_backward_in_other_modes(settings, change):
     trains_as_stock_or_refuses(hvd, SMALL, changing(change), change, **settings)
 
 
+# A change through .data is not seen there.
+@pytest.mark.parametrize("name", mostly_long(("clip_grad_norm_", "mul_", "another tensor"), ("mul_",)))
+def test_gradients_changed_in_steps_that_are_sent_whole(name):
+    """On one rank only, and in the second step: in the first nothing is under way yet."""
+    model, optimizer, _ = make(hvd, SMALL, warmup_steps=10)
+    for step in range(2):
+        optimizer.zero_grad()
+        everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
+        loss_of(model, everyone[hvd.rank()]).backward()
+        pause(1)
+        if step == 1 and hvd.rank() == hvd.size() - 1:
+            CHANGES[name](list(model.values()))
+        refused = refuses(optimizer.step)
+        assert refused == (step == 1)
+
+
 @in_every_library
 def test_gradients_that_are_not_finite_are_replaced_after_backward(library):
     def spoil(step, everyone):
