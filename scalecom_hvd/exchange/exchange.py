@@ -207,8 +207,9 @@ class Exchange(Averager):
         if not self._agreed and self._scale == 1:
             return False  # no bucket has begun: what gradients are now is exchanged
         changed = self._news.changed()
-        for name in changed if self._agreed else ():
-            self._steps.of[name].bucket.roll_back(keep_gradients=True)
+        if changed:  # others may have been, where nobody looked
+            for bucket in self.buckets:
+                bucket.roll_back(keep_gradients=True)
         return bool(changed)
 
     def ready(self, parameter: torch.Tensor) -> None:
