@@ -117,6 +117,8 @@ class Program:
         self.frozen = [set() for _ in range(self.models)]
         # backward passes, and whether ranks' hooks fired alike
         self.pending = [[0, True] for _ in range(self.models)]
+        # whether all ranks had gradients once: they have compared their parameters then
+        self.met = [False] * self.models
         self.calls = []
         kinds = [getattr(self, name) for name in dir(self) if name.startswith("draw_")]
         if dice.random() < 0.1:
@@ -132,7 +134,7 @@ class Program:
         settings = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("dice", "calls", "pending", "frozen")
+            if name not in ("dice", "calls", "pending", "frozen", "met")
         }
         return "\n".join(map(str, [settings, *self.calls]))
 
@@ -176,6 +178,7 @@ class Program:
             else None
         )
         alike = not any(missing) and fails is None
+        self.met[model] |= alike
         collective = (
             dice.choice(COLLECTIVES)
             if alike and all(same for _, same in self.pending) and dice.random() < 0.4
@@ -212,8 +215,10 @@ class Program:
 
     def draw_step(self, model):
         skipping = self.dice.random() < 0.4
-        if skipping:
+        if skipping and self.met[model]:
             self.settle(model)
+        elif skipping:  # a step of each rank's own before they meet is refused when they do
+            self.synchronize(model)
         self.call("step", model, skipping)
         self.pending[model] = [0, True]
 
