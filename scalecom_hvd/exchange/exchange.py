@@ -219,8 +219,9 @@ class Exchange(Averager):
         if not self._agreed and self._scale == 1:
             return False  # no bucket has begun: what gradients are now is exchanged
         changed = self._news.changed()
-        for name in changed if self._agreed else ():
-            self._steps.of[name].bucket.roll_back(keep_gradients=True)
+        if changed:  # others may have been, where nobody looked
+            for bucket in self.buckets:
+                bucket.roll_back(keep_gradients=True)
         return bool(changed)
 
     def ready(self, parameter: torch.Tensor) -> None:
@@ -246,8 +247,8 @@ class Exchange(Averager):
             if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
                 self._sparse[name] = self._send_sparse(parameter)
             else:
-                if self._news is not None and (self._copies or not self._whole):
-                    self._news.mark(name)
+                if self._news is not None and (self._agreed or not self._whole):
+                    self._news.mark(name, reads=self._copies or not self._whole)
                 if self._agreed:
                     self._steps.of[name].waiting.discard(name)
             self._advance()

@@ -22,17 +22,19 @@ class _Steps:
     """Steps of this process's optimizers.
 
     Attributes:
-        taken: how many there were.
+        begun, taken: how many began, and how many ended.
         under_way: whether one is: it may evaluate its closure, which averages, several times. After
             a step that raised an error this holds until the next one ends.
     """
 
     def __init__(self) -> None:
-        self.taken, self.under_way = 0, False
+        self.begun = self.taken = 0
+        self.under_way = False
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ends)
 
     def _begins(self, *_: Any) -> None:
+        self.begun += 1
         self.under_way = True
 
     def _ends(self, *_: Any) -> None:
@@ -48,11 +50,13 @@ class UnusedAverages:
 
     def __init__(self) -> None:
         self._taken_before: int | None = None
+        self._begun_before = 0
         self._has_warned = False
 
     def begin(self) -> None:
         """Gradients are about to be averaged."""
-        unused = self._taken_before == _steps.taken and not _steps.under_way
+        in_one_step = _steps.under_way and self._begun_before == _steps.begun
+        unused = self._taken_before == _steps.taken and not in_one_step
         # torch.compile, and steps written by hand, go past the hooks that count steps.
         if unused and _steps.taken and not self._has_warned:
             self._has_warned = True
@@ -71,3 +75,4 @@ class UnusedAverages:
             counts: whether values have left residues, as in a compressed step that is not void.
         """
         self._taken_before = _steps.taken if counts else None
+        self._begun_before = _steps.begun

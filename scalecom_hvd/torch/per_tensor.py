@@ -435,8 +435,9 @@ class PerTensor(Averager):
             if not alike:  # at first, or some rank has loaded a state
                 self._agree()
         except RuntimeError:
-            for name in self._changed:
-                self._buckets[name].roll_back(keep_gradients=True)
+            if self._changed:  # others may have been, where nobody looked
+                for bucket in self._buckets.values():
+                    bucket.roll_back(keep_gradients=True)
             self.abort()
             raise
         if not self._members.intersection(self._seen):

@@ -257,6 +257,45 @@ def test_gradients_changed_after_backward_in_other_modes(settings, change):
 
 
 @in_every_library
+def test_a_refused_step_keeps_gradients_as_they_came(library):
+    """Also those of which nobody can see that they were changed."""
+    shapes = SMALL | {"unseen": (40, 100)}
+    model, optimizer, compressor = make(library, shapes)
+    for step in range(2):
+        optimizer.zero_grad()
+        mine = gradients(shapes, hvd.rank(), step)
+        mine["unseen"].reshape(-1)[::1000] = 0.0  # the elements that are compared
+        loss_of(model, mine).backward()
+        if step == 1:
+            through_data(model.values())
+        refused = refuses(optimizer.step)
+    assert refused
+    for name, tensor in compressor.residues.tensors.items():
+        left = tensor.residue / tensor.beta
+        whole = torch.from_numpy(mine[name]).view(-1)
+        near = 1e-4 * whole.abs().max()
+        assert min(left.abs().max(), (left - whole).abs().max()) < near, name
+
+
+# A change through .data is not seen there.
+@pytest.mark.parametrize(
+    "name", mostly_long(("clip_grad_norm_", "mul_", "another tensor"), ["mul_"])
+)
+def test_gradients_changed_in_steps_that_are_sent_whole(name):
+    """On one rank only, and in the second step: in the first nothing is under way yet."""
+    model, optimizer, _ = make(hvd, SMALL, warmup_steps=10)
+    for step in range(2):
+        optimizer.zero_grad()
+        everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
+        loss_of(model, everyone[hvd.rank()]).backward()
+        pause(1)
+        if step == 1 and hvd.rank() == hvd.size() - 1:
+            CHANGES[name](list(model.values()))
+        refused = refuses(optimizer.step)
+        assert refused == (step == 1)
+
+
+@in_every_library
 def test_gradients_that_are_not_finite_are_replaced_after_backward(library):
     def spoil(step, everyone):
         if step >= 2:
@@ -384,7 +423,12 @@ def test_the_reference_is_what_stock_horovod_gives():
     model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SMALL.items()}
     optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=1.0), model.items())
     everyone = [gradients(SMALL, rank, 0) for rank in range(hvd.size())]
-    changing(change)(model, optimizer, loss_of(model, everyone[hvd.rank()]))
+    loss_of(model, everyone[hvd.rank()]).backward()
+    # It averages p.grad itself: a change meanwhile would be of some ranks' gradients only.
+    while not all(stock.poll(handle) for handle, _ in optimizer._handles.values()):
+        time.sleep(0.001)
+    change(list(model.values()))
+    optimizer.step()
     update = {name: -p.detach().double().numpy() for name, p in model.items()}
     assert any(close(update, right) for right in right_updates(change, everyone))
 

@@ -10,8 +10,10 @@ and in Horovod's own. After every synchronize():
     what they were
 
 A program draws only calls that stock Horovod survives: it waits for ever where ranks differ in what
-they call without a name, and reads p.grad while it is being averaged where a script touches it
-between backward() and synchronize().
+they call without a name, or where one gives a step up that others have begun. It reads p.grad
+while it is being averaged; where a script changes it meanwhile, stock Horovod is given what the
+change makes of each rank's gradients. This package may refuse such a step, on all ranks. The
+program ends with it.
 
 By default the same programs in every run, as many as fit into some seconds but no more than
 PROGRAMS; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin.
@@ -20,6 +22,7 @@ A program that fails, or waits for ever, is printed with its seed.
 
 import contextlib
 import copy
+import logging
 import os
 import random
 import time
@@ -30,6 +33,7 @@ import horovod.torch as stock
 import pytest
 import torch
 from models import same_on_all_ranks
+from test_torch_changed_gradients import CHANGES, refuses
 
 import scalecom_hvd.torch as hvd
 
@@ -48,6 +52,16 @@ COLLECTIVES = (
     "reducescatter",
     "none",
 )
+
+
+# What a script does to p.grad between backward() and step().
+CHANGES = {name: change for name, change in CHANGES.items() if name != "mask"} | {
+    "nan_to_num_": lambda parameters: [p.grad.nan_to_num_() for p in parameters]
+}
+
+
+class Refused(Exception):
+    """All ranks refused a step, as they may."""
 
 
 class Failed(Exception):
@@ -103,19 +117,24 @@ class Program:
         self.frozen = [set() for _ in range(self.models)]
         # backward passes, and whether ranks' hooks fired alike
         self.pending = [[0, True] for _ in range(self.models)]
+        # whether all ranks had gradients once: they have compared their parameters then
+        self.met = [False] * self.models
         self.calls = []
         kinds = [getattr(self, name) for name in dir(self) if name.startswith("draw_")]
+        if dice.random() < 0.1:
+            self.change_on_the_way(0)
         for _ in range(dice.randrange(6, 22)):
             dice.choice(kinds)(dice.randrange(self.models))
         for model in range(self.models):
             self.synchronize(model)
         self.call("step", 0, False)
+        self.change_on_the_way(dice.randrange(self.models))
 
     def __str__(self):
         settings = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("dice", "calls", "pending", "frozen")
+            if name not in ("dice", "calls", "pending", "frozen", "met")
         }
         return "\n".join(map(str, [settings, *self.calls]))
 
@@ -159,6 +178,7 @@ class Program:
             else None
         )
         alike = not any(missing) and fails is None
+        self.met[model] |= alike
         collective = (
             dice.choice(COLLECTIVES)
             if alike and all(same for _, same in self.pending) and dice.random() < 0.4
@@ -172,6 +192,8 @@ class Program:
             fails,
             collective,
             dice.random() < 0.3,
+            dice.random() < 0.2,
+            dice.choice(([], [], [], list(range(self.ranks)), [self.ranks - 1])),
         )
         self.pending[model] = [self.pending[model][0] + 1, self.pending[model][1] and alike]
 
@@ -193,8 +215,10 @@ class Program:
 
     def draw_step(self, model):
         skipping = self.dice.random() < 0.4
-        if skipping:
+        if skipping and self.met[model]:
             self.settle(model)
+        elif skipping:  # a step of each rank's own before they meet is refused when they do
+            self.synchronize(model)
         self.call("step", model, skipping)
         self.pending[model] = [0, True]
 
@@ -273,6 +297,54 @@ class Program:
                 )
             self.call("load_in_step", model)
 
+    def draw_load_where_some_have_gradients(self, model):
+        """As where the others had an empty batch. Not of sparse ones, as in draw_load_in_step."""
+        if self.sparse == "yes":
+            return
+        self.settle(model)
+        self.call("zero", model, "grads")
+        have = [self.dice.random() < 0.5 for _ in range(self.ranks)]
+        self.call("load_where_some_have_gradients", model, self.dice.randrange(10**6), have)
+
+    def draw_one_rank_loads(self, model):
+        """Such as the best checkpoint, which it broadcasts. Not before all ranks have a state."""
+        self.synchronize(model)
+        self.call("step", model, True)
+        self.call("one_rank_loads", model, self.dice.randrange(self.ranks))
+
+    def draw_thrown_away(self, model):
+        """An average that no step uses: as in FGSM and GANs, or in sharpness-aware steps, which go
+        by it to where they take their gradient.
+        """
+        self.settle(model)
+        # torch adds no sparse gradient to what stock Horovod left
+        how = "grads" if self.sparse != "no" else self.dice.choice(("grads", "in place"))
+        self.call("zero", model, how)
+        seed, sharp = self.dice.randrange(10**6), self.dice.random() < 0.5
+        self.call("thrown_away", model, seed, sharp, how)
+
+    def change_on_the_way(self, model):
+        """A script changes p.grad between backward() and step(), on all ranks or on one."""
+        dice = self.dice
+        if self.sparse != "no":
+            return
+        how = dice.choice(list(CHANGES))
+        # It is not seen in steps that are sent whole, nor where most elements are zero.
+        hidden = self.fields["warmup_steps"] or "lookahead" in self.fields or self.frozen[model]
+        if how == "through .data" and hidden:
+            how = "mul_"
+        self.settle(model)
+        self.call("zero", model, "grads")
+        self.call(
+            "change_on_the_way",
+            model,
+            how,
+            dice.choice((list(range(self.ranks)), [dice.randrange(self.ranks)])),
+            dice.choice((list(SHAPES), list(SHAPES), ["weight"], ["wide"])),
+            [dice.randrange(10**6) for _ in range(self.passes)],
+            dice.random() < 0.3,
+        )
+
     def draw_own_collective(self, model):
         """Between any two calls; nameless ones only where all ranks have submitted the same: stock
         Horovod counts its own with them.
@@ -291,17 +363,19 @@ class Program:
 
 class Run:
     """A program on this rank. where: the library of the optimizer.  rate: of ScaleCom, None for
-    stock Horovod's.
+    stock Horovod's.  said: gives what ScaleCom has warned of since.
     """
 
-    def __init__(self, program, where, rate):
-        self.program, self.library, self.rate = program, where, rate
+    def __init__(self, program, where, rate, said):
+        self.program, self.library, self.rate, self.said = program, where, rate, said
         # Horovod's own optimizer is used by scripts that know horovod.torch alone.
         self.collectives = where
         self.scale_now = [1.0] * program.models
         # Whether some rank has a gradient that was not exchanged yet. None: where scripts put
         # gradients, that depends on what these are.
         self.new = [False] * program.models
+        # Those of whose averages some were thrown away.
+        self.threw_away = set()
         self.models, self.compressors, self.optimizers, self.mine = [], [], [], []
         self.kept = [{} for _ in range(program.models)]
         for model in range(program.models):
@@ -357,10 +431,12 @@ class Run:
         self.mine.append({})
 
     def all(self):
-        """After every call of the program: a copy of all parameters."""
+        """After every call of the program, until one is refused: a copy of all parameters."""
         for number, (name, model, *arguments) in enumerate(self.program.calls):
             try:
                 getattr(self, name)(model, *arguments)
+            except Refused:
+                return
             except Exception as error:
                 raise AssertionError(f"call {number}, {name}{(model, *arguments)}") from error
             yield (
@@ -369,21 +445,27 @@ class Run:
             )
 
     def gradients(self, model, seed, rank):
-        generator = torch.Generator().manual_seed(seed * 64 + rank)
+        """They depend on where parameters are."""
+        generator, parameters = torch.Generator().manual_seed(seed * 64 + rank), self.models[model]
         grads = {
-            name: torch.randn(shape, generator=generator)
+            name: (torch.randn(shape, generator=generator) + 0.1 * parameters[name].detach())
             * (self.program.size * self.scale_now[model])
             for name, shape in SHAPES.items()
         }
         grads["rows"][torch.rand(40, generator=generator) < 0.8] = 0.0
         return grads
 
-    def add(self, model, name, grad):
-        """Note what backward gives."""
+    def add(self, model, name, grad, factor=1.0):
+        """Note what backward gives, and a hook multiplies."""
         mine = self.mine[model]
-        mine[name] = grad.clone() if mine.get(name) is None else mine[name] + grad
+        mine[name] = (grad if mine.get(name) is None else mine[name] + grad) * factor
 
-    def backward(self, model, seed, missing, fails, collective, one_by_one):
+    def backward(
+        self, model, seed, missing, fails, collective, one_by_one, penalty=False, halve=()
+    ):
+        """penalty: gradients are those of other gradients, as of penalties on these.
+        halve: ranks where a hook that comes late halves what was accumulated.
+        """
         rank, parameters = hvd.rank(), self.models[model]
         grads = self.gradients(model, seed, rank)
         names = [
@@ -396,6 +478,9 @@ class Run:
                     (None, FailingBackward.apply(torch.zeros(1, requires_grad=True)).sum())
                 )
             parameter, grad = parameters[name], grads[name]
+            if penalty and name != "rows":
+                energy = parameter.square().sum() / 2
+                (parameter,) = torch.autograd.grad(energy, parameter, create_graph=True)
             if name == "rows" and self.program.sparse != "no":
                 term = (
                     torch.nn.functional.embedding(
@@ -411,19 +496,23 @@ class Run:
             terms.append((name, term.sum()))
         self.new[model] = self.new[model] or any(len(names) < len(SHAPES) for names in missing)
         order = terms[::-1]  # in which autograd comes by
+        halved = names if rank in halve else []
+        hooks = [parameters[n].register_post_accumulate_grad_hook(halve_gradient) for n in halved]
         with contextlib.suppress(Failed):
             if one_by_one:
                 for _, term in order:
                     term.backward()
             elif order:
                 sum(term for _, term in terms).backward()
+        for hook in hooks:
+            hook.remove()
         for name, _ in order:
             if name is None:
                 break
             grad = grads[name]
             if name == "weight" and collective == "broadcast":
                 grad = grad if rank == 0 else torch.zeros_like(grad)
-            self.add(model, name, grad)
+            self.add(model, name, grad, 0.5 if name in halved else 1.0)
 
     def differentiable(self, x, kind):
         """A collective in the middle of a model, by which the gradient stays what it is; but for a
@@ -669,6 +758,89 @@ class Run:
                 ), f"the residue of {name}"
                 before.copy_(residue)
 
+    def load_where_some_have_gradients(self, model, seed, have):
+        """Not in Horovod's own optimizer, which would meet its own names, and wait for ever."""
+        if self.library is hvd and self.rate is not None:
+            missing = [[] if has else list(SHAPES) for has in have]
+            for number in range(self.program.passes):
+                self.backward(model, seed + number, missing, None, "none", False)
+        self.load_in_step(model)
+
+    def one_rank_loads(self, model, rank):
+        optimizer = self.optimizers[model]
+        state = copy.deepcopy(optimizer.state_dict())
+        if self.program.momentum:  # else there is no state, and Horovod broadcasts nothing
+            state["param_groups"][0]["lr"] *= 0.9
+            for own in state["state"].values():
+                own["momentum_buffer"] *= 0.5
+        if hvd.rank() == rank:
+            optimizer.load_state_dict(state)
+        self.library.broadcast_optimizer_state(optimizer, rank)
+        self.new[model] = self.new[model] or None  # it makes gradients of zeros where none are
+        self.remember(model)
+
+    def thrown_away(self, model, seed, sharp, how):
+        parameters = self.models[model].values()
+        here = [parameter.detach().clone() for parameter in parameters]
+        self.backward(model, seed, [[]] * hvd.size(), None, "none", False)
+        self.synchronize(model)
+        if self.rate is not None and self.compressors[model].stats()["bytes_values"]:
+            self.threw_away.add(model)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(parameter.grad, alpha=0.01 * sharp)
+        self.zero(model, how)
+        self.backward(model, seed + 1, [[]] * hvd.size(), None, "none", False)
+        with torch.no_grad():
+            for parameter, original in zip(parameters, here, strict=True):
+                parameter.copy_(original)
+        self.step(model, False)
+        warned = sum("no step of an optimizer" in message for message in self.said())
+        assert warned >= len(self.threw_away), "averages were lost, and no warning says so"
+
+    def change_on_the_way(self, model, how, ranks, names, seeds, waits):
+        """The step gives what it would if gradients had come as the change makes them; or all ranks
+        refuse it.
+        """
+        rank, optimizer = hvd.rank(), self.optimizers[model]
+        trained = {name: p for name, p in self.models[model].items() if p.requires_grad}
+        names = [name for name in names if name in trained and rank in ranks]
+        passes = [self.gradients(model, seed, rank) for seed in seeds]
+        if how == "nan_to_num_" and "wide" in names and rank == ranks[-1]:
+            passes[-1]["wide"][1, 7] = float("nan")
+        before = {name: sum(grads[name] for grads in passes) for name in trained}
+        grads = dict(before)
+        if names:
+            grads |= changed(CHANGES[how], {name: before[name] for name in names})
+        if self.rate is None:
+            for name, parameter in trained.items():
+                parameter.grad = grads[name].clone()
+        else:
+            for own in passes:
+                sum((p * own[name]).sum() for name, p in trained.items()).backward()
+            time.sleep(0.01 * waits)
+            if names:
+                CHANGES[how]([trained[name] for name in names])
+        self.mine[model], self.new[model] = grads, True
+        arguments = self.before(model), self.steps(model), True
+        if self.rate is None:
+            optimizer.step()
+        elif refuses(optimizer.step):
+            self.check_refused(model, before)
+            raise Refused
+        self.after(model, *arguments)
+
+    def check_refused(self, model, grads):
+        """A refused step leaves residues as they were, or with the gradients as they came."""
+        for name, residue in self.residues(model).items():
+            left = residue - self.kept[model].get(name, torch.zeros_like(residue))
+            whole = grads.get(name, torch.zeros_like(residue)).nan_to_num(0, 0, 0)
+            whole = whole / self.scale_now[model]
+            near = 1e-4 * (self.program.size + float(residue.abs().max()))
+            assert min(left.abs().max(), (left - whole).abs().max()) <= near, (
+                f"the residue of {name} after a refused step"
+            )
+
     def own_collective(self, model, kind, nameless):
         name = None if nameless else f"own.{kind}"
         library, n, x = self.collectives, hvd.size(), torch.full((hvd.size(), 2), float(hvd.rank()))
@@ -717,6 +889,19 @@ def count_alike(own):
         submit()
 
 
+def halve_gradient(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def changed(change, grads):
+    """{name: what a script's change makes of this gradient}"""
+    own = {name: torch.nn.Parameter(torch.zeros_like(grad)) for name, grad in grads.items()}
+    for name, parameter in own.items():
+        parameter.grad = grads[name].clone()
+    change(list(own.values()))
+    return {name: parameter.grad for name, parameter in own.items()}
+
+
 def dense(grad):
     grad = grad.detach()
     # Horovod joins the ranks' rows at every synchronize(), so thousands of entries may stand for
@@ -724,12 +909,12 @@ def dense(grad):
     return grad.double().to_dense().to(grad.dtype) if grad.is_sparse else grad
 
 
-def check(program, own):
+def check(program, own, caplog):
     """Run the program in every way; gives nothing, and raises where one goes wrong.
 
     own: this rank's own process set.
     """
-    expected, alike = None, True
+    expected = None
     for where, rate in (
         (stock, None),
         (hvd, EVERYTHING),
@@ -741,8 +926,11 @@ def check(program, own):
         kind = f"{where.__name__}, rate {rate}"
         seen, error = [], None
         count_alike(own)
+        caplog.clear()
+        # One that was refused counts as under way until another has ended.
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
         try:
-            run = Run(program, where, rate)
+            run = Run(program, where, rate, lambda: [r.getMessage() for r in caplog.records])
             seen = list(run.all())
         except Exception:
             error = f"{kind}:\n{traceback.format_exc()}"
@@ -751,7 +939,8 @@ def check(program, own):
         if rate is None:
             expected = seen
         elif rate == EVERYTHING and not program.half:
-            for (name, theirs), (_, ours) in zip(expected, seen, strict=True):
+            # One that was refused has ended there.
+            for (name, theirs), (_, ours) in zip(expected, seen, strict=False):
                 for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
                     torch.testing.assert_close(
                         b,
@@ -763,24 +952,17 @@ def check(program, own):
         # Where a script changed gradients on every rank in another way, and skipped synchronize(),
         # they are not in stock Horovod either. Nor, to the bit, where a gradient is sparse on one
         # rank and dense on another, as torch adds these otherwise.
-        same = program.sparse == "as dense" or same_on_all_ranks(seen[-1][1])
-        alike = same if rate is None else alike
-        assert same or not alike, kind
+        if program.sparse != "as dense" and same_on_all_ranks(expected[len(seen) - 1][1]):
+            assert same_on_all_ranks(seen[-1][1]), kind
 
 
-@pytest.fixture
-def own():
-    """This rank's own process set. Other tests make some of the same ranks."""
-    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
-    yield sets[hvd.rank()]
-    for one in sets:
-        hvd.remove_process_set(one)
-
-
-@pytest.mark.timeout(SECONDS + 100)
-def test_random_programs(own):
+@pytest.mark.timeout(SECONDS + 100, method="thread")
+def test_random_programs(caplog):
     # torch imports much of itself when it makes its first optimizer
     torch.optim.SGD([torch.zeros(1)]).zero_grad()
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+    # Each rank's own, as other tests make some of the same ranks.
+    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     begun, seed = time.monotonic(), FIRST_SEED
     warnings.filterwarnings("ignore", message="optimizer.step")
     while seed - FIRST_SEED != PROGRAMS:
@@ -792,10 +974,12 @@ def test_random_programs(own):
         program = Program(seed)
         print(f"FUZZ_SEED={seed} on {hvd.size()} ranks\n{program}\n", flush=True)
         try:
-            check(program, own)
+            check(program, sets[hvd.rank()], caplog)
         except Exception as error:
             raise AssertionError(
                 f"FUZZ_SEED={seed} on {hvd.size()} ranks fails in\n{program}"
             ) from error
         seed += 1
+    for one in sets:  # not after a failure, which ends one rank before the others
+        hvd.remove_process_set(one)
     print(f"programs {FIRST_SEED} to {seed - 1}")

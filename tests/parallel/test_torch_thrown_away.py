@@ -88,3 +88,21 @@ def test_gradients_that_are_set_to_none_before_the_step(library, caplog):
         optimizer.step()
     assert same_on_all_ranks(model.values())
     assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
+
+
+@in_every_library
+def test_averages_that_are_replaced_by_those_of_the_step_itself(library, caplog):
+    """Gradients by hand are averaged in step(): the warning is due when a step has begun."""
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+    model, optimizer, compressor = make(library)
+    real, thrown_away = {}, {}
+    for step in range(6):
+        optimizer.zero_grad()
+        add(thrown_away, backward(model, 2 * step))
+        optimizer.synchronize()
+        for name, parameter in model.items():
+            parameter.grad = mine(2 * step + 1)[name]
+        add(real, average(2 * step + 1))
+        optimizer.step()
+    assert same_on_all_ranks(model.values())
+    assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
