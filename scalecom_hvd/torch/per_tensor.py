@@ -426,20 +426,7 @@ class PerTensor(Averager):
         """The last result has come. Every rank comes here without waiting for later steps."""
         self._usual_order = self._seen
         residues = self._residues
-        try:
-            changed, alike = False, False
-            if self._news.channel is not None:
-                changed, alike = self._news.signal(bool(self._changed), self._agreed)
-            if changed:
-                raise RuntimeError(CHANGED)
-            if not alike:  # at first, or some rank has loaded a state
-                self._agree()
-        except RuntimeError:
-            if self._changed:  # others may have been, where nobody looked
-                for bucket in self._buckets.values():
-                    bucket.roll_back(keep_gradients=True)
-            self.abort()
-            raise
+        self._hear_from_ranks()
         if not self._members.intersection(self._seen):
             raise ValueError(
                 "this ScaleCom serves another optimizer; make one for each: "
@@ -461,6 +448,26 @@ class PerTensor(Averager):
         self._given.clear()
         for bucket in seen.values():
             bucket.forget()
+
+    def _hear_from_ranks(self) -> None:
+        """All ranks tell how they stand. Raises RuntimeError, on all of them, to refuse the step.
+
+        At first, and after some rank has loaded a state, they agree.
+        """
+        changed, alike = False, False
+        try:
+            if self._news.channel is not None:
+                changed, alike = self._news.signal(bool(self._changed), self._agreed)
+            if changed:
+                raise RuntimeError(CHANGED)
+            if not alike:
+                self._agree()
+        except RuntimeError:
+            if self._changed:  # others may have been, where nobody looked
+                for bucket in self._buckets.values():
+                    bucket.roll_back(keep_gradients=True)
+            self.abort()
+            raise
 
     def _count_step(self, seen: Mapping[str, Bucket]) -> None:
         residues = self._residues
