@@ -69,12 +69,16 @@ def test_a_hundred_buckets_take_fewer_than_a_hundred_of_each(make):
 
 def test_too_many_open_files_are_told():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))
+    highest, opened = max(map(int, os.listdir("/proc/self/fd"))), [0]
+    while opened[-1] <= highest:  # the limit is one of their numbers, and small ones may be free
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened[-1] + 3, hard))
     try:
         with pytest.raises(RuntimeError, match="ulimit -n 65536"):
             for _ in range(3):
                 ProcessGroupCollectives()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in opened[1:]:
+            os.close(number)
     dist.barrier()
