@@ -112,7 +112,7 @@ def named(*names: str) -> list[str]:
     return [f"parallel/test_{name}.py" for name in names]
 
 
-TORCH = [*parallel("torch_*"), *named("local_topk")]
+TORCH = [*named("join", "local_topk"), *parallel("torch_*")]  # join() first, see there
 # Where the launcher decides: the order in which collectives end, what fails and how. The rest runs
 # under Gloo in --long.
 UNDER_GLOO = named("torch_differential", "torch_orders", "torch_refusals")

@@ -73,20 +73,6 @@ def test_groups_as_in_horovod():
     assert optimizer.compression.residues.buckets == [["second"], ["first"]]
 
 
-def test_join():
-    optimizer = make()
-    with pytest.raises(RuntimeError, match="Give every rank the same number of steps"):
-        hvd.join()
-    del optimizer
-
-
-def test_join_with_nothing_compressed_is_horovods():
-    import gc
-
-    gc.collect()
-    assert hvd.join() in range(hvd.size())
-
-
 def start_differently(what, rank):
     """A model with an optimizer, which on `rank` 1 differs in one thing.
 

@@ -135,9 +135,6 @@ def test_the_test_of_likeness_sees_what_differs():
 def test_one_rank_loads_its_residues_and_nothing_is_lost(who, mode, library):
     """It loads what it has, before the fourth step; in a step that is sent whole, too.
 
-    What others had begun by then stays with Horovod for ever: a join() after this would crash
-    (0.28.1, tensor_queue.cc), so this is the last file of Horovod's tests that runs.
-
     One tensor is large enough to travel for a while. One embedding has sparse gradients, where
     they are averaged.
     """

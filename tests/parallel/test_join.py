@@ -1,0 +1,30 @@
+"""hvd.join(), which ScaleCom refuses, and leaves to Horovod where nothing is compressed.
+
+The first file that Horovod's ranks run. Where ranks gave up a step, collectives that only some have
+submitted stay with Horovod, and its join() crashes on them (0.28.1, tensor_queue.cc:
+GetTensorEntriesFromResponse).
+"""
+
+import gc
+
+import pytest
+import torch
+
+import scalecom_hvd.torch as hvd
+
+
+def test_join():
+    model = torch.nn.Linear(60, 50)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        compression=hvd.ScaleCom(rate=20),
+    )
+    with pytest.raises(RuntimeError, match="Give every rank the same number of steps"):
+        hvd.join()
+    del optimizer
+
+
+def test_join_with_nothing_compressed_is_horovods():
+    gc.collect()
+    assert hvd.join() in range(hvd.size())
