@@ -122,17 +122,16 @@ class ProcessGroupWork:
     def _wait_for(self, work: dist.Work) -> None:
         try:
             work.wait(datetime.timedelta(seconds=SECONDS_TO_TELL))
-            return
         except RuntimeError:
-            if work.is_completed():  # it failed
-                raise
-        log.warning(
-            "this rank has waited %d s for others to submit %s, and goes on waiting. Does every "
-            "rank take this step? Are several optimizers stepped in the same order everywhere?",
-            SECONDS_TO_TELL,
-            self._name,
-        )
-        work.wait()
+            if not work.is_completed():
+                log.warning(
+                    "this rank has waited %d s for others to submit %s, and goes on waiting. Does "
+                    "every rank take this step? Are several optimizers stepped in the same order "
+                    "everywhere?",
+                    SECONDS_TO_TELL,
+                    self._name,
+                )
+            work.wait()  # raises what failed, if it did
 
 
 class ProcessGroupCollectives:

@@ -29,14 +29,26 @@ def backward(model, number):
     return average(number)
 
 
-@in_every_library
-def test_sharpness_aware_steps(library, caplog):
-    """SAM: the first average only says where the gradient is taken that the step uses."""
+def check_steps(library, caplog, script, steps=6):
+    """Each step of the script averages, after zero_grad(), and notes what is used and what not.
+
+    script(model, optimizer, step, real, thrown_away): one step.
+    """
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer, compressor = make(library)
     real, thrown_away = {}, {}
-    for step in range(6):
+    for step in range(steps):
         optimizer.zero_grad()
+        script(model, optimizer, step, real, thrown_away)
+    assert same_on_all_ranks(model.values())
+    assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
+
+
+@in_every_library
+def test_sharpness_aware_steps(library, caplog):
+    """SAM: the first average only says where the gradient is taken that the step uses."""
+
+    def script(model, optimizer, step, real, thrown_away):
         add(thrown_away, backward(model, 2 * step))
         optimizer.synchronize()
         where = {name: p.detach().clone() for name, p in model.items()}
@@ -49,60 +61,51 @@ def test_sharpness_aware_steps(library, caplog):
             for name, parameter in model.items():
                 parameter.copy_(where[name])
         optimizer.step()
-    assert same_on_all_ranks(model.values())
-    assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
+
+    check_steps(library, caplog, script)
 
 
 @in_every_library
 def test_a_step_that_a_script_skips_after_synchronize(library, caplog):
     """Such as for a gradient that is too long, as large models' scripts do."""
-    caplog.set_level(logging.WARNING, "scalecom_hvd")
-    model, optimizer, compressor = make(library)
-    real, thrown_away = {}, {}
-    for step in range(8):
-        optimizer.zero_grad()
+
+    def script(model, optimizer, step, real, thrown_away):
         came = backward(model, step)
         optimizer.synchronize()
         if step % 3 == 2:
             add(thrown_away, came)
-            continue
+            return
         add(real, came)
         with optimizer.skip_synchronize():
             optimizer.step()
-    assert same_on_all_ranks(model.values())
-    assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
+
+    check_steps(library, caplog, script, steps=8)
 
 
 @in_every_library
 def test_gradients_that_are_set_to_none_before_the_step(library, caplog):
-    caplog.set_level(logging.WARNING, "scalecom_hvd")
-    model, optimizer, compressor = make(library)
-    real, thrown_away = {}, {}
-    for step in range(6):
-        optimizer.zero_grad()
+
+    def script(model, optimizer, step, real, thrown_away):
         add(thrown_away, backward(model, 2 * step))
         optimizer.synchronize()
         for parameter in model.values():
             parameter.grad = None
         add(real, backward(model, 2 * step + 1))
         optimizer.step()
-    assert same_on_all_ranks(model.values())
-    assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
+
+    check_steps(library, caplog, script)
 
 
 @in_every_library
 def test_averages_that_are_replaced_by_those_of_the_step_itself(library, caplog):
     """Gradients by hand are averaged in step(): the warning is due when a step has begun."""
-    caplog.set_level(logging.WARNING, "scalecom_hvd")
-    model, optimizer, compressor = make(library)
-    real, thrown_away = {}, {}
-    for step in range(6):
-        optimizer.zero_grad()
+
+    def script(model, optimizer, step, real, thrown_away):
         add(thrown_away, backward(model, 2 * step))
         optimizer.synchronize()
         for name, parameter in model.items():
             parameter.grad = mine(2 * step + 1)[name]
         add(real, average(2 * step + 1))
         optimizer.step()
-    assert same_on_all_ranks(model.values())
-    assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog)
+
+    check_steps(library, caplog, script)
