@@ -1,7 +1,7 @@
 """How tensors share collectives: which go into one bucket, where they lie in it, what it costs.
 
 Framework-free: every exchange, of PyTorch and of TensorFlow, cuts, groups and counts alike.
-Imports lanes only.
+Imports lanes and integers only.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import Lanes
 
 Unit = TypeVar("Unit")
+Array = Any
 Stats = dict[str, Any]
 """Numbers of a step by their names, for users; see Method.stats."""
 
@@ -113,23 +115,53 @@ def divide(sizes: Sequence[int], units: Sequence[Unit], count: int) -> list[list
 class Layout:
     """Where offsets and values of several tensors lie in the buffers they share.
 
+    Args:
+        geometries: {name: lanes} of the tensors.
+        has_scales: whether values are integers (integers.py), whose scales travel with the offsets.
+
     Attributes:
-        offsets: {name: slice, in bytes}, of `offsets_bytes` in all.
+        scales, offsets: {name: slice, in bytes}, of `offsets_bytes` in all; scales come first.
+        narrow_bytes: how many bytes at the end hold offsets of lanes of at most 16 rows, which
+            travel two to a byte.
         values: {name: slice, in elements}, of `n_values` in all.
     """
 
-    def __init__(self, geometries: Mapping[str, Lanes]) -> None:
+    def __init__(self, geometries: Mapping[str, Lanes], has_scales: bool = False) -> None:
+        self.scales: dict[str, slice] = {}
         self.offsets: dict[str, slice] = {}
         self.values: dict[str, slice] = {}
         self.offsets_bytes = self.n_values = 0
-        # Wider offsets first: every tensor's slice is then aligned.
-        for name in sorted(geometries, key=lambda name: -geometries[name].offset_dtype.itemsize):
+        for name, geometry in geometries.items():
             start = self.offsets_bytes
-            self.offsets_bytes += geometries[name].k * geometries[name].offset_dtype.itemsize
+            self.offsets_bytes += 4 * blocks_of(geometry.k) if has_scales else 0
+            self.scales[name] = slice(start, self.offsets_bytes)
+        self.narrow_bytes = 0
+        # Wider offsets first: every tensor's slice is then aligned.
+        for name in sorted(geometries, key=lambda name: -geometries[name].offset_bits):
+            start, own = self.offsets_bytes, geometries[name]
+            self.offsets_bytes += own.k * own.offset_dtype.itemsize
             self.offsets[name] = slice(start, self.offsets_bytes)
+            self.narrow_bytes += own.k if own.offset_bits == 4 else 0
         for name, geometry in geometries.items():
             self.values[name] = slice(self.n_values, self.n_values + geometry.k)
             self.n_values += geometry.k
+
+
+def pack_halves(rows: Array, packed: Array) -> None:
+    """packed (ceil(n / 2),) <- offsets below 16 (n,), two to a byte: row l and row l + ceil(n / 2).
+
+    Both are uint8, arrays of NumPy's or tensors.
+    """
+    half = len(packed)
+    packed[:] = rows[:half]
+    packed[: len(rows) - half] |= rows[half:] << 4
+
+
+def unpack_halves(packed: Array, rows: Array) -> None:
+    """The inverse of `pack_halves`."""
+    half = len(packed)
+    rows[:half] = packed & 15
+    rows[half:] = packed[: len(rows) - half] >> 4
 
 
 def traffic(n_workers: int, broadcast: int, averaged: int, gathered: int = 0) -> int:

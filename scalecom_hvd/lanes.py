@@ -72,6 +72,11 @@ class Lanes:
             return np.dtype(np.uint8)
         return np.dtype(np.int16) if self.rows <= 2**15 else np.dtype(np.int32)
 
+    @property
+    def offset_bits(self) -> int:
+        """In how many bits an offset travels: 4, 8, 16 or 32."""
+        return 4 if 0 < self.rows <= 16 and self.width else 8 * self.offset_dtype.itemsize
+
     def indices(self, offsets: NDArray[np.integer]) -> NDArray[np.int64]:
         """The flat positions (k,) of the elements at row `offsets[lane]` of each lane.
 

@@ -20,8 +20,9 @@ With `flush` (not of the paper) a worker sends all that waits at the chosen plac
 new gradient does not point the other way: v is larger by (1 / beta - 1) * m there, m as it was
 before (1).
 
-`_cyclic` makes them in this order, and `_look_ahead` in the other. Slow and short on purpose.
-Imports NumPy, config and lanes only.
+`_cyclic` makes them in this order, and `_look_ahead` in the other. With `bits` below 32 (not of the
+paper either) v̂ is an integer times a scale that the leader gives to each block of its values, and
+(2) comes first in both forms. Slow and short on purpose. Imports NumPy, config, lanes and integers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalecom_hvd.config import ScaleComConfig, float16_limit, largest_gradient
+from scalecom_hvd.integers import BLOCK, SMALLEST_SCALE, scale_divisor
 from scalecom_hvd.lanes import Lanes
 
 Array = NDArray[np.floating]
@@ -71,7 +73,7 @@ class ScaleComReference:
         self.residues: list[dict[str, Array]] = [{} for _ in range(n_workers)]
         self.step_number = 0
         self.selections: dict[str, Indices] = {}
-        self._chosen_ahead: dict[str, Indices] = {}
+        self._chosen_ahead: dict[str, tuple[Indices, Array | None]] = {}
 
     def leader(self, name: str, step: int) -> int:
         """j: who selects for this tensor at this step: t mod n, or (t + b) mod n for bucket b."""
@@ -133,8 +135,12 @@ class ScaleComReference:
             if self.config.lookahead:
                 self._choose_first(name, m, grad)
             return _mean_whole(grads)
-        move = self._look_ahead if self.config.lookahead else self._cyclic
-        I, sent = move(name, m, grad)
+        if self.config.lookahead:
+            I, sent = self._look_ahead(name, m, grad)
+        elif self.config.levels:
+            I, sent = self._send_first(m, grad, *self._choose(name, self.step_number, m, grad))
+        else:
+            I, sent = self._cyclic(name, m, grad)
         self.selections[name] = I
         average = np.zeros_like(grad[0])
         average[I] = mean(sent)
@@ -158,21 +164,38 @@ class ScaleComReference:
     def _look_ahead(
         self, name: str, m: list[Array], grad: list[Array]
     ) -> tuple[Indices, list[Array]]:
-        """I, chosen at the end of the last step, and what every worker sends. (2) comes first."""
+        """I, chosen at the end of the last step, and what every worker sends."""
+        I, sent = self._send_first(m, grad, *self._chosen_ahead[name])
+        # The next step's leader chooses from its residue as it is now. Its gradient stands for the
+        # next one, which is not known: without it the choice follows mass that has turned stale.
+        self._chosen_ahead[name] = self._choose(name, self.step_number + 1, m, grad)
+        return I, sent
+
+    def _send_first(
+        self, m: list[Array], grad: list[Array], I: Indices, scale: Array | None
+    ) -> tuple[Indices, list[Array]]:
+        """I, and what every worker sends: (2) comes before (1), when m + grad is acc."""
         beta = m[0].dtype.type(self.config.beta)
-        I = self._chosen_ahead[name]
         sent = []
         for i in range(self.n_workers):
-            more = self._more(m[i][I], grad[i][I])
-            v = self._to_wire(m[i][I] + grad[i][I] + more)  # (2); before (1), m + grad is acc
+            v = self._to_wire(self._value(m[i][I], grad[i][I]), scale)  # (2)
             m[i][I] -= beta * v
             m[i] += beta * grad[i]  # (1)
             sent.append(v)
-        # The next step's leader chooses from its residue as it is now. Its gradient stands for the
-        # next one, which is not known: without it the choice follows mass that has turned stale.
-        j = self.leader(name, self.step_number + 1)
-        self._chosen_ahead[name] = self._top_k(name, m[j] + grad[j])
         return I, sent
+
+    def _value(self, m: Array, grad: Array) -> Array:
+        """v before it is rounded, at the places of which m and grad are, before (1)."""
+        return m + grad + self._more(m, grad)
+
+    def _choose(
+        self, name: str, step: int, m: list[Array], grad: list[Array]
+    ) -> tuple[Indices, Array | None]:
+        """I, and the scales of v there, as the leader of a step chooses them before (1)."""
+        j = self.leader(name, step)
+        I = self._top_k(name, m[j] + grad[j])
+        levels = self.config.levels
+        return I, scales(self._value(m[j][I], grad[j][I]), levels) if levels else None
 
     def _more(self, waited: Array, grad: Array) -> Array:
         """What is sent besides acc, of what waited at these places before this gradient came."""
@@ -186,15 +209,16 @@ class ScaleComReference:
 
         It is the best guess there is. Residues stay as they are.
         """
-        j = self.leader(name, self.step_number + 1)
-        guess = np.where(is_good(grad[j]), grad[j], 0)
-        self._chosen_ahead[name] = self._top_k(name, m[j] + guess)
+        guess = [np.where(is_good(each), each, each.dtype.type(0)) for each in grad]
+        self._chosen_ahead[name] = self._choose(name, self.step_number + 1, m, guess)
 
     def _top_k(self, name: str, acc: Array) -> Indices:
         return select(acc, Lanes(acc.size, self.rates[name]), self.config.selection)
 
-    def _to_wire(self, v: Array) -> Array:
-        """v̂: what travels for the values `v`, rounded to the wire dtype."""
+    def _to_wire(self, v: Array, scale: Array | None = None) -> Array:
+        """v̂: what travels for the values `v`: integers times scales, or in the wire dtype."""
+        if scale is not None:
+            return integers(v, scale, self.config.levels) * scale
         if self.config.wire_dtype == "float16":
             limit = float16_limit(self.n_workers)
             v = np.clip(v, -limit, limit).astype(np.float32).astype(np.float16).astype(v.dtype)
@@ -228,6 +252,34 @@ def largest(flat: Array, k: int) -> Indices:
     above = np.flatnonzero(size > smallest)
     equal = np.flatnonzero(size == smallest)[: k - above.size]
     return np.sort(np.concatenate([above, equal]))
+
+
+def scales(v: Array, levels: int) -> Array:
+    """Each value's scale (k,): a part of the mean magnitude in its block, the same in the block.
+
+    It is a float32 that has 8 significant bits, so that no product with an integer that occurs is
+    rounded. Zero stands for what is too small to be divided by.
+
+    Args:
+        v: the leader's values (k,).
+        levels: L.
+    """
+    each = []
+    for begin in range(0, v.size, BLOCK):
+        block = np.abs(v[begin : begin + BLOCK])
+        mean = block.sum(dtype=np.float64) / (block.size * scale_divisor(levels))
+        short = np.array(min(mean, np.finfo(np.float32).max), np.float32)
+        scale = (short.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        each += [scale if scale >= SMALLEST_SCALE else 0] * block.size
+    return np.array(each, v.dtype)
+
+
+def integers(v: Array, scale: Array, levels: int) -> Array:
+    """q: the integers nearest to v / scale, of those from -levels to levels; ties go outwards."""
+    per_scale = np.zeros_like(scale)
+    np.divide(2, scale, out=per_scale, where=scale > 0)
+    halves = np.minimum(np.abs(v) * per_scale, v.dtype.type(2 * levels)).astype(np.int32)
+    return np.copysign((halves + 1) >> 1, v).astype(v.dtype)
 
 
 def is_good(g: Array) -> NDArray[np.bool_]:

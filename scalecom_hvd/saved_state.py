@@ -24,6 +24,8 @@ _FREE_SETTINGS = ("planned_steps", "flush")
 # What ScaleCom may change besides. Other methods and quantisers may not: they draw, or choose,
 # bucket by bucket. (Where leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)
+# Settings that states of earlier releases do not name, and what was true of them.
+_BEFORE = {"bits": 32}
 # What a state of version 1 held besides its method's settings, which stood among these.
 _KEYS_OF_VERSION_1 = (
     "version",
@@ -78,7 +80,7 @@ def check_state(
             f"{_listed(others, theirs, settings)}. Give the method and settings of the state, or "
             "go on without loading it (the residues start at zero)"
         )
-    mine, saved = config.to_dict(), state["config"]
+    mine, saved = config.to_dict(), _BEFORE | state["config"]
     free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if settings == {"method": "ScaleCom"} else ())}
     compared = (mine.keys() | saved.keys()) - free
     different = sorted(name for name in compared if mine.get(name) != saved.get(name))
@@ -240,6 +242,25 @@ def check_offsets(offsets: Mapping[str, NDArray[Any]], lanes: Mapping[str, Lanes
                 f"look-ahead's offsets of {name} are damaged: they lie outside of their lanes. "
                 "Load the state of another step, or go on without loading it (residues start at "
                 "zero)"
+            )
+
+
+def check_scales(scales: Mapping[str, Any], blocks: Mapping[str, int]) -> None:
+    """Check that the scales that come with look-ahead's offsets are of these tensors.
+
+    Args:
+        scales: {name: scales (blocks,)}.
+        blocks: {name: how many blocks of values a compressed tensor has}.
+
+    Raises:
+        ValueError: they are not, or are no scales; the error names the tensor.
+    """
+    for name, given in scales.items():
+        own = np.asarray(given.cpu())
+        if own.shape != (blocks.get(name),) or not (np.isfinite(own) & (own >= 0)).all():
+            raise ValueError(
+                f"look-ahead's scales of {name} belong to another model, or are damaged: load "
+                "another state"
             )
 
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from scalecom_hvd.agreement import NUMBERS
-from scalecom_hvd.exchange.collectives import CollectiveError
+from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -208,8 +208,8 @@ class ProcessGroupCollectives:
         return ProcessGroupWork(name, self._group, work, buffer)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> ProcessGroupWork:
-        """Average over ranks in place; of float16 the sum."""
-        divides = not self._sums and buffer.dtype != torch.float16
+        """Average over ranks in place; of SUMMED the sum."""
+        divides = not self._sums and buffer.dtype not in SUMMED
         then = (lambda total: total.mul_(self.share)) if divides else None
         work = self._group.allreduce([buffer])
         return ProcessGroupWork(name, self._group, work, buffer, then)

@@ -13,7 +13,7 @@ tensors as large as the bucket. A method uses one form or the other.
 An *offset* is a row in a lane, as it travels; a *position* an index into one tensor; a *place* an
 index into the accumulators of the whole bucket.
 
-Imports accumulators, values, residue and the rooms below.
+Imports accumulators, values, integer_values, residue and the rooms below.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch.profiler import record_function
 
-from scalecom_hvd.bucket_layout import Layout
+from scalecom_hvd.bucket_layout import Layout, pack_halves, unpack_halves
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.accumulators import accumulate, commit
 from scalecom_hvd.exchange.background_thread import BackgroundThread, Job
@@ -35,6 +35,7 @@ from scalecom_hvd.exchange.gradients import (
     unflat_gradient,
     wide_dtype,
 )
+from scalecom_hvd.exchange.integer_values import IntegerValues
 from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.exchange.kernels import (
     Count,
@@ -43,6 +44,7 @@ from scalecom_hvd.exchange.kernels import (
     TensorSlot,
     Wire,
     positions_of,
+    scale_blocks_,
 )
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.values import Values, norm
@@ -122,16 +124,21 @@ class Bucket:
         wire = next((tensor.wire_dtype for tensor in self.tensors), wide)
         dense = {name: parameters[name] for name in names if name not in self.compressed}
         # What is sent whole needs its own dtype, in which it is averaged, so buckets are split.
-        assert not dense or wire == wide, "float16 values and tensors sent whole share no bucket"
-        self._share = share if wire == torch.float16 else 1.0
+        assert not dense or wire == wide, "narrow values and tensors sent whole share no bucket"
+        # Of these ranks make sums, which are divided afterwards.
+        self._share = share if wire in (torch.float16, torch.int8) else 1.0
 
-        self._layout = Layout({tensor.name: tensor.geometry for tensor in self.tensors})
+        self._levels = self.tensors[0].levels if self.tensors else 0
+        geometries = {tensor.name: tensor.geometry for tensor in self.tensors}
+        self._layout = Layout(geometries, has_scales=self._levels > 0)
         self._slots = [
             TensorSlot(
                 tensor.residue,
                 tensor.geometry,
                 self._layout.offsets[tensor.name].start,
                 self._layout.values[tensor.name].start,
+                self._levels,
+                self._layout.scales[tensor.name].start,
             )
             for tensor in self.tensors
         ]
@@ -145,11 +152,17 @@ class Bucket:
         self._offsets = [
             torch.zeros(n_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
         ]
+        narrow = self._layout.narrow_bytes
+        self._message = self._offsets[0].new_empty(n_bytes - narrow // 2 if narrow else 0)
         self._has_chosen = False
-        self._values = Values(self._layout.n_values, dense, wire, self._device)
+        self._values: Values | IntegerValues
+        if self._levels:
+            self._values = IntegerValues(self._layout.n_values, self._levels, ranks, self._device)
+        else:
+            self._values = Values(self._layout.n_values, dense, wire, self._device)
         values = self._values.compressed
-        limit = float16_limit(ranks)
-        self._wire = Wire(self._offsets[0], values, torch.zeros_like(values), limit)
+        sent = values if self._levels else torch.zeros_like(values)  # integers are packed first
+        self._wire = Wire(self._offsets[0], values, sent, float16_limit(ranks))
         self._kernels: list[tuple[Kernel, list[int]]] = []
         self._grad_dtypes: list[torch.dtype] | None = None
         self._whole_values: Values | None = None
@@ -159,18 +172,26 @@ class Bucket:
         self.frozen: list[bool] = []
         # Of the step in progress; see `forget`.
         self._averaged: dict[str, torch.Tensor]
-        self._reduced: Values | None
+        self._reduced: Values | IntegerValues | None
         self._received: tuple[torch.Tensor, torch.Tensor] | None
+        self._taken_at: torch.Tensor
         self._in_place: bool
         self._has_accumulated: bool
         self._has_accumulators: bool
         self._committed: bool
         self.forget()
 
-    @property
-    def taken(self) -> torch.Tensor:
-        """What `take` gave last, (k,): their average once it has come, where they were averaged."""
-        return self._values.compressed
+    def averages_taken(self) -> torch.Tensor:
+        """The averages (k,) of what `take` gave last, once they have come.
+
+        Of narrow values they are sums, which `scatter` multiplies by `share`.
+        """
+        if isinstance(self._values, Values) or self.whole:
+            return self._values.compressed
+        averages = self._values.sums().to(self._residue_dtype)
+        for slot in self._slots:
+            scale_blocks_(slot.values(averages), slot.scales(self._taken_at))
+        return averages
 
     # What a method asks for: offsets.
 
@@ -183,24 +204,52 @@ class Bucket:
         return self._offsets[0]
 
     def split_offsets(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """{name: offsets (k,)}: a choice, tensor by tensor. They are views of the buffer."""
+        """{name: offsets (k,)}: those of a choice, tensor by tensor. They are views of it."""
         return {
             tensor.name: slot.offsets(buffer)
             for tensor, slot in zip(self.tensors, self._slots, strict=True)
         }
 
-    def join_offsets(self, offsets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The inverse of `split_offsets`, without a copy where they are views of one buffer."""
-        parts = [offsets[tensor.name] for tensor in self.tensors]
+    def split_choice(self, buffer: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+        """{name: {"offsets": (k,)}}: all of a choice. Of integers "scales" (blocks,) are in it."""
+        choice = {name: {"offsets": own} for name, own in self.split_offsets(buffer).items()}
+        for tensor, slot in zip(self.tensors, self._slots, strict=True):
+            if self._levels:
+                choice[tensor.name]["scales"] = slot.scales(buffer)
+        return choice
+
+    def join_choice(self, choice: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
+        """The inverse of `split_choice`, without a copy where they are views of one buffer."""
+        parts = [choice[tensor.name]["offsets"] for tensor in self.tensors]
         storage = parts[0].untyped_storage()  # views of another dtype do not know what they view
         starts = [storage.data_ptr() + slot.offsets_at for slot in self._slots]
         whole = storage.nbytes() == self._layout.offsets_bytes
         if whole and starts == [part.data_ptr() for part in parts]:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         buffer = self._offsets[1]  # no state has views of it, or it would have been found above
-        for slot, part in zip(self._slots, parts, strict=True):
+        for tensor, slot, part in zip(self.tensors, self._slots, parts, strict=True):
             slot.offsets(buffer).copy_(part.view(slot.offsets(buffer).dtype))
+            if self._levels:
+                slot.scales(buffer).copy_(choice[tensor.name]["scales"])
         return buffer
+
+    def pack(self, choice: torch.Tensor) -> torch.Tensor:
+        """The bytes that travel for a choice. Narrow offsets travel two to a byte."""
+        narrow = self._layout.narrow_bytes
+        if not narrow:
+            return choice
+        cut = len(choice) - narrow
+        self._message[:cut] = choice[:cut]
+        pack_halves(choice[cut:], self._message[cut:])
+        return self._message
+
+    def unpack(self, message: torch.Tensor, choice: torch.Tensor) -> None:
+        """The inverse of `pack`: choice <- what travelled."""
+        narrow = self._layout.narrow_bytes
+        if narrow:
+            cut = len(choice) - narrow
+            choice[:cut] = message[:cut]
+            unpack_halves(message[cut:], choice[cut:])
 
     # What a method asks for: moves in place.
 
@@ -237,6 +286,7 @@ class Bucket:
         v, and, if it is to choose, the offsets of the largest |m + g| afterwards: g stands for the
         next gradient.
         """
+        self._taken_at = offsets
         wire = self._wire._replace(offsets=offsets)
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_AHEAD if choose else CHOOSE_NOTHING
@@ -248,10 +298,21 @@ class Bucket:
         return wire.values, chosen
 
     def choose_without_accumulating(self) -> torch.Tensor:
-        """The offsets of the largest |m + g|; the residue stays, as in a step sent whole."""
+        """What `select` gives, in a step that is sent whole."""
         chosen = self.new_offsets()
         for kernel, _ in self._kernels:
-            kernel.accumulate(0.0, CHOOSE_ACCUMULATOR, chosen)
+            kernel.choose(self._extra, chosen)
+        return chosen
+
+    def select(self) -> Step[torch.Tensor]:
+        """The offsets of the largest |m + g|, and the scales of integers there; m stays."""
+        chosen = self.new_offsets()
+
+        def choose(kernel: Kernel) -> Count:
+            kernel.choose(self._extra, chosen)
+            return 0  # what is bad is counted when it is taken
+
+        yield from self._run("select", choose)
         return chosen
 
     # What a method asks for: moves on accumulators.
@@ -436,7 +497,7 @@ class Bucket:
         if self.tensors and not (self.whole or self._in_place):
             self.accumulators  # noqa: B018 (a method may have asked for nothing)
         self._reduced = self._whole_values if self.whole else self._values
-        bad = self._reduced.fill(self.grads) if self._reduced.whole else 0
+        bad = self._reduced.fill(self.grads)
         self._reduced.buffer[-1] = (self.bad + bad) != 0
         skipped = 0 if self.whole or self._in_place else self._layout.n_values
         self._averaged = {"": self._reduced.buffer[skipped:]}
@@ -447,6 +508,8 @@ class Bucket:
         """How many bytes of what `fill` gives are values of compressed tensors."""
         if self.whole or not self._in_place:
             return 0
+        if self._levels:
+            return (self._values.buffer.numel() - 1) * 4
         return self._layout.n_values * self._values.buffer.element_size()
 
     @property
@@ -461,6 +524,8 @@ class Bucket:
         the gradients' dtype.
         """
         averages = list(self._averaged.values())
+        if self._levels and not self.whole:
+            averages = [self._received[1]]
         if self._has_accumulators and not self.whole:
             averages.append(self._average)
         # The smallest and the largest tell of all: one pass, and nothing large is made.
@@ -487,7 +552,7 @@ class Bucket:
     def _compressed_averages(self) -> Iterable[torch.Tensor]:
         if self._has_accumulators:
             return self._average.split(self.sizes)
-        return [slot.values(self._values.compressed) for slot in self._slots]
+        return [slot.values(self._received[1]) for slot in self._slots]
 
     def norms(self) -> tuple[float, float]:
         """The norms of residues, and of this step's gradients in their units. Reads them all."""
@@ -505,7 +570,7 @@ class Bucket:
             averages = self._average.split(self.sizes)
             grads = [self.grads[name] for name in self.compressed]
             commit(self.tensors, self.parts, averages, self.scale, self.frozen, grads)
-        if self._reduced is not None and self._reduced.whole:
+        if isinstance(self._reduced, Values) and self._reduced.whole:
             self._reduced.copy_to(self.grads)
 
     def scatter(self, outputs: Mapping[str, torch.Tensor]) -> None:

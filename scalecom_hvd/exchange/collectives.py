@@ -17,6 +17,8 @@ import torch
 from scalecom_hvd.agreement import Numbers
 
 LAST = sys.maxsize
+# Of these dtypes `all_reduce` gives the sum, whatever the optimizer asks for.
+SUMMED = (torch.float16, torch.int32)
 
 Result = TypeVar("Result")
 
@@ -57,8 +59,8 @@ class Collectives(Protocol):
     then; the result may be one that ranks share, and is not written to.
 
     What travels: contiguous tensors, on the parameters' device or on the CPU, some of them views.
-    `all_reduce` is asked for float16, float32 and float64, `broadcast` for bytes (uint8), floats
-    and what a method brings, `gather` for these and int64.
+    `all_reduce` is asked for float16, float32, float64 and int32, `broadcast` for bytes (uint8),
+    floats and what a method brings, `gather` for these and int64.
 
     When a rank fails, the `wait` of all others must raise an error, such as CollectiveError: they
     would wait for ever. A time limit for ranks that hang is the transport's affair, and so is its
@@ -118,8 +120,9 @@ class Collectives(Protocol):
     def all_reduce(self, buffer: torch.Tensor, name: str) -> Work:
         """Multiply the sum of all ranks' buffers by `share`, in place.
 
-        Of float16 it is the sum itself, not yet multiplied: dividing in float16 would lose what
-        is small for good. The caller multiplies when the values are in a wider dtype again.
+        Of SUMMED it is the sum itself, and the caller multiplies when it has made other numbers of
+        it: dividing in float16 would lose what is small for good, and words of fields
+        (integers.py) cannot be divided. Their sums may wrap around: a word has no sign.
         """
         ...
 

@@ -2,7 +2,8 @@
 
 A kernel is made once for tensors that share their buffers of offsets and values (a `TensorSlot`
 each) and makes every move for all of them at once; kernel_choice.py picks which one does. Every
-kernel gives bit-identical results, and those of reference.py. Imports gradients, lanes and native.
+kernel gives bit-identical results, and those of reference.py. Imports gradients, lanes, native and
+integers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ import torch
 
 from scalecom_hvd import native
 from scalecom_hvd.exchange.gradients import limit_of
+from scalecom_hvd.integers import BLOCK, SMALLEST_SCALE, blocks_of, scale_divisor
 from scalecom_hvd.lanes import Lanes, Positions
-from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_RESIDUE
+from scalecom_hvd.native import (
+    CHOOSE_ACCUMULATOR,
+    CHOOSE_AHEAD,
+    CHOOSE_NOTHING,
+    CHOOSE_RESIDUE,
+)
 
 Count = int | torch.Tensor
 """A number; a 0-dimensional tensor on devices where reading one would wait."""
@@ -33,18 +40,27 @@ class TensorSlot:
         geometry: its lanes.
         offsets_at: where its k offsets begin, in bytes.
         values_at: where its k values begin, in elements.
+        levels: L of values that travel as integers (integers.py); 0: they travel as numbers.
+        scales_at: where the scales of integers begin, in bytes of the buffer of offsets.
     """
 
     residue: torch.Tensor
     geometry: Lanes
     offsets_at: int
     values_at: int
+    levels: int = 0
+    scales_at: int = 0
 
     def offsets(self, buffer: torch.Tensor) -> torch.Tensor:
         """This tensor's offsets (k,), geometry.offset_dtype, in a buffer of bytes."""
         dtype = getattr(torch, str(self.geometry.offset_dtype))
         end = self.offsets_at + self.geometry.k * dtype.itemsize
         return buffer[self.offsets_at : end].view(dtype)
+
+    def scales(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The scales (blocks,) of this tensor's values, float32, in a buffer of offsets."""
+        count = blocks_of(self.geometry.k) if self.levels else 0
+        return buffer[self.scales_at : self.scales_at + 4 * count].view(torch.float32)
 
     def values(self, buffer: torch.Tensor) -> torch.Tensor:
         """This tensor's values (k,) in a buffer of the wire dtype."""
@@ -55,9 +71,9 @@ class Wire(NamedTuple):
     """Where values are taken, and what they become on their way.
 
     Attributes:
-        offsets: of the places, in bytes.
-        values: the buffer in which they travel; it is averaged in place.
-        sent: as large, for a copy of what was sent.
+        offsets: of the places, in bytes; and the scales of integers.
+        values: the buffer in which they travel; it is averaged in place. Integers are packed first.
+        sent: as large, for a copy of what was sent; of integers the same buffer.
         limit: float16 is clamped to +-limit.
     """
 
@@ -79,7 +95,8 @@ class Kernel(Protocol):
 
     Buffers: `offsets` and `chosen` hold bytes, `values` and `sent` elements of the wire dtype. The
     C and Triton kernels allocate nothing as large as these in a step. A frozen tensor is no longer
-    trained: its residue stays as it is, and zeros are sent.
+    trained: its residue stays as it is, and zeros are sent. Where values travel as integers
+    (`levels`), `choose` and `take_and_accumulate` serve, in this order.
     """
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None: ...
@@ -91,13 +108,20 @@ class Kernel(Protocol):
         """
         ...
 
+    def choose(self, extra: float, chosen: torch.Tensor) -> None:
+        """(0) chosen <- the winners of |m + g|, and the scales of what `take` would send there.
+
+        Nothing else changes. extra: see `take`.
+        """
+        ...
+
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
         """(1) m <- m + beta*g. Gives how many elements of g are bad.
 
         Args:
             beta: that of the low-pass filter.
             choose: which winners `chosen` takes: CHOOSE_ACCUMULATOR, of |m_old + g|;
-                CHOOSE_RESIDUE, of |m_new|; CHOOSE_AHEAD, of |m_new + g|; CHOOSE_NOTHING.
+                CHOOSE_RESIDUE, of |m_new|; CHOOSE_NOTHING.
             chosen: the buffer for their offsets.
         """
         ...
@@ -122,7 +146,7 @@ class Kernel(Protocol):
     ) -> Count:
         """`take` with share 1, then `accumulate`: look-ahead's order. Gives the sum of both.
 
-        choose: CHOOSE_AHEAD or CHOOSE_NOTHING.
+        choose: CHOOSE_AHEAD, with scales of what m_new and g would send, or CHOOSE_NOTHING.
         """
         ...
 
@@ -184,6 +208,19 @@ class TorchKernel:
         self._steps = [_Step(*own) for own in zip(self._slots, grads, frozen, strict=True)]
         self._scale = scale
 
+    def choose(self, extra: float, chosen: torch.Tensor) -> None:
+        for step in self._steps:
+            g, _ = usable(step.grad, step.slot.residue, self._scale)
+            self._choose(step, g, extra, chosen)
+
+    def _choose(self, step: _Step, g: torch.Tensor, extra: float, chosen: torch.Tensor) -> None:
+        slot, residue = step.slot, step.slot.residue
+        choose_by_torch(residue + g, slot.geometry, slot.offsets(chosen))
+        if slot.levels:
+            positions = positions_of(slot.geometry, slot.offsets(chosen))
+            value = sendable(residue[positions], g[positions], extra)
+            slot.scales(chosen).copy_(scales_of(value, slot.levels))
+
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
         bad: Count = 0
         for step in self._steps:
@@ -196,8 +233,6 @@ class TorchKernel:
                 step.accumulated = beta
             if choose == CHOOSE_RESIDUE:
                 choose_by_torch(residue, slot.geometry, slot.offsets(chosen))
-            if choose == CHOOSE_AHEAD:
-                choose_by_torch(residue + g, slot.geometry, slot.offsets(chosen))
             bad = bad + n_bad
         return bad
 
@@ -215,15 +250,17 @@ class TorchKernel:
             if share != 0:
                 g, _ = usable(step.grad[positions], residue, self._scale)
                 waited = value if share == 1 else value - beta * g
-                more = torch.where(waited * g >= 0, extra * waited, 0.0)
-                value = value + share * g + more
+                value = value + share * g + more_of(waited, g, extra)
             finite = value.isfinite()
             value.masked_fill_(~finite, 0)
-            if part.dtype == torch.float16:
-                value.clamp_(-wire.limit, wire.limit)
-            part.copy_(value)
-            copy.copy_(part)
-            residue[positions] -= part.to(residue.dtype) * beta
+            if slot.levels:
+                part.copy_(integers_of(value, slot.scales(wire.offsets), slot.levels))
+            else:
+                if part.dtype == torch.float16:
+                    value.clamp_(-wire.limit, wire.limit)
+                part.copy_(value)
+                copy.copy_(part)
+            residue[positions] -= _sent(slot, wire) * beta
             step.taken = beta, wire
             bad = bad + (finite.numel() - finite.count_nonzero())
         return bad
@@ -232,7 +269,10 @@ class TorchKernel:
         self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> Count:
         bad = self.take(beta, 1.0, extra, wire)
-        return bad + self.accumulate(beta, choose, chosen)
+        bad = bad + self.accumulate(beta, CHOOSE_NOTHING, None)
+        if choose == CHOOSE_AHEAD:
+            self.choose(extra, chosen)
+        return bad
 
     def scatter(
         self,
@@ -254,7 +294,7 @@ class TorchKernel:
             if step.taken is not None:
                 beta, wire = step.taken
                 positions = positions_of(slot.geometry, slot.offsets(wire.offsets))
-                residue[positions] += slot.values(wire.sent).to(residue.dtype) * beta
+                residue[positions] += _sent(slot, wire) * beta
                 step.taken = None
             if step.accumulated and not keep_gradients:
                 g, _ = usable(step.grad, residue, self._scale)
@@ -263,6 +303,50 @@ class TorchKernel:
 
     def release(self) -> None:
         self._steps = []
+
+
+def more_of(waited: torch.Tensor, g: torch.Tensor, extra: float) -> torch.Tensor:
+    """What is sent besides m + g, of what waited before g came."""
+    return torch.where(waited * g >= 0, extra * waited, 0.0)
+
+
+def sendable(m: torch.Tensor, g: torch.Tensor, extra: float) -> torch.Tensor:
+    """What places send where m and g are apart yet."""
+    return m + g + more_of(m, g, extra)
+
+
+def scales_of(values: torch.Tensor, levels: int) -> torch.Tensor:
+    """The scales (blocks,) of the leader's values (k,), as reference.scales."""
+    size = torch.where(values.isfinite(), values.abs().double(), 0.0)
+    padded = torch.nn.functional.pad(size, (0, -size.numel() % BLOCK)).view(-1, BLOCK)
+    counts = torch.full((len(padded),), float(BLOCK), dtype=torch.float64, device=size.device)
+    counts[-1:] -= padded.numel() - size.numel()
+    mean = padded.sum(1) / (counts * scale_divisor(levels))
+    short = mean.clamp_max(torch.finfo(torch.float32).max).float()
+    short = (short.view(torch.int32) & -0x10000).view(torch.float32)
+    return torch.where(short >= SMALLEST_SCALE, short, 0.0)
+
+
+def integers_of(values: torch.Tensor, scales: torch.Tensor, levels: int) -> torch.Tensor:
+    """Values (k,) as integers (k,) of their own dtype, as reference.integers."""
+    per_scale = torch.where(scales > 0, 2 / scales.to(values.dtype), 0.0)
+    halves = scale_blocks_(values.abs(), per_scale).clamp_max_(2 * levels).int()
+    return torch.copysign(((halves + 1) >> 1).to(values.dtype), values)
+
+
+def scale_blocks_(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Values (k,) times the scale of their block, in place."""
+    cut = values.numel() // BLOCK * BLOCK
+    values[:cut].view(-1, BLOCK).mul_(scales[: cut // BLOCK, None])
+    if cut < values.numel():
+        values[cut:].mul_(scales[-1])
+    return values
+
+
+def _sent(slot: TensorSlot, wire: Wire) -> torch.Tensor:
+    """What this rank sent (k,), in its residue's dtype."""
+    sent = slot.values(wire.sent).to(slot.residue.dtype, copy=True)
+    return scale_blocks_(sent, slot.scales(wire.offsets)) if slot.levels else sent
 
 
 def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor:
@@ -315,6 +399,7 @@ class NativeKernel:
             row["width"], row["rows"] = lanes.width, lanes.rows
             row["offset_width"] = lanes.offset_dtype.itemsize
             row["offsets_at"], row["values_at"] = slot.offsets_at, slot.values_at
+            row["levels"], row["scales_at"] = slot.levels, slot.scales_at
         self._tensors = self._table.ctypes.data, len(slots)
         self._grads: Sequence[torch.Tensor] = ()
         self._scale = 1.0
@@ -330,6 +415,9 @@ class NativeKernel:
 
     def release(self) -> None:
         self._grads, self._accumulated, self._taken = (), 0.0, None
+
+    def choose(self, extra: float, chosen: torch.Tensor) -> None:
+        self._library.scalecom_choose(*self._tensors, self._scale, extra, chosen.data_ptr())
 
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> int:
         arguments = beta, self._scale, choose, _address(chosen)

@@ -44,7 +44,9 @@ class CompressedTensor:
     Attributes:
         residue: (N,) float32 or float64, zero at the start.
         geometry: its lanes.
-        wire_dtype, offset_dtype: in which values and offsets travel.
+        wire_dtype, offset_dtype: in which values and offsets travel; int8 stands for integers of
+            few bits, several of which share a word (integers.py).
+        levels: L of those; 0: values are numbers.
         beta: of the low-pass filter.
         extra: how many times more of what waits is sent where the gradient agrees.
     """
@@ -57,7 +59,10 @@ class CompressedTensor:
         self.geometry = geometry(parameter.numel(), rate, config.selection)
         dtype = torch_dtype(config.residue_dtype_for(str(parameter.dtype).removeprefix("torch.")))
         self.residue = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+        self.levels = config.levels
         self.wire_dtype = torch_dtype(config.wire_dtype) if config.wire_dtype else dtype
+        if self.levels:
+            self.wire_dtype = torch.int8
         self.offset_dtype = torch_dtype(self.geometry.offset_dtype)
         self.beta, self.extra = config.beta, config.extra
         # A wrong SCALECOM_KERNEL is refused here, not in a hook.

@@ -32,6 +32,7 @@ from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.residue import Residues, describe_tensors
+from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.saved_state import (
     STATE_VERSION,
     Saved,
@@ -39,6 +40,7 @@ from scalecom_hvd.saved_state import (
     check_local_steps,
     check_offsets,
     check_residues,
+    check_scales,
     check_state,
     norms_of,
 )
@@ -308,6 +310,10 @@ class Run:
                 # Look-ahead's, which are not there at the start. Kernels follow them.
                 offsets = {name: chosen.cpu().numpy() for name, chosen in values.items()}
                 check_offsets(offsets, {name: t.geometry for name, t in tensors.items()})
+                continue
+            if what == "scales" and what in self._method.equal_state:
+                # They come with the offsets.
+                check_scales(values, {name: blocks_of(t.geometry.k) for name, t in tensors.items()})
                 continue
             for name, value in values.items():
                 found.setdefault(name, {})[what] = tuple(value.shape)

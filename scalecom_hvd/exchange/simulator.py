@@ -24,7 +24,7 @@ import torch
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.asynchronous_steps import AsynchronousSteps
 from scalecom_hvd.exchange.bucket_plan import Groups
-from scalecom_hvd.exchange.collectives import CollectiveError
+from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.local_steps import LocalSteps
@@ -278,9 +278,9 @@ class SimulatedCollectives:
         return self._submit(name, what, buffer, functools.partial(_broadcast, root=root))
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> SimulatedWork:
-        """The average, or sum, in place; of float16 the sum."""
+        """The average, or sum, in place; of SUMMED the sum."""
         what = ("average", self._sums, self._predivide, buffer.dtype, tuple(buffer.shape))
-        divide = not self._sums and buffer.dtype != torch.float16
+        divide = not self._sums and buffer.dtype not in SUMMED
         combine = functools.partial(_reduce, divide=divide, predivide=self._predivide)
         return self._submit(name, what, buffer, combine)
 

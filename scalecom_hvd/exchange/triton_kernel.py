@@ -23,9 +23,18 @@ import triton
 import triton.language as tl
 
 from scalecom_hvd import triton as tiles
-from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot, Wire
+from scalecom_hvd.exchange.kernels import (
+    Count,
+    Taken,
+    TensorSlot,
+    Wire,
+    positions_of,
+    scales_of,
+    sendable,
+    usable,
+)
 from scalecom_hvd.lanes import LANES
-from scalecom_hvd.native import CHOOSE_NOTHING
+from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING
 
 # What gradients are stored in; scalecom_hvd/triton reads int16 as bfloat16.
 _STORED = {
@@ -73,6 +82,10 @@ class TritonKernel:
     def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
         for part, members in self._parts:
             part.begin([grads[i] for i in members], [frozen[i] for i in members], scale)
+
+    def choose(self, extra: float, chosen: torch.Tensor) -> None:
+        for part, _ in self._parts:
+            part.choose(extra, chosen)
 
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
         return _sum(part.accumulate(beta, choose, chosen) for part, _ in self._parts)
@@ -135,6 +148,21 @@ class _OneDtype:
     def release(self) -> None:
         self._grads, self._step, self._accumulated, self._taken = (), None, 0.0, None
 
+    def choose(self, extra: float, chosen: torch.Tensor) -> None:
+        # Nothing is added to residues. What a leader's gradients hold is counted when it takes.
+        arguments = chosen, self._new_count(), 0.0, self._scale
+        self._launch_pass(tiles.accumulate_tiles, *arguments, CHOOSE=CHOOSE_ACCUMULATOR)
+        self._measure(extra, chosen)
+
+    def _measure(self, extra: float, chosen: torch.Tensor) -> None:
+        """The scales of integers. A block of values is of several tiles, so it is done apart."""
+        for slot, grad in zip(self._slots, self._grads, strict=True):
+            if slot.levels:
+                positions = positions_of(slot.geometry, slot.offsets(chosen))
+                g, _ = usable(grad[positions], slot.residue, self._scale)
+                value = sendable(slot.residue[positions], g, extra)
+                slot.scales(chosen).copy_(scales_of(value, slot.levels))
+
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> torch.Tensor:
         count = self._new_count()
         self._launch_pass(tiles.accumulate_tiles, chosen, count, beta, self._scale, CHOOSE=choose)
@@ -158,6 +186,8 @@ class _OneDtype:
         arguments = offsets, values, sent, chosen, count, beta, self._scale, extra, limit
         self._launch_pass(tiles.take_and_accumulate_tiles, *arguments, CHOOSE=choose)
         self._taken, self._accumulated = (beta, wire), beta
+        if choose != CHOOSE_NOTHING:
+            self._measure(extra, chosen)
         return count
 
     def scatter(
@@ -246,7 +276,8 @@ def _fields(slot: TensorSlot) -> tuple[int, ...]:
     left, last = lanes.numel - lanes.full_lanes * lanes.rows, max(lanes.k - lanes.full_lanes, 1)
     last_rows, width = -(-left // last), lanes.offset_dtype.itemsize
     shape = lanes.numel, lanes.k, lanes.full_lanes, lanes.rows, last_rows
-    return slot.residue.data_ptr(), *shape, width, slot.offsets_at, slot.values_at
+    places = slot.offsets_at, slot.values_at, slot.scales_at
+    return slot.residue.data_ptr(), *shape, width, *places, slot.levels
 
 
 def _sum(counts: Iterable[Count]) -> Count:

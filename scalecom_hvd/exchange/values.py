@@ -36,6 +36,8 @@ class Values:
 
     def fill(self, grads: Mapping[str, torch.Tensor]) -> Count:
         """Copy in what is sent whole; gives whether it is not finite."""
+        if not self.whole:
+            return 0
         torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
         # Looked at in the wire dtype: what overflows there is not finite either.
         return ~self._all_whole.isfinite().all()

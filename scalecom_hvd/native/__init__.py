@@ -39,8 +39,11 @@ REFUSED = -1  # OFFSETS_OUTSIDE there
 
 # One compressed tensor as lanes.c reads it (`tensor` in lanes.h says what the fields are). An array
 # of these goes into every call.
-_LONG_FIELDS = ("grad", "residue", "numel", "k", "width", "rows", "offsets_at", "values_at")
-_INT_FIELDS = ("dtype", "offset_width", "frozen", "padding")
+_LONG_FIELDS = (
+    *("grad", "residue", "numel", "k", "width", "rows"),
+    *("offsets_at", "values_at", "scales_at"),
+)
+_INT_FIELDS = ("dtype", "offset_width", "frozen", "levels")
 TENSOR = np.dtype(
     [(name, np.int64) for name in _LONG_FIELDS] + [(name, np.int32) for name in _INT_FIELDS]
 )
@@ -50,6 +53,7 @@ _TENSORS = [_POINTER, _LONG]
 _VALUES = [_POINTER, _POINTER, _POINTER, _INT, _REAL]  # offsets, values, sent, wire_float16, limit
 _SIGNATURES = {
     "scalecom_accumulate": [*_TENSORS, _REAL, _REAL, _INT, _POINTER],
+    "scalecom_choose": [*_TENSORS, _REAL, _REAL, _POINTER],
     "scalecom_take": [*_TENSORS, *[_REAL] * 4, *_VALUES],
     "scalecom_take_and_accumulate": [*_TENSORS, *[_REAL] * 3, *_VALUES, _INT, _POINTER],
     "scalecom_scatter": [*_TENSORS, _REAL, _POINTER, _POINTER, _INT],

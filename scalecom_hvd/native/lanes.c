@@ -10,6 +10,7 @@
  * numbers this is the order of |x|, it needs no floating-point compare, and NaN and infinity are
  * larger than all numbers whatever the compiler assumes.
  */
+#include <float.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -117,6 +118,7 @@ static int all_fit(const tensor *tensors, int64_t count, const void *offsets) {
  * place. */
 typedef struct {
     const void *offsets;
+    const float *scales; /* of one tensor; see `part` in lanes_template.h */
     void *values, *sent;
     int wire_float16;
     double limit; /* the largest magnitude that travels as float16 */
@@ -146,6 +148,14 @@ static inline int may_stream(const void *to, int64_t bytes) {
 #else
     return (void)to, (void)bytes, 0;
 #endif
+}
+
+/* The scale of a block, of the sum of its magnitudes: a float32 of 8 significant bits, so that no
+ * product with an integer is rounded, and that the order of summands does not show. */
+static inline float scale_of(double total, int64_t count, int levels) {
+    double mean = total / ((double)count * ((levels + 1) / 2.0));
+    float scale = float_of(bits_of(mean < FLT_MAX ? (float)mean : FLT_MAX) & 0xffff0000u);
+    return scale >= 0x1p-100f ? scale : 0;
 }
 
 #define CONCAT_(a, b) a##_##b
@@ -230,10 +240,15 @@ int64_t scalecom_accumulate(const tensor *tensors, int64_t count, double beta, d
     EACH(accumulate, beta, scale, choose, chosen)
     return total;
 }
+int64_t scalecom_choose(const tensor *tensors, int64_t count, double scale, double extra,
+                        void *chosen) {
+    EACH(choose, scale, extra, chosen)
+    return total;
+}
 int64_t scalecom_take(const tensor *tensors, int64_t count, double beta, double scale, double share,
                       double extra, const void *offsets, void *values, void *sent, int wire_float16,
                       double limit) {
-    wire to = {offsets, values, sent, wire_float16, limit};
+    wire to = {offsets, NULL, values, sent, wire_float16, limit};
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
     EACH(take, beta, scale, share, extra, to)
     return total;
@@ -242,7 +257,7 @@ int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, doubl
                                      double scale, double extra, const void *offsets, void *values,
                                      void *sent, int wire_float16, double limit, int choose,
                                      void *chosen) {
-    wire to = {offsets, values, sent, wire_float16, limit};
+    wire to = {offsets, NULL, values, sent, wire_float16, limit};
     if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;
     EACH(take_and_accumulate, beta, scale, extra, to, choose, chosen)
     return total;

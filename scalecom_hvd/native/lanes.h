@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #define LANES 64 /* lanes.LANES: columns of one tile */
+#define BLOCK 512 /* integers.BLOCK: values that share a scale; whole tiles */
 
 /* What a pass chooses on, and gradients' dtypes. Kept in step with native/__init__.py. */
 enum { CHOOSE_NOTHING = 0, CHOOSE_ACCUMULATOR = 1, CHOOSE_RESIDUE = 2, CHOOSE_AHEAD = 3 };
@@ -21,10 +22,11 @@ typedef struct {
     int64_t width, rows; /* lanes in a full group, at least 1; it owns width * rows elements */
     int64_t offsets_at;  /* in bytes, in the buffer of offsets that its bucket shares */
     int64_t values_at;   /* in elements, in the buffers of values */
+    int64_t scales_at;   /* in bytes, in the buffer of offsets: its scales, float32 */
     int32_t dtype; /* the gradient's; float64 gradients have float64 residues, all others float32 */
     int32_t offset_width; /* bytes of an offset */
     int32_t frozen;       /* no longer trained: the residue stays, and zeros are sent */
-    int32_t padding;
+    int32_t levels;       /* values travel as integers from -levels to levels; 0: as numbers */
 } tensor;
 
 /* m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest |m_old + g|,
@@ -32,6 +34,10 @@ typedef struct {
  * config.largest_gradient. Those count as zero. */
 int64_t scalecom_accumulate(const tensor *tensors, int64_t count, double beta, double scale,
                             int choose, void *chosen);
+/* `chosen` <- the row of each lane's largest |m + g|, and the scales of the values there (levels),
+ * as take_and_accumulate would send them. Residues stay. */
+int64_t scalecom_choose(const tensor *tensors, int64_t count, double scale, double extra,
+                        void *chosen);
 /* values, sent <- m[I] + share * g[I], clamped and rounded to the wire dtype;
  * m[I] <- m[I] - beta * values.
  * Where m before g came and g do not point apart, `extra` times that m is sent besides. share: of
@@ -41,7 +47,9 @@ int64_t scalecom_accumulate(const tensor *tensors, int64_t count, double beta, d
 int64_t scalecom_take(const tensor *tensors, int64_t count, double beta, double scale, double share,
                       double extra, const void *offsets, void *values, void *sent, int wire_float16,
                       double limit);
-/* Look-ahead's order: take (share 1), then accumulate, in one pass over memory.
+/* Look-ahead's order, and that of few bits: take (share 1), then accumulate, in one pass over
+ * memory. With levels, values (int8) <- the integers nearest to the values over their scale, which
+ * are in the buffer of offsets, and `sent` is the same buffer.
  * Returns the sum of what both return. */
 int64_t scalecom_take_and_accumulate(const tensor *tensors, int64_t count, double beta,
                                      double scale, double extra, const void *offsets, void *values,

@@ -37,23 +37,44 @@ static inline REAL NAME(sendable)(REAL m, REAL g, REAL within, REAL share, REAL 
     return m + share * g + more;
 }
 
-/* The row of each lane of a tile that is sent, and its value before it is rounded for the wire. */
-typedef struct { INTEGER row[LANES]; REAL value[LANES]; } NAME(picks);
+/* How values leave a row as it is passed: not at all, as they are, or as integers. */
+enum { NAME(NONE), NAME(NUMBERS), NAME(INTEGERS) };
+
+/* The row of each lane of a tile that is sent, and its value: before it is rounded for the wire, or
+ * the integer. per_scale: 2 / scale, or 0. */
+typedef struct {
+    INTEGER row[LANES];
+    REAL value[LANES];
+    REAL scale, per_scale, most;
+} NAME(picks);
+
+/* The integer nearest to value / scale, as a REAL, of those from -L to L; `most` is 2 L. */
+static inline REAL NAME(integer)(REAL value, const NAME(picks) *by) {
+    REAL size = NAME(real)(BITS(value) & MAGNITUDE) * by->per_scale;
+    size = size < by->most ? size : by->most;
+    REAL q = (REAL)(((int32_t)size + 1) >> 1);
+    return NAME(real)(BITS(q) | (BITS(value) & ~MAGNITUDE));
+}
 
 /* One row of a tile: `n` lanes side by side. With picks, the values to be sent are taken out
  * first. */
 INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, int n, REAL beta,
-                      REAL scale, REAL extra, NAME(picks) *restrict picks, int choose,
-                      INTEGER row, INTEGER *restrict best, INTEGER *restrict winner,
+                      REAL scale, REAL extra, int form, NAME(picks) *restrict picks,
+                      int choose, INTEGER row, INTEGER *restrict best, INTEGER *restrict winner,
                       INTEGER *restrict bad) {
     for (int l = 0; l < n; l++) {
         REAL m = residue[l];
         REAL g = NAME(usable)(grad[l], scale, &bad[l]);
-        if (picks) {
+        if (form != NAME(NONE)) {
             REAL value = NAME(sendable)(m, g, 0, 1, extra);
             INTEGER here = -(picks->row[l] == row);
             INTEGER finite = -((BITS(value) & EXPONENT) != EXPONENT);
-            picks->value[l] = here ? value : picks->value[l];
+            if (form == NAME(INTEGERS)) {
+                REAL q = NAME(integer)(value, picks);
+                picks->value[l] = here ? finite ? q : value : picks->value[l];
+                value = q * picks->scale;
+            } else
+                picks->value[l] = here ? value : picks->value[l];
             m -= beta * NAME(real)(BITS(value) & here & finite);
         }
         REAL updated = m + beta * g;
@@ -69,9 +90,90 @@ INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, in
     }
 }
 
+/* What a tile's elements in these rows send, m and g being apart yet. First they are fetched, and
+ * then computed side by side: one by one, every second sign would be a branch guessed wrongly. */
+INLINE void NAME(values_at)(REAL *restrict value, const tensor *t, tile at,
+                            const INTEGER *restrict row, REAL scale, REAL extra) {
+    const GRAD_TYPE *grad = (const GRAD_TYPE *)t->grad + at.start;
+    const REAL *residue = (const REAL *)t->residue + at.start;
+    REAL m[LANES];
+    GRAD_TYPE g[LANES];
+    for (int l = 0; l < at.n; l++) {
+        m[l] = residue[l + row[l] * at.stride];
+        g[l] = grad[l + row[l] * at.stride];
+    }
+    for (int l = 0; l < at.n; l++) {
+        INTEGER ignored = 0;
+        value[l] = NAME(sendable)(m[l], NAME(usable)(g[l], scale, &ignored), 0, 1, extra);
+    }
+}
+
+/* Writes the scales of chosen values, block by block, as tiles come by in order. */
+typedef struct { float *scales; double total; int64_t begin; } NAME(scaler);
+
+static inline NAME(scaler) NAME(scaler_at)(const tensor *t, void *chosen) {
+    return (NAME(scaler)){(float *)((char *)chosen + t->scales_at), 0, 0};
+}
+/* A tile's winners were stored in `offsets`: what they would send counts. The tile is in a cache. */
+INLINE void NAME(measure)(NAME(scaler) *to, const tensor *t, tile at, const void *offsets,
+                          REAL scale, REAL extra) {
+    REAL size[LANES];
+    INTEGER row[LANES];
+    NAME(rows_of)(row, at, offsets, t->offset_width);
+    NAME(values_at)(size, t, at, row, scale, extra);
+    for (int l = 0; l < at.n; l++) {
+        INTEGER bits = BITS(size[l]) & MAGNITUDE;
+        size[l] = NAME(real)(bits & -((bits & EXPONENT) != EXPONENT));
+    }
+    double parts[8] = {0}; /* added side by side */
+    for (int l = at.n; l < LANES; l++) size[l] = 0;
+    for (int l = 0; l < LANES; l += 8)
+        for (int j = 0; j < 8; j++) parts[j] += (double)size[l + j];
+    for (int j = 0; j < 8; j++) to->total += parts[j];
+    int64_t end = at.lane + at.n;
+    if (end % BLOCK == 0 || end == t->k) {
+        to->scales[to->begin / BLOCK] = scale_of(to->total, end - to->begin, t->levels);
+        to->total = 0;
+        to->begin = end;
+    }
+}
+
+/* Each lane's largest |m + g|, and the scales of what it would send; nothing changes. */
+CLONES static int64_t NAME(choose)(const tensor *t, REAL scale, REAL extra, void *chosen) {
+    NAME(scaler) measures = NAME(scaler_at)(t, chosen);
+    chosen = (char *)chosen + t->offsets_at;
+    for (int64_t lane = 0; lane < t->k;) {
+        tile at = tile_at(t, lane);
+        INTEGER best[LANES], winner[LANES], row = 0;
+        for (int l = 0; l < LANES; l++) { best[l] = -1; winner[l] = 0; }
+        for (int64_t i = at.start; i < at.end; i += at.stride, row++) {
+            const GRAD_TYPE *grad = (const GRAD_TYPE *)t->grad + i;
+            const REAL *residue = (const REAL *)t->residue + i;
+            int whole = at.n == LANES && i + LANES <= at.end;
+            int n = whole ? LANES : i + at.n <= at.end ? at.n : (int)(at.end - i);
+#define LOOK_AT(n)                                                                       \
+    for (int l = 0; l < n; l++) {                                                        \
+        INTEGER ignored = 0;                                                             \
+        INTEGER size = BITS(residue[l] + NAME(usable)(grad[l], scale, &ignored)) & MAGNITUDE; \
+        winner[l] = size > best[l] ? row : winner[l];                                    \
+        best[l] = size > best[l] ? size : best[l];                                       \
+    }
+            if (whole) LOOK_AT(LANES)
+            else LOOK_AT(n)
+#undef LOOK_AT
+        }
+        for (int l = 0; l < at.n; l++)
+            store_offset(chosen, t->offset_width, at.lane + l, winner[l]);
+        if (t->levels) NAME(measure)(&measures, t, at, chosen, scale, extra);
+        lane += at.n;
+    }
+    return 0;
+}
+
 /* A tile over all its rows; in the same pass, each lane's winner where asked. */
 INLINE int64_t NAME(accumulate_tile)(const tensor *t, tile at, REAL beta, REAL scale,
-                                     REAL extra, NAME(picks) *picks, int choose, void *chosen) {
+                                     REAL extra, int form, NAME(picks) *picks, int choose,
+                                     void *chosen) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     INTEGER best[LANES], winner[LANES], bad[LANES];
@@ -80,11 +182,11 @@ INLINE int64_t NAME(accumulate_tile)(const tensor *t, tile at, REAL beta, REAL s
     int64_t i = at.start;
     if (at.n == LANES)
         for (; i + LANES <= at.end; i += at.stride, row++)
-            NAME(row)(grad + i, residue + i, LANES, beta, scale, extra, picks, choose, row, best,
+            NAME(row)(grad + i, residue + i, LANES, beta, scale, extra, form, picks, choose, row, best,
                       winner, bad);
     for (; i < at.end; i += at.stride, row++)
         NAME(row)(grad + i, residue + i, i + at.n <= at.end ? at.n : (int)(at.end - i), beta, scale,
-                  extra, picks, choose, row, best, winner, bad);
+                  extra, form, picks, choose, row, best, winner, bad);
     int64_t total = 0;
     for (int l = 0; l < at.n; l++) {
         total += bad[l];
@@ -98,7 +200,7 @@ INLINE int64_t NAME(accumulate_tiles)(const tensor *t, REAL beta, REAL scale, in
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
-        bad += NAME(accumulate_tile)(t, at, beta, scale, 0, 0, choose, chosen);
+        bad += NAME(accumulate_tile)(t, at, beta, scale, 0, NAME(NONE), 0, choose, chosen);
         lane += at.n;
     }
     return bad;
@@ -119,8 +221,8 @@ CLONES static int64_t NAME(accumulate)(const tensor *t, REAL beta, REAL scale, i
     INTEGER bad[LANES] = {0};
     int64_t i = 0, total = 0;
     for (; i + LANES <= t->numel; i += LANES)
-        NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, 0, CHOOSE_NOTHING, 0, 0, 0, bad);
-    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, 0, CHOOSE_NOTHING, 0, 0,
+        NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, NAME(NONE), 0, CHOOSE_NOTHING, 0, 0, 0, bad);
+    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, NAME(NONE), 0, CHOOSE_NOTHING, 0, 0,
               0, bad);
     for (int l = 0; l < LANES; l++) total += bad[l];
     return total;
@@ -142,7 +244,8 @@ static inline REAL NAME(send)(REAL value, wire to, int64_t lane, int64_t *bad) {
 /* `to` with its pointers at this tensor's part of the buffers; a frozen tensor's values are
  * zeroed. */
 static inline wire NAME(part)(const tensor *t, wire to) {
-    int64_t size = to.wire_float16 ? 2 : sizeof(REAL);
+    int64_t size = t->levels ? 1 : to.wire_float16 ? 2 : sizeof(REAL);
+    to.scales = (const float *)((const char *)to.offsets + t->scales_at);
     to.offsets = (const char *)to.offsets + t->offsets_at;
     to.values = (char *)to.values + t->values_at * size;
     to.sent = (char *)to.sent + t->values_at * size;
@@ -185,15 +288,38 @@ static int64_t NAME(take)(const tensor *t, REAL beta, REAL scale, REAL share, RE
     return bad;
 }
 
+/* The integers of a tile on their way; gives how many values were not finite. */
+INLINE int64_t NAME(send_integers)(NAME(picks) *picks, wire to, int64_t lane, int n) {
+    INTEGER finites = 0;
+    for (int l = 0; l < n; l++) {
+        INTEGER finite = (BITS(picks->value[l]) & EXPONENT) != EXPONENT;
+        finites += finite;
+        ((int8_t *)to.values)[lane + l] = (int8_t)NAME(real)(BITS(picks->value[l]) & -finite);
+    }
+    return n - finites;
+}
+
 INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL scale, REAL extra,
-                                               wire to, int choose, void *chosen) {
+                                               wire to, int form, int choose, void *chosen) {
+    NAME(scaler) measures = {0, 0, 0};
+    if (choose) {
+        measures = NAME(scaler_at)(t, chosen);
+        chosen = (char *)chosen + t->offsets_at;
+    }
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
-        NAME(picks) picks = {{0}, {0}};
+        NAME(picks) picks = {{0}, {0}, 0, 0, 2 * t->levels};
         NAME(rows_of)(picks.row, at, to.offsets, t->offset_width);
-        bad += NAME(accumulate_tile)(t, at, beta, scale, extra, &picks, choose, chosen);
-        for (int l = 0; l < at.n; l++) NAME(send)(picks.value[l], to, lane + l, &bad);
+        if (form == NAME(INTEGERS)) {
+            picks.scale = to.scales[lane / BLOCK];
+            picks.per_scale = picks.scale ? 2 / picks.scale : 0;
+        }
+        bad += NAME(accumulate_tile)(t, at, beta, scale, extra, form, &picks, choose, chosen);
+        if (form == NAME(INTEGERS)) bad += NAME(send_integers)(&picks, to, lane, at.n);
+        else
+            for (int l = 0; l < at.n; l++) NAME(send)(picks.value[l], to, lane + l, &bad);
+        if (form == NAME(INTEGERS) && choose) NAME(measure)(&measures, t, at, chosen, scale, extra);
         lane += at.n;
     }
     return bad;
@@ -201,6 +327,18 @@ INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL 
 
 CLONES static int64_t NAME(take_and_accumulate)(const tensor *t, REAL beta, REAL scale, REAL extra,
                                                 wire to, int choose, void *chosen) {
+    if (t->levels) {
+        to = NAME(part)(t, to);
+        if (t->frozen) {
+            if (choose) NAME(choose)(t, scale, extra, chosen);
+            return NAME(accumulate)(t, 0, scale, CHOOSE_NOTHING, 0);
+        }
+        if (choose == CHOOSE_NOTHING)
+            return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, NAME(INTEGERS),
+                                                   CHOOSE_NOTHING, 0);
+        return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, NAME(INTEGERS),
+                                               CHOOSE_AHEAD, chosen);
+    }
     /* A value rounded for the wire is not yet known when its row passes. */
     if (t->frozen || to.wire_float16) {
         int64_t bad = NAME(take)(t, beta, scale, 1, extra, to);
@@ -208,9 +346,10 @@ CLONES static int64_t NAME(take_and_accumulate)(const tensor *t, REAL beta, REAL
     }
     to = NAME(part)(t, to);
     if (choose == CHOOSE_NOTHING)
-        return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, CHOOSE_NOTHING, 0);
-    chosen = (char *)chosen + t->offsets_at;
-    return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, CHOOSE_AHEAD, chosen);
+        return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, NAME(NUMBERS),
+                                               CHOOSE_NOTHING, 0);
+    return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, NAME(NUMBERS), CHOOSE_AHEAD,
+                                           chosen);
 }
 
 static inline REAL NAME(value_of)(const void *values, int wire_float16, int64_t at) {
@@ -275,12 +414,15 @@ CLONES static int64_t NAME(roll_back)(const tensor *t, REAL beta, REAL scale, in
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
     if (t->frozen) return 0;
+    const float *scales = offsets ? (const float *)((const char *)offsets + t->scales_at) : NULL;
     if (offsets) offsets = (const char *)offsets + t->offsets_at;
     for (int64_t lane = 0; offsets && lane < t->k;) {
         tile at = tile_at(t, lane);
         for (int l = 0; l < at.n; l++)
             residue[index_of(t, at, offsets, l)] +=
-                beta * NAME(value_of)(sent, wire_float16, t->values_at + lane + l);
+                beta * (t->levels ? ((const int8_t *)sent)[t->values_at + lane + l] *
+                                        (REAL)scales[lane / BLOCK]
+                                  : NAME(value_of)(sent, wire_float16, t->values_at + lane + l));
         lane += at.n;
     }
     for (int64_t i = 0; accumulated && i < t->numel; i++) {

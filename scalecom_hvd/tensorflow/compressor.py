@@ -175,6 +175,10 @@ class ScaleCom(Tracked, Compressor):
         self.config = (config if config is not None else ScaleComConfig.from_env()).replace(
             **fields
         )
+        if self.config.levels:
+            raise ValueError(
+                f"bits={self.config.bits} is of the PyTorch faces only so far: leave bits out"
+            )
         self.number = next(_order)
         self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = _scale_reader(loss_scale)

@@ -1,6 +1,7 @@
 """Horovod's collectives, as an exchange asks for them: all that is said to Horovod while training.
 
-Names decide which tensors meet, so all ranks must use the same. Imports agreement only.
+Names decide which tensors meet, so all ranks must use the same. Imports agreement, and
+collectives of exchange/.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from horovod.common.process_sets import ProcessSet
 from horovod.torch import mpi_ops
 
 from scalecom_hvd.agreement import JOIN_REFUSED, NUMBERS, is_elastic
+from scalecom_hvd.exchange.collectives import SUMMED
 
 TWO_THREADS = (
     "two optimizers of this process take their first steps, or find no new gradients, at the same "
@@ -162,8 +164,8 @@ class HorovodCollectives:
         return self._submit(horovod.broadcast_async_, buffer, root, name, self._process_set)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> HorovodWork:
-        """Average over ranks (or sum) in place; of float16 the sum."""
-        reduction = self._reduction | (self._sum if buffer.dtype == torch.float16 else {})
+        """Average over ranks (or sum) in place; of SUMMED the sum."""
+        reduction = self._reduction | (self._sum if buffer.dtype in SUMMED else {})
         return self._submit(horovod.allreduce_async_, buffer, name=name, **reduction)
 
     def gather(self, tensor: torch.Tensor, name: str) -> HorovodWork:

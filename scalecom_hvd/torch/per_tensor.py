@@ -69,7 +69,7 @@ class ScaleCom(methods.ScaleCom):
             model.named_parameters() gives.
         process_set: the process set given to the optimizer.
 
-    There it works with look-ahead, and takes no quantiser, no wire_dtype and no diagnostics.
+    There it works with look-ahead, and takes no quantiser, bits, wire_dtype or diagnostics.
     """
     )
 
@@ -131,6 +131,7 @@ class ScaleCom(methods.ScaleCom):
         for asked, what in (
             (self._quantiser_settings, f"quantiser={self.quantiser!r}"),
             (self.config.wire_dtype, f"wire_dtype={self.config.wire_dtype!r}"),
+            (self.config.levels, f"bits={self.config.bits}"),
         ):
             if asked:
                 raise TypeError(

@@ -11,7 +11,7 @@ the device say where things lie:
     tiles    int32 (tiles, 2)                the tensor that a tile is of, and how many of the
                                              tensor's tiles come before it
     tensors  int64 (tensors, N_FIELDS)       what is fixed about a tensor: the fields RESIDUE to
-                                             VALUES_AT
+                                             LEVELS
     step     int64 (tensors, N_STEP_FIELDS)  what is this step's: the fields ADDRESS to ALIGNED
 
 Floats arrive as float64 and are rounded to the residue's dtype once. GRAD is the dtype that
@@ -25,7 +25,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from scalecom_hvd import lanes, native
+from scalecom_hvd import integers, lanes, native
 from scalecom_hvd.config import largest_gradient
 
 # What a kernel reads must be a constexpr.
@@ -33,6 +33,7 @@ CHOOSE_NOTHING = tl.constexpr(native.CHOOSE_NOTHING)
 CHOOSE_ACCUMULATOR = tl.constexpr(native.CHOOSE_ACCUMULATOR)
 CHOOSE_RESIDUE = tl.constexpr(native.CHOOSE_RESIDUE)
 LANES = tl.constexpr(lanes.LANES)
+VALUES_PER_SCALE = tl.constexpr(integers.BLOCK)
 LAST_ROW = tl.constexpr(2**31 - 1)
 LARGEST_32 = tl.constexpr(int(np.float32(largest_gradient("float32")).view(np.int32)))
 LARGEST_64 = tl.constexpr(int(np.float64(largest_gradient("float64")).view(np.int64)))
@@ -42,11 +43,13 @@ SLOTS = tl.constexpr(8)
 
 # RESIDUE: its address. NUMEL, K, FULL_LANES: as in lanes.py. ROWS, LAST_ROWS: of a full group, and
 # of the last one. OFFSET_WIDTH: in bytes. OFFSETS_AT, VALUES_AT: where its offsets and values begin
-# in their buffers, in bytes and in elements.
-N_FIELDS = tl.constexpr(9)
+# in their buffers, in bytes and in elements. SCALES_AT: where the scales of integers begin in the
+# buffer of offsets, in bytes. LEVELS: L of integers (integers.py); 0: values are numbers.
+N_FIELDS = tl.constexpr(11)
 RESIDUE, NUMEL, K, FULL_LANES, ROWS, LAST_ROWS, OFFSET_WIDTH, OFFSETS_AT, VALUES_AT = (
     tl.constexpr(i) for i in range(9)
 )
+SCALES_AT, LEVELS = (tl.constexpr(i) for i in range(9, 11))
 # ADDRESS: of the gradient, or of what is written in its stead. FROZEN: whether the residue stays as
 # it is. ALIGNED: this address and the residue's are multiples of 16.
 N_STEP_FIELDS = tl.constexpr(3)
@@ -76,6 +79,8 @@ class Tile(NamedTuple):
     offsets_at: tl.tensor
     offset_width: tl.tensor
     values_at: tl.tensor
+    scales_at: tl.tensor
+    levels: tl.tensor
 
 
 @triton.jit
@@ -126,13 +131,18 @@ def take_tiles(
 ):
     """values, sent <- m[I] + share * g[I], clamped, in the wire dtype; m[I] <- m[I] - beta * sent.
 
+    In int8 values travel as integers times the scales in the buffer of offsets.
+
     within: how many times g is in m already. Where m without it and g do not point apart, `extra`
     times that m is sent besides. WITH_GRAD: share is not 0. Adds to `count` how
     many values are not finite: those are sent as zero.
     """
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
-    rest, bad = _send(tile, row, values, sent, beta, scale, within, share, extra, limit, WITH_GRAD)
+    unit = _scale_of(offsets, tile, values.dtype.element_ty)
+    rest, bad = _send(
+        tile, row, unit, values, sent, beta, scale, within, share, extra, limit, WITH_GRAD
+    )
     tl.store(tile.residue + _indices(tile, row), rest, mask=_is_lane(tile))
     _add(count, bad)
 
@@ -159,7 +169,8 @@ def take_and_accumulate_tiles(
     """`take_tiles` with share 1, then `accumulate_tiles`, in one pass; adds both counts."""
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
-    rest, not_sent = _send(tile, row, values, sent, beta, scale, 0.0, 1.0, extra, limit, True)
+    unit = _scale_of(offsets, tile, values.dtype.element_ty)
+    rest, not_sent = _send(tile, row, unit, values, sent, beta, scale, 0.0, 1.0, extra, limit, True)
     tl.debug_barrier()  # all threads have read m[I] before one writes there
     winner, bad = _pass(tile, beta, scale, row, rest, True, CHOOSE, BLOCK)
     if CHOOSE != CHOOSE_NOTHING:
@@ -207,7 +218,8 @@ def roll_back_tiles(
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
     m = tl.load(tile.residue + _indices(tile, row), mask=_is_lane(tile), other=0)
-    m += _unless_frozen(tile, beta) * _load_values(sent, tile).to(REAL)
+    was_sent = _load_values(sent, tile).to(REAL) * _scale_of(offsets, tile, sent.dtype.element_ty)
+    m += _unless_frozen(tile, beta) * was_sent
     tl.debug_barrier()  # all threads have read m[I] before one writes there
     # Subtracting is adding the negative, to the bit.
     _pass(tile, -accumulated, scale, row, m, True, CHOOSE_NOTHING, BLOCK)
@@ -235,6 +247,8 @@ def _tile(tiles, tensors, step, GRAD: tl.constexpr, REAL: tl.constexpr):
         offset_width=tl.load(fixed + OFFSET_WIDTH),
         offsets_at=tl.load(fixed + OFFSETS_AT),
         values_at=tl.load(fixed + VALUES_AT),
+        scales_at=tl.load(fixed + SCALES_AT),
+        levels=tl.load(fixed + LEVELS),
     )
 
 
@@ -313,6 +327,7 @@ def _pass_rows(
 def _send(
     tile,
     row,
+    unit,
     values,
     sent,
     beta,
@@ -335,11 +350,40 @@ def _send(
         value = m + _real(share, REAL) * g + more
     value = tl.where(tile.frozen, 0, value)
     finite = _is_finite(value)
-    value = _to_wire(tl.where(finite, value, 0), _real(limit, REAL), values.dtype.element_ty)
+    value = tl.where(finite, value, 0)
+    if values.dtype.element_ty == tl.int8:
+        value = _integer(value, unit, tile.levels)
+    else:
+        value = _to_wire(value, _real(limit, REAL), values.dtype.element_ty)
     at = tile.values_at + tile.lane + tl.arange(0, LANES)
     tl.store(values + at, value, mask=is_lane)
     tl.store(sent + at, value, mask=is_lane)
-    return m - _real(beta, REAL) * value.to(REAL), tl.sum(tl.where(finite, 0, 1))
+    return m - _real(beta, REAL) * (value.to(REAL) * unit), tl.sum(tl.where(finite, 0, 1))
+
+
+@triton.jit
+def _scale_of(offsets, tile, dtype: tl.constexpr):
+    """The scale of a tile's integers; 1 where values are no integers."""
+    REAL: tl.constexpr = tile.residue.dtype.element_ty
+    unit = _real(1.0, REAL)
+    if dtype == tl.int8:
+        scales = (offsets + tile.scales_at).to(tl.pointer_type(tl.float32))
+        unit = tl.load(scales + tile.lane // VALUES_PER_SCALE).to(REAL)
+    return unit
+
+
+@triton.jit
+def _integer(value, unit, levels):
+    """The integers nearest to value / unit, of those from -levels to levels."""
+    two, divisor = tl.full((), 2.0, value.dtype), tl.where(unit > 0, unit, 1)
+    # Of float32 "/" is approximate.
+    per_unit = two / divisor if value.dtype == tl.float64 else tl.div_rn(two, divisor)
+    per_unit = tl.where(unit > 0, per_unit, 0)
+    most = (2 * levels).to(value.dtype)
+    halves = tl.abs(value) * per_unit
+    halves = tl.where(halves < most, halves, most).to(tl.int32)
+    q = (halves + 1) >> 1
+    return tl.where(value < 0, -q, q).to(tl.int8)
 
 
 @triton.jit

@@ -157,7 +157,7 @@ def draw_setting(choose: Choose, ranks: Sequence[int]) -> Setting:
         "selection": choose(("lanes", "lanes", "exact")),
         "leader": choose(("cyclic", "staggered")),
         "lookahead": choose((False, True)),
-        "wire_dtype": choose((None, None, "float16")),
+        **choose(({}, {}, {"wire_dtype": "float16"}, {"bits": 3}, {"bits": 2}, {"bits": 7})),
         "residue_dtype": choose((None, None, None, "float32", "float64")),
         "bucket_bytes": choose((25 * 2**20, 20_000, 5000, 1)),
         "dense": choose(

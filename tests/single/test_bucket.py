@@ -234,41 +234,48 @@ def test_what_is_sent_whole_is_the_gradient_itself_where_its_dtype_travels(dtype
     assert torch.equal(bucket.tensors[0].residue, before)
 
 
-def many_tensors():
+def many_tensors(bits=32):
     """A bucket whose offsets are of 1, 2 and 4 bytes."""
     rates = {"narrow": 10, "wide": 1000, "widest": 40_000, "other": 7}
     parameters = {name: torch.nn.Parameter(torch.zeros(3001)) for name in rates}
-    residues = Residues(ScaleComConfig(rates=rates, dense=(), min_numel=0))
+    residues = Residues(ScaleComConfig(rates=rates, dense=(), min_numel=0, bits=bits))
     residues.attach(parameters)
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
     return Bucket(0, list(parameters), parameters, residues, ranks=2)
 
 
-def test_offsets_are_split_and_joined():
+@pytest.mark.parametrize("bits", [32, 3])
+def test_choices_are_split_and_joined(bits):
     """Without a copy where they come from one buffer."""
-    bucket = many_tensors()
+    bucket = many_tensors(bits=bits)
     bucket.begin(1.0)
     chosen = bucket.choose_without_accumulating()
-    parts = bucket.split_offsets(chosen)
+    parts = bucket.split_choice(chosen)
     for tensor in bucket.tensors:
-        assert parts[tensor.name].dtype == tensor.offset_dtype
-        assert parts[tensor.name].shape == (tensor.geometry.k,)
-    assert bucket.join_offsets(parts).data_ptr() == chosen.data_ptr()
-    copies = {name: part.clone() for name, part in parts.items()}
-    assert bucket.join_offsets(copies).data_ptr() != chosen.data_ptr()
-    assert torch.equal(bucket.join_offsets(copies), chosen)
-    as_bytes = {name: part.view(torch.uint8) for name, part in copies.items()}
-    assert torch.equal(bucket.join_offsets(as_bytes), chosen)
-    # One buffer, but in another order.
-    swapped = parts | {
-        "narrow": parts["other"][:301],
-        "other": torch.cat([parts["narrow"]] * 2)[:429],
+        own = parts[tensor.name]
+        assert own.keys() == ({"offsets"} if bits == 32 else {"offsets", "scales"})
+        assert own["offsets"].dtype == tensor.offset_dtype
+        assert own["offsets"].shape == (tensor.geometry.k,)
+    assert bucket.join_choice(parts).data_ptr() == chosen.data_ptr()
+    copies = {name: {w: v.clone() for w, v in own.items()} for name, own in parts.items()}
+    assert bucket.join_choice(copies).data_ptr() != chosen.data_ptr()
+    assert torch.equal(bucket.join_choice(copies), chosen)
+    as_bytes = {
+        name: own | {"offsets": own["offsets"].view(torch.uint8)} for name, own in copies.items()
     }
-    joined = bucket.join_offsets(swapped)
+    assert torch.equal(bucket.join_choice(as_bytes), chosen)
+    # One buffer, but in another order.
+    narrow, other = parts["narrow"]["offsets"], parts["other"]["offsets"]
+    swapped = parts | {
+        "narrow": parts["narrow"] | {"offsets": other[:301]},
+        "other": parts["other"] | {"offsets": torch.cat([narrow] * 2)[:429]},
+    }
+    joined = bucket.join_choice(swapped)
     assert joined.data_ptr() != chosen.data_ptr()
-    for name, part in bucket.split_offsets(joined).items():
-        assert torch.equal(part, swapped[name])
+    for name, own in bucket.split_choice(joined).items():
+        for what, part in own.items():
+            assert torch.equal(part, swapped[name][what])
 
 
 def test_both_forms_of_moves_take_and_leave_the_same():

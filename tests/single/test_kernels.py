@@ -3,6 +3,7 @@
 For any size, rate and dtype. Exact selection is plain torch's only.
 """
 
+import math
 import subprocess
 import sys
 
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from scalecom_hvd import ScaleComConfig
+from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.exchange.kernels import NativeKernel, TensorSlot, TorchKernel, Wire
 from scalecom_hvd.exchange.residue import Residues
+from scalecom_hvd.integers import blocks_of, levels_of
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING, CHOOSE_RESIDUE
 from scalecom_hvd.reference import ScaleComReference, select
@@ -72,6 +75,36 @@ def new_bucket(parameters, config, ranks=1):
     residues.attach(named)
     assert residues.tensors.keys() == named.keys()
     return Bucket(0, list(named), named, residues, ranks), list(residues.tensors.values())
+
+
+def integer_moves(kernel, grads, residues, shapes, beta, scale, levels, extra):
+    """What a step with integers does with tensors that share their buffers; gives every
+    intermediate tensor.
+    """
+    residues = [residue.clone() for residue in residues]
+    layout = Layout({str(i): shape for i, shape in enumerate(shapes)}, has_scales=True)
+    slots = [
+        TensorSlot(
+            residue,
+            shape,
+            layout.offsets[str(i)].start,
+            layout.values[str(i)].start,
+            levels,
+            layout.scales[str(i)].start,
+        )
+        for i, (residue, shape) in enumerate(zip(residues, shapes, strict=True))
+    ]
+    made = kernel(slots, [grad.dtype for grad in grads])
+    made.begin(grads, [False] * len(grads), scale)
+    choice, ahead = (torch.zeros(layout.offsets_bytes, dtype=torch.uint8) for _ in range(2))
+    values = torch.zeros(layout.n_values, dtype=torch.int8)
+    made.choose(extra, choice)
+    states = [choice, *(residue.clone() for residue in residues)]
+    to = Wire(choice, values, values, 1.0)
+    bad = made.take_and_accumulate(beta, extra, to, CHOOSE_AHEAD, ahead)
+    states += [ahead, values, *(residue.clone() for residue in residues)]
+    made.roll_back()
+    return int(bad), [*states, *residues]
 
 
 def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire, extra=0.0):
@@ -136,6 +169,50 @@ def test_kernels_agree_to_the_bit(dtype, numel, choose):
             assert results[0][0] == results[1][0] >= (3 if numel > 100 else 0)
             for ours, plain in zip(results[0][1], results[1][1], strict=True):
                 assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [*SIZES, 70_000])
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_kernels_agree_on_integers_to_the_bit(dtype, numel, bits):
+    torch.manual_seed(numel)
+    kind, levels = residue_dtype(dtype), levels_of(bits)
+    for rate in (1, 2.5, 16, 300):
+        shapes = [geometry(numel, rate, "lanes"), geometry(333, rate, "lanes")]
+        grads = [torch.randn(shape.numel, dtype=torch.float64).to(dtype) for shape in shapes]
+        residues = [torch.randn(shape.numel, dtype=kind) for shape in shapes]
+        residues[0][:300] *= 1e-38  # denormal, where scales are zero
+        grads[0][:300] *= 1e-30
+        results = [
+            integer_moves(kernel, grads, residues, shapes, 0.3, 0.5, levels, 7 / 3)
+            for kernel in KERNELS
+        ]
+        assert results[0][0] == results[1][0] == 0
+        for ours, plain in zip(results[0][1], results[1][1], strict=True):
+            assert torch.equal(ours, plain)
+        for residue, after in zip(residues, results[0][1][-2:], strict=True):
+            torch.testing.assert_close(after, residue)
+        values = results[0][1][4]
+        assert values.abs().max() == levels or numel < 6000 or bits == 8
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_integers_of_what_is_not_finite(kernel, value):
+    """It is counted, no integer is made of it, and no scale either."""
+    grad, residue, shape = torch.ones(6400), torch.zeros(6400), geometry(6400, 16, "lanes")
+    grad[100] = value
+    bad, states = integer_moves(kernel, [grad], [residue], [shape], 1.0, 1.0, 3, 0.0)
+    assert bad >= 1
+    choice, _, ahead, values, after, rolled_back = states
+    scales = choice[: 4 * blocks_of(shape.k)].view(torch.float32)
+    assert scales.tolist() == [0.5] * len(scales)
+    assert values.tolist() == [2] * shape.k
+    assert torch.equal(rolled_back, residue)
+    residue[200] = 3e38  # m + g overflows
+    bad, states = integer_moves(kernel, [torch.full((6400,), 1e30)], [residue], [shape], 1, 1, 3, 9)
+    assert bad == 1
+    assert (states[3] == 0).sum() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

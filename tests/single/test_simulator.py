@@ -99,6 +99,8 @@ MODES = [
     {"leader": "staggered", "bucket_bytes": 5000, "lookahead": True},
     {"selection": "exact", "rate": 30},
     {"wire_dtype": "float16", "tolerance": 1e-2},
+    {"bits": 3, "rate": 16},
+    {"bits": 2, "rate": 7.5, "lookahead": True, "warmup_steps": 2, "beta": 1.0},
     {"warmup_steps": 5, "beta": 1.0, "dense": ["auto:first"]},
     {"warmup_steps": 5, "lookahead": True, "rates": {"n64*": 10, "matrix": 1000}},
 ]
@@ -111,7 +113,9 @@ def test_simulated_workers_are_those_of_the_reference(n, mode):
 
 
 @pytest.mark.parametrize(
-    ("n", "mode"), [(16, MODES[0]), (16, MODES[3]), (64, MODES[1]), (64, MODES[2])], ids=str
+    ("n", "mode"),
+    [(16, MODES[0]), (16, MODES[3]), (64, MODES[1]), (64, MODES[2]), (64, {"bits": 3, "rate": 16})],
+    ids=str,
 )
 def test_many_workers(n, mode):
     # The more workers, the larger what is added up.
@@ -149,8 +153,10 @@ def test_sums_and_predivision():
         torch.testing.assert_close(predivided[name], averages[name])
 
 
-HALF = {
+NARROW = {
     "ScaleCom": {"wire_dtype": "float16"},
+    "integers": {"bits": 3, "predivide": 3.0},
+    "sums of integers": {"bits": 4, "sums": True, "lookahead": True},
     "look-ahead": {"wire_dtype": "float16", "lookahead": True},
     "predivided": {"wire_dtype": "float16", "predivide": 3.0},
     "sums": {"wire_dtype": "float16", "sums": True},
@@ -158,12 +164,12 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("mode", HALF)
+@pytest.mark.parametrize("mode", NARROW)
 @pytest.mark.parametrize("n", [2, 3, 4, 25])
-def test_nothing_is_lost_in_half_precision(n, mode):
+def test_nothing_is_lost_in_few_bits(n, mode):
     """Values are summed in it, and divided in a wider one; what is sent whole is not in it."""
     simulation = simulate(
-        n, FINE_SHAPES, **{"beta": 1.0, "rate": 3, "min_numel": 10, "dense": ()} | HALF[mode]
+        n, FINE_SHAPES, **{"beta": 1.0, "rate": 3, "min_numel": 10, "dense": ()} | NARROW[mode]
     )
     books = Fine(n)
     for step in range(60 if n < 10 else 8):
@@ -171,7 +177,7 @@ def test_nothing_is_lost_in_half_precision(n, mode):
         books.add(
             step,
             {
-                name: output.double().numpy() / (n if mode == "sums" else 1)
+                name: output.double().numpy() / (n if NARROW[mode].get("sums") else 1)
                 for name, output in outputs.items()
             },
         )

@@ -60,7 +60,7 @@ class State:
 
 
 # Settings that say how ScaleCom's leader chooses and sends.
-_LEADERS_SETTINGS = ("leader", "lookahead", "wire_dtype")
+_LEADERS_SETTINGS = ("leader", "lookahead", "bits", "wire_dtype")
 
 
 class Method:

@@ -67,6 +67,17 @@ class BucketCollectives:
         work = self._collectives.broadcast(offsets, root, self._name(f"offsets.{self.bucket}"))
         return self._wait("offsets", work, "offsets", offsets)
 
+    def broadcast_choice(self, choice: torch.Tensor, root: int) -> Wait[torch.Tensor]:
+        """The choice of the rank at position `root`, in place: offsets, and scales of integers.
+
+        The other ranks bring `bucket.new_offsets()`.
+        """
+        message = self._bucket.pack(choice)
+        work = self._collectives.broadcast(message, root, self._name(f"offsets.{self.bucket}"))
+        if message is not choice:
+            work = _Unpacked(work, self._bucket, choice)
+        return self._wait("offsets", work, "offsets", message)
+
     def average(
         self, values: torch.Tensor, name: str = "values", dtype: torch.dtype = torch.float32
     ) -> Wait[torch.Tensor]:
@@ -88,8 +99,8 @@ class BucketCollectives:
     def average_taken(self) -> Wait[torch.Tensor]:
         """The average of what `bucket.take` gave, in place; tensors sent whole travel behind it.
 
-        Values in float16 are only summed: the bucket multiplies them by `share`. Give the result to
-        `bucket.receive`.
+        Values in float16, and integers, are only summed: the bucket multiplies them by `share`.
+        Give the result to `bucket.receive`.
         """
         bucket, works = self._bucket, []
         for ending, buffer in bucket.fill().items():
@@ -101,7 +112,7 @@ class BucketCollectives:
         self._submitted["collectives"] += len(works)
         self.sent_values = True
         work = works[0] if len(works) == 1 else _All(works)
-        wait: Wait[torch.Tensor] = Wait("values", work, LAST, lambda _: bucket.taken)
+        wait: Wait[torch.Tensor] = Wait("values", work, LAST, lambda _: bucket.averages_taken())
         self.waits.append(wait)
         return wait
 
@@ -138,6 +149,24 @@ class BucketCollectives:
         wait = Wait(what, work, len(self.waits) + 1, then)
         self.waits.append(wait)
         return wait
+
+
+class _Unpacked:
+    """A choice on its way, which is unpacked where it arrives."""
+
+    def __init__(self, work: Work, bucket: Bucket, choice: torch.Tensor) -> None:
+        self._work, self._bucket, self._choice = work, bucket, choice
+        self._is_unpacked = False
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def wait(self) -> torch.Tensor:
+        message = self._work.wait()
+        if not self._is_unpacked:
+            self._bucket.unpack(message, self._choice)
+            self._is_unpacked = True
+        return self._choice
 
 
 class _All:

@@ -43,6 +43,10 @@ class ScaleCom(Method):
     `flush`, which is not of the paper, it is g_i and all that waits where m_i and g_i do not point
     apart: beta then damps only what training has turned against since.
 
+    With `bits` below 32, which is not of the paper either, v_i is an integer times a scale, the
+    leader's, that is broadcast with the offsets, and the all-reduce sums the integers
+    (integers.py). What rounding leaves stays in m_i by (5).
+
     With look-ahead the leader of step t + 1 chooses at the end of step t, by its new residue and
     the gradient it has, and the broadcast hides behind the next forward and backward.
 
@@ -61,14 +65,14 @@ class ScaleCom(Method):
 
     unused = ()
     has_leader = takes_quantiser = True
-    equal_state = ("offsets",)
+    equal_state = ("offsets", "scales")
 
     def __init__(self, *, quantiser: Any = None, **settings: Any) -> None:
         self._rounds_to_half = quantiser_of(quantiser).sums_halves
         super().__init__(quantiser=quantiser, **settings)
         if self._quantiser_settings:
-            for name in ("lookahead", "wire_dtype"):
-                if getattr(self.config, name):
+            for name in ("lookahead", "bits", "wire_dtype"):
+                if getattr(self.config, name) not in (False, 32, None):
                     raise ValueError(
                         f"{name} and a quantiser of less than 16 bits exclude each other: leave "
                         "one of them out"
@@ -82,6 +86,8 @@ class ScaleCom(Method):
             return self.look_ahead(bucket, collectives, state)
         if self._quantiser_settings:
             return self.quantised(bucket, collectives)
+        if self.config.levels:
+            return self.integers(bucket, collectives)
         return self.cyclic(bucket, collectives)
 
     def cyclic(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
@@ -89,12 +95,21 @@ class ScaleCom(Method):
         leader = collectives.leader()
         if collectives.leads():
             chosen = yield from bucket.accumulate(choose=True)  # (1), (2)
-            travelling = collectives.broadcast(chosen, leader)
+            travelling = collectives.broadcast_choice(chosen, leader)
         else:
-            travelling = collectives.broadcast(bucket.new_offsets(), leader)
+            travelling = collectives.broadcast_choice(bucket.new_offsets(), leader)
             yield from bucket.accumulate()  # (1), while the offsets travel
         offsets = yield from travelling
         yield from bucket.take(offsets)  # (3), (5)
+        averages = yield from collectives.average_taken()  # (4)
+        bucket.receive(offsets, averages)
+
+    def integers(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
+        """As cyclic, with values of few bits: the leader's choice comes before any (1)."""
+        leads = collectives.leads()
+        chosen = (yield from bucket.select()) if leads else bucket.new_offsets()  # (2)
+        offsets = yield from collectives.broadcast_choice(chosen, collectives.leader())
+        yield from bucket.take_and_accumulate(offsets)  # (3), (1), (5)
         averages = yield from collectives.average_taken()  # (4)
         bucket.receive(offsets, averages)
 
@@ -102,7 +117,7 @@ class ScaleCom(Method):
         self, bucket: Bucket, collectives: BucketCollectives, state: State
     ) -> Step[State]:
         """The leader of the next step chooses in this one; this one's choice is here already."""
-        offsets = bucket.join_offsets({n: own["offsets"] for n, own in state.tensors.items()})
+        offsets = bucket.join_choice(state.tensors)
         # Taking comes first: the next leader chooses on residues from which this step's values
         # are gone. Both come before the all-reduce, as they count what is not finite.
         leads = collectives.leads(later=1)
@@ -117,7 +132,7 @@ class ScaleCom(Method):
         """As cyclic, with values of few bits."""
         leads = collectives.leads()
         chosen = bucket.choose() if leads else bucket.new_offsets()  # (1), (2)
-        offsets = yield from collectives.broadcast(chosen, collectives.leader())
+        offsets = yield from collectives.broadcast_choice(chosen, collectives.leader())
         places = bucket.places_at(offsets)
         yield from average_at(bucket, collectives, places, self.quantiser)
 
@@ -141,11 +156,11 @@ class ScaleCom(Method):
     ) -> State:
         """(2) for the next step."""
         offsets = bucket.new_offsets() if chosen is None else chosen
-        travelling = collectives.broadcast(offsets, collectives.leader(later=1))
+        travelling = collectives.broadcast_choice(offsets, collectives.leader(later=1))
         # In the next step every rank has submitted it already.
         arrives: Wait[torch.Tensor] = Wait("offsets", travelling.work, round=0)
-        parts = bucket.split_offsets(offsets)
-        own = {name: {**old, "offsets": parts[name]} for name, old in state.tensors.items()}
+        parts = bucket.split_choice(offsets)
+        own = {name: {**old, **parts[name]} for name, old in state.tensors.items()}
         return dataclasses.replace(state, tensors=own, arrives=arrives)
 
     def is_ready(self, names: Collection[str]) -> bool:

@@ -1,0 +1,52 @@
+"""The buffer that a bucket's ranks sum where values are integers of few bits: words of fields.
+
+integers.py says what fields are. Imports integers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from scalecom_hvd.exchange.kernels import Count
+from scalecom_hvd.integers import field_bits, fields_per_word, words_of
+
+
+class IntegerValues:
+    """A buffer that is all-reduced: [words | one count], int32. It stands in the place of Values.
+
+    Args:
+        n_values: how many values there are.
+        levels: L.
+        ranks: how many there are.
+        device: of the buffer.
+
+    Attributes:
+        compressed: (n_values,) int8: this rank's integers, which kernels write.
+        whole: empty: tensors that are sent whole have buckets of their own.
+    """
+
+    def __init__(self, n_values: int, levels: int, ranks: int, device: torch.device) -> None:
+        self._levels, self._ranks = levels, ranks
+        self._bits, self._fields = field_bits(levels, ranks), fields_per_word(levels, ranks)
+        n_words = words_of(n_values, levels, ranks)
+        self.buffer = torch.zeros(n_words + 1, dtype=torch.int32, device=device)
+        # Those behind the last value are never written: they stay zero.
+        self._padded = torch.zeros(n_words * self._fields, dtype=torch.int8, device=device)
+        self.compressed = self._padded[:n_values]
+        self.whole: dict[str, torch.Tensor] = {}
+        self._sums = torch.empty_like(self._padded, dtype=torch.int32)
+
+    def fill(self, grads: object) -> Count:
+        """Pack this rank's integers into words; none of them can be wrong."""
+        words = self.buffer[:-1].zero_()
+        for field, integers in enumerate(self._padded.view(self._fields, -1)):
+            words += (integers.int() + self._levels) << (self._bits * field)
+        return 0
+
+    def sums(self) -> torch.Tensor:
+        """(n_values,) int32: the sums of all ranks' integers, once the buffer was summed."""
+        words, mask = self.buffer[:-1], 2**self._bits - 1
+        for field, sums in enumerate(self._sums.view(self._fields, -1)):
+            torch.bitwise_right_shift(words, self._bits * field, out=sums)
+            sums.bitwise_and_(mask).sub_(self._levels * self._ranks)
+        return self._sums[: self.compressed.numel()]

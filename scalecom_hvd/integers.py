@@ -1,0 +1,64 @@
+"""Values that travel as integers of few bits: how many levels, and how ranks' integers are summed.
+
+At the leader's places every worker divides its values by a scale that all share, and sends the
+nearest integer q, -L <= q <= L. What rounding leaves stays in its residue. Ranks sum the integers
+themselves, so no rank's are gathered, and the average is scale / n times the sum.
+
+Horovod 0.28.1 sums nothing narrower than 32 bits that is whole (int8 and uint8 are refused), so
+integers travel as fields of 32-bit words: each holds q + L, which is never negative, in as many
+bits as the sum over n ranks needs. No field then borrows from, or carries into, its neighbour, and
+one ordinary int32 sum adds up all of them. Value l lies in word l % W, field l // W, of W words.
+
+Framework-free; the arithmetic is in reference.py. Imports nothing.
+"""
+
+from __future__ import annotations
+
+# Values that share a scale. A tensor's first value begins a block.
+BLOCK = 512
+# Scales below are sent as zero, and what they are of waits: half of one would be no normal number.
+SMALLEST_SCALE = 2.0**-100
+
+
+def levels_of(bits: int) -> int:
+    """L: of the 2**bits numbers that fit, those from -L to L are used; 0: values are no integers.
+
+    Args:
+        bits: of one value: 2 (-1, 0 and 1), 3 (-3 to 3), ... 8; 32: they travel as they are.
+    """
+    return 2 ** (bits - 1) - 1 if bits < 32 else 0
+
+
+def scale_divisor(levels: int) -> float:
+    """What the mean magnitude of a block is divided by to be its scale: 1, 2, 4 for 1, 3, 7."""
+    return (levels + 1) / 2
+
+
+def blocks_of(k: int) -> int:
+    """How many scales k values of a tensor have."""
+    return -(-k // BLOCK)
+
+
+def field_bits(levels: int, ranks: int) -> int:
+    """Bits of a field: those of the largest sum, 2 L n."""
+    return (2 * levels * ranks).bit_length()
+
+
+def fields_per_word(levels: int, ranks: int) -> int:
+    """How many fields a word of 32 bits holds.
+
+    Raises:
+        ValueError: none, as there are too many ranks.
+    """
+    fields = 32 // field_bits(levels, ranks)
+    if fields == 0:
+        raise ValueError(
+            f"{ranks} ranks are too many to sum integers of {levels} levels in 32 bits: take fewer "
+            "bits"
+        )
+    return fields
+
+
+def words_of(k: int, levels: int, ranks: int) -> int:
+    """W: how many words k values take."""
+    return -(-k // fields_per_word(levels, ranks))
