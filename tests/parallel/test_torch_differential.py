@@ -13,7 +13,7 @@ A program draws only calls that stock Horovod survives: it waits for ever where 
 they call without a name, or where one gives a step up that others have begun. It reads p.grad
 while it is being averaged; where a script changes it meanwhile, stock Horovod is given what the
 change makes of each rank's gradients. This package may refuse such a step, on all ranks. The
-program ends with it.
+script goes on then, and is no longer held against stock Horovod: residues may hold what it refused.
 
 By default the same programs in every run, as many as fit into some seconds but no more than
 PROGRAMS; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin.
@@ -58,10 +58,6 @@ COLLECTIVES = (
 CHANGES = {name: change for name, change in CHANGES.items() if name != "mask"} | {
     "nan_to_num_": lambda parameters: [p.grad.nan_to_num_() for p in parameters]
 }
-
-
-class Refused(Exception):
-    """All ranks refused a step, as they may."""
 
 
 class Failed(Exception):
@@ -123,8 +119,13 @@ class Program:
         kinds = [getattr(self, name) for name in dir(self) if name.startswith("draw_")]
         if dice.random() < 0.1:
             self.change_on_the_way(0)
-        for _ in range(dice.randrange(6, 22)):
+        length = dice.randrange(6, 22)
+        # No more than one, and in some programs: what follows is held against less.
+        changes_at = dice.choice((None, dice.randrange(length)))
+        for number in range(length):
             dice.choice(kinds)(dice.randrange(self.models))
+            if number == changes_at:
+                self.change_on_the_way(dice.randrange(self.models))
         for model in range(self.models):
             self.synchronize(model)
         self.call("step", 0, False)
@@ -343,7 +344,9 @@ class Program:
             dice.choice((list(SHAPES), list(SHAPES), ["weight"], ["wide"])),
             [dice.randrange(10**6) for _ in range(self.passes)],
             dice.random() < 0.3,
+            dice.choice(("grads", "grads", "in place", "nothing")),
         )
+        self.pending[model] = [0, True]
 
     def draw_own_collective(self, model):
         """Between any two calls; nameless ones only where all ranks have submitted the same: stock
@@ -378,6 +381,7 @@ class Run:
         self.threw_away = set()
         self.models, self.compressors, self.optimizers, self.mine = [], [], [], []
         self.kept = [{} for _ in range(program.models)]
+        self.refused = False
         for model in range(program.models):
             self.make(model)
 
@@ -431,17 +435,18 @@ class Run:
         self.mine.append({})
 
     def all(self):
-        """After every call of the program, until one is refused: a copy of all parameters."""
+        """After every call of the program: a copy of all parameters, and whether they are to be
+        those of stock Horovod.
+        """
         for number, (name, model, *arguments) in enumerate(self.program.calls):
             try:
                 getattr(self, name)(model, *arguments)
-            except Refused:
-                return
             except Exception as error:
                 raise AssertionError(f"call {number}, {name}{(model, *arguments)}") from error
             yield (
                 name,
                 [p.detach().clone() for parameters in self.models for p in parameters.values()],
+                not self.refused,
             )
 
     def gradients(self, model, seed, rank):
@@ -798,9 +803,9 @@ class Run:
         warned = sum("no step of an optimizer" in message for message in self.said())
         assert warned >= len(self.threw_away), "averages were lost, and no warning says so"
 
-    def change_on_the_way(self, model, how, ranks, names, seeds, waits):
+    def change_on_the_way(self, model, how, ranks, names, seeds, waits, cleans):
         """The step gives what it would if gradients had come as the change makes them; or all ranks
-        refuse it.
+        refuse it, and go on.
         """
         rank, optimizer = hvd.rank(), self.optimizers[model]
         trained = {name: p for name, p in self.models[model].items() if p.requires_grad}
@@ -823,12 +828,27 @@ class Run:
                 CHANGES[how]([trained[name] for name in names])
         self.mine[model], self.new[model] = grads, True
         arguments = self.before(model), self.steps(model), True
+        here = [parameter.detach().clone() for parameter in self.models[model].values()]
         if self.rate is None:
             optimizer.step()
         elif refuses(optimizer.step):
+            assert all(map(torch.equal, self.models[model].values(), here))
+            assert self.steps(model) == arguments[1], "a refused step was counted"
             self.check_refused(model, before)
-            raise Refused
+            self.go_on(model, cleans)
+            return
         self.after(model, *arguments)
+
+    def go_on(self, model, cleans):
+        """As a script that caught the error."""
+        self.refused, self.kept[model] = True, self.residues(model)
+        # What was refused need not come from what comes next.
+        self.new[model] = None
+        if self.library is stock:  # where a load is what gives up a step
+            optimizer = self.optimizers[model]
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            cleans = "grads"  # some are averages already
+        self.zero(model, cleans)
 
     def check_refused(self, model, grads):
         """A refused step leaves residues as they were, or with the gradients as they came."""
@@ -939,8 +959,9 @@ def check(program, own, caplog):
         if rate is None:
             expected = seen
         elif rate == EVERYTHING and not program.half:
-            # One that was refused has ended there.
-            for (name, theirs), (_, ours) in zip(expected, seen, strict=False):
+            for (name, theirs, _), (_, ours, comparable) in zip(expected, seen, strict=True):
+                if not comparable:
+                    break
                 for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
                     torch.testing.assert_close(
                         b,
@@ -952,7 +973,7 @@ def check(program, own, caplog):
         # Where a script changed gradients on every rank in another way, and skipped synchronize(),
         # they are not in stock Horovod either. Nor, to the bit, where a gradient is sparse on one
         # rank and dense on another, as torch adds these otherwise.
-        if program.sparse != "as dense" and same_on_all_ranks(expected[len(seen) - 1][1]):
+        if program.sparse != "as dense" and same_on_all_ranks(expected[-1][1]):
             assert same_on_all_ranks(seen[-1][1]), kind
 
 
