@@ -324,6 +324,7 @@ class NewGradients:
 
     def give_up(self) -> None:
         """The step is given up. What was told of it goes on, until the signal that follows it."""
+        self.unused.give_up()
         self._marks.clear()
         # No rank signals before it has told, so what was told has arrived, or the transport failed.
         if self._signalled:

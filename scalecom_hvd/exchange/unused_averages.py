@@ -24,7 +24,7 @@ class _Steps:
     Attributes:
         begun, taken: how many began, and how many ended.
         under_way: whether one is: it may evaluate its closure, which averages, several times. After
-            a step that raised an error this holds until the next one ends.
+            a step that raised an error of the script's this holds until the next one ends.
     """
 
     def __init__(self) -> None:
@@ -67,6 +67,10 @@ class UnusedAverages:
                 "call that backward under model.no_sync(). To accumulate gradients, give "
                 "backward_passes_per_step, or use no_sync() for all passes but the last"
             )
+
+    def give_up(self) -> None:
+        """They are not made: an error ends the step that asked for them, if one did."""
+        _steps.under_way = False
 
     def end(self, counts: bool) -> None:
         """They were averaged.
