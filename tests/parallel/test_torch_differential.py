@@ -3,7 +3,8 @@
 Every program runs several times on the same made-up gradients: in stock Horovod; with everything
 chosen (k = N, through lanes and residues), where after every call parameters must be those of stock
 Horovod; and at rate 10, where nothing may be lost. Each of the last two in this package's optimizer
-and in Horovod's own. Some programs take another method than ScaleCom in the former. After every synchronize():
+and in Horovod's own. Some programs take another method than ScaleCom in the former. After every
+synchronize():
 
     mean of gradients as they were + mean of residues before = gradients as they are + mean of
     residues after where no rank had a gradient that was not exchanged yet, residues and step are
