@@ -41,7 +41,7 @@ from scalecom_hvd.exchange.gradients import (
     flat_gradient,
     wide_dtype,
 )
-from scalecom_hvd.exchange.unused_averages import UnusedAverages
+from scalecom_hvd.exchange.unused_averages import UnusedAverages, end_step_by_error
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -324,7 +324,7 @@ class NewGradients:
 
     def give_up(self) -> None:
         """The step is given up. What was told of it goes on, until the signal that follows it."""
-        self.unused.give_up()
+        end_step_by_error()
         self._marks.clear()
         # No rank signals before it has told, so what was told has arrived, or the transport failed.
         if self._signalled:

@@ -45,6 +45,11 @@ class _Steps:
 _steps = _Steps()
 
 
+def end_step_by_error() -> None:
+    """Gradients are refused: the error ends the step that came by them, if one did."""
+    _steps.under_way = False
+
+
 class UnusedAverages:
     """Looks at one exchange's averages: whether a step comes between one and the next."""
 
@@ -67,10 +72,6 @@ class UnusedAverages:
                 "call that backward under model.no_sync(). To accumulate gradients, give "
                 "backward_passes_per_step, or use no_sync() for all passes but the last"
             )
-
-    def give_up(self) -> None:
-        """They are not made: an error ends the step that asked for them, if one did."""
-        _steps.under_way = False
 
     def end(self, counts: bool) -> None:
         """They were averaged.

@@ -63,6 +63,7 @@ def draw(seed):
             "late": dice.choice([None, None, 0, 1]),
             "attack": dice.random() < 0.15,
             "sharp": dice.choice([None, None, None, None, "averaged", "alone"]),
+            "newcomer": dice.random() < 0.15,
             "penalty": dice.random() < 0.2,
             "halve": dice.choice([[], [], [], list(ranks), [ranks[-1]]]),
         }
@@ -178,6 +179,8 @@ class Run:
         with torch.no_grad():
             for parameter, original in zip(self.parameters, here, strict=True):
                 parameter.copy_(original)
+        if step["newcomer"]:
+            self.add_a_parameter()
         self.synchronize()
         self.scaler.unscale_(self.optimizer)
         if step["clip"] is not None:
@@ -255,6 +258,15 @@ class Run:
         dist.all_reduce(moved)
         worst = float(lost.abs().max())
         assert worst <= 1e-6 * moved, f"{worst:g} of {float(moved):g} are neither sent nor waiting"
+
+    def add_a_parameter(self):
+        """To the optimizer that was made without it. All ranks refuse that until it is frozen."""
+        parameter = nn.Parameter(torch.ones(3))
+        self.optimizer.add_param_group({"params": [parameter]})
+        if self.by_optimizer:
+            with pytest.raises(RuntimeError, match="make the DistributedOptimizer anew"):
+                self.optimizer.step()
+        parameter.requires_grad_(False)
 
     def average_and_throw_away(self, number, step):
         """As the fast gradient sign method does, which wants the inputs' gradients alone."""

@@ -352,6 +352,11 @@ class Program:
         )
         self.pending[model] = [0, True]
 
+    def draw_newcomer(self, model):
+        """A parameter that is added, or thawed, when the optimizer is made already."""
+        asks, leaves = self.dice.choice(("synchronize", "step")), self.dice.random() < 0.5
+        self.call("newcomer", model, asks, leaves)
+
     def draw_own_collective(self, model):
         """Between any two calls; nameless ones only where all ranks have submitted the same: stock
         Horovod counts its own with them.
@@ -866,6 +871,17 @@ class Run:
             assert min(left.abs().max(), (left - whole).abs().max()) <= near, (
                 f"the residue of {name} after a refused step"
             )
+
+    def newcomer(self, model, asks, leaves):
+        """All ranks refuse it, and go on as ever when it is taken away, or frozen."""
+        optimizer, parameter = self.optimizers[model], torch.nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [parameter]})
+        if self.library is hvd and self.rate is not None:  # stock Horovod's ranks each train it
+            with pytest.raises(RuntimeError, match="make the DistributedOptimizer anew"):
+                getattr(optimizer, asks)()
+        parameter.requires_grad_(False)
+        if leaves:
+            del optimizer.param_groups[-1]
 
     def own_collective(self, model, kind, nameless):
         name = None if nameless else f"own.{kind}"
