@@ -127,8 +127,9 @@ class Exchange(Averager):
         self._settings = method.settings | dict(settings or {})
         news = NewGradients(collectives, self.names, self._parameters)
         self._news = news if asks_for_news else None
-        # Only ranks that tell each other how they stand may find that a step must begin again.
-        self._copies = asks_for_news and not collectives.negotiates
+        # Only ranks that tell each other how they stand may find that a step must begin again. What
+        # was submitted of it may be met by what another rank did when it gave its own up.
+        self._copies = asks_for_news
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
@@ -248,7 +249,7 @@ class Exchange(Averager):
                 self._sparse[name] = self._send_sparse(parameter)
             else:
                 if self._news is not None and (self._agreed or not self._whole):
-                    self._news.mark(name, reads=self._copies or not self._whole)
+                    self._news.mark(name)
                 if self._agreed:
                     self._steps.of[name].waiting.discard(name)
             self._advance()

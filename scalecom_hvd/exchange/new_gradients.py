@@ -76,29 +76,27 @@ class Mark:
 
     Args:
         parameter: its gradient is marked.
-        reads: whether elements are compared. Not of what transports average in place.
     """
 
-    def __init__(self, parameter: torch.Tensor, reads: bool = True) -> None:
+    def __init__(self, parameter: torch.Tensor) -> None:
         self._grad = TensorWeakRef(parameter.grad)
-        self._reads = reads
-        self._now = _state_of(parameter.grad, reads)
+        self._now = _state_of(parameter.grad)
 
     def fits(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient is what it was."""
         grad = parameter.grad
         same = grad is not None and grad is self._grad()
-        return same and _state_of(grad, self._reads) == self._now
+        return same and _state_of(grad) == self._now
 
 
-def _state_of(grad: torch.Tensor, reads: bool) -> tuple[int, bytes]:
+def _state_of(grad: torch.Tensor) -> tuple[int, bytes]:
     version = -1 if grad.is_inference() else grad._version
     if grad.is_sparse:
         return version, b""
     # Views of one storage share their version: to accumulate into one moves that of all.
     if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
         version = -1
-    if grad.device.type != "cpu" or not reads:  # to look would wait for the device
+    if grad.device.type != "cpu":  # to look would wait for the device
         return version, b""
     if not grad.is_contiguous():
         flat = grad.detach().reshape(-1)
@@ -142,9 +140,9 @@ class NewGradients:
         self._marks: dict[str, Mark] = {}
         self.unused = UnusedAverages()
 
-    def mark(self, name: str, reads: bool) -> None:
+    def mark(self, name: str) -> None:
         """Remember what this parameter's gradient is, as it is to be averaged; see Mark."""
-        self._marks[name] = Mark(self._parameters[name], reads)
+        self._marks[name] = Mark(self._parameters[name])
 
     def changed(self) -> list[str]:
         """The names of gradients that are no longer what they were when they were marked."""

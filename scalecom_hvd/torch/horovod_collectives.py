@@ -107,7 +107,6 @@ class HorovodCollectives:
     """
 
     numbers = NUMBERS
-    negotiates = True
 
     def __init__(
         self,

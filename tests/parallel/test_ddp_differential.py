@@ -93,9 +93,7 @@ def draw(seed):
     }
     unknown = getattr(ddp, method).unused
     settings = {name: value for name, value in settings.items() if name not in unknown}
-    # A change through .data is not seen in steps that are sent whole.
-    hidden = settings.get("lookahead") or settings["warmup_steps"] > 0
-    changes = [name for name in CHANGES if name != "mask" and not (hidden and "data" in name)]
+    changes = [name for name in CHANGES if name != "mask"]
     return {
         "steps": steps,
         "momentum": dice.choice([0.0, 0.9]),

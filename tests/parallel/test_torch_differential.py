@@ -334,9 +334,8 @@ class Program:
         if self.sparse != "no":
             return
         how = dice.choice(list(CHANGES))
-        # It is not seen in steps that are sent whole, nor where most elements are zero.
-        hidden = self.fields["warmup_steps"] or "lookahead" in self.fields or self.frozen[model]
-        if how == "through .data" and hidden:
+        # It is not seen where most elements are zero.
+        if how == "through .data" and self.frozen[model]:
             how = "mul_"
         self.settle(model)
         self.call("zero", model, "grads")
