@@ -196,14 +196,18 @@ class NewGradients:
         if work is not None:
             work.wait()
 
-    def ask_at_first(self, fresh: bool, changed: bool) -> bool:
+    def ask_at_first(
+        self, fresh: bool, changed: bool, sparse: Mapping[str, Callable[[], torch.Tensor]]
+    ) -> bool:
         """Whether any rank has news, before ranks have agreed on the name of their exchange.
 
         All are in synchronize(); waits for them.
 
         Args:
             fresh: whether this rank has.
-            changed: whether this rank's were changed, and are no longer in the loss scale's units.
+            changed: whether this rank's were changed after they were sent, or are no longer in the
+                loss scale's units.
+            sparse: {name: what waits for its average} of sparse gradients that travel.
 
         Raises:
             RuntimeError: some ranks take local steps, or have changed gradients; on all of them.
@@ -211,11 +215,15 @@ class NewGradients:
         # Another rank may take local steps, whose first meeting this is then.
         everyone = gather_objects(
             self._collectives,
-            {"settings": {}, "fresh": fresh, "changed": changed},
+            {"settings": {}, "fresh": fresh, "changed": changed, "sparse": list(sparse)},
             FIRST_MEETING,
         )
         compare_ranks(everyone, ("settings",))
         if any(other["changed"] for other in everyone):
+            # What all have sent is not to be met by what comes next.
+            for name, wait in sparse.items():
+                if all(name in other["sparse"] for other in everyone):
+                    wait()
             raise RuntimeError(CHANGED)
         return any(other["fresh"] for other in everyone)
 
