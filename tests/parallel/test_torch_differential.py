@@ -61,6 +61,9 @@ CHANGES = {name: change for name, change in CHANGES.items() if name != "mask"} |
     "nan_to_num_": lambda parameters: [p.grad.nan_to_num_() for p in parameters]
 }
 
+# Of these torch does the same to sparse ones, and moves their version.
+OF_SPARSE = ("mul_", "zero_", "another tensor")
+
 
 class Failed(Exception):
     """What a rank's forward or backward raises where a program says so."""
@@ -331,9 +334,10 @@ class Program:
     def change_on_the_way(self, model):
         """A script changes p.grad between backward() and step(), on all ranks or on one."""
         dice = self.dice
-        if self.sparse != "no":
-            return
-        how = dice.choice(list(CHANGES))
+        how, names = dice.choice(list(CHANGES)), [list(SHAPES), list(SHAPES), ["weight"], ["wide"]]
+        cleans = ("grads", "grads", "in place", "nothing")
+        if self.sparse != "no":  # and torch adds no sparse gradient to another
+            how, names, cleans = dice.choice(OF_SPARSE), [*names, ["rows"]], ["grads"]
         # It is not seen where most elements are zero.
         if how == "through .data" and self.frozen[model]:
             how = "mul_"
@@ -344,10 +348,10 @@ class Program:
             model,
             how,
             dice.choice((list(range(self.ranks)), [dice.randrange(self.ranks)])),
-            dice.choice((list(SHAPES), list(SHAPES), ["weight"], ["wide"])),
+            dice.choice(names),
             [dice.randrange(10**6) for _ in range(self.passes)],
             dice.random() < 0.3,
-            dice.choice(("grads", "grads", "in place", "nothing")),
+            dice.choice(cleans),
         )
         self.pending[model] = [0, True]
 
@@ -494,15 +498,7 @@ class Run:
             if penalty and name != "rows":
                 energy = parameter.square().sum() / 2
                 (parameter,) = torch.autograd.grad(energy, parameter, create_graph=True)
-            if name == "rows" and self.program.sparse != "no":
-                term = (
-                    torch.nn.functional.embedding(
-                        grad.any(1).nonzero().view(-1), parameter, sparse=True
-                    )
-                    * grad[grad.any(1)]
-                )
-            else:
-                term = parameter * grad
+            term = self.term(name, parameter, grad)
             if name == "weight":
                 term = self.differentiable(term, collective)
                 term = term * torch.ones(term.shape)  # Horovod takes contiguous gradients alone
@@ -526,6 +522,13 @@ class Run:
             if name == "weight" and collective == "broadcast":
                 grad = grad if rank == 0 else torch.zeros_like(grad)
             self.add(model, name, grad, 0.5 if name in halved else 1.0)
+
+    def term(self, name, parameter, grad):
+        """What a loss is a sum of, so that this parameter's gradient is this."""
+        if name != "rows" or self.program.sparse == "no":
+            return parameter * grad
+        own = grad.any(1).nonzero().view(-1)
+        return torch.nn.functional.embedding(own, parameter, sparse=True) * grad[own]
 
     def differentiable(self, x, kind):
         """A collective in the middle of a model, by which the gradient stays what it is; but for a
@@ -827,12 +830,15 @@ class Run:
         grads = dict(before)
         if names:
             grads |= changed(CHANGES[how], {name: before[name] for name in names})
-        if self.rate is None:
+        # Of sparse gradients Horovod's own optimizer tells a compressor nothing.
+        by_hand = self.rate is None or (self.library is stock and self.program.sparse == "yes")
+        if by_hand:
             for name, parameter in trained.items():
-                parameter.grad = grads[name].clone()
+                is_sparse = name == "rows" and self.program.sparse != "no"
+                parameter.grad = grads[name].to_sparse(1) if is_sparse else grads[name].clone()
         else:
             for own in passes:
-                sum((p * own[name]).sum() for name, p in trained.items()).backward()
+                sum(self.term(name, p, own[name]).sum() for name, p in trained.items()).backward()
             time.sleep(0.01 * waits)
             if names:
                 CHANGES[how]([trained[name] for name in names])
