@@ -127,8 +127,9 @@ class Exchange(Averager):
         self._settings = method.settings | dict(settings or {})
         news = NewGradients(collectives, self.names, self._parameters)
         self._news = news if asks_for_news else None
-        # Only ranks that tell each other how they stand may find that a step must begin again.
-        self._copies = asks_for_news and not collectives.negotiates
+        # Only ranks that tell each other how they stand may find that a step must begin again. What
+        # was submitted of it may be met by what another rank did when it gave its own up.
+        self._copies = asks_for_news
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
@@ -189,7 +190,8 @@ class Exchange(Averager):
                 if self._agreed:
                     self._begin_again()
                 news.meet(None)
-            return news.ask_at_first(fresh, changed) or news.came_by_hand(*sparse)
+            under_way = {name: wait for name, wait in self._sparse.items() if wait is not None}
+            return news.ask_at_first(fresh, changed, under_way) or news.came_by_hand(*sparse)
 
     def _begin_again(self) -> None:
         """Report once more what has arrived, as in a first step.
@@ -216,9 +218,10 @@ class Exchange(Averager):
 
     def _has_changed(self) -> bool:
         """Whether a gradient was changed since it came, if that is of importance."""
-        if not self._agreed and self._scale == 1:
-            return False  # no bucket has begun: what gradients are now is exchanged
         changed = self._news.changed()
+        if not self._agreed and self._scale == 1:
+            # No bucket has begun: what gradients are now is exchanged. Sparse ones travel already.
+            changed = [name for name in changed if name in self._sparse]
         if changed:  # others may have been, where nobody looked
             for bucket in self.buckets:
                 bucket.roll_back(keep_gradients=True)
@@ -246,9 +249,11 @@ class Exchange(Averager):
             may_be_sparse = not (self._sparse_as_dense or self._agreed)
             if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
                 self._sparse[name] = self._send_sparse(parameter)
+                if self._news is not None:
+                    self._news.mark(name)
             else:
                 if self._news is not None and (self._agreed or not self._whole):
-                    self._news.mark(name, reads=self._copies or not self._whole)
+                    self._news.mark(name)
                 if self._agreed:
                     self._steps.of[name].waiting.discard(name)
             self._advance()

@@ -264,6 +264,7 @@ class PerTensor(Averager):
             self._buckets, self._ahead = {}, {}
             self._run.begin_equal_state_anew()
             self._agreed = False
+            self._news.give_up()
             self._news.meet(None)
             self._marks.clear()
             self._given.clear()
