@@ -35,7 +35,7 @@ class JobThatStartsAgainLate:
     them.
     """
 
-    running, removed, looks = True, None, 0
+    running, elastic, removed, looks = True, True, None, 0
 
     def workers(self):
         return {pid: str(pid) for pid in (1, 2, 3) if str(pid) != self.removed}
@@ -83,6 +83,28 @@ def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
     assert "Current thread" in (folder / "log").read_text(), (
         "workers should have said where they are"
     )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "point"),
+    [
+        ("torchrun", soak.Point.EXCHANGE),
+        pytest.param("torchrun", soak.Point.SAVING, marks=pytest.mark.long),
+        pytest.param("DDP hook", soak.Point.AVERAGES, marks=pytest.mark.long),
+    ],
+)
+def test_torchrun_starts_workers_again(monkeypatch, optimizer, point):
+    """One dies, and all go on from their own checkpoints."""
+    monkeypatch.setattr(
+        soak.Trouble,
+        "_faults",
+        lambda trouble: {"one dies": lambda alive: trouble._order(alive, point)},
+    )
+    plan = soak.Plan(optimizer=optimizer, settings=soak.COMPRESSED)
+    findings, trouble = soak.watch(plan, 2, 1, random.Random(0), tqdm(disable=True))
+    assert not findings.complaints, findings.complaints
+    assert trouble.survived["one dies"] == trouble.restarts > 0
+    assert findings.compared > 1
 
 
 def leader_dies(trouble, limit):
