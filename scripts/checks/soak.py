@@ -59,6 +59,7 @@ PLANS = [
     Plan(optimizer="local steps", settings=COMPRESSED, local_steps=6, overlap=2, fragments=2),
     Plan(optimizer="torchrun", settings=COMPRESSED),
     Plan(optimizer="torchrun", settings=AHEAD),
+    Plan(optimizer="torchrun", settings=COMPRESSED, local_steps=6, overlap=2, fragments=2),
     Plan(optimizer="DDP hook", settings=COMPRESSED),
     Plan(optimizer="TensorFlow", settings=COMPRESSED),
     Plan(optimizer="TensorFlow", settings=AHEAD),

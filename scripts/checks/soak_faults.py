@@ -54,9 +54,10 @@ def points_of(plan: Plan) -> list[Point]:
         "stock": {Point.AVERAGES},
         "local steps": {Point.SIGNAL},  # local steps do not signal
         "TensorFlow": {Point.SIGNAL, Point.AVERAGES},  # nor does a graph
-        "DDP hook": {Point.SIGNAL},  # nor does DDP, which calls for every gradient
+        "DDP hook": {Point.SIGNAL},  # nor does a hook
     }
-    return [point for point in Point if point not in missing.get(plan.optimizer, set())]
+    kind = plan.optimizer if plan.local_steps is None else "local steps"
+    return [point for point in Point if point not in missing.get(kind, set())]
 
 
 @dataclasses.dataclass

@@ -2,14 +2,16 @@
 of scalecom_hvd.ddp, and checks after every step that nothing was lost.
 
 Where a worker dies torchrun starts all of them again. Each goes on from its own last checkpoint,
-and with rank 0's model, since ranks may have come to different ones. See soak_worker.py, which
-trains in the same way, and soak_faults.py.
+and with rank 0's model, since ranks may have come to different ones; in local steps, which want
+states of one step, from the last that all ranks have. See soak_worker.py, which trains in the same
+way, and soak_faults.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
+from pathlib import Path
 from typing import Any
 
 import soak_faults
@@ -45,7 +47,8 @@ class Trainer(soak_worker.Trainer):
 
     def distributed(self, optimizer: torch.optim.Optimizer, compression: ddp.Method) -> Any:
         if self.plan.optimizer == "torchrun":
-            return ddp.DistributedOptimizer(optimizer, self.model.named_parameters(), compression)
+            named = self.model.named_parameters()
+            return ddp.DistributedOptimizer(optimizer, named, compression, **self.rounds())
         self.forward = DistributedDataParallel(self.model, find_unused_parameters=True)
         state = ddp.ScaleComState(self.forward, compression)
         self.forward.register_comm_hook(state, ddp.scalecom_hook)
@@ -59,33 +62,53 @@ class Trainer(soak_worker.Trainer):
             "optimizer": self.optimizer.state_dict(),
             "scalecom": self.compression.state_dict(),
             "committed": self.committed,
-            "batch": self.state.batch,
+            "committed_own": self.committed_own,
         }
         torch.save(saved, file)
 
+    def save(self) -> None:
+        # Of two checkpoints one is there on all ranks: none is a whole round of commits ahead.
+        self.file = self.file_of(self.state.batch)
+        super().save()
+        self.file_of(self.state.batch - 2 * self.plan.commit_every).unlink(missing_ok=True)
+
+    def file_of(self, batch: int) -> Path:
+        return self.folder / f"checkpoint-{dist.get_rank()}-{batch}.pt"
+
     def resume(self) -> Any:
         """Go on from this rank's checkpoint, if it has one; gives what `train` is given."""
-        self.file = self.folder / f"checkpoint-{dist.get_rank()}{self.checkpoint}"
-        batch = 0
-        if self.file.exists():
-            saved = torch.load(self.file, weights_only=True)
+        rounds = self.plan.local_steps is not None
+        files = self.folder.glob(f"checkpoint-{dist.get_rank()}-*.pt")
+        batches = {int(file.stem.rpartition("-")[2]) for file in files}
+        if rounds:
+            everyone = [set()] * dist.get_world_size()
+            dist.all_gather_object(everyone, batches)
+            batches = set.intersection(*everyone)
+        batch = max(batches, default=0)
+        if batch:
+            saved = torch.load(self.file_of(batch), weights_only=True)
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.compression.load_state_dict(saved["scalecom"])
-            self.committed, batch = saved["committed"], saved["batch"]
+            self.committed, self.committed_own = saved["committed"], saved["committed_own"]
         ddp.broadcast_parameters(self.model)
         common = batch, self.optimizer.state_dict()
         batch, state = self._hvd.broadcast_object(common, root_rank=0, name="start")
-        self.optimizer.load_state_dict(state)
+        if not (rounds and batch):  # in which every rank has its own
+            self.optimizer.load_state_dict(state)
         self.state = types.SimpleNamespace(batch=batch, commit=lambda: None)
         return self.state
+
+
+class LocalTrainer(Trainer, soak_worker.LocalTrainer):
+    """One that takes local steps."""
 
 
 def main() -> None:
     plan, folder = soak_faults.begin()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    trainer = Trainer(plan, folder, Ranks)
+    trainer = (Trainer if plan.local_steps is None else LocalTrainer)(plan, folder, Ranks)
     trainer.train(trainer.resume())
     trainer.diary.note("end", skipped=trainer.compression.stats()["skipped_steps"])
 

@@ -46,6 +46,7 @@ class Trainer(soak_faults.Worker):
     """One worker's model, optimizer and checks."""
 
     checkpoint = ".pt"
+    committed_own: tuple[int, str, bool] | None = None  # see LocalTrainer
 
     def make(self) -> hvd.Method:
         # every worker begins elsewhere: only Horovod's states bring them together
@@ -63,19 +64,20 @@ class Trainer(soak_faults.Worker):
 
     def distributed(self, optimizer: torch.optim.Optimizer, compression: hvd.Method) -> Any:
         """The optimizer of this plan."""
-        plan = self.plan
-        make = (
-            horovod.DistributedOptimizer if plan.optimizer == "stock" else hvd.DistributedOptimizer
-        )
-        more = {} if plan.local_steps is None else {"local_steps": plan.local_steps}
-        more |= {"overlap": plan.overlap} if plan.overlap else {}
-        more |= {"fragments": plan.fragments} if plan.fragments > 1 else {}
-        return make(
+        stock = self.plan.optimizer == "stock"
+        return (horovod if stock else hvd).DistributedOptimizer(
             optimizer,
             named_parameters=self.model.named_parameters(),
             compression=compression,
-            **more,
+            **self.rounds(),
         )
+
+    def rounds(self) -> dict[str, int]:
+        """What an optimizer is told of local steps."""
+        plan = self.plan
+        more = {} if plan.local_steps is None else {"local_steps": plan.local_steps}
+        more |= {"overlap": plan.overlap} if plan.overlap else {}
+        return more | ({"fragments": plan.fragments} if plan.fragments > 1 else {})
 
     def watch(self) -> None:
         """See gradients before anybody changes them, and die in the places where a worker may be
@@ -232,7 +234,7 @@ class LocalTrainer(Trainer):
             changes = {
                 name: (self.x[name] - mine) * (name in names) for name, mine in self.own().items()
             }
-            self.brought = self.local.taken, changes, self.residues(), hvd.size()
+            self.brought = self.local.taken, changes, self.residues(), self._hvd.size()
             depart(fragments)
 
         def see_what_arrives() -> bool:
@@ -295,13 +297,13 @@ class LocalTrainer(Trainer):
                 batch,
             )
             # Who came since it departed knows nothing of it, and who left had a part in it.
-            same = self.brought[0] == self.arrived and self.brought[3] == hvd.size()
+            same = self.brought[0] == self.arrived and self.brought[3] == self._hvd.size()
             known = torch.tensor(float(same))
-            if hvd.allreduce(known, op=hvd.Min, name="soak.known") == 1:
+            if self._hvd.allreduce(known, name="soak.known") > 0.99:  # on all ranks
                 self.check_changes(batch)
         elif hit:
             self.expect(digest(self.own()) == values, "a skipped step changed parameters", batch)
-        return float(hvd.allreduce(loss))
+        return float(self._hvd.allreduce(loss))
 
     def check_changes(self, batch: int) -> None:
         """What left ranks' residues and changes, averaged, is what x moved by."""
