@@ -106,6 +106,8 @@ def draw(seed):
         },
         "method": method,
         "settings": settings,
+        # Of ScaleCom where not everything is chosen: nothing else gives what rounded integers give.
+        "integers": dice.choice([{}, {"bits": 3, "warmup_rate": dice.choice([1, 4])}]),
         "change": (dice.choice(changes), dice.choice([list(ranks), [dice.choice(ranks)]])),
     }
 
@@ -120,6 +122,8 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         method = getattr(ddp, program["method"])
         settings = program["settings"] | {"loss_scale": self.scaler}
+        if rate == 10 and method is ddp.ScaleCom:
+            settings |= program["integers"]
         net = Net()
         if program["two_dtypes"]:
             net.body[2] = InDouble(net.body[2])
@@ -228,13 +232,17 @@ class Run:
     def note_averages(self):
         """Count what came in and went out, unless the step is void."""
         averaged, self.averaged = self.averaged, []
+        scale = self.scaler.get_scale()
+        # A void step is taken back to rounding, of what its gradients are.
+        for _, came, _ in averaged:
+            self.moved += float(came.nan_to_num(0, 0, 0).abs().max() / scale)
         if all(went.isfinite().all() for _, _, went in averaged):
             for parameter, came, went in averaged:
                 # DDP drops the average of what no rank has used.
                 if parameter.grad is None or not torch.equal(parameter.grad, went):
                     went = torch.zeros_like(went)
-                self.left[parameter] += (came.double() - went) / self.scaler.get_scale()
-                self.moved += float((came.abs().max() + went.abs().max()) / self.scaler.get_scale())
+                self.left[parameter] += (came.double() - went) / scale
+                self.moved += float(went.abs().max() / scale)
 
     def residues(self):
         """What waits of each parameter, in the gradients' units."""

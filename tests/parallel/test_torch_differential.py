@@ -117,6 +117,9 @@ class Program:
         # drops some float16 sums.)
         self.half = dice.random() < 0.15 and hvd.mpi_enabled()
         self.size = dice.choice((1.0, 1e-7)) if self.half else 1.0
+        # Integers are rounded, so nothing else gives what they give.
+        integers = {"bits": dice.choice((2, 3, 5)), "warmup_rate": dice.choice((1, 2, 4))}
+        self.narrow = {"wire_dtype": "float16"} if self.half else dice.choice(({}, {}, integers))
         self.frozen = [set() for _ in range(self.models)]
         # backward passes, and whether ranks' hooks fired alike
         self.pending = [[0, True] for _ in range(self.models)]
@@ -415,8 +418,8 @@ class Run:
             }
             if self.library is stock:
                 fields["named_parameters"] = parameters.items()
-            elif program.half:  # which Horovod's own optimizer refuses
-                fields["wire_dtype"] = "float16"
+            elif program.half or (self.rate != EVERYTHING and self.method == "ScaleCom"):
+                fields |= program.narrow  # which Horovod's own optimizer refuses
             compression = method(
                 loss_scale=lambda: self.scale_now[model],
                 **{name: value for name, value in fields.items() if name not in method.unused},
