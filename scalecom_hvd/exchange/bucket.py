@@ -188,10 +188,14 @@ class Bucket:
         """
         if isinstance(self._values, Values) or self.whole:
             return self._values.compressed
-        averages = self._values.sums().to(self._residue_dtype)
+        return self.scaled(self._values.sums())
+
+    def scaled(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums of integers (k,) times the scales with which `take_and_accumulate` made them."""
+        values = sums.to(self._residue_dtype)
         for slot in self._slots:
-            scale_blocks_(slot.values(averages), slot.scales(self._taken_at))
-        return averages
+            scale_blocks_(slot.values(values), slot.scales(self._taken_at))
+        return values
 
     # What a method asks for: offsets.
 

@@ -8,19 +8,21 @@ submitted them by then without waiting for another rank's hooks. The first step 
 no offsets are known yet.
 
 Horovod averages here, in the dtype of what it is given. It would divide sums of float16 values in
-float16, where what is small is lost for good, so wire_dtype="float16" is refused.
+float16, where what is small is lost for good, so wire_dtype="float16" is refused. Integers of few
+bits travel in float32 (float_words.py).
 
 Horovod's synchronize() compresses every gradient again where no rank has a new one
 (new_gradients.py). Those are sent as they are, and averaged, as without compression, and residues,
 leader and step stay. Only before ranks have agreed for the first time can that not be known at the
 step's begin: then the step is rolled back at its end.
 
-Imports horovod_collectives and exchange.
+Imports float_words, horovod_collectives and exchange.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,6 +50,7 @@ from scalecom_hvd.exchange.optimizers import without_ties
 from scalecom_hvd.exchange.residue import CompressedTensor
 from scalecom_hvd.exchange.run import Averager
 from scalecom_hvd.schedule import leader
+from scalecom_hvd.torch import float_words
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 
 _NEEDS_PARAMETERS = (
@@ -69,7 +72,7 @@ class ScaleCom(methods.ScaleCom):
             model.named_parameters() gives.
         process_set: the process set given to the optimizer.
 
-    There it works with look-ahead, and takes no quantiser, bits, wire_dtype or diagnostics.
+    There it works with look-ahead, and takes no quantiser, no wire_dtype and no diagnostics.
     """
     )
 
@@ -131,7 +134,6 @@ class ScaleCom(methods.ScaleCom):
         for asked, what in (
             (self._quantiser_settings, f"quantiser={self.quantiser!r}"),
             (self.config.wire_dtype, f"wire_dtype={self.config.wire_dtype!r}"),
-            (self.config.levels, f"bits={self.config.bits}"),
             (self.config.warmup_rate > 1, f"warmup_rate={self.config.warmup_rate:g}"),
         ):
             if asked:
@@ -163,16 +165,23 @@ class Sent:
 
 @dataclasses.dataclass
 class Ahead:
-    """The offsets of one device's tensors: where the next ones arrive, and by what."""
+    """The choice of one device's tensors: where the next one arrives, and by what.
+
+    That is offsets, and the scales of integers.
+    """
 
     tensors: Sequence[CompressedTensor]
     layout: Layout
     buffer: torch.Tensor
     work: Work | None = None
 
-    def of(self, tensor: CompressedTensor) -> torch.Tensor:
-        """A tensor's next offsets (k,)."""
-        return self.buffer[self.layout.offsets[tensor.name]].view(tensor.offset_dtype)
+    def of(self, tensor: CompressedTensor) -> dict[str, torch.Tensor]:
+        """A tensor's next choice: {"offsets": (k,)}, and of integers "scales" (blocks,)."""
+        offsets = self.buffer[self.layout.offsets[tensor.name]].view(tensor.offset_dtype)
+        if not tensor.levels:
+            return {"offsets": offsets}
+        scales = self.buffer[self.layout.scales[tensor.name]].view(torch.float32)
+        return {"offsets": offsets, "scales": scales}
 
 
 class PerTensor(Averager):
@@ -238,7 +247,7 @@ class PerTensor(Averager):
                 continue
             ahead.work.wait()
             for tensor in ahead.tensors:
-                self._run.tensor_states[tensor.name]["offsets"] = ahead.of(tensor)
+                self._run.tensor_states[tensor.name].update(ahead.of(tensor))
             # The views keep this buffer; the next offsets arrive in a new one. Tensors that do not
             # come in a step keep theirs.
             ahead.buffer, ahead.work = ahead.buffer.clone(), None
@@ -333,7 +342,7 @@ class PerTensor(Averager):
 
         tensor = self._residues.tensors[name]
         try:
-            move = bucket.take_and_accumulate(self._offsets(tensor), choose=self._chooses())
+            move = bucket.take_and_accumulate(self._choice(bucket), choose=self._chooses())
             values, chosen = finished(move)
         except BaseException:
             # Of this tensor nothing is sent; the others' values may be on their way already.
@@ -341,7 +350,9 @@ class PerTensor(Averager):
             self._seen.remove(name)
             raise
         if chosen is not None:
-            self._keep_choice(tensor, chosen)
+            self._keep_choice(bucket, chosen)
+        if tensor.levels:
+            values = float_words.pack(values, tensor.levels, self.collectives.size)
         # One NaN tells every rank, through the average, that this gradient was not finite
         # somewhere.
         is_bad = torch.as_tensor(bucket.bad != 0, device=values.device)
@@ -369,10 +380,12 @@ class PerTensor(Averager):
                     "state, or call zero_grad() and backward() again"
                 )
             bucket, tensor = self._buckets[sent.name], self._residues.tensors[sent.name]
+            if tensor.levels:
+                result = self._scaled(bucket, tensor, result)
             average = result.to(tensor.residue.dtype) / self._scale
             bad = ~average.to(sent.dtype).isfinite().all()
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
-            bucket.receive(self._offsets(tensor), result)
+            bucket.receive(self._choice(bucket), result)
             bucket.scatter({sent.name: flat})
             output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
             if self._news.channel is None:
@@ -478,8 +491,8 @@ class PerTensor(Averager):
             residues.look([bucket.norms() for bucket in seen.values()])
         last_whole = self._whole and residues.step + 1 >= residues.config.warmup
         if last_whole and self._chooses():
-            for name, bucket in seen.items():
-                self._keep_choice(residues.tensors[name], bucket.choose_without_accumulating())
+            for bucket in seen.values():
+                self._keep_choice(bucket, bucket.choose_without_accumulating())
         if last_whole or not self._whole:
             root = self._next_leader()
             for number, ahead in enumerate(self._ahead.values()):
@@ -508,12 +521,25 @@ class PerTensor(Averager):
         """Whether this rank chooses for the next step."""
         return self._next_leader() == self.collectives.position
 
-    def _offsets(self, tensor: CompressedTensor) -> torch.Tensor:
-        """This step's offsets, as bytes."""
-        return self._run.tensor_states[tensor.name]["offsets"].view(torch.uint8)
+    def _choice(self, bucket: Bucket) -> torch.Tensor:
+        """This step's choice of a tensor's places, as bytes."""
+        return bucket.join_choice(self._run.tensor_states)
 
-    def _keep_choice(self, tensor: CompressedTensor, chosen: torch.Tensor) -> None:
-        self._ahead[tensor.residue.device].of(tensor).view(torch.uint8).copy_(chosen)
+    def _keep_choice(self, bucket: Bucket, chosen: torch.Tensor) -> None:
+        for name, own in bucket.split_choice(chosen).items():
+            tensor = self._residues.tensors[name]
+            for what, value in self._ahead[tensor.residue.device].of(tensor).items():
+                value.copy_(own[what])
+
+    def _scaled(
+        self, bucket: Bucket, tensor: CompressedTensor, result: torch.Tensor
+    ) -> torch.Tensor:
+        """What words of integers stand for, (k,): their average, or sum, as the script asked."""
+        k = tensor.geometry.k
+        if not result.isfinite().all():  # a gradient of some rank's was not
+            return result.new_full((k,), math.nan)
+        sums, share = float_words.unpack(result, k, tensor.levels, self.collectives.size)
+        return bucket.scaled(sums) * share
 
     def _make_buckets(self) -> None:
         """One for each tensor, and the offsets of all.
@@ -527,7 +553,8 @@ class PerTensor(Averager):
             by_device.setdefault(tensor.residue.device, []).append(tensor)
             self._buckets[name] = Bucket(number, [name], self._parameters, self._residues, size)
         for device, tensors in by_device.items():
-            layout = Layout({tensor.name: tensor.geometry for tensor in tensors})
+            geometries = {tensor.name: tensor.geometry for tensor in tensors}
+            layout = Layout(geometries, has_scales=tensors[0].levels > 0)
             buffer = torch.zeros(layout.offsets_bytes, dtype=torch.uint8, device=device)
             self._ahead[device] = Ahead(tensors, layout, buffer)
 

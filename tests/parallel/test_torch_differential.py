@@ -416,10 +416,12 @@ class Run:
                 "rate": self.rate,
                 "min_numel": 2,
             }
+            if program.half or (self.rate != EVERYTHING and self.method == "ScaleCom"):
+                fields |= program.narrow
             if self.library is stock:
                 fields["named_parameters"] = parameters.items()
-            elif program.half or (self.rate != EVERYTHING and self.method == "ScaleCom"):
-                fields |= program.narrow  # which Horovod's own optimizer refuses
+                for name in ("wire_dtype", "warmup_rate"):  # Horovod's own optimizer refuses them
+                    fields.pop(name, None)
             compression = method(
                 loss_scale=lambda: self.scale_now[model],
                 **{name: value for name, value in fields.items() if name not in method.unused},

@@ -9,6 +9,7 @@ import torch
 from models import SHAPES, assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 from parity import run_against_reference
 
+from scalecom_hvd.reference import ScaleComReference
 from scalecom_hvd.torch import ScaleCom
 
 
@@ -23,6 +24,43 @@ def test_float16_gradients():
 
 def test_exact_selection_and_warm_up():
     run_against_reference(stock=True, steps=20, rate=30, selection="exact", warmup_steps=4)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_integers_of_few_bits(warmup_steps):
+    run_against_reference(stock=True, rate=16, bits=3, beta=0.3, warmup_steps=warmup_steps)
+
+
+@pytest.mark.parametrize(
+    "options", [{"op": hvd.Sum}, {"gradient_predivide_factor": 3.0}, {}], ids=str
+)
+@pytest.mark.parametrize("bits", [2, 3])
+def test_integers_are_what_the_script_asks_for(bits, options):
+    """Horovod sums, divides before or divides after, and tells a compressor nothing of it."""
+    shapes = {"weight": (70, 100), "bias": (40,)}
+    model = parameters(shapes)
+    compressor = ScaleCom(named_parameters=model.items(), rate=16, bits=bits, min_numel=2)
+    reference = ScaleComReference(hvd.size(), shapes, compressor.config.replace(lookahead=True))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.values(), lr=0.0),
+        named_parameters=model.items(),
+        compression=compressor,
+        **options,
+    )
+    for step in range(6):
+        everyone = [gradients(shapes, rank, step) for rank in range(hvd.size())]
+        if step == 4:
+            everyone[-1]["bias"][3] = np.inf
+        feed(model, everyone[hvd.rank()])
+        optimizer.step()
+        averages = reference.step(everyone)
+        for name, parameter in model.items():
+            if step == 4:
+                assert parameter.grad.isnan().any() == (name == "bias")
+                continue
+            want = averages[name] * (hvd.size() if options.get("op") == hvd.Sum else 1)
+            np.testing.assert_allclose(parameter.grad.numpy(), want, rtol=1e-5, atol=1e-6)
+        optimizer.zero_grad()
 
 
 def train(skips, steps=12, **options):
