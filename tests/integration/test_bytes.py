@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("worker_bytes.py")
-SIZES = {"uint8": 1, "int16": 2, "float16": 2, "float32": 4, "float64": 8}
+SIZES = {"uint8": 1, "int16": 2, "float16": 2, "int32": 4, "float32": 4, "float64": 8}
 STEPS = 6
 
 
@@ -43,6 +43,7 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
             {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000},
         ),
         ("torch", "mpirun", {"rate": 100, "warmup_steps": STEPS}),
+        ("torch", "horovodrun --gloo", {"rate": 16, "bits": 3}),
         pytest.param(
             "tensorflow",
             "mpirun",
