@@ -119,7 +119,7 @@ typedef struct { float *scales; double total; int64_t begin; } NAME(scaler);
 static inline NAME(scaler) NAME(scaler_at)(const tensor *t, void *chosen) {
     return (NAME(scaler)){(float *)((char *)chosen + t->scales_at), 0, 0};
 }
-/* A tile's winners were stored in `offsets`: what they would send counts. The tile is in a cache. */
+/* A tile's winners are in `offsets`: what they would send counts. The tile is in a cache yet. */
 INLINE void NAME(measure)(NAME(scaler) *to, const tensor *t, tile at, const void *offsets,
                           REAL scale, REAL extra) {
     REAL size[LANES];
@@ -143,6 +143,17 @@ INLINE void NAME(measure)(NAME(scaler) *to, const tensor *t, tile at, const void
     }
 }
 
+/* One row of a tile: which lanes' |m + g| are the largest so far. */
+INLINE void NAME(compare_row)(const GRAD_TYPE *restrict grad, const REAL *restrict residue, int n,
+                              REAL scale, INTEGER row, INTEGER *restrict best,
+                              INTEGER *restrict winner) {
+    for (int l = 0; l < n; l++) {
+        INTEGER ignored = 0;
+        REAL g = NAME(usable)(grad[l], scale, &ignored);
+        NAME(keep_larger)(BITS(residue[l] + g) & MAGNITUDE, row, &best[l], &winner[l]);
+    }
+}
+
 /* Each lane's largest |m + g|, and the scales of what it would send; nothing changes. */
 CLONES static int64_t NAME(choose)(const tensor *t, REAL scale, REAL extra, void *chosen) {
     NAME(scaler) measures = NAME(scaler_at)(t, chosen);
@@ -154,17 +165,11 @@ CLONES static int64_t NAME(choose)(const tensor *t, REAL scale, REAL extra, void
         for (int64_t i = at.start; i < at.end; i += at.stride, row++) {
             const GRAD_TYPE *grad = (const GRAD_TYPE *)t->grad + i;
             const REAL *residue = (const REAL *)t->residue + i;
-            int whole = at.n == LANES && i + LANES <= at.end;
-            int n = whole ? LANES : i + at.n <= at.end ? at.n : (int)(at.end - i);
-#define LOOK_AT(n)                                                                       \
-    for (int l = 0; l < n; l++) {                                                        \
-        INTEGER ignored = 0;                                                             \
-        INTEGER size = BITS(residue[l] + NAME(usable)(grad[l], scale, &ignored)) & MAGNITUDE; \
-        NAME(keep_larger)(size, row, &best[l], &winner[l]);                              \
-    }
-            if (whole) LOOK_AT(LANES)
-            else LOOK_AT(n)
-#undef LOOK_AT
+            if (at.n == LANES && i + LANES <= at.end)
+                NAME(compare_row)(grad, residue, LANES, scale, row, best, winner);
+            else
+                NAME(compare_row)(grad, residue, i + at.n <= at.end ? at.n : (int)(at.end - i),
+                                  scale, row, best, winner);
         }
         for (int l = 0; l < at.n; l++)
             store_offset(chosen, t->offset_width, at.lane + l, winner[l]);
@@ -186,8 +191,8 @@ INLINE int64_t NAME(accumulate_tile)(const tensor *t, tile at, REAL beta, REAL s
     int64_t i = at.start;
     if (at.n == LANES)
         for (; i + LANES <= at.end; i += at.stride, row++)
-            NAME(row)(grad + i, residue + i, LANES, beta, scale, extra, form, picks, choose, row, best,
-                      winner, bad);
+            NAME(row)(grad + i, residue + i, LANES, beta, scale, extra, form, picks, choose, row,
+                      best, winner, bad);
     for (; i < at.end; i += at.stride, row++)
         NAME(row)(grad + i, residue + i, i + at.n <= at.end ? at.n : (int)(at.end - i), beta, scale,
                   extra, form, picks, choose, row, best, winner, bad);
@@ -225,9 +230,10 @@ CLONES static int64_t NAME(accumulate)(const tensor *t, REAL beta, REAL scale, i
     INTEGER bad[LANES] = {0};
     int64_t i = 0, total = 0;
     for (; i + LANES <= t->numel; i += LANES)
-        NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, NAME(NONE), 0, CHOOSE_NOTHING, 0, 0, 0, bad);
-    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, NAME(NONE), 0, CHOOSE_NOTHING, 0, 0,
-              0, bad);
+        NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, NAME(NONE), 0, CHOOSE_NOTHING, 0, 0,
+                  0, bad);
+    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, NAME(NONE), 0,
+              CHOOSE_NOTHING, 0, 0, 0, bad);
     for (int l = 0; l < LANES; l++) total += bad[l];
     return total;
 }
