@@ -49,6 +49,7 @@ EXPERIMENTS = (
     "meetings",
     "settings",
     "tuned",
+    "bits",
 )
 # What is trained first for an experiment.
 BEFORE = {"trials": "tuned"}

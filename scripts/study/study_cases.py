@@ -1,4 +1,4 @@
-"""Which runs the study makes: eleven experiments, each a list of cases.
+"""Which runs the study makes: twelve experiments, each a list of cases.
 
 A case is runs that differ in their seeds alone. Its `group` is the picture's panel it belongs to,
 `what` the curve, `x` the place on it. `--quick` keeps one seed, shorter runs, and the rates and
@@ -74,6 +74,19 @@ MEETINGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Iterable[str], i
         MAIN[:3],
         1,
     ),
+}
+# Few bits: how values are sent, and what is sent whole.
+NOTHING_WHOLE: dict[str, Any] = {"rate": 16, "bits": 3, "dense": (), "warmup": 0.0}
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("dense", {}),
+    "32 bits, rate 100": ("ScaleCom", {}),
+    "local top-k, rate 100": ("LocalTopK", {}),
+    "3 bits, rate 16": ("ScaleCom", {"rate": 16, "bits": 3}),
+    "nothing whole, output layer at rate 4": (
+        "ScaleCom",
+        NOTHING_WHOLE | {"rates": (("auto:output", 4),)},
+    ),
+    "nothing whole": ("ScaleCom", NOTHING_WHOLE),
 }
 CONTROLS = ("residues thrown away", "compressed tensors frozen")
 # What a user trains, and what may be set: {name: (task, fields)} and {name: (method, fields)}.
@@ -152,7 +165,7 @@ def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[C
     found += [*similarity(own, quick, shorter, digits), *choices(own, quick, shorter)]
     if "lstm" in tasks:
         found += [*bounded(quick), *([] if quick else lstm_betas())]
-    found += [*settings(tasks, quick), *trials(tasks, quick)]
+    found += [*settings(tasks, quick), *trials(tasks, quick), *few_bits(tasks, quick)]
     found += [*local(own, quick), *(widths() if digits and not quick else [])]
     if "lstm" in tasks:
         found += [*meetings(quick)]
@@ -167,7 +180,7 @@ def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]
     """
     (run,) = case.runs
     wanted = {"local": 3, "tuned": len(seeds)}.get(case.experiment, 2)
-    if case.experiment == "accuracy" and case.x in (None, RATE):
+    if case.experiment == "bits" or (case.experiment == "accuracy" and case.x in (None, RATE)):
         wanted = 3
     if case.experiment == "settings" and case.what in COMPARED:
         wanted = len(seeds)
@@ -342,6 +355,23 @@ def asked_about(task: str, tasks: tuple[str, ...], quick: bool) -> bool:
     As in the third experiment, the plain CNN comes with the other digits.
     """
     return ("resnet" if task == "plain" else task) in tasks and (task == "lstm" or not quick)
+
+
+def few_bits(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """12. Few bits, many places: what a whole run costs, and what it comes to."""
+    situations = SITUATIONS | OTHER_SITUATIONS
+    for situation in (
+        "LSTM, 500 steps, AdamW",
+        "Transformer, 250 steps, AdamW",
+        "LSTM, 500 steps",
+        "ResNet, group norm",
+    )[: 1 if quick else None]:
+        task, fields = situations[situation]
+        if not asked_about(task, tasks, quick):
+            continue
+        for what, (method, options) in FORMS.items():
+            own = fields | options | ({"steps": 150} if quick else {})
+            yield case("bits", situation, what, task, method, **own)
 
 
 def trials(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:

@@ -218,6 +218,7 @@ PICTURES: dict[str, Callable[[Study, Table], Any]] = {
     "choices": choices,
     "settings": choices,
     "tuned": choices,
+    "bits": choices,
     "bounded": bounded,
     "local": local,
     "widths": over_x,

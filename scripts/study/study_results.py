@@ -211,6 +211,7 @@ SLOWER = {"s to loss, 10 Mbit/s": 0.01, "s to loss, 100 Mbit/s": 0.1}
 NUMBERS: dict[str, Number] = {
     "better": lambda study, s: s.better_than(study.reference(s)),
     "kB per step": lambda study, s: s.bytes / 1000,
+    "MB of the run": lambda study, s: s.results[0]["bytes"][-1][1] / 1e6,
     "kB compressed": lambda study, s: (s.bytes - s.results[0]["bytes_whole_per_step"]) / 1000,
     **{head: lambda study, s, name=name: s.typical(name) for head, name in LOOKS.items()},
     "target loss": lambda study, s: study.target(s),
@@ -264,6 +265,7 @@ TABLES = {
     "tuned": Table(
         "Each method at its own best", "tuned", "learning rate, times", ("better", "kB per step")
     ),
+    "bits": Table("Few bits", "bits", "", ("better", "kB per step", "MB of the run")),
     "widths": Table("Levels and k", "widths", "rate", ("better", "kB compressed")),
 }
 
