@@ -677,6 +677,8 @@ def draw_setting(choose):
             "leader": choose(("cyclic", "staggered")),
         }
         fields |= {"lookahead": choose((False, True))}
+        if not whole:  # what is rounded is not what plain PyTorch gives
+            fields |= choose(({}, {}, {"bits": 3, "warmup_rate": choose((1, 4))}))
     local_steps = choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3}))
     least = min(local_steps.values()) if isinstance(local_steps, dict) else local_steps
     fragments = choose((1, 1, 2, 3))
