@@ -1,7 +1,7 @@
 """A bucket: variables whose gradients share one gather of offsets and one all-reduce.
 
-Here is a bucket's part of a step in the graph. Imports kernels, residues, transport and the
-framework-free rooms.
+Here is a bucket's part of a step in the graph. Imports kernels, packing, residues, transport and
+the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import ScaleComConfig, float16_limit
 from scalecom_hvd.schedule import leader
 from scalecom_hvd.tensorflow.kernels import Units, kernel_for
+from scalecom_hvd.tensorflow.packing import pack_choice, unpack_choice
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, dtype_of, read, shape_of
 from scalecom_hvd.tensorflow.transport import Transport
 
@@ -247,7 +248,9 @@ class Bucket:
         return tf.equal(chooser, tf.cast(now.position, tf.int64))
 
     def _from_leader(self, offered: tf.Tensor) -> tf.Tensor:
-        return self._transport.from_leader(offered, f"offsets.{self.number}")
+        message = pack_choice(offered, self.layout)
+        received = self._transport.from_leader(message, f"offsets.{self.number}")
+        return unpack_choice(received, self.layout)
 
     def _in_layout(self) -> list[str]:
         return sorted(self.layout.offsets, key=lambda name: self.layout.offsets[name].start)

@@ -453,7 +453,7 @@ class Exchange:
             {name: math.prod(shape_of(self.variables[name])) for name in self.members},
             {} if whole else {name: tensor.geometry.k for name, tensor in self.tensors.items()},
             len(with_offsets) + (len(self.members) if whole else len(self.buckets)),
-            offsets=sum(bucket.layout.offsets_bytes for bucket in with_offsets),
+            offsets=sum(bucket.layout.message_bytes for bucket in with_offsets),
             values=0 if whole else sum(bucket.values_bytes for bucket in self.buckets),
             dense=sum(
                 bucket.whole_bytes if whole else bucket.dense_bytes for bucket in self.buckets
