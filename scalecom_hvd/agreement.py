@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -258,10 +259,10 @@ def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) 
         for rank, description in enumerate(per_rank):
             other = description[topic]
             if other != first:
+                advice = _NUMBERED if _numbered_otherwise(first, other) else _ALIKE
                 raise RuntimeError(
                     f"ScaleCom's {topic} differ between ranks, which would hang or diverge: "
-                    f"{_difference(first, other, rank)}. Start every rank with the same model, "
-                    "arguments, SCALECOM_ environment and scalecom_hvd version"
+                    f"{_difference(first, other, rank)}. {advice}"
                 )
 
 
@@ -285,6 +286,26 @@ def check_residues_of(everyone: Sequence[Mapping[str, Any]]) -> None:
                 "a different one on each; to begin with empty residues load none"
             )
         taken[of] = rank
+
+
+_ALIKE = (
+    "Start every rank with the same model, arguments, SCALECOM_ environment and scalecom_hvd "
+    "version"
+)
+_NUMBERED = (
+    "Keras numbers layers without a name by how many a process made before, which differs here: "
+    'give the layers names (tf.keras.layers.Dense(10, name="head")), or make the same models in '
+    "the same order on every rank, or call tf.keras.backend.clear_session() on every rank before "
+    "the model is made"
+)
+
+
+def _numbered_otherwise(first: object, other: object) -> bool:
+    """Whether these are tensors that have the same names but for the numbers of Keras' layers."""
+    if not (isinstance(first, dict) and isinstance(other, dict)) or first.keys() == other.keys():
+        return False
+    plain = [sorted(re.sub(r"_\d+/", "/", name) for name in names) for names in (first, other)]
+    return plain[0] == plain[1]
 
 
 def _difference(first: object, other: object, rank: int) -> str:

@@ -85,11 +85,25 @@ class ScaleComConfig:
     `dense=[]` with them.
     """
 
-    warmup_steps: int = 100
-    """That many first steps are sent whole.
+    total_steps: int | None = None
+    """How many steps the whole run will have, of all its parts.
 
-    A tenth of the run prevents most of what compression can cost. More: better accuracy, and more
+    The warm-up follows from it, and a warning where the steps are too few for the rate. A run that
+    turns out longer resumes with the new number.
+    """
+
+    warmup_steps: int | None = None
+    """That many first steps are the warm-up.
+
+    None: a tenth of total_steps, or 100 where those are not given. More: better accuracy, and more
     traffic at the start.
+    """
+
+    warmup_rate: float = 1
+    """The rate during the warm-up, where a tensor's own is higher. 1: all is sent whole.
+
+    Higher: less traffic at the start. What the warm-up did not send waits in the residues for the
+    steps after it.
     """
 
     selection: Literal["lanes", "exact"] = "lanes"
@@ -147,12 +161,6 @@ class ScaleComConfig:
     memory, and twice the bytes of values.
     """
 
-    planned_steps: int | None = None
-    """How many steps the whole run will have.
-
-    A warning is logged if they are too few for the rate. Changes no result.
-    """
-
     def __post_init__(self) -> None:
         self._check_types()
         self._check_ranges()
@@ -161,12 +169,13 @@ class ScaleComConfig:
         def fix(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        for name in ("rate", "beta"):
+        for name in ("rate", "beta", "warmup_rate"):
             fix(name, checked_number(name, getattr(self, name)))
-        for name in ("min_numel", "warmup_steps", "bits", "bucket_bytes"):
+        for name in ("min_numel", "bits", "bucket_bytes"):
             fix(name, _integer(name, getattr(self, name)))
-        if self.planned_steps is not None:
-            fix("planned_steps", _integer("planned_steps", self.planned_steps))
+        for name in ("total_steps", "warmup_steps"):
+            if getattr(self, name) is not None:
+                fix(name, _integer(name, getattr(self, name)))
         for name in ("lookahead", "flush"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -192,7 +201,8 @@ class ScaleComConfig:
 
     def _check_ranges(self) -> None:
         rates = {f"rates[{glob!r}]": rate for glob, rate in (self.rates or {}).items()}
-        for name, rate in {"rate": self.rate, **rates}.items():
+        own = {"rate": self.rate, "warmup_rate": self.warmup_rate}
+        for name, rate in {**own, **rates}.items():
             if not (1 <= rate < math.inf):
                 raise ValueError(
                     f"{name} is N/k, the number of elements of which one is sent: at least 1 "
@@ -203,7 +213,7 @@ class ScaleComConfig:
                 f"beta must be in (0, 1], not {self.beta}: 1 is classic error feedback, lower is "
                 "stabler"
             )
-        least = {"min_numel": 0, "warmup_steps": 0, "bucket_bytes": 1, "planned_steps": 1}
+        least = {"min_numel": 0, "warmup_steps": 0, "bucket_bytes": 1, "total_steps": 1}
         for name, minimum in least.items():
             value = getattr(self, name)
             if value is not None and value < minimum:
@@ -273,6 +283,18 @@ class ScaleComConfig:
             None if self.rates is None else [list(pair) for pair in self.rates.items()]
         )
         return fields
+
+    @property
+    def warmup(self) -> int:
+        """How many first steps are the warm-up."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return 100 if self.total_steps is None else self.total_steps // 10
+
+    @property
+    def whole_steps(self) -> int:
+        """How many first steps are sent whole."""
+        return self.warmup if self.warmup_rate == 1 else 0
 
     @property
     def levels(self) -> int:
@@ -426,6 +448,8 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
             near = difflib.get_close_matches(str(name), known, n=1)
             listed = ", ".join(map(spell, known))
             hint = f"did you mean {spell(near[0])}?" if near else f"it knows {listed}"
+            if name == "planned_steps":
+                hint = f"it is called {spell('total_steps')} now, and sets the warm-up too"
             if name in OPTIMIZERS_ARGUMENTS:
                 hint = "that is an argument of DistributedOptimizer"
             raise ValueError(f"{complaint} {spell(str(name))}; {hint}")

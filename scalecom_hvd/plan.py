@@ -376,10 +376,7 @@ def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
         compression = "hvd.Compression.fp16"
     else:
         settings = [f"rate={s.rate:g}"] + ["lookahead=True"] * choice.label.endswith("=True")
-        if steps is None:
-            settings.append("warmup_steps=total_steps // 10")
-        else:
-            settings += [f"warmup_steps={round(WARMUP_SHARE * steps)}", f"planned_steps={steps}"]
+        settings.append(f"total_steps={steps or '...'}")
         compression = f"hvd.ScaleCom({', '.join(settings)})"
     yield "    import scalecom_hvd.torch as hvd  # or scalecom_hvd.tensorflow.keras"
     yield ""

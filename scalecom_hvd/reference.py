@@ -101,6 +101,9 @@ class ScaleComReference:
         self.selections = {}
         averages = self._average(everyone)
         self.step_number += 1
+        ends = self.step_number == self.config.warmup and self.config.warmup_rate > 1
+        if ends and any(rate > self.config.warmup_rate for rate in self.rates.values()):
+            self._chosen_ahead = {}  # with the warm-up's lanes
         return averages
 
     def _average(self, grads: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
@@ -115,9 +118,9 @@ class ScaleComReference:
         return bool(is_good(self._in_residue_dtype(grad)).all())
 
     def _is_sent_whole(self, name: str) -> bool:
-        warms_up = self.step_number < self.config.warmup_steps
+        starts = self.step_number < self.config.whole_steps
         nothing_chosen = self.config.lookahead and name not in self._chosen_ahead
-        return self.rates[name] == 1 or warms_up or nothing_chosen
+        return self.rates[name] == 1 or starts or nothing_chosen
 
     def _in_residue_dtype(self, grad: Array) -> Array:
         with np.errstate(over="ignore"):
@@ -213,7 +216,10 @@ class ScaleComReference:
         self._chosen_ahead[name] = self._choose(name, self.step_number + 1, m, guess)
 
     def _top_k(self, name: str, acc: Array) -> Indices:
-        return select(acc, Lanes(acc.size, self.rates[name]), self.config.selection)
+        rate, config = self.rates[name], self.config
+        if self.step_number < config.warmup and config.warmup_rate > 1:
+            rate = min(rate, config.warmup_rate)
+        return select(acc, Lanes(acc.size, rate), config.selection)
 
     def _to_wire(self, v: Array, scale: Array | None = None) -> Array:
         """v̂: what travels for the values `v`: integers times scales, or in the wire dtype."""

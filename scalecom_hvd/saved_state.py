@@ -20,7 +20,8 @@ Saved = Mapping[str, Any]
 
 STATE_VERSION = 2
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
-_FREE_SETTINGS = ("planned_steps", "flush")
+_FREE_SETTINGS = ("total_steps", "warmup_steps", "warmup_rate", "planned_steps", "flush")
+_WARMUP = ("total_steps", "warmup_steps", "warmup_rate")
 # What ScaleCom may change besides. Other methods and quantisers may not: they draw, or choose,
 # bucket by bucket. (Where leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)
@@ -91,6 +92,23 @@ def check_state(
             "loading it (the residues start at zero)"
         )
     return state
+
+
+def without_choice(state: dict[str, Any], config: ScaleComConfig) -> dict[str, Any]:
+    """The state, without what look-ahead chose if this run's warm-up is another: lanes may be.
+
+    Args:
+        state: what `check_state` gave.
+        config: of who loads it.
+    """
+    mine, saved = config.to_dict(), state["config"]
+    if all(mine[name] == saved.get(name, mine[name]) for name in _WARMUP):
+        return state
+    kept = {key: value for key, value in state.items() if key != "offsets"}
+    if "method_state" in state:
+        tensors = {k: v for k, v in state["method_state"]["tensors"].items() if k != "scales"}
+        kept["method_state"] = {**state["method_state"], "tensors": tensors}
+    return kept
 
 
 def _of_version_1(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,8 @@ WHOLE_WORTH_A_WARNING = 0.05
 LOOK_AHEAD_BETA = 0.5
 GROWTH_WARNING = (
     "step %d: residues keep growing, and hold as much as %.0f steps of gradients: what is sent is "
-    "mostly old. Send more (a lower rate, a dense warm-up by warmup_steps, dense=['auto:output']), "
-    "or take a lower learning rate or beta"
+    "mostly old. Send more (a lower rate, more warmup_steps, dense=['auto:output']), or take a "
+    "lower learning rate or beta"
 )
 
 
@@ -58,7 +58,7 @@ def check_run(
     config: ScaleComConfig,
     rates: Mapping[str, float],
     shapes: Mapping[str, Sequence[int]],
-    planned: int | None,
+    total: int | None,
     warmup: int,
 ) -> None:
     """Log a warning for each thing that is likely to cost a run its speed, or its accuracy.
@@ -67,10 +67,10 @@ def check_run(
         config: the settings.
         rates: {name: rate}; 1 means sent whole.
         shapes: {name: shape} of all tensors, in the model's order.
-        planned: how many exchanges the run will have; None: nobody said.
-        warmup: that many first ones are sent whole.
+        total: how many exchanges the run will have; None: nobody said.
+        warmup: that many first ones are the warm-up.
     """
-    check_length(planned, warmup, rates.values())
+    check_length(total, warmup, rates.values())
     check_warmup(config, rates.values())
     check_share_whole(rates, {name: math.prod(shape) for name, shape in shapes.items()})
     check_output_layer(config, rates, shapes)
@@ -107,16 +107,16 @@ def check_warmup(config: ScaleComConfig, rates: Iterable[float]) -> None:
         config: the settings.
         rates: of all tensors.
     """
-    by_default = config.warmup_steps == ScaleComConfig.warmup_steps and config.planned_steps is None
-    if by_default and max(rates, default=1.0) > 1:
-        _tell_of_warmup(config.warmup_steps)
+    by_default = config.warmup_steps is None and config.total_steps is None
+    if by_default and config.whole_steps and max(rates, default=1.0) > 1:
+        _tell_of_warmup(config.whole_steps)
 
 
 @functools.cache
 def _tell_of_warmup(steps: int) -> None:
     log.warning(
-        "the first %d steps are sent whole, so a shorter run is not compressed at all: set "
-        "warmup_steps to a tenth of the run's steps, or planned_steps to all of them",
+        "the first %d steps are sent whole, so a shorter run is not compressed at all: give "
+        "total_steps, the number of steps of the whole run, of which a tenth is then sent whole",
         steps,
     )
 
@@ -151,24 +151,24 @@ def check_output_layer(
         )
 
 
-def check_length(planned: int | None, warmup: int, rates: Iterable[float]) -> None:
+def check_length(total: int | None, warmup: int, rates: Iterable[float]) -> None:
     """Log one warning if a run is too short for its rates, with what to change.
 
     Args:
-        planned: how many exchanges the run will have; None: nobody said.
-        warmup: that many first ones are sent whole.
+        total: how many exchanges the run will have; None: nobody said.
+        warmup: that many first ones are the warm-up.
         rates: of all tensors.
     """
     rate = max(rates, default=1.0)
-    if planned is None or rate <= 1:
+    if total is None or rate <= 1:
         return
-    steps = max(planned - warmup, 0)
+    steps = max(total - warmup, 0)
     if steps / rate < SENDS_WANTED:
         log.warning(
-            "planned_steps: of %d exchanges %d are sent compressed at rate %g: each element is "
+            "total_steps: of %d exchanges %d are sent compressed at rate %g: each element is "
             "sent %.1f times. Under about %d, accuracy suffers. Use a rate of at most %d, more "
             "steps, or no compression",
-            planned,
+            total,
             steps,
             rate,
             steps / rate,

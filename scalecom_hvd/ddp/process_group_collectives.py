@@ -150,7 +150,6 @@ class ProcessGroupCollectives:
     numbers = NUMBERS
     elastic = False  # torchrun starts all ranks again, each in a new process
     spins = True
-    negotiates = False
 
     def __init__(self, group: dist.ProcessGroup | None = None, sums: bool = False) -> None:
         if not dist.is_available() or not dist.is_initialized():

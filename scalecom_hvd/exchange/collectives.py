@@ -70,12 +70,9 @@ class Collectives(Protocol):
         spins: set by the exchange, False before: whether waiting may keep a core busy. That is
             quickest, but takes the core from kernels, and from the thread that is to send. A
             transport may ignore it.
-        negotiates: whether `all_reduce` writes to no buffer before all ranks have submitted
-            theirs. If not, gradients travel as copies wherever a step may have to begin again.
     """
 
     spins: bool
-    negotiates: bool
 
     @property
     def size(self) -> int:

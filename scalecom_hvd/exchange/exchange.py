@@ -127,8 +127,9 @@ class Exchange(Averager):
         self._settings = method.settings | dict(settings or {})
         news = NewGradients(collectives, self.names, self._parameters)
         self._news = news if asks_for_news else None
-        # Only ranks that tell each other how they stand may find that a step must begin again.
-        self._copies = asks_for_news and not collectives.negotiates
+        # Only ranks that tell each other how they stand may find that a step must begin again. What
+        # was submitted of it may be met by what another rank did when it gave its own up.
+        self._copies = asks_for_news
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
@@ -149,8 +150,9 @@ class Exchange(Averager):
         kinds = ("offsets", "values", "dense", "gathered", "collectives")
         self._submitted = dict.fromkeys(kinds, 0)
         # Of the last step, or part, that was finished: whether it ended the step, what was
-        # submitted, whether it was sent whole, and the tensors it was about.
-        self._last = True, self._submitted, False, list(self._parameters)
+        # submitted, how many places were chosen of each tensor, and the tensors it was about.
+        self._last: tuple[bool, dict[str, int], dict[str, int], list[str]]
+        self._last = True, self._submitted, {}, list(self._parameters)
         # Whether ranks have still to compare parameters. Local steps compare theirs themselves.
         self._is_new = compares_parameters and part_of is None
         if part_of is None:
@@ -189,7 +191,8 @@ class Exchange(Averager):
                 if self._agreed:
                     self._begin_again()
                 news.meet(None)
-            return news.ask_at_first(fresh, changed) or news.came_by_hand(*sparse)
+            under_way = {name: wait for name, wait in self._sparse.items() if wait is not None}
+            return news.ask_at_first(fresh, changed, under_way) or news.came_by_hand(*sparse)
 
     def _begin_again(self) -> None:
         """Report once more what has arrived, as in a first step.
@@ -216,9 +219,10 @@ class Exchange(Averager):
 
     def _has_changed(self) -> bool:
         """Whether a gradient was changed since it came, if that is of importance."""
-        if not self._agreed and self._scale == 1:
-            return False  # no bucket has begun: what gradients are now is exchanged
         changed = self._news.changed()
+        if not self._agreed and self._scale == 1:
+            # No bucket has begun: what gradients are now is exchanged. Sparse ones travel already.
+            changed = [name for name in changed if name in self._sparse]
         if changed:  # others may have been, where nobody looked
             for bucket in self.buckets:
                 bucket.roll_back(keep_gradients=True)
@@ -246,9 +250,11 @@ class Exchange(Averager):
             may_be_sparse = not (self._sparse_as_dense or self._agreed)
             if name in self._sparse or (parameter.grad.is_sparse and may_be_sparse):
                 self._sparse[name] = self._send_sparse(parameter)
+                if self._news is not None:
+                    self._news.mark(name)
             else:
                 if self._news is not None and (self._agreed or not self._whole):
-                    self._news.mark(name, reads=self._copies or not self._whole)
+                    self._news.mark(name)
                 if self._agreed:
                     self._steps.of[name].waiting.discard(name)
             self._advance()
@@ -399,7 +405,7 @@ class Exchange(Averager):
 
     def _must_send_whole(self) -> bool:
         names = self.residues.tensors.keys() - self._sparse.keys()
-        return self.residues.step < self.residues.warmup or not self._method.is_ready(names)
+        return self.residues.step < self.residues.whole_steps or not self._method.is_ready(names)
 
     def _sample_due(self) -> bool:
         looks = self._sampler is not None and self._sampler.due(self.residues.step)
@@ -439,7 +445,7 @@ class Exchange(Averager):
         run, now = self._run, self.residues.step
         # Copies: a method that changes a dictionary in place changes only what it was given.
         own = {name: dict(run.tensor_states[name]) for name in bucket.compressed}
-        return State(now, own, dict(run.method_state), now + 1 < self.residues.warmup)
+        return State(now, own, dict(run.method_state), now + 1 < self.residues.whole_steps)
 
     def leader_at(self, step: int, bucket: int) -> int:
         """The position of the rank that chooses for a bucket at a step."""
@@ -460,7 +466,8 @@ class Exchange(Averager):
         sound += [average._values().isfinite().all().cpu() for average in sparse.values()]
         names = [name for step in steps for name in step.bucket.names]
         ends = self.part is None or self.part.is_last
-        self._last = ends, dict(self._submitted), self._whole, names
+        chosen = {} if self._whole else {n: t.geometry.k for n, t in self.residues.tensors.items()}
+        self._last = ends, dict(self._submitted), chosen, names
         counts = self._counts(all(map(bool, sound)))
         self.has_sent = counts and not self._whole
         self._commit(steps, ends) if counts else self._roll_back(steps)
@@ -498,13 +505,25 @@ class Exchange(Averager):
             self.residues.look(list(self._norms.values()))
         self._norms = {}
         self.residues.note_step()
-        if self._whole and self.residues.step >= self.residues.warmup:
+        if self.residues.enter_stage():
+            self._change_lanes()
+        elif self._whole and self.residues.step >= self.residues.whole_steps:
             # Here every rank can wait, and the first choice is not to be waited for in a hook.
             for step in self._steps.all:
                 step.complete_state()
                 step.bucket.drop_whole_buffer()
         if looks:
             self._look_at = self.residues.step - 1
+
+    def _change_lanes(self) -> None:
+        """The warm-up is over: from the next step on tensors are sent at other rates.
+
+        What was chosen ahead for that step is of the lanes before, and is dropped.
+        """
+        for step in self._steps.all:
+            step.complete_state()
+        self._run.begin_equal_state_anew()
+        self._make_buckets(self.residues.buckets)
 
     def _roll_back(self, steps: Sequence[BucketStep]) -> None:
         """A gradient was not finite on some rank: this step never happened.
@@ -586,6 +605,7 @@ class Exchange(Averager):
         self._agreed = True
 
     def _make_buckets(self, plan: list[list[str]]) -> None:
+        self.residues.enter_stage()
         self.residues.buckets, self._norms = plan, {}
         size, share = self.collectives.size, self.collectives.share
         rest = self._parameters, self.residues, size, share, self._thread, self._copies
@@ -599,14 +619,13 @@ class Exchange(Averager):
     def stats(self) -> Stats:
         """Numbers of the last step taken; see Method.stats."""
         dense = {n: p.numel() for n, p in self._parameters.items() if n not in self._sparse}
-        chosen = {name: tensor.geometry.k for name, tensor in self.residues.tensors.items()}
-        ends, submitted, whole, names = self._last
+        ends, submitted, chosen, names = self._last
         last, size = max(self.residues.step - ends, 0), self.collectives.size
         numbers = step_stats(
             size,
             self.leader_at(last, 0) if size else 0,
             {name: dense[name] for name in names if name in dense},
-            {} if whole else chosen,
+            chosen,
             **submitted,
         )
         return numbers | ({"diagnostics": self._sampler.last} if self._sampler else {})

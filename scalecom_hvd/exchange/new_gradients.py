@@ -41,7 +41,7 @@ from scalecom_hvd.exchange.gradients import (
     flat_gradient,
     wide_dtype,
 )
-from scalecom_hvd.exchange.unused_averages import UnusedAverages
+from scalecom_hvd.exchange.unused_averages import UnusedAverages, end_step_by_error
 
 log = logging.getLogger("scalecom_hvd")
 
@@ -76,29 +76,27 @@ class Mark:
 
     Args:
         parameter: its gradient is marked.
-        reads: whether elements are compared. Not of what transports average in place.
     """
 
-    def __init__(self, parameter: torch.Tensor, reads: bool = True) -> None:
+    def __init__(self, parameter: torch.Tensor) -> None:
         self._grad = TensorWeakRef(parameter.grad)
-        self._reads = reads
-        self._now = _state_of(parameter.grad, reads)
+        self._now = _state_of(parameter.grad)
 
     def fits(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient is what it was."""
         grad = parameter.grad
         same = grad is not None and grad is self._grad()
-        return same and _state_of(grad, self._reads) == self._now
+        return same and _state_of(grad) == self._now
 
 
-def _state_of(grad: torch.Tensor, reads: bool) -> tuple[int, bytes]:
+def _state_of(grad: torch.Tensor) -> tuple[int, bytes]:
     version = -1 if grad.is_inference() else grad._version
     if grad.is_sparse:
         return version, b""
     # Views of one storage share their version: to accumulate into one moves that of all.
     if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
         version = -1
-    if grad.device.type != "cpu" or not reads:  # to look would wait for the device
+    if grad.device.type != "cpu":  # to look would wait for the device
         return version, b""
     if not grad.is_contiguous():
         flat = grad.detach().reshape(-1)
@@ -142,9 +140,9 @@ class NewGradients:
         self._marks: dict[str, Mark] = {}
         self.unused = UnusedAverages()
 
-    def mark(self, name: str, reads: bool) -> None:
+    def mark(self, name: str) -> None:
         """Remember what this parameter's gradient is, as it is to be averaged; see Mark."""
-        self._marks[name] = Mark(self._parameters[name], reads)
+        self._marks[name] = Mark(self._parameters[name])
 
     def changed(self) -> list[str]:
         """The names of gradients that are no longer what they were when they were marked."""
@@ -198,14 +196,18 @@ class NewGradients:
         if work is not None:
             work.wait()
 
-    def ask_at_first(self, fresh: bool, changed: bool) -> bool:
+    def ask_at_first(
+        self, fresh: bool, changed: bool, sparse: Mapping[str, Callable[[], torch.Tensor]]
+    ) -> bool:
         """Whether any rank has news, before ranks have agreed on the name of their exchange.
 
         All are in synchronize(); waits for them.
 
         Args:
             fresh: whether this rank has.
-            changed: whether this rank's were changed, and are no longer in the loss scale's units.
+            changed: whether this rank's were changed after they were sent, or are no longer in the
+                loss scale's units.
+            sparse: {name: what waits for its average} of sparse gradients that travel.
 
         Raises:
             RuntimeError: some ranks take local steps, or have changed gradients; on all of them.
@@ -213,11 +215,15 @@ class NewGradients:
         # Another rank may take local steps, whose first meeting this is then.
         everyone = gather_objects(
             self._collectives,
-            {"settings": {}, "fresh": fresh, "changed": changed},
+            {"settings": {}, "fresh": fresh, "changed": changed, "sparse": list(sparse)},
             FIRST_MEETING,
         )
         compare_ranks(everyone, ("settings",))
         if any(other["changed"] for other in everyone):
+            # What all have sent is not to be met by what comes next.
+            for name, wait in sparse.items():
+                if all(name in other["sparse"] for other in everyone):
+                    wait()
             raise RuntimeError(CHANGED)
         return any(other["fresh"] for other in everyone)
 
@@ -324,6 +330,7 @@ class NewGradients:
 
     def give_up(self) -> None:
         """The step is given up. What was told of it goes on, until the signal that follows it."""
+        end_step_by_error()
         self._marks.clear()
         # No rank signals before it has told, so what was told has arrived, or the transport failed.
         if self._signalled:

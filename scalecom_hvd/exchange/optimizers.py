@@ -1,7 +1,7 @@
 """What the optimizers of all faces have in common: local steps, and names of parameters and groups.
 
 An optimizer that takes local steps is the user's, with these methods over its own. Imports
-local_steps, exchange, methods and undo.
+local_steps, exchange, methods, undo and unused_averages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from scalecom_hvd.exchange.new_gradients import SparseAverage
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.rounds_alive import any_held, rounds_of
 from scalecom_hvd.exchange.undo import Remembered
+from scalecom_hvd.exchange.unused_averages import end_step_by_error
 from scalecom_hvd.schedule import Schedule
 
 
@@ -168,6 +169,7 @@ def check_parameters(
     """
     trained = (p for group in groups for p in group["params"] if p.requires_grad)
     if any(p not in known for p in trained):
+        end_step_by_error()
         raise RuntimeError(
             "a parameter was added, or made trainable, after DistributedOptimizer was made, and "
             f"ranks would never {what} it: make the DistributedOptimizer anew, with all "

@@ -17,7 +17,7 @@ import torch
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.kernel_choice import kernel_for
-from scalecom_hvd.lanes import geometry
+from scalecom_hvd.lanes import Lanes, geometry
 from scalecom_hvd.training_warnings import (
     LOOK_EVERY,
     Health,
@@ -43,7 +43,7 @@ class CompressedTensor:
 
     Attributes:
         residue: (N,) float32 or float64, zero at the start.
-        geometry: its lanes.
+        geometry: its lanes, of the step that comes (`Residues.enter_stage`).
         wire_dtype, offset_dtype: in which values and offsets travel; int8 stands for integers of
             few bits, several of which share a word (integers.py).
         levels: L of those; 0: values are numbers.
@@ -56,17 +56,28 @@ class CompressedTensor:
     ) -> None:
         self.name = name
         self.shape = parameter.shape
-        self.geometry = geometry(parameter.numel(), rate, config.selection)
+        after = geometry(parameter.numel(), rate, config.selection)
+        first = min(rate, config.warmup_rate) if config.warmup_rate > 1 else rate
+        self._lanes = geometry(parameter.numel(), first, config.selection), after
+        self.geometry = after
         dtype = torch_dtype(config.residue_dtype_for(str(parameter.dtype).removeprefix("torch.")))
         self.residue = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
         self.levels = config.levels
         self.wire_dtype = torch_dtype(config.wire_dtype) if config.wire_dtype else dtype
         if self.levels:
             self.wire_dtype = torch.int8
-        self.offset_dtype = torch_dtype(self.geometry.offset_dtype)
         self.beta, self.extra = config.beta, config.extra
         # A wrong SCALECOM_KERNEL is refused here, not in a hook.
         kernel_for(parameter.device, parameter.dtype, dtype, self.geometry)
+
+    @property
+    def offset_dtype(self) -> torch.dtype:
+        """In which offsets are kept."""
+        return torch_dtype(self.geometry.offset_dtype)
+
+    def lanes(self, warms_up: bool) -> Lanes:
+        """Those of the warm-up, or of the steps after it."""
+        return self._lanes[not warms_up]
 
 
 class Residues:
@@ -96,8 +107,28 @@ class Residues:
 
     @property
     def warmup(self) -> int:
+        """How many first steps are the warm-up."""
+        return self.synchronisations_in(self.config.warmup)
+
+    @property
+    def whole_steps(self) -> int:
         """How many first steps are sent whole."""
-        return self.synchronisations_in(self.config.warmup_steps)
+        return self.synchronisations_in(self.config.whole_steps)
+
+    def enter_stage(self) -> bool:
+        """Give tensors the lanes of the step that comes; gives whether some had others before.
+
+        Depends on the step alone, so all ranks do it at once.
+        """
+        new = self.lanes_at(self.step)
+        changes = any(tensor.geometry != new[name] for name, tensor in self.tensors.items())
+        for name, tensor in self.tensors.items():
+            tensor.geometry = new[name]
+        return changes
+
+    def lanes_at(self, step: int) -> dict[str, Lanes]:
+        """{name: lanes} of the compressed tensors in a step."""
+        return {name: tensor.lanes(step < self.warmup) for name, tensor in self.tensors.items()}
 
     def attach(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Learn the parameters, and make a residue for each that is compressed.
@@ -122,9 +153,10 @@ class Residues:
             for name, parameter in parameters.items()
             if self.rates[name] > 1
         }
-        planned = self.config.planned_steps
-        planned = None if planned is None else self.synchronisations_in(planned)
-        check_run(self.config, self.rates, shapes, planned, self.warmup)
+        self.enter_stage()
+        total = self.config.total_steps
+        total = None if total is None else self.synchronisations_in(total)
+        check_run(self.config, self.rates, shapes, total, self.warmup)
 
     def detach(self) -> None:
         """Forget the parameters."""

@@ -33,6 +33,7 @@ from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.residue import Residues, describe_tensors
 from scalecom_hvd.integers import blocks_of
+from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.saved_state import (
     STATE_VERSION,
     Saved,
@@ -43,6 +44,7 @@ from scalecom_hvd.saved_state import (
     check_scales,
     check_state,
     norms_of,
+    without_choice,
 )
 
 if TYPE_CHECKING:
@@ -236,7 +238,7 @@ class Run:
             "load_state_dict() was called between backward() and step(): call it before backward()"
         )
         residues, config = self.residues, self._method.config
-        state = check_state(state, config, self._method.settings)
+        state = without_choice(check_state(state, config, self._method.settings), config)
         norms = norms_of(state)
         check_finite({name: bool(r.isfinite().all()) for name, r in state["residues"].items()})
         if self.averager is not None:
@@ -288,7 +290,8 @@ class Run:
             return  # it was saved before the first step, or by a single process
         saved = {name: tuple(residue.shape) for name, residue in state["residues"].items()}
         check_residues(saved, {name: tuple(t.shape) for name, t in tensors.items()})
-        self._check_tensor_states(_saved_states(state))
+        lanes = self.residues.lanes_at(int(state["step"]))
+        self._check_tensor_states(_saved_states(state), lanes)
         expected = {what: _shape(value) for what, value in self._method.init_method().items()}
         given = state.get("method_state", {}).get("method", {})
         found = {what: _shape(value) for what, value in given.items()}
@@ -298,7 +301,9 @@ class Run:
                 f"belongs to another version of {type(self._method).__name__}"
             )
 
-    def _check_tensor_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def _check_tensor_states(
+        self, states: Mapping[str, Mapping[str, torch.Tensor]], lanes: Mapping[str, Lanes]
+    ) -> None:
         tensors = self.residues.tensors
         expected = {
             name: {what: tuple(value.shape) for what, value in self._method.init(tensor).items()}
@@ -309,11 +314,11 @@ class Run:
             if what == "offsets" and what in self._method.equal_state:
                 # Look-ahead's, which are not there at the start. Kernels follow them.
                 offsets = {name: chosen.cpu().numpy() for name, chosen in values.items()}
-                check_offsets(offsets, {name: t.geometry for name, t in tensors.items()})
+                check_offsets(offsets, lanes)
                 continue
             if what == "scales" and what in self._method.equal_state:
                 # They come with the offsets.
-                check_scales(values, {name: blocks_of(t.geometry.k) for name, t in tensors.items()})
+                check_scales(values, {name: blocks_of(own.k) for name, own in lanes.items()})
                 continue
             for name, value in values.items():
                 found.setdefault(name, {})[what] = tuple(value.shape)

@@ -251,7 +251,6 @@ class SimulatedCollectives:
 
     elastic = False
     spins = True
-    negotiates = True
 
     def __init__(
         self, network: Network, position: int, sums: bool = False, predivide: float = 1.0

@@ -24,7 +24,7 @@ class _Steps:
     Attributes:
         begun, taken: how many began, and how many ended.
         under_way: whether one is: it may evaluate its closure, which averages, several times. After
-            a step that raised an error this holds until the next one ends.
+            a step that raised an error of the script's this holds until the next one ends.
     """
 
     def __init__(self) -> None:
@@ -43,6 +43,11 @@ class _Steps:
 
 
 _steps = _Steps()
+
+
+def end_step_by_error() -> None:
+    """Gradients are refused: the error ends the step that came by them, if one did."""
+    _steps.under_way = False
 
 
 class UnusedAverages:

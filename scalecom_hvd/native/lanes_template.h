@@ -56,6 +56,12 @@ static inline REAL NAME(integer)(REAL value, const NAME(picks) *by) {
     return NAME(real)(BITS(q) | (BITS(value) & ~MAGNITUDE));
 }
 
+/* Of a lane: the row of the largest so far, the first of equals. */
+static inline void NAME(keep_larger)(INTEGER size, INTEGER row, INTEGER *best, INTEGER *winner) {
+    *winner = size > *best ? row : *winner;
+    *best = size > *best ? size : *best;
+}
+
 /* One row of a tile: `n` lanes side by side. With picks, the values to be sent are taken out
  * first. */
 INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, int n, REAL beta,
@@ -84,8 +90,7 @@ INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, in
                        : choose == CHOOSE_AHEAD     ? updated + g
                                                     : updated;
             INTEGER size = BITS(key) & MAGNITUDE;
-            winner[l] = size > best[l] ? row : winner[l];
-            best[l] = size > best[l] ? size : best[l];
+            NAME(keep_larger)(size, row, &best[l], &winner[l]);
         }
     }
 }
@@ -155,8 +160,7 @@ CLONES static int64_t NAME(choose)(const tensor *t, REAL scale, REAL extra, void
     for (int l = 0; l < n; l++) {                                                        \
         INTEGER ignored = 0;                                                             \
         INTEGER size = BITS(residue[l] + NAME(usable)(grad[l], scale, &ignored)) & MAGNITUDE; \
-        winner[l] = size > best[l] ? row : winner[l];                                    \
-        best[l] = size > best[l] ? size : best[l];                                       \
+        NAME(keep_larger)(size, row, &best[l], &winner[l]);                              \
     }
             if (whole) LOOK_AT(LANES)
             else LOOK_AT(n)

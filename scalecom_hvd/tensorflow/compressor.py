@@ -179,6 +179,11 @@ class ScaleCom(Tracked, Compressor):
             raise ValueError(
                 f"bits={self.config.bits} is of the PyTorch faces only so far: leave bits out"
             )
+        if self.config.warmup_rate > 1:
+            raise ValueError(
+                f"warmup_rate={self.config.warmup_rate:g} is of the PyTorch faces only so far: "
+                "leave warmup_rate out"
+            )
         self.number = next(_order)
         self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = _scale_reader(loss_scale)

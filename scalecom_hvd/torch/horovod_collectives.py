@@ -109,7 +109,6 @@ class HorovodCollectives:
     """
 
     numbers = NUMBERS
-    negotiates = True
 
     def __init__(
         self,

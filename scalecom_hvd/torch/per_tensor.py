@@ -132,6 +132,7 @@ class ScaleCom(methods.ScaleCom):
             (self._quantiser_settings, f"quantiser={self.quantiser!r}"),
             (self.config.wire_dtype, f"wire_dtype={self.config.wire_dtype!r}"),
             (self.config.levels, f"bits={self.config.bits}"),
+            (self.config.warmup_rate > 1, f"warmup_rate={self.config.warmup_rate:g}"),
         ):
             if asked:
                 raise TypeError(
@@ -264,6 +265,7 @@ class PerTensor(Averager):
             self._buckets, self._ahead = {}, {}
             self._run.begin_equal_state_anew()
             self._agreed = False
+            self._news.give_up()
             self._news.meet(None)
             self._marks.clear()
             self._given.clear()
@@ -409,7 +411,7 @@ class PerTensor(Averager):
             grads = self._news.standing(self._parameters)
             self._standing = {"fresh": set(self._fresh), "grads": grads}
         has_offsets = any("offsets" in state for state in self._run.tensor_states.values())
-        in_warmup = residues.step < residues.config.warmup_steps
+        in_warmup = residues.step < residues.config.warmup
         self._whole = self._idle or in_warmup or not has_offsets
 
     def _has_news(self) -> bool:
@@ -474,7 +476,7 @@ class PerTensor(Averager):
         residues = self._residues
         if residues.norms_due() and not self._whole:
             residues.look([bucket.norms() for bucket in seen.values()])
-        last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
+        last_whole = self._whole and residues.step + 1 >= residues.config.warmup
         if last_whole and self._chooses():
             for name, bucket in seen.items():
                 self._keep_choice(residues.tensors[name], bucket.choose_without_accumulating())

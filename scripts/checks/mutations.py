@@ -127,18 +127,20 @@ def notice(mutation: Mutation, root: Path, core: int) -> dict[str, list[str]]:
 
 
 def failing_on_ranks(group: str, root: Path, core: int) -> Iterator[str]:
-    """Of each file of a face the first test that fails."""
-    face, _, ranks = group.partition(" ")
+    """Of each file of a face, or of the one that is named, the first test that fails."""
+    face, *more = group.split()
+    ranks, *named = more or ["2"]
     # Files of torch.distributed's face fail wherever torchrun has not started the ranks.
-    files = [
-        str(file.relative_to(root))
+    names = named or [
+        file.name
         for file in sorted((root / "tests" / "parallel").glob("test_*.py"))
         if face == next((own for own in ("tensorflow", "ddp") if own in file.name), "torch")
     ]
+    files = [f"tests/parallel/{name}" for name in names]
     launcher = "torchrun" if face == "ddp" else "mpirun"
     while files:
         program = [*PYTEST, *NOT_LONG, "-x", "--timeout=40", "--timeout-method=thread", *files]
-        tests = failing(launch.command(launcher, int(ranks or 2), program), root, core)
+        tests = failing(launch.command(launcher, int(ranks), program), root, core)
         yield from tests
         reached = [n for n, file in enumerate(files) if any(file in test for test in tests)]
         # Where ranks die without a word, nobody knows where they were.

@@ -11,8 +11,8 @@ side by side, on cores of their own; then come those that start launchers, and w
 
 Tests that are marked `long` are those of --long. Others run where they tell something new:
 PyTorch's all on 4 ranks under mpirun, and under Gloo on 2 where the launcher matters; those of
-torch.distributed's face on 2 under torchrun, in --long also where there is no Horovod; TensorFlow's
-all on 2 ranks under mpirun, as tracing takes it most of its time.
+torch.distributed's face on 2 under torchrun, one of them on 3, in --long also where there is no
+Horovod; TensorFlow's all on 2 ranks under mpirun, as tracing takes it most of its time.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ DDP = [
     *named("torch_changed_gradients", "torch_one_rank_loads", "torch_thrown_away"),
     *named("torch_unlike_ranks"),
 ]
+# What Gloo has added up before all ranks have come, of which there must be three.
+SUMS = "parallel/test_torch_unlike_ranks.py::test_one_rank_loads_its_residues_and_nothing_is_lost"
 DDP_LONG = named("torch_diagnostics", "torch_local_steps", "torch_methods", "torch_simulator")
 RUFF = (sys.executable, "-m", "ruff")
 
@@ -144,6 +146,7 @@ SHORT = {
     "torch, mpirun -np 4": on_ranks("mpirun", 4, TORCH),
     "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, UNDER_GLOO),
     "ddp, torchrun -np 2": on_ranks("torchrun", 2, DDP, environment=ONE_THREAD),
+    "ddp, torchrun -np 3": on_ranks("torchrun", 3, [SUMS], environment=ONE_THREAD),
     "single": Part((sys.executable, *of_pytest("single", options=["--timeout=200"]))),
     "integration": Part(
         (sys.executable, *of_pytest("integration", options=[*SHARED, "--timeout=300"])), alone=True

@@ -1,11 +1,13 @@
 """make soak: trains elastically for minutes while workers are killed, stopped, added and sent home,
 and gradients overflow or are missing.
 
-Jobs follow each other, one for each way of using ScaleCom (`PLANS`). Their workers (soak_worker.py,
-soak_tensorflow_worker.py) check after every step that nothing was lost; here their diaries are
-read: weights must be equal on all ranks at every commit, losses must fall, memory must not grow.
-Ends with a table of faults, and with exit code 1 if any was not survived. Of a job with complaints
-the folder is kept, which has its log, and every worker's diary and checkpoint.
+Jobs follow each other, one for each way of using ScaleCom (`PLANS`). Horovod's go on with the
+workers that are left; torchrun starts all workers again, and each goes on from its own checkpoint.
+The workers (soak_worker.py, soak_tensorflow_worker.py, soak_torchrun_worker.py) check after every
+step that nothing was lost; here their diaries are read: weights must be equal on all ranks at every
+commit, losses must fall, memory must not grow. Ends with a table of faults, and with exit code 1 if
+any was not survived. Of a job with complaints the folder is kept, which has its log, and every
+worker's diary and checkpoint.
 
     python scripts/checks/soak.py --minutes 3 --ranks 4
     python scripts/checks/soak.py --minutes 3 --only "local steps" --seed 5
@@ -43,21 +45,24 @@ import launch
 
 # Faults are to meet compressed steps, from the first one on.
 COMPRESSED = {"rate": 20, "dense": [], "warmup_steps": 0}
+AHEAD = COMPRESSED | {
+    "lookahead": True,
+    "leader": "staggered",
+    "bucket_bytes": 10_000,
+    "beta": 0.5,
+}
 PLANS = [
     Plan(settings=COMPRESSED),
-    Plan(
-        settings=COMPRESSED
-        | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5}
-    ),
+    Plan(settings=AHEAD),
     Plan(optimizer="stock", settings=COMPRESSED),
     Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3),
     Plan(optimizer="local steps", settings=COMPRESSED, local_steps=6, overlap=2, fragments=2),
+    Plan(optimizer="torchrun", settings=COMPRESSED),
+    Plan(optimizer="torchrun", settings=AHEAD),
+    Plan(optimizer="torchrun", settings=COMPRESSED, local_steps=6, overlap=2, fragments=2),
+    Plan(optimizer="DDP hook", settings=COMPRESSED),
     Plan(optimizer="TensorFlow", settings=COMPRESSED),
-    Plan(
-        optimizer="TensorFlow",
-        settings=COMPRESSED
-        | {"lookahead": True, "leader": "staggered", "bucket_bytes": 10_000, "beta": 0.5},
-    ),
+    Plan(optimizer="TensorFlow", settings=AHEAD),
 ]
 
 
@@ -71,38 +76,62 @@ WHERE = {
 
 
 class Framework(NamedTuple):
-    """A worker's program, and seconds. gloo_timeout: only the neighbours of a worker that dies
-    notice at once, the others wait so long; and so long a newcomer may take to start. limit: until
-    training starts, or goes on after a fault. calm: at most, between two faults.
+    """A worker's program, and seconds. limit: until training starts, or goes on after a fault.
+    calm: at most, between two faults. gloo_timeout: only the neighbours of a worker that dies
+    notice at once, the others wait so long; and so long a newcomer may take to start. None: it is
+    torchrun's, which starts all workers again.
     """
 
     worker: str
-    gloo_timeout: int
     limit: float
     calm: float
+    gloo_timeout: int | None
 
 
-PYTORCH = Framework("soak_worker.py", 25, 120, 2)
-TENSORFLOW = Framework("soak_tensorflow_worker.py", 40, 200, 8)
+PYTORCH = Framework("soak_worker.py", 120, 2, 25)
+TORCHRUN = Framework("soak_torchrun_worker.py", 120, 2, None)
+TENSORFLOW = Framework("soak_tensorflow_worker.py", 200, 8, 40)
 MEGABYTES_PER_1000_STEPS = 5.0
 
 Diary = list[dict[str, Any]]
 
 
 class Job:
-    """An elastic job on this machine: every worker has a host of its own, since Horovod gives up
-    the host of a worker that died.
+    """A job on this machine whose workers may die.
+
+    Under Horovod every worker has a host of its own, since Horovod gives up the host of a worker
+    that died.
     """
 
     def __init__(self, folder: Path, plan: Plan, ranks: int) -> None:
         self.folder, self._names = folder, _loopback_names()
+        self.log = (folder / "log").open("w+", errors="replace")
         framework = framework_of(plan)
+        self.elastic = framework.gloo_timeout is not None
+        worker = Path(__file__).with_name(framework.worker)
+        program = [str(worker), str(folder), json.dumps(dataclasses.asdict(plan))]
+        if self.elastic:
+            command = self._horovodrun(ranks, framework.gloo_timeout, program)
+        else:
+            command = launch.command("torchrun", ranks, program)
+            command[3:3] = ["--max-restarts", "1000"]
+        self._process = subprocess.Popen(
+            command,
+            cwd=folder,
+            # In PyTorch 2.13 restarted ranks of Gloo else look for the dead ones.
+            env=launch.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def _horovodrun(self, ranks: int, gloo_timeout: int, program: list[str]) -> list[str]:
         self.hosts = [next(self._names) for _ in range(ranks)]
         self._show_hosts()
-        discover = folder / "discover.sh"
-        discover.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+        discover = self.folder / "discover.sh"
+        discover.write_text(f"#!/bin/sh\ncat {self.folder}/hosts\n")
         discover.chmod(0o755)
-        self.log = (folder / "log").open("w+", errors="replace")
         command = [
             launch.find("horovodrun"),
             "--gloo",
@@ -113,23 +142,13 @@ class Job:
             "--max-np",
             ranks,
             "--gloo-timeout-seconds",
-            framework.gloo_timeout,
+            gloo_timeout,
             "--host-discovery-script",
             discover,
             sys.executable,
-            Path(__file__).with_name(framework.worker),
-            folder,
-            json.dumps(dataclasses.asdict(plan)),
+            *program,
         ]
-        self._process = subprocess.Popen(
-            [str(part) for part in command],
-            cwd=folder,
-            env=launch.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        return [str(part) for part in command]
 
     def _show_hosts(self) -> None:
         part = self.folder / "hosts.part"
@@ -202,7 +221,8 @@ class Job:
 
 
 def framework_of(plan: Plan) -> Framework:
-    return TENSORFLOW if plan.optimizer == "TensorFlow" else PYTORCH
+    others = {"TensorFlow": TENSORFLOW, "torchrun": TORCHRUN, "DDP hook": TORCHRUN}
+    return others.get(plan.optimizer, PYTORCH)
 
 
 def _loopback_names() -> Iterator[str]:
@@ -301,6 +321,18 @@ def _growth(commits: Diary) -> float:
     return max(0.0, (second - first) / (steps / 2) * 1000)
 
 
+def _failures(diaries: dict[int, Diary]) -> int:
+    """How often torchrun started workers again that had not come to their end.
+
+    Those that had, PyTorch 2.13 may abort as their processes end, with and without ScaleCom.
+    """
+    lives = collections.defaultdict(list)
+    for diary in diaries.values():
+        for begin in of(diary, "begin"):
+            lives[begin["restarts"]].append(bool(of(diary, "end")))
+    return max(lives) + 1 - sum(map(all, lives.values()))
+
+
 # Faults from outside.
 
 
@@ -314,6 +346,7 @@ class Trouble:
         self.survived: collections.Counter = collections.Counter()
         self.tried: collections.Counter = collections.Counter()
         self.slowest: dict[str, float] = {}  # seconds until training had gone on, by kind of fault
+        self.restarts = 0  # that torchrun owes
 
     def make(self, limit: float) -> None:
         """One fault, from which the job must have recovered `limit` seconds later: else
@@ -321,11 +354,16 @@ class Trouble:
         """
         alive, generations = self.job.workers(), self._generations()
         if len(alive) < self.ranks:
+            if not self.job.elastic:
+                raise ChildProcessError("a worker ended that nobody killed")
             kind, spare = "a worker comes", alive
             self.job.add_host()
         else:
             kind = self.dice.choice(list(self._faults()))
             spare = self._faults()[kind](alive)
+            if len(spare) < len(alive) and not self.job.elastic:
+                spare = []
+                self.restarts += 1
         self.tried[kind] += 1
         began = time.time()
         wanted = set(spare) if kind != "a worker comes" else set()
@@ -374,8 +412,9 @@ class Trouble:
         faults = {
             "kill -9 at any moment": lambda alive: self._kill(alive, 1),
             "a worker stands still for seconds": self._stop,
-            "a host is taken away": self._remove,
         }
+        if self.job.elastic:
+            faults["a host is taken away"] = self._remove
         for point in self.points:
             faults[f"kill -9 {WHERE[point]}"] = lambda alive, point=point: self._order(alive, point)
             faults[f"a worker stands still {WHERE[point]}"] = lambda alive, point=point: (
@@ -432,6 +471,8 @@ def watch(
             bar.update(round(start + min(time.time() - began, seconds)) - bar.n)
         if job.stop(limit / 2) != 0:
             raise ChildProcessError("the job did not end well")
+        if not job.elastic and _failures(job.diaries()) != trouble.restarts:
+            raise ChildProcessError("workers failed that nobody killed")
     except (TimeoutError, ChildProcessError) as error:
         job.tell_where()
         failure = f"{error}\n{job.output()[-5000:]}"

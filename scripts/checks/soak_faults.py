@@ -9,7 +9,8 @@ What is checked, per step and tensor: what left the residues, averaged over rank
 in the gradients. What a rank sent is `m + grad - (m' - (1 - beta) m) / beta`, by the algorithm's
 own line for the new residue m'.
 
-Imported by soak.py, soak_worker.py (PyTorch) and soak_tensorflow_worker.py; imports no framework.
+Imported by soak.py, soak_worker.py (PyTorch), soak_torchrun_worker.py and
+soak_tensorflow_worker.py; imports no framework.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ def points_of(plan: Plan) -> list[Point]:
         "stock": {Point.AVERAGES},
         "local steps": {Point.SIGNAL},  # local steps do not signal
         "TensorFlow": {Point.SIGNAL, Point.AVERAGES},  # nor does a graph
+        "DDP hook": {Point.SIGNAL},  # nor does a hook
     }
-    return [point for point in Point if point not in missing.get(plan.optimizer, set())]
+    kind = plan.optimizer if plan.local_steps is None else "local steps"
+    return [point for point in Point if point not in missing.get(kind, set())]
 
 
 @dataclasses.dataclass
@@ -66,7 +69,8 @@ class Plan:
         method: PyTorch's method, as module:class.
     """
 
-    # "drop-in"; "stock": Horovod's own; "local steps"; "TensorFlow": a tape
+    # "drop-in"; "stock": Horovod's own; "local steps"; "TensorFlow": a tape; and under torchrun
+    # "torchrun", the optimizer of scalecom_hvd.ddp, or "DDP hook"
     optimizer: str = "drop-in"
     method: str = "scalecom_hvd.torch:ScaleCom"
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -88,7 +92,7 @@ def begin() -> tuple[Plan, Path]:
 
 
 class Diary:
-    """What this worker writes down. hvd: the framework's Horovod."""
+    """What this worker writes down. hvd: the framework's Horovod, or what stands in for it."""
 
     def __init__(self, folder: Path, hvd: Any) -> None:
         self._path, self._hvd = folder / f"{os.getpid()}.jsonl", hvd
@@ -200,6 +204,7 @@ class Worker:
     def __init__(self, plan: Plan, folder: Path, hvd: Any) -> None:
         self.plan, self.folder, self._hvd = plan, folder, hvd
         self.diary, self.faults = Diary(folder, hvd), Faults(plan, folder, hvd)
+        self.file = folder / f"checkpoint-{os.getpid()}{self.checkpoint}"
         self.compression = self.make()
         self.scale = 1.0
         # the gradients of the last backward, as they were before anybody changed them
@@ -246,7 +251,7 @@ class Worker:
         """A checkpoint."""
         raise NotImplementedError
 
-    # What hvd.elastic.run runs.
+    # What hvd.elastic.run runs, or torchrun starts again.
 
     def train(self, state: Any) -> None:
         self.begin(state.batch)
@@ -288,6 +293,7 @@ class Worker:
         self.diary.note(
             "begin",
             host=host,
+            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             generation=self.generation,
             batch=batch,
             step=step,
@@ -322,14 +328,13 @@ class Worker:
 
     def save(self) -> None:
         """A checkpoint, whole or not at all, whatever happens meanwhile."""
-        path = self.folder / f"checkpoint-{os.getpid()}{self.checkpoint}"
-        part = path.with_suffix(".part")
+        part = self.file.with_suffix(".part")
         dies = self.order == f"die {Point.SAVING}"
         if not dies:
             self.comes_by(Point.SAVING)
         with DyingFile(part, "w") if dies else part.open("wb") as file:
             self.write(file)
-        os.replace(part, path)
+        os.replace(part, self.file)
 
     # What a step is about.
 

@@ -46,30 +46,38 @@ class Trainer(soak_faults.Worker):
     """One worker's model, optimizer and checks."""
 
     checkpoint = ".pt"
+    committed_own: tuple[int, str, bool] | None = None  # see LocalTrainer
 
     def make(self) -> hvd.Method:
         # every worker begins elsewhere: only Horovod's states bring them together
         torch.manual_seed(os.getpid())
         plan, self.model = self.plan, Net()
+        self.forward: torch.nn.Module = self.model
         optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
         named = [self.model.named_parameters()] if plan.optimizer == "stock" else []
         compression = pkgutil.resolve_name(plan.method)(
             *named, loss_scale=lambda: self.scale, **plan.settings
         )
-        make = (
-            horovod.DistributedOptimizer if plan.optimizer == "stock" else hvd.DistributedOptimizer
-        )
-        more = {} if plan.local_steps is None else {"local_steps": plan.local_steps}
-        more |= {"overlap": plan.overlap} if plan.overlap else {}
-        more |= {"fragments": plan.fragments} if plan.fragments > 1 else {}
-        self.optimizer = make(
+        self.optimizer = self.distributed(optimizer, compression)
+        self.watch()
+        return compression
+
+    def distributed(self, optimizer: torch.optim.Optimizer, compression: hvd.Method) -> Any:
+        """The optimizer of this plan."""
+        stock = self.plan.optimizer == "stock"
+        return (horovod if stock else hvd).DistributedOptimizer(
             optimizer,
             named_parameters=self.model.named_parameters(),
             compression=compression,
-            **more,
+            **self.rounds(),
         )
-        self.watch()
-        return compression
+
+    def rounds(self) -> dict[str, int]:
+        """What an optimizer is told of local steps."""
+        plan = self.plan
+        more = {} if plan.local_steps is None else {"local_steps": plan.local_steps}
+        more |= {"overlap": plan.overlap} if plan.overlap else {}
+        return more | ({"fragments": plan.fragments} if plan.fragments > 1 else {})
 
     def watch(self) -> None:
         """See gradients before anybody changes them, and die in the places where a worker may be
@@ -154,7 +162,7 @@ class Trainer(soak_faults.Worker):
         return arrays(dict(self.model.named_parameters()))
 
     def average(self, values: np.ndarray) -> np.ndarray:
-        return hvd.allreduce(torch.from_numpy(values), name="soak.sent").numpy()
+        return self._hvd.allreduce(torch.from_numpy(values), name="soak.sent").numpy()
 
     def write(self, file: Any) -> None:
         torch.save(
@@ -169,7 +177,7 @@ class Trainer(soak_faults.Worker):
             torch.randn(FEATURES, OUTPUTS, generator=torch.Generator().manual_seed(0))
             / FEATURES**0.5
         )
-        mine = torch.Generator().manual_seed(batch * 1000 + hvd.rank())
+        mine = torch.Generator().manual_seed(batch * 1000 + self._hvd.rank())
         inputs = torch.randn(BATCH, FEATURES, generator=mine)
         self.scale = self.faults.loss_scale(batch)
         self.model.output.requires_grad_(not self.faults.frozen(batch))
@@ -178,7 +186,7 @@ class Trainer(soak_faults.Worker):
         self.came.clear()
         self.optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(
-            self.model(inputs, self.faults.detour(batch)), inputs @ truth
+            self.forward(inputs, self.faults.detour(batch)), inputs @ truth
         )
         self.be_late(batch)
         (loss * self.scale * (overflow[1] if overflow else 1.0)).backward()
@@ -188,10 +196,12 @@ class Trainer(soak_faults.Worker):
         before = self.residues()
         loss, overflow = self.backward(batch)
         self.optimizer.synchronize()
-        grads = {name: p.grad / self.scale for name, p in self.model.named_parameters()}
+        # DDP leaves none to a parameter that no rank used.
+        averaged = {n: p for n, p in self.model.named_parameters() if p.grad is not None}
+        grads = {name: parameter.grad / self.scale for name, parameter in averaged.items()}
         finite = all(bool(grad.isfinite().all()) for grad in grads.values())
         if finite:
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in averaged.items():
                 parameter.grad.copy_(grads[name])
             with self.optimizer.skip_synchronize():
                 self.optimizer.step()
@@ -200,7 +210,7 @@ class Trainer(soak_faults.Worker):
         ]
         self.check_step(batch, before, arrays(grads), finite, overflow, trained)
         # without a name: newcomers must count such calls as the others do
-        return float(hvd.allreduce(loss))
+        return float(self._hvd.allreduce(loss))
 
 
 class LocalTrainer(Trainer):
@@ -224,7 +234,7 @@ class LocalTrainer(Trainer):
             changes = {
                 name: (self.x[name] - mine) * (name in names) for name, mine in self.own().items()
             }
-            self.brought = self.local.taken, changes, self.residues(), hvd.size()
+            self.brought = self.local.taken, changes, self.residues(), self._hvd.size()
             depart(fragments)
 
         def see_what_arrives() -> bool:
@@ -287,13 +297,13 @@ class LocalTrainer(Trainer):
                 batch,
             )
             # Who came since it departed knows nothing of it, and who left had a part in it.
-            same = self.brought[0] == self.arrived and self.brought[3] == hvd.size()
+            same = self.brought[0] == self.arrived and self.brought[3] == self._hvd.size()
             known = torch.tensor(float(same))
-            if hvd.allreduce(known, op=hvd.Min, name="soak.known") == 1:
+            if self._hvd.allreduce(known, name="soak.known") > 0.99:  # on all ranks
                 self.check_changes(batch)
         elif hit:
             self.expect(digest(self.own()) == values, "a skipped step changed parameters", batch)
-        return float(hvd.allreduce(loss))
+        return float(self._hvd.allreduce(loss))
 
     def check_changes(self, batch: int) -> None:
         """What left ranks' residues and changes, averaged, is what x moved by."""

@@ -236,7 +236,7 @@ class Together:
             for each in simulation.compressors:
                 for tensor in each.residues.tensors.values():
                     tensor.residue.zero_()
-        after_warmup = step >= compressor.config.warmup_steps
+        after_warmup = step >= compressor.config.warmup
         frozen = (
             compressor.residues.tensors
             if run.control == "compressed tensors frozen" and after_warmup

@@ -2,13 +2,15 @@
 same model with this package's optimizer.
 
 With everything chosen parameters are those of plain DDP; at a rate of 10 they are equal on all
-ranks. Under the optimizer a program ends with gradients that a script changes between backward()
-and step(), which all ranks refuse. FUZZ_SEED chooses the first program, FUZZ_SECONDS for how long
+ranks. In both nothing is lost: what came into averages and did not come out is in the residues.
+Under the optimizer gradients are changed at the end between backward() and step(), which all ranks
+refuse, and go on. FUZZ_SEED chooses the first program, FUZZ_SECONDS for how long
 programs are drawn: by default as many as fit into some seconds, but no more than PROGRAMS. One that
 fails is written down: it is drawn again by its seed.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -26,6 +28,9 @@ from scalecom_hvd import ddp
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", 8))
 PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 12
+
+
+OTHER_METHODS = ("ECQSGD", "GTopK", "GlobalTopK", "LocalTopK", "RandomK")
 
 
 class InDouble(nn.Module):
@@ -58,6 +63,7 @@ def draw(seed):
             "late": dice.choice([None, None, 0, 1]),
             "attack": dice.random() < 0.15,
             "sharp": dice.choice([None, None, None, None, "averaged", "alone"]),
+            "newcomer": dice.random() < 0.15,
             "penalty": dice.random() < 0.2,
             "halve": dice.choice([[], [], [], list(ranks), [ranks[-1]]]),
         }
@@ -78,15 +84,16 @@ def draw(seed):
             step["penalty"] = False
         if step["halve"]:  # where ranks differ, it matters whether they averaged before
             step["backwards"] = 1
+    method = dice.choice(("ScaleCom",) * len(OTHER_METHODS) + OTHER_METHODS)
     settings = {
         "lookahead": dice.random() < 0.5,
         "leader": dice.choice(["cyclic", "staggered"]),
         "bucket_bytes": dice.choice([3000, 8000, 10**7]),
         "warmup_steps": dice.choice([0, 0, 2]),
     }
-    # A change through .data is not seen in steps that are sent whole.
-    hidden = settings["lookahead"] or settings["warmup_steps"] > 0
-    changes = [name for name in CHANGES if name != "mask" and not (hidden and "data" in name)]
+    unknown = getattr(ddp, method).unused
+    settings = {name: value for name, value in settings.items() if name not in unknown}
+    changes = [name for name in CHANGES if name != "mask"]
     return {
         "steps": steps,
         "momentum": dice.choice([0.0, 0.9]),
@@ -97,6 +104,7 @@ def draw(seed):
             "static_graph": static,
             "bucket_cap_mb": dice.choice([0.003, 0.01, 25]),
         },
+        "method": method,
         "settings": settings,
         "change": (dice.choice(changes), dice.choice([list(ranks), [dice.choice(ranks)]])),
     }
@@ -110,20 +118,32 @@ class Run:
     def __init__(self, program, rate, by_optimizer, said):
         self.program, self.by_optimizer, self.said = program, by_optimizer, said
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        method = getattr(ddp, program["method"])
         settings = program["settings"] | {"loss_scale": self.scaler}
         net = Net()
         if program["two_dtypes"]:
             net.body[2] = InDouble(net.body[2])
         sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=program["momentum"])
         if by_optimizer:
-            self.state = ddp.ScaleCom(rate=rate, **(ALL | settings))
+            if method is not ddp.ECQSGD:
+                settings["rate"] = rate
+            self.state = self.compression = method(**(ALL | settings))
             self.model = net
             self.optimizer = ddp.DistributedOptimizer(sgd, net.named_parameters(), self.state)
         else:
-            self.model, self.state = hooked(rate, net, settings=settings, **program["of_ddp"])
+            self.model, self.state = hooked(rate, net, method, settings, **program["of_ddp"])
             self.optimizer = sgd
+            if self.state is not None:
+                self.compression = self.state.compression
+                self.state.reduce = functools.partial(self.reduce, self.state.reduce)
         self.parameters = list(net.parameters())
+        self.names = [name for name, _ in net.named_parameters()]
         self.threw_away = False
+        # Of one backward: parameters, what came into their averages, and what came out.
+        self.averaged = []
+        # Of all, unscaled: what came in and did not come out, and how much was moved.
+        self.left = {p: torch.zeros_like(p, dtype=torch.float64) for p in self.parameters}
+        self.moved = 1e-3
 
     def all(self):
         """Gives the parameters after the last step."""
@@ -131,6 +151,7 @@ class Run:
             self.step(number, step)
         if self.threw_away:
             assert any("no step of an optimizer" in message for message in self.said())
+        self.check_conserved()
         return [parameter.detach().clone() for parameter in self.parameters]
 
     def step(self, number, step):
@@ -152,9 +173,12 @@ class Run:
                 time.sleep(0.005)
             factor = float("inf") if step["overflow"] == rank else 1.0
             (self.loss(number, 5 + micro, step) * factor).backward()
+            self.note_averages()
         with torch.no_grad():
             for parameter, original in zip(self.parameters, here, strict=True):
                 parameter.copy_(original)
+        if step["newcomer"]:
+            self.add_a_parameter()
         self.synchronize()
         self.scaler.unscale_(self.optimizer)
         if step["clip"] is not None:
@@ -189,7 +213,58 @@ class Run:
 
     def synchronize(self):
         if self.by_optimizer:
+            came = [gradient_of(p) for p in self.parameters]
             self.optimizer.synchronize()
+            self.averaged = [(p, own, p.grad) for p, own in zip(self.parameters, came, strict=True)]
+            self.note_averages()
+
+    def reduce(self, reduce, bucket):
+        """The hook, which averages gradients where they are."""
+        came = [gradient.clone() for gradient in bucket.gradients()]
+        future = reduce(bucket)
+        self.averaged += zip(bucket.parameters(), came, bucket.gradients(), strict=True)
+        return future
+
+    def note_averages(self):
+        """Count what came in and went out, unless the step is void."""
+        averaged, self.averaged = self.averaged, []
+        if all(went.isfinite().all() for _, _, went in averaged):
+            for parameter, came, went in averaged:
+                # DDP drops the average of what no rank has used.
+                if parameter.grad is None or not torch.equal(parameter.grad, went):
+                    went = torch.zeros_like(went)
+                self.left[parameter] += (came.double() - went) / self.scaler.get_scale()
+                self.moved += float((came.abs().max() + went.abs().max()) / self.scaler.get_scale())
+
+    def residues(self):
+        """What waits of each parameter, in the gradients' units."""
+        tensors = self.compression.residues.tensors
+        return {
+            p: (tensors[name].residue / tensors[name].beta).double().view(p.shape)
+            if name in tensors
+            else torch.zeros_like(p, dtype=torch.float64)
+            for name, p in zip(self.names, self.parameters, strict=True)
+        }
+
+    def check_conserved(self):
+        """What went out is the same on all ranks, so over these it is what is missing."""
+        if self.state is None:
+            return
+        lost = torch.cat([(self.left[p] - r).view(-1) for p, r in self.residues().items()])
+        moved = torch.tensor(self.moved, dtype=torch.float64)
+        dist.all_reduce(lost)
+        dist.all_reduce(moved)
+        worst = float(lost.abs().max())
+        assert worst <= 1e-6 * moved, f"{worst:g} of {float(moved):g} are neither sent nor waiting"
+
+    def add_a_parameter(self):
+        """To the optimizer that was made without it. All ranks refuse that until it is frozen."""
+        parameter = nn.Parameter(torch.ones(3))
+        self.optimizer.add_param_group({"params": [parameter]})
+        if self.by_optimizer:
+            with pytest.raises(RuntimeError, match="make the DistributedOptimizer anew"):
+                self.optimizer.step()
+        parameter.requires_grad_(False)
 
     def average_and_throw_away(self, number, step):
         """As the fast gradient sign method does, which wants the inputs' gradients alone."""
@@ -199,9 +274,11 @@ class Run:
     def average(self, number, micro, step):
         self.let_add_up(1)
         self.loss(number, micro, step).backward()
+        self.note_averages()
         self.synchronize()
         if self.state is not None:
-            self.threw_away |= self.state.stats()["bytes_values"] > 0
+            stats = self.state.stats()
+            self.threw_away |= stats["bytes_values"] + stats.get("bytes_gathered", 0) > 0
 
     def go_where_it_is_steep(self, number, step):
         """Sharpness-aware steps: by the average, or each rank by its own gradient."""
@@ -224,16 +301,34 @@ class Run:
         self.optimizer.zero_grad(set_to_none=step["to_none"])
 
     def change_on_the_way(self):
-        """Between backward() and step(), on some ranks: all refuse it, as ranks have agreed."""
+        """Between backward() and step(), on some ranks: all refuse it, as ranks have agreed, and
+        go on.
+        """
         how, ranks = self.program["change"]
+        before = self.residues()
         here = [parameter.detach().clone() for parameter in self.parameters]
         self.let_add_up(1)
         self.optimizer.zero_grad()
         self.model(batch(99), head="both").backward()
+        came = {p: gradient_of(p).double() for p in self.parameters}
         if dist.get_rank() in ranks:
             CHANGES[how](self.parameters)
         assert refuses(self.optimizer.step), f"{how} on ranks {ranks}"
         assert all(map(torch.equal, self.parameters, here))
+        for parameter, residue in self.residues().items():
+            kept, whole = residue - before[parameter], came[parameter] / self.scaler.get_scale()
+            near = 1e-5 * (1 + residue.abs().max())
+            assert min(kept.abs().max(), (kept - whole).abs().max()) <= near
+            self.left[parameter] += kept
+        for number, step in enumerate(self.program["steps"][:2], 100):
+            self.step(number, step)
+        self.check_conserved()
+        assert same_on_all_ranks(self.parameters)
+
+
+def gradient_of(parameter):
+    """A copy, of zeros where it has none."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
 def halve_gradient(parameter):
@@ -251,11 +346,12 @@ def hold(program, caplog):
         return parameters
 
     plain, everything, few = (run(rate) for rate in (None, EVERYTHING, 10))
-    compare(everything, plain, few)
+    rounds = program["method"] == "ECQSGD"
+    compare(everything, everything if rounds else plain, few)
     everything, few = (run(rate, by_optimizer=True) for rate in (EVERYTHING, 10))
     # The optimizer has zeros where DDP has no gradient, so that momentum goes on.
     unused = program["of_ddp"]["find_unused_parameters"]
-    compare(everything, everything if unused and program["momentum"] else plain, few)
+    compare(everything, everything if rounds or (unused and program["momentum"]) else plain, few)
 
 
 def compare(everything, plain, few):

@@ -168,6 +168,23 @@ def test_another_model_on_one_rank():
         step(hvd.ScaleCom(), groups=1 + (hvd.rank() == 1))
 
 
+def test_layers_that_keras_numbers_otherwise_on_one_rank():
+    tf.keras.backend.clear_session()
+    if hvd.rank() == 1:
+        tf.keras.layers.Dense(1)  # of another model
+    features, labels = examples(hvd.rank())
+    model = tf.keras.Sequential([tf.keras.layers.Flatten(), tf.keras.layers.Dense(1)])
+    model.compile(
+        keras.DistributedOptimizer(tf.keras.optimizers.SGD(), compression=hvd.ScaleCom), "mse"
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"tensors differ between ranks.*dense/bias is .* on rank 0 and missing on rank 1.*"
+        r'Dense\(10, name="head"\).*clear_session\(\)',
+    ):
+        model.fit(features, labels, 8, verbose=0)
+
+
 def test_another_version_on_one_rank(monkeypatch):
     if hvd.rank() == 1:
         monkeypatch.setattr(agreement, "__version__", "9.9")

@@ -277,10 +277,7 @@ def test_a_refused_step_keeps_gradients_as_they_came(library):
         assert min(left.abs().max(), (left - whole).abs().max()) < near, name
 
 
-# A change through .data is not seen there.
-@pytest.mark.parametrize(
-    "name", mostly_long(("clip_grad_norm_", "mul_", "another tensor"), ["mul_"])
-)
+@pytest.mark.parametrize("name", mostly_long(CHANGES, ["through .data"]))
 def test_gradients_changed_in_steps_that_are_sent_whole(name):
     """On one rank only, and in the second step: in the first nothing is under way yet."""
     model, optimizer, _ = make(hvd, SMALL, warmup_steps=10)
@@ -474,3 +471,28 @@ def test_training_goes_on_after_a_refusal(passes):
     for name, parameter in model.items():
         sent = -parameter.detach().double().numpy()
         np.testing.assert_allclose(sent + waits[name], came[name], rtol=1e-3, atol=1e-4)
+
+
+@horovods_alone
+@pytest.mark.parametrize("changes", [["table"], ["weight", "table"]], ids=",".join)
+@pytest.mark.parametrize("step_of_change", [0, 2])
+def test_sparse_gradients_changed_after_backward(step_of_change, changes):
+    """They travel from their hooks on, also in the first step. Training goes on."""
+    model, optimizer, _ = make(hvd, {"table": (300, 20), "weight": (40, 100)}, dense=[])
+    rows, last = torch.tensor([3, 50 + hvd.rank(), 7]), hvd.size() - 1
+    wanted = torch.zeros(300)
+    for step in range(5):
+        optimizer.zero_grad()
+        found = torch.nn.functional.embedding(rows, model["table"], sparse=True)
+        (found.sum() + model["weight"].sum()).backward()
+        pause(step)
+        changed_now = step == step_of_change and hvd.rank() == last
+        for name in changes if changed_now else []:
+            model[name].grad.mul_(0.25)
+        if refuses(optimizer.step):
+            assert step == step_of_change
+            continue
+        assert step != step_of_change, "the change was lost"
+        wanted[3] -= 1
+    assert float(model["table"][3, 0]) == float(wanted[3])
+    assert same_on_all_ranks(model.values())

@@ -3,7 +3,8 @@
 Every program runs several times on the same made-up gradients: in stock Horovod; with everything
 chosen (k = N, through lanes and residues), where after every call parameters must be those of stock
 Horovod; and at rate 10, where nothing may be lost. Each of the last two in this package's optimizer
-and in Horovod's own. After every synchronize():
+and in Horovod's own. Some programs take another method than ScaleCom in the former. After every
+synchronize():
 
     mean of gradients as they were + mean of residues before = gradients as they are + mean of
     residues after where no rank had a gradient that was not exchanged yet, residues and step are
@@ -13,7 +14,7 @@ A program draws only calls that stock Horovod survives: it waits for ever where 
 they call without a name, or where one gives a step up that others have begun. It reads p.grad
 while it is being averaged; where a script changes it meanwhile, stock Horovod is given what the
 change makes of each rank's gradients. This package may refuse such a step, on all ranks. The
-program ends with it.
+script goes on then, and is no longer held against stock Horovod: residues may hold what it refused.
 
 By default the same programs in every run, as many as fit into some seconds but no more than
 PROGRAMS; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin.
@@ -54,14 +55,14 @@ COLLECTIVES = (
 )
 
 
+OTHER_METHODS = ("ECQSGD", "GTopK", "GlobalTopK", "LocalTopK", "RandomK")
 # What a script does to p.grad between backward() and step().
 CHANGES = {name: change for name, change in CHANGES.items() if name != "mask"} | {
     "nan_to_num_": lambda parameters: [p.grad.nan_to_num_() for p in parameters]
 }
 
-
-class Refused(Exception):
-    """All ranks refused a step, as they may."""
+# Of these torch does the same to sparse ones, and moves their version.
+OF_SPARSE = ("mul_", "zero_", "another tensor")
 
 
 class Failed(Exception):
@@ -108,6 +109,8 @@ class Program:
             "warmup_steps": dice.choice((0, 0, 2)),
             "dense": dice.choice(((), ("bias",))),
         }
+        # Horovod's own optimizer takes ScaleCom alone.
+        self.method = dice.choice(("ScaleCom",) * len(OTHER_METHODS) + OTHER_METHODS)
         # torch's SGD cannot add a dense gradient to momentum that was sparse.
         self.momentum = dice.choice((0.0, 0.9)) if self.sparse == "no" else 0.0
         # Gradients so small that float16 knows a few steps of them alone. (Gloo of Horovod 0.28.1
@@ -123,8 +126,13 @@ class Program:
         kinds = [getattr(self, name) for name in dir(self) if name.startswith("draw_")]
         if dice.random() < 0.1:
             self.change_on_the_way(0)
-        for _ in range(dice.randrange(6, 22)):
+        length = dice.randrange(6, 22)
+        # No more than one, and in some programs: what follows is held against less.
+        changes_at = dice.choice((None, dice.randrange(length)))
+        for number in range(length):
             dice.choice(kinds)(dice.randrange(self.models))
+            if number == changes_at:
+                self.change_on_the_way(dice.randrange(self.models))
         for model in range(self.models):
             self.synchronize(model)
         self.call("step", 0, False)
@@ -326,12 +334,12 @@ class Program:
     def change_on_the_way(self, model):
         """A script changes p.grad between backward() and step(), on all ranks or on one."""
         dice = self.dice
-        if self.sparse != "no":
-            return
-        how = dice.choice(list(CHANGES))
-        # It is not seen in steps that are sent whole, nor where most elements are zero.
-        hidden = self.fields["warmup_steps"] or "lookahead" in self.fields or self.frozen[model]
-        if how == "through .data" and hidden:
+        how, names = dice.choice(list(CHANGES)), [list(SHAPES), list(SHAPES), ["weight"], ["wide"]]
+        cleans = ("grads", "grads", "in place", "nothing")
+        if self.sparse != "no":  # and torch adds no sparse gradient to another
+            how, names, cleans = dice.choice(OF_SPARSE), [*names, ["rows"]], ["grads"]
+        # It is not seen where most elements are zero.
+        if how == "through .data" and self.frozen[model]:
             how = "mul_"
         self.settle(model)
         self.call("zero", model, "grads")
@@ -340,10 +348,17 @@ class Program:
             model,
             how,
             dice.choice((list(range(self.ranks)), [dice.randrange(self.ranks)])),
-            dice.choice((list(SHAPES), list(SHAPES), ["weight"], ["wide"])),
+            dice.choice(names),
             [dice.randrange(10**6) for _ in range(self.passes)],
             dice.random() < 0.3,
+            dice.choice(cleans),
         )
+        self.pending[model] = [0, True]
+
+    def draw_newcomer(self, model):
+        """A parameter that is added, or thawed, when the optimizer is made already."""
+        asks, leaves = self.dice.choice(("synchronize", "step")), self.dice.random() < 0.5
+        self.call("newcomer", model, asks, leaves)
 
     def draw_own_collective(self, model):
         """Between any two calls; nameless ones only where all ranks have submitted the same: stock
@@ -368,6 +383,7 @@ class Run:
 
     def __init__(self, program, where, rate, said):
         self.program, self.library, self.rate, self.said = program, where, rate, said
+        self.method = program.method if where is hvd else "ScaleCom"
         # Horovod's own optimizer is used by scripts that know horovod.torch alone.
         self.collectives = where
         self.scale_now = [1.0] * program.models
@@ -378,6 +394,7 @@ class Run:
         self.threw_away = set()
         self.models, self.compressors, self.optimizers, self.mine = [], [], [], []
         self.kept = [{} for _ in range(program.models)]
+        self.comparable = self.method != "ECQSGD"  # which rounds
         for model in range(program.models):
             self.make(model)
 
@@ -390,20 +407,19 @@ class Run:
         }
         compression, more = stock.Compression.none, {}
         if self.rate is not None:
-            # Horovod's own optimizer refuses float16.
-            half = program.half and self.library is hvd
-            wire = {"wire_dtype": "float16"} if half else {}
-            fields = (
-                dict(program.fields)
-                | wire
-                | {"dense": [f"{name}.{model}" for name in program.fields["dense"]]}
-            )
-            compression = hvd.ScaleCom(
-                parameters.items() if self.library is stock else None,
+            method = getattr(hvd, self.method)
+            fields = program.fields | {
+                "dense": [f"{name}.{model}" for name in program.fields["dense"]],
+                "rate": self.rate,
+                "min_numel": 2,
+            }
+            if self.library is stock:
+                fields["named_parameters"] = parameters.items()
+            elif program.half:  # which Horovod's own optimizer refuses
+                fields["wire_dtype"] = "float16"
+            compression = method(
                 loss_scale=lambda: self.scale_now[model],
-                rate=self.rate,
-                min_numel=2,
-                **fields,
+                **{name: value for name, value in fields.items() if name not in method.unused},
             )
         if program.groups is not None and self.library is hvd:
             groups = program.groups
@@ -431,17 +447,18 @@ class Run:
         self.mine.append({})
 
     def all(self):
-        """After every call of the program, until one is refused: a copy of all parameters."""
+        """After every call of the program: a copy of all parameters, and whether they are to be
+        those of stock Horovod.
+        """
         for number, (name, model, *arguments) in enumerate(self.program.calls):
             try:
                 getattr(self, name)(model, *arguments)
-            except Refused:
-                return
             except Exception as error:
                 raise AssertionError(f"call {number}, {name}{(model, *arguments)}") from error
             yield (
                 name,
                 [p.detach().clone() for parameters in self.models for p in parameters.values()],
+                self.comparable,
             )
 
     def gradients(self, model, seed, rank):
@@ -481,15 +498,7 @@ class Run:
             if penalty and name != "rows":
                 energy = parameter.square().sum() / 2
                 (parameter,) = torch.autograd.grad(energy, parameter, create_graph=True)
-            if name == "rows" and self.program.sparse != "no":
-                term = (
-                    torch.nn.functional.embedding(
-                        grad.any(1).nonzero().view(-1), parameter, sparse=True
-                    )
-                    * grad[grad.any(1)]
-                )
-            else:
-                term = parameter * grad
+            term = self.term(name, parameter, grad)
             if name == "weight":
                 term = self.differentiable(term, collective)
                 term = term * torch.ones(term.shape)  # Horovod takes contiguous gradients alone
@@ -513,6 +522,13 @@ class Run:
             if name == "weight" and collective == "broadcast":
                 grad = grad if rank == 0 else torch.zeros_like(grad)
             self.add(model, name, grad, 0.5 if name in halved else 1.0)
+
+    def term(self, name, parameter, grad):
+        """What a loss is a sum of, so that this parameter's gradient is this."""
+        if name != "rows" or self.program.sparse == "no":
+            return parameter * grad
+        own = grad.any(1).nonzero().view(-1)
+        return torch.nn.functional.embedding(own, parameter, sparse=True) * grad[own]
 
     def differentiable(self, x, kind):
         """A collective in the middle of a model, by which the gradient stays what it is; but for a
@@ -784,8 +800,10 @@ class Run:
         here = [parameter.detach().clone() for parameter in parameters]
         self.backward(model, seed, [[]] * hvd.size(), None, "none", False)
         self.synchronize(model)
-        if self.rate is not None and self.compressors[model].stats()["bytes_values"]:
-            self.threw_away.add(model)
+        if self.rate is not None:
+            stats = self.compressors[model].stats()
+            if stats["bytes_values"] or stats.get("bytes_gathered"):
+                self.threw_away.add(model)
         with torch.no_grad():
             for parameter in parameters:
                 parameter.add_(parameter.grad, alpha=0.01 * sharp)
@@ -798,9 +816,9 @@ class Run:
         warned = sum("no step of an optimizer" in message for message in self.said())
         assert warned >= len(self.threw_away), "averages were lost, and no warning says so"
 
-    def change_on_the_way(self, model, how, ranks, names, seeds, waits):
+    def change_on_the_way(self, model, how, ranks, names, seeds, waits, cleans):
         """The step gives what it would if gradients had come as the change makes them; or all ranks
-        refuse it.
+        refuse it, and go on.
         """
         rank, optimizer = hvd.rank(), self.optimizers[model]
         trained = {name: p for name, p in self.models[model].items() if p.requires_grad}
@@ -812,23 +830,41 @@ class Run:
         grads = dict(before)
         if names:
             grads |= changed(CHANGES[how], {name: before[name] for name in names})
-        if self.rate is None:
+        # Of sparse gradients Horovod's own optimizer tells a compressor nothing.
+        by_hand = self.rate is None or (self.library is stock and self.program.sparse == "yes")
+        if by_hand:
             for name, parameter in trained.items():
-                parameter.grad = grads[name].clone()
+                is_sparse = name == "rows" and self.program.sparse != "no"
+                parameter.grad = grads[name].to_sparse(1) if is_sparse else grads[name].clone()
         else:
             for own in passes:
-                sum((p * own[name]).sum() for name, p in trained.items()).backward()
+                sum(self.term(name, p, own[name]).sum() for name, p in trained.items()).backward()
             time.sleep(0.01 * waits)
             if names:
                 CHANGES[how]([trained[name] for name in names])
         self.mine[model], self.new[model] = grads, True
         arguments = self.before(model), self.steps(model), True
+        here = [parameter.detach().clone() for parameter in self.models[model].values()]
         if self.rate is None:
             optimizer.step()
         elif refuses(optimizer.step):
+            assert all(map(torch.equal, self.models[model].values(), here))
+            assert self.steps(model) == arguments[1], "a refused step was counted"
             self.check_refused(model, before)
-            raise Refused
+            self.go_on(model, cleans)
+            return
         self.after(model, *arguments)
+
+    def go_on(self, model, cleans):
+        """As a script that caught the error."""
+        self.comparable, self.kept[model] = False, self.residues(model)
+        # What was refused need not come from what comes next.
+        self.new[model] = None
+        if self.library is stock:  # where a load is what gives up a step
+            optimizer = self.optimizers[model]
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            cleans = "grads"  # some are averages already
+        self.zero(model, cleans)
 
     def check_refused(self, model, grads):
         """A refused step leaves residues as they were, or with the gradients as they came."""
@@ -840,6 +876,17 @@ class Run:
             assert min(left.abs().max(), (left - whole).abs().max()) <= near, (
                 f"the residue of {name} after a refused step"
             )
+
+    def newcomer(self, model, asks, leaves):
+        """All ranks refuse it, and go on as ever when it is taken away, or frozen."""
+        optimizer, parameter = self.optimizers[model], torch.nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [parameter]})
+        if self.library is hvd and self.rate is not None:  # stock Horovod's ranks each train it
+            with pytest.raises(RuntimeError, match="make the DistributedOptimizer anew"):
+                getattr(optimizer, asks)()
+        parameter.requires_grad_(False)
+        if leaves:
+            del optimizer.param_groups[-1]
 
     def own_collective(self, model, kind, nameless):
         name = None if nameless else f"own.{kind}"
@@ -927,8 +974,6 @@ def check(program, own, caplog):
         seen, error = [], None
         count_alike(own)
         caplog.clear()
-        # One that was refused counts as under way until another has ended.
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
         try:
             run = Run(program, where, rate, lambda: [r.getMessage() for r in caplog.records])
             seen = list(run.all())
@@ -939,8 +984,9 @@ def check(program, own, caplog):
         if rate is None:
             expected = seen
         elif rate == EVERYTHING and not program.half:
-            # One that was refused has ended there.
-            for (name, theirs), (_, ours) in zip(expected, seen, strict=False):
+            for (name, theirs, _), (_, ours, comparable) in zip(expected, seen, strict=True):
+                if not comparable:
+                    break
                 for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
                     torch.testing.assert_close(
                         b,
@@ -952,14 +998,15 @@ def check(program, own, caplog):
         # Where a script changed gradients on every rank in another way, and skipped synchronize(),
         # they are not in stock Horovod either. Nor, to the bit, where a gradient is sparse on one
         # rank and dense on another, as torch adds these otherwise.
-        if program.sparse != "as dense" and same_on_all_ranks(expected[len(seen) - 1][1]):
+        if program.sparse != "as dense" and same_on_all_ranks(expected[-1][1]):
             assert same_on_all_ranks(seen[-1][1]), kind
 
 
 @pytest.mark.timeout(SECONDS + 100, method="thread")
 def test_random_programs(caplog):
-    # torch imports much of itself when it makes its first optimizer
-    torch.optim.SGD([torch.zeros(1)]).zero_grad()
+    # torch imports much of itself when it makes its first optimizer. Warnings come where there are
+    # steps.
+    torch.optim.SGD([torch.zeros(1)]).step()
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     # Each rank's own, as other tests make some of the same ranks.
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]

@@ -70,3 +70,30 @@ def test_one_rank_loads_and_all_go_on(who, mode, library):
     assert same_on_all_ranks(model.values())
     for name, parameter in model.items():
         torch.testing.assert_close(parameter, together[name], rtol=1e-4, atol=1e-5)
+
+
+def go_on_after_a_load(gives_up):
+    """Four steps of training. One rank begins the third, and gives it up, while the others have an
+    empty batch.
+    """
+    model, optimizer, compressor = make(hvd, {"warmup_steps": 100})
+    last = hvd.size() - 1
+    for step in range(4):
+        optimizer.zero_grad()
+        if step == 2 and gives_up and hvd.rank() == last:
+            feed(model, gradients(SHAPES, last, 10))
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+        feed(model, gradients(SHAPES, hvd.rank(), step))
+        optimizer.step()
+    return model, compressor
+
+
+def test_what_a_rank_had_submitted_when_it_loaded_is_in_no_average():
+    """It meets what the others submit in the step that comes."""
+    expected, _ = go_on_after_a_load(gives_up=False)
+    model, compressor = go_on_after_a_load(gives_up=True)
+    assert compressor.stats()["step"] == 4
+    assert same_on_all_ranks(model.values())
+    for name, parameter in model.items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5)

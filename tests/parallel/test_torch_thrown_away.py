@@ -7,7 +7,8 @@ import logging
 import torch
 from faces import hvd, in_every_library, stock
 from models import same_on_all_ranks
-from thrown_away import SHAPES, add, assert_nothing_is_lost_or_warned, average, mine
+from test_torch_changed_gradients import refuses
+from thrown_away import SHAPES, add, assert_nothing_is_lost_or_warned, average, mine, warned
 
 
 def make(library, **settings):
@@ -109,3 +110,25 @@ def test_averages_that_are_replaced_by_those_of_the_step_itself(library, caplog)
         optimizer.step()
 
     check_steps(library, caplog, script)
+
+
+@in_every_library
+def test_after_a_step_that_was_refused(library, caplog):
+    """It has ended by its error, so that later averages are not those of its closure."""
+    caplog.set_level(logging.WARNING, "scalecom_hvd")
+    model, optimizer, _ = make(library)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, step)
+        if step == 1:
+            model["weight"].grad.mul_(0.5)
+            assert refuses(optimizer.step)
+        else:
+            optimizer.step()
+    # What gives a step up in Horovod's own optimizer.
+    optimizer.load_state_dict(optimizer.state_dict())
+    for step in range(2, 5):  # there the first is sent whole
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.synchronize()
+    assert warned(caplog)

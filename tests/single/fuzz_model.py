@@ -20,8 +20,7 @@ import torch
 
 from scalecom_hvd import ScaleComConfig
 from scalecom_hvd.exchange import bucket
-from scalecom_hvd.lanes import Lanes
-from scalecom_hvd.reference import ScaleComReference, is_good, mean, select
+from scalecom_hvd.reference import ScaleComReference, is_good, mean
 
 Choose = Callable[[Sequence], Any]
 
@@ -154,6 +153,7 @@ def draw_setting(choose: Choose, ranks: Sequence[int]) -> Setting:
         "flush": choose((True, False)),
         "min_numel": choose((2, 1, 50, 2, 2048)),
         "warmup_steps": choose((0, 0, 1, 3)),
+        "warmup_rate": choose((1, 1, 4, 30)),
         "selection": choose(("lanes", "lanes", "exact")),
         "leader": choose(("cyclic", "staggered")),
         "lookahead": choose((False, True)),
@@ -330,7 +330,7 @@ class Truth:
         reference, config = self.reference, self.setting.config
         before = self.save()
         whole = bool(
-            reference.step_number < config.warmup_steps
+            reference.step_number < config.whole_steps
             or (config.lookahead and self.compressed and not reference._chosen_ahead)
         )
         arrays = self._in_residue_units(grads, scale, whole)
@@ -462,11 +462,11 @@ class Truth:
         for name in set(frozen).intersection(self.compressed):
             for residues, old in zip(reference.residues, before["residues"], strict=True):
                 residues[name] = old[name].copy()
-            if reference.config.lookahead and not whole:
-                leader = reference.leader(name, reference.step_number)
-                lanes = Lanes(residues[name].size, reference.rates[name])
-                reference._chosen_ahead[name] = select(
-                    reference.residues[leader][name].reshape(-1), lanes, reference.config.selection
+            if name in reference._chosen_ahead and not whole:
+                m = [residues[name].reshape(-1) for residues in reference.residues]
+                none = [np.zeros_like(own) for own in m]
+                reference._chosen_ahead[name] = reference._choose(
+                    name, reference.step_number, m, none
                 )
 
     def _check_unchanged(

@@ -131,7 +131,7 @@ def test_wrong_environment_and_files(tmp_path, monkeypatch):
             "SCALECOM_WARMUP",
             "3",
             ValueError,
-            "sets SCALECOM_WARMUP; did you mean SCALECOM_WARMUP_STEPS",
+            "sets SCALECOM_WARMUP; did you mean SCALECOM_WARMUP_RATE",
         ),
         (
             "SCALECOM_ZZZ",
@@ -252,7 +252,7 @@ def test_which_tensors_are_compressed():
 
 def test_the_defaults_are_those_the_study_supports():
     config = ScaleComConfig()
-    assert (config.rate, config.beta, config.warmup_steps) == (100, 0.2, 100)
+    assert (config.rate, config.beta, config.warmup, config.warmup_rate) == (100, 0.2, 100, 1)
     assert config.flush
     assert config.replace(beta=0.1).flush, "what flushes does not depend on beta"
     assert (config.leader, config.lookahead, config.selection) == ("cyclic", False, "lanes")

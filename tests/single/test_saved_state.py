@@ -28,7 +28,7 @@ def test_what_fits_passes():
     assert check_state(state(), CONFIG, SCALECOM) == state()
     other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()  # change no result
     check_state(state(config=other_buckets), CONFIG, SCALECOM)
-    other, planned = {"method": "RandomK"}, CONFIG.replace(planned_steps=9).to_dict()
+    other, planned = {"method": "RandomK"}, CONFIG.replace(total_steps=9).to_dict()
     check_state(state(settings=other, config=planned), CONFIG, other)
     check_residues({"a": (3, 4)}, {"a": [3, 4]})
     check_finite({"a": True, "b": True})

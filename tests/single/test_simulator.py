@@ -2,6 +2,8 @@
 never by waiting for ever.
 """
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -101,6 +103,8 @@ MODES = [
     {"wire_dtype": "float16", "tolerance": 1e-2},
     {"bits": 3, "rate": 16},
     {"bits": 2, "rate": 7.5, "lookahead": True, "warmup_steps": 2, "beta": 1.0},
+    {"warmup_steps": 5, "warmup_rate": 4, "bits": 3, "rate": 16},
+    {"warmup_steps": 5, "warmup_rate": 10, "rates": {"n64*": 7, "matrix": 1000}, "lookahead": True},
     {"warmup_steps": 5, "beta": 1.0, "dense": ["auto:first"]},
     {"warmup_steps": 5, "lookahead": True, "rates": {"n64*": 10, "matrix": 1000}},
 ]
@@ -120,6 +124,32 @@ def test_simulated_workers_are_those_of_the_reference(n, mode):
 def test_many_workers(n, mode):
     # The more workers, the larger what is added up.
     hold_against_reference(n, steps=5, **({"tolerance": 1e-5} | mode))
+
+
+@pytest.mark.parametrize("saved_at", [1, 3, 5])
+def test_a_run_that_turns_out_longer_goes_on(saved_at):
+    """Also where the step of the state is in the warm-up of one run, and behind that of the other:
+    what look-ahead chose is of other lanes.
+    """
+    few_bits = {"rate": 16, "bits": 3, "lookahead": True, "warmup_rate": 4, "dense": ()}
+    short, long = (
+        simulate(2, total_steps=steps, warmup_steps=None, **few_bits) for steps in (30, 50)
+    )
+    for step in range(saved_at):
+        short.step(as_tensors(made_up(2, step)))
+    states = [copy.deepcopy(compressor.state_dict()) for compressor in short.compressors]
+    for compressor, state in zip(long.compressors, states, strict=True):
+        compressor.load_state_dict(state)
+    assert residues_of(long)[1].keys() == residues_of(short)[1].keys()
+    for name, residue in residues_of(long)[1].items():
+        assert torch.equal(residue, short.compressors[1].residues.tensors[name].residue)
+    rates = []
+    for step in range(saved_at, 8):
+        long.step(as_tensors(made_up(2, step)))
+        rates.append(round(long.compressors[0].stats()["rate"]))
+    # Sent whole: the first step, and the one after the warm-up, before which nothing was chosen.
+    expected = [1] + [4] * 4 + [1] + [16] * 2
+    assert rates == [1, *expected[saved_at + 1 :]]
 
 
 def test_kernels_that_run_beside_backward(monkeypatch):

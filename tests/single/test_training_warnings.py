@@ -80,13 +80,6 @@ def test_steps_that_never_count(caplog):
     assert record.getMessage().startswith("step 7 was skipped 20 times in a row")
 
 
-def test_what_is_planned_changes_no_result():
-    from scalecom_hvd.saved_state import check_state
-
-    state = {"version": 1, "step": 3, "config": ScaleComConfig().to_dict(), "residues": {}}
-    check_state(state, ScaleComConfig(planned_steps=1000), {"method": "ScaleCom"})
-
-
 def test_much_of_a_large_model_sent_whole_is_said(caplog):
     numels = {"body": 1_000_000, "head": 100_000}
     check_share_whole({"body": 100, "head": 100}, numels)
@@ -116,7 +109,7 @@ def test_look_ahead_with_a_beta_near_one(caplog, fields, warnings):
         ({}, 1, 0),
         ({"warmup_steps": 50}, 100, 0),
         ({"warmup_steps": 0}, 100, 0),
-        ({"planned_steps": 5000}, 100, 0),
+        ({"total_steps": 5000}, 100, 0),
     ],
     ids=str,
 )

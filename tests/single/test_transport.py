@@ -104,7 +104,6 @@ class ThreadCollectives:
 
     elastic = False
     spins = True
-    negotiates = False
 
     def __init__(self, hub, rank):
         self._hub, self.position = hub, rank

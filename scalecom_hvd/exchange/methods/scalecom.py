@@ -60,7 +60,7 @@ class ScaleCom(Method):
         ValueError, TypeError: settings that cannot work.
 
     Example:
-        >>> ScaleCom(rate=100, beta=0.1, dense=["auto:output"], warmup_steps=500)
+        >>> ScaleCom(rate=100, beta=0.1, dense=["auto:output"], total_steps=20_000)
     """
 
     unused = ()
