@@ -123,6 +123,7 @@ class Layout:
         scales, offsets: {name: slice, in bytes}, of `offsets_bytes` in all; scales come first.
         narrow_bytes: how many bytes at the end hold offsets of lanes of at most 16 rows, which
             travel two to a byte.
+        message_bytes: how many bytes travel for them all.
         values: {name: slice, in elements}, of `n_values` in all.
     """
 
@@ -142,6 +143,7 @@ class Layout:
             self.offsets_bytes += own.k * own.offset_dtype.itemsize
             self.offsets[name] = slice(start, self.offsets_bytes)
             self.narrow_bytes += own.k if own.offset_bits == 4 else 0
+        self.message_bytes = self.offsets_bytes - self.narrow_bytes // 2
         for name, geometry in geometries.items():
             self.values[name] = slice(self.n_values, self.n_values + geometry.k)
             self.n_values += geometry.k

@@ -263,7 +263,7 @@ def check_offsets(offsets: Mapping[str, NDArray[Any]], lanes: Mapping[str, Lanes
             )
 
 
-def check_scales(scales: Mapping[str, Any], blocks: Mapping[str, int]) -> None:
+def check_scales(scales: Mapping[str, NDArray[Any]], blocks: Mapping[str, int]) -> None:
     """Check that the scales that come with look-ahead's offsets are of these tensors.
 
     Args:
@@ -274,8 +274,7 @@ def check_scales(scales: Mapping[str, Any], blocks: Mapping[str, int]) -> None:
         ValueError: they are not, or are no scales; the error names the tensor.
     """
     for name, given in scales.items():
-        own = np.asarray(given.cpu())
-        if own.shape != (blocks.get(name),) or not (np.isfinite(own) & (own >= 0)).all():
+        if given.shape != (blocks.get(name),) or not (np.isfinite(given) & (given >= 0)).all():
             raise ValueError(
                 f"look-ahead's scales of {name} belong to another model, or are damaged: load "
                 "another state"

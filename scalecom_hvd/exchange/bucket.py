@@ -152,8 +152,8 @@ class Bucket:
         self._offsets = [
             torch.zeros(n_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
         ]
-        narrow = self._layout.narrow_bytes
-        self._message = self._offsets[0].new_empty(n_bytes - narrow // 2 if narrow else 0)
+        is_packed = self._layout.narrow_bytes > 0
+        self._message = self._offsets[0].new_empty(self._layout.message_bytes if is_packed else 0)
         self._has_chosen = False
         self._values: Values | IntegerValues
         if self._levels:

@@ -318,7 +318,8 @@ class Run:
                 continue
             if what == "scales" and what in self._method.equal_state:
                 # They come with the offsets.
-                check_scales(values, {name: blocks_of(own.k) for name, own in lanes.items()})
+                scales = {name: own.cpu().numpy() for name, own in values.items()}
+                check_scales(scales, {name: blocks_of(own.k) for name, own in lanes.items()})
                 continue
             for name, value in values.items():
                 found.setdefault(name, {})[what] = tuple(value.shape)

@@ -15,8 +15,8 @@
 /* Elements that stay in a core's cache between being copied and being accumulated. */
 enum { SLICE = 1 << 14 };
 
-/* Attribute `lanes`: these seven numbers per tensor. */
-enum { FIELDS = 7 };
+/* Attribute `lanes`: these nine numbers per tensor. */
+enum { FIELDS = 9 };
 typedef struct { int64_t count, offsets_bytes, n_values; tensor tensors[]; } bucket;
 
 static void *create(TF_OpKernelConstruction *construction) {
@@ -33,9 +33,10 @@ static void *create(TF_OpKernelConstruction *construction) {
             const int64_t *row = lanes + made->count * FIELDS;
             tensor t = {.numel = row[0], .k = row[1], .width = row[2], .rows = row[3],
                         .offset_width = (int32_t)row[4], .offsets_at = row[5],
-                        .values_at = row[6]};
+                        .values_at = row[6], .levels = (int32_t)row[7], .scales_at = row[8]};
             made->tensors[made->count] = t;
             made->offsets_bytes += t.k * t.offset_width;
+            if (t.levels) made->offsets_bytes += (t.k + BLOCK - 1) / BLOCK * sizeof(float);
             made->n_values += t.k;
         }
     free(lanes);
@@ -152,12 +153,16 @@ static int64_t checked(call *now, int64_t result) {
 }
 
 /* The next piece of a tensor that stays in the cache: whole groups of lanes, which are lanes of a
- * smaller tensor. */
+ * smaller tensor. Where values share scales, whole blocks of them. */
 static tensor piece_at(const tensor *t, int64_t lane) {
     tensor piece = *t;
     int64_t group = LANES * t->rows, groups = SLICE / group > 0 ? SLICE / group : 1;
-    int64_t start = lane * t->rows;
+    int64_t start = lane * t->rows, together = BLOCK / LANES;
     if (t->width != LANES) return piece; /* one group */
+    if (t->levels) {
+        groups = (groups + together - 1) / together * together;
+        piece.scales_at += lane / BLOCK * sizeof(float);
+    }
     piece.grad = (char *)t->grad + start * grad_size(t);
     piece.residue = (char *)t->residue + start * residue_size(t);
     piece.numel = t->numel - start;
@@ -168,26 +173,43 @@ static tensor piece_at(const tensor *t, int64_t lane) {
     return piece;
 }
 
-/* The tensors of this call: gradients are inputs from `grads`, residues inputs from `residues`.
- * Outputs from 0 receive the updated residues; `old` the given ones. */
-static tensor *pick_up(call *now, const bucket *of, int grads, int residues, const void **old) {
-    tensor *tensors = malloc(sizeof(tensor) * (of->count ? of->count : 1));
-    for (int64_t i = 0; i < of->count; i++) {
+/* The tensors of this call: gradients come first among its inputs, then residues. */
+static tensor *pick_up(call *now, const bucket *of) {
+    int n = of->count;
+    tensor *tensors = malloc(sizeof(tensor) * (n + 1));
+    for (int i = 0; i < n; i++) {
         tensors[i] = of->tensors[i];
-        TF_Tensor *grad = input(now, grads + i, tensors[i].numel, GRAD_SIZE);
+        TF_Tensor *grad = input(now, i, tensors[i].numel, GRAD_SIZE);
         if (grad) tensors[i].grad = data(grad), tensors[i].dtype = kind_of(grad);
-        old[i] = data(input(now, residues + i, tensors[i].numel, RESIDUE_SIZE));
-        tensors[i].residue = output(now, i, tensors[i].numel);
+        tensors[i].residue = data(input(now, n + i, tensors[i].numel, RESIDUE_SIZE));
     }
     return tensors;
 }
 
-/* The pass over residues; `takes`: with look-ahead's values taken in it. */
+/* grads, residues, settings, chooses -> offsets, and scales of integers (none unless it chooses) */
+static void choose(void *kernel, TF_OpKernelContext *context) {
+    const bucket *of = kernel;
+    int n = of->count;
+    call now = begin(context, 2 * n + 8);
+    tensor *tensors = pick_up(&now, of);
+    settings(&now, 2 * n);
+    uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses is one bool"));
+    void *chosen = output(&now, 0, chooses && *chooses ? of->offsets_bytes : 0);
+    if (!failed(&now) && *chooses) scalecom_choose(tensors, n, now.scale, now.extra, chosen);
+    free(tensors);
+    end(&now);
+}
+
+/* The pass over residues; `takes`: with values taken in it, of look-ahead or integers. */
 static void accumulate_with(int takes, const bucket *of, TF_OpKernelContext *context) {
     int n = of->count, half = takes && TF_ExpectedOutputDataType(context, n) == TF_HALF;
     call now = begin(context, 4 * n + 8);
     const void **old = malloc(sizeof(void *) * (n + 1));
-    tensor *tensors = pick_up(&now, of, 0, n, old);
+    tensor *tensors = pick_up(&now, of);
+    for (int i = 0; i < n; i++) {
+        old[i] = tensors[i].residue;
+        tensors[i].residue = output(&now, i, tensors[i].numel);
+    }
     settings(&now, 2 * n);
     uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses is one bool"));
     void *offsets = takes ? data(input(&now, 2 * n + 2, of->offsets_bytes, OFFSETS_SIZE)) : NULL;
@@ -293,21 +315,27 @@ static const char *ATTRIBUTES[] = {"N: int >= 1", "T: {float, double, half, bflo
 typedef struct {
     const char *name, *inputs[8], *outputs[8];
     void (*compute)(void *, TF_OpKernelContext *);
-    int wire;
+    const char *wire; /* what values travel as */
 } operation;
+#define NUMBERS "W: {float, double, half}"
+#define NUMBERS_OR_INTEGERS "W: {float, double, half, int8}"
 static const operation OPERATIONS[] = {
+    {"ScalecomChoose",
+     {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool"},
+     {"chosen: uint8"}, choose, NULL},
     {"ScalecomAccumulate",
      {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool"},
-     {"updated: N * R", "offsets: uint8", "bad: int64"}, accumulate, 0},
+     {"updated: N * R", "offsets: uint8", "bad: int64"}, accumulate, NULL},
     {"ScalecomTake",
      {"residues: N * R", "grads: N * T", "settings: double", "offsets: uint8"},
-     {"updated: N * R", "values: W", "bad: int64"}, take, 1},
+     {"updated: N * R", "values: W", "bad: int64"}, take, NUMBERS},
     {"ScalecomTakeAndAccumulate",
      {"grads: N * T", "residues: N * R", "settings: double", "chooses: bool", "offsets: uint8"},
-     {"updated: N * R", "values: W", "chosen: uint8", "bad: int64"}, take_and_accumulate, 1},
+     {"updated: N * R", "values: W", "chosen: uint8", "bad: int64"}, take_and_accumulate,
+     NUMBERS_OR_INTEGERS},
     {"ScalecomScatter",
      {"grads: N * T", "settings: double", "offsets: uint8", "values: W"},
-     {"averages: N * T"}, scatter, 1},
+     {"averages: N * T"}, scatter, NUMBERS},
 };
 
 /* TensorFlow asks a library that it loads for nothing: what it offers is announced when it is
@@ -320,7 +348,7 @@ __attribute__((constructor)) static void announce(void) {
         for (const char **a = ATTRIBUTES; *a; a++)
             if (o->compute != scatter || strncmp(*a, "R:", 2))
                 TF_OpDefinitionBuilderAddAttr(definition, *a);
-        if (o->wire) TF_OpDefinitionBuilderAddAttr(definition, "W: {float, double, half}");
+        if (o->wire) TF_OpDefinitionBuilderAddAttr(definition, o->wire);
         for (const char *const *spec = o->inputs; *spec; spec++)
             TF_OpDefinitionBuilderAddInput(definition, *spec);
         for (const char *const *spec = o->outputs; *spec; spec++)

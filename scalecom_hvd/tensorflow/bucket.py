@@ -1,7 +1,7 @@
 """A bucket: variables whose gradients share one gather of offsets and one all-reduce.
 
-Here is a bucket's part of a step in the graph. Imports kernels, residues, transport and the
-framework-free rooms.
+Here is a bucket's part of a step in the graph. Imports kernels, packing, residues, transport and
+the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import tensorflow as tf
 
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import ScaleComConfig, float16_limit
+from scalecom_hvd.integers import words_of
 from scalecom_hvd.schedule import leader
-from scalecom_hvd.tensorflow.kernels import Units, kernel_for
+from scalecom_hvd.tensorflow.kernels import Units, as_bytes, kernel_for, scale_of_each, scales_of
+from scalecom_hvd.tensorflow.packing import (
+    for_ranks,
+    pack_choice,
+    pack_integers,
+    unpack_choice,
+    unpack_integers,
+)
 from scalecom_hvd.tensorflow.residues import CompressedTensor, Progress, dtype_of, read, shape_of
 from scalecom_hvd.tensorflow.transport import Transport
-
-# Ranks of an elastic run for which float16's limit is at hand in the graph.
-_MOST_ELASTIC_RANKS = 1024
 
 
 class Now(NamedTuple):
@@ -53,7 +58,7 @@ class BucketResult(NamedTuple):
         averages: of the bucket's gradients.
         sound: whether they count.
         updated: what the residues become if the step counts.
-        chosen: what look-ahead's offsets become then.
+        chosen: what look-ahead's offsets, and scales of integers, become then.
     """
 
     averages: list[tf.Tensor]
@@ -66,14 +71,15 @@ class Bucket:
     """Tensors that share their collectives.
 
     Values buffer: [values of all compressed tensors | dense tensors | one element that counts
-    workers with non-finite gradients].
+    workers with non-finite gradients]. Integers are packed into words of int32; the count is one
+    more then, and nothing is dense.
 
     Attributes:
         number: the bucket's place among the exchange's.
         names: of all its variables.
         compressed: those whose offsets and values travel.
         dense: names of those that are sent whole.
-        wire_dtype: the values buffer's.
+        wire_dtype: that of values, before integers are packed.
         layout: where offsets and values of the compressed lie in the buffers.
     """
 
@@ -95,29 +101,32 @@ class Bucket:
         self._progress, self._transport, self._config = progress, transport, config
         dtype = dtype_of(variables[names[0]])
         self._dense_dtype = tf.float64 if dtype == tf.float64 else tf.float32
-        # Where values travel in float16, nothing is dense (Exchange._kind_of), and the count of
-        # workers is exact.
+        self._levels = config.levels if self.compressed else 0
+        # Where values travel in float16, or as integers, nothing is dense (Exchange._kind_of), and
+        # the count of workers is exact.
         self.wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
         half = self.wire_dtype == tf.float16
         self._average_dtype = self._dense_dtype if half else self.wire_dtype
         geometries = {tensor.name: tensor.geometry for tensor in self.compressed}
-        self.layout = Layout(geometries)
+        self.layout = Layout(geometries, has_scales=self._levels > 0)
         if self.compressed:
             device = tf.DeviceSpec.from_string(
                 self.compressed[0].residue.device or "/device:CPU:0"
             ).device_type
             same_width = (self.compressed[0].dtype == tf.float64) == (dtype == tf.float64)
-            self._kernel = kernel_for(device, config.selection, same_width)(geometries)
+            kernel = kernel_for(device, config.selection, same_width)
+            self._kernel = kernel(geometries, self._levels)
 
     @property
     def dense_bytes(self) -> int:
         """What is sent of tensors that are sent whole, and of the count."""
         elements = sum(self._elements[name] for name in self.dense)
-        return elements * self._dense_dtype.size + self.wire_dtype.size
+        return elements * self._dense_dtype.size + (4 if self._levels else self.wire_dtype.size)
 
-    @property
-    def values_bytes(self) -> int:
-        """What is sent of compressed tensors."""
+    def values_bytes(self, size: int) -> int:
+        """What is sent of compressed tensors among so many ranks."""
+        if self._levels:
+            return 4 * words_of(self.layout.n_values, self._levels, size)
         return self.layout.n_values * self.wire_dtype.size
 
     @property
@@ -150,10 +159,8 @@ class Bucket:
         if self._config.lookahead and self.compressed:
             # The best guess for the next step's leader is the gradient just sent.
             own = [grads[tensor.name] for tensor in self.compressed]
-            _, offered, _ = self._kernel.accumulate(
-                own, residues, self._units(now), self._chooses(now, 1)
-            )
-            chosen = self._split_offsets(self._from_leader(offered))
+            offered = self._kernel.choose(own, residues, self._units(now), self._chooses(now, 1))
+            chosen = self._split_choice(self._from_leader(offered))
         return BucketResult(averages, all_finite(averages), residues, chosen)
 
     def _average_values(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
@@ -166,19 +173,24 @@ class Bucket:
         if self.compressed:
             residues = [read(tensor.residue) for tensor in self.compressed]
             if self._config.lookahead:
-                held = [read(self._progress.offsets[name]) for name in self._in_layout()]
-                offsets = tf.concat(held, 0)
+                choice = self._held_choice()
                 updated, values, offered, bad = self._kernel.take_and_accumulate(
-                    own, residues, units, self._chooses(now, 1), offsets, self.wire_dtype
+                    own, residues, units, self._chooses(now, 1), choice, self.wire_dtype
                 )
-                chosen = self._split_offsets(self._from_leader(offered))
+                chosen = self._split_choice(self._from_leader(offered))
+            elif self._levels:
+                offered = self._kernel.choose(own, residues, units, self._chooses(now, 0))
+                choice = self._from_leader(offered)
+                updated, values, _, bad = self._kernel.take_and_accumulate(
+                    own, residues, units, tf.constant(False), choice, self.wire_dtype
+                )
             else:
                 updated, offered, bad_grads = self._kernel.accumulate(
                     own, residues, units, self._chooses(now, 0)
                 )
-                offsets = self._from_leader(offered)
+                choice = self._from_leader(offered)
                 updated, values, bad_values = self._kernel.take(
-                    updated, own, units, offsets, self.wire_dtype
+                    updated, own, units, choice, self.wire_dtype
                 )
                 bad = bad_grads + bad_values
             parts.append(tf.ensure_shape(values, [self.layout.n_values]))
@@ -186,25 +198,48 @@ class Bucket:
             dense = tf.concat([tf.cast(grads[name], self.wire_dtype) for name in self.dense], 0)
             parts.append(dense)
             bad += tf.cast(~all_finite([dense]), tf.int64)
-        parts.append(tf.cast(bad + now.zero > 0, self.wire_dtype)[None])
-        averaged = self._transport.average(
-            tf.concat(parts, 0), f"values.{self.number}", now.size, self._average_dtype
-        )
-
-        sizes = [self.layout.n_values, *(self._elements[name] for name in self.dense), 1]
-        values, *dense, count = tf.split(averaged, sizes)
+        is_bad = bad + now.zero > 0
+        if self._levels:
+            values, count = self._average_integers(values, is_bad, choice, now)
+            dense = []
+        else:
+            parts.append(tf.cast(is_bad, self.wire_dtype)[None])
+            averaged = self._transport.average(
+                tf.concat(parts, 0), f"values.{self.number}", now.size, self._average_dtype
+            )
+            sizes = [self.layout.n_values, *(self._elements[name] for name in self.dense), 1]
+            values, *dense, count = tf.split(averaged, sizes)
         # Not ==, which in TensorFlow 1's graphs compares objects.
         none_is_bad = tf.equal(count[0], 0)
-        sound = all_finite([averaged]) & none_is_bad & self._fits(values, dense, grads, units)
+        finite = all_finite([values, *dense])
+        sound = finite & none_is_bad & self._fits(values, dense, grads, units)
         averages = {
             name: tf.cast(average, grads[name].dtype)
             for name, average in zip(self.dense, dense, strict=True)
         }
         if self.compressed:
-            scattered = self._kernel.scatter(own, units, offsets, values)
+            scattered = self._kernel.scatter(own, units, choice, values)
             names = [tensor.name for tensor in self.compressed]
             averages |= dict(zip(names, scattered, strict=True))
         return BucketResult([averages[name] for name in self.names], sound, list(updated), chosen)
+
+    def _average_integers(
+        self, integers: tf.Tensor, is_bad: tf.Tensor, choice: tf.Tensor, now: Now
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The averages (k,) of integers times scales, and how many workers had something bad."""
+        k = self.layout.n_values
+        packed = pack_integers(integers, k, self._levels, now.size)
+        buffer = tf.concat([packed, tf.cast(is_bad, tf.int32)[None]], 0)
+        summed = self._transport.sum(buffer, f"values.{self.number}")
+        sums = unpack_integers(summed[:-1], k, self._levels, now.size)
+        parts = tf.split(
+            tf.cast(sums, self.compressed[0].dtype), [own.geometry.k for own in self.compressed]
+        )
+        scaled = [
+            part * scale_of_each(choice[self.layout.scales[own.name]], part)
+            for own, part in zip(self.compressed, parts, strict=True)
+        ]
+        return self._transport.share_of(tf.concat(scaled, 0), now.size), summed[-1:]
 
     def _fits(
         self,
@@ -233,12 +268,7 @@ class Bucket:
         return Units(self._config.beta, now.scale, self._limit(now.size), self._config.extra)
 
     def _limit(self, size: int | tf.Tensor) -> float | tf.Tensor:
-        if self.wire_dtype != tf.float16:
-            return 0.0
-        if isinstance(size, int):
-            return float16_limit(size)
-        table = [float16_limit(max(n, 1)) for n in range(_MOST_ELASTIC_RANKS + 1)]
-        return tf.constant(table)[size]
+        return for_ranks(float16_limit, size, tf.float32) if self.wire_dtype == tf.float16 else 0.0
 
     def _chooses(self, now: Now, later: int) -> tf.Tensor:
         """Whether this rank is the leader so many steps later."""
@@ -247,21 +277,35 @@ class Bucket:
         return tf.equal(chooser, tf.cast(now.position, tf.int64))
 
     def _from_leader(self, offered: tf.Tensor) -> tf.Tensor:
-        return self._transport.from_leader(offered, f"offsets.{self.number}")
+        message = pack_choice(offered, self.layout)
+        received = self._transport.from_leader(message, f"offsets.{self.number}")
+        return unpack_choice(received, self.layout)
 
-    def _in_layout(self) -> list[str]:
-        return sorted(self.layout.offsets, key=lambda name: self.layout.offsets[name].start)
+    def _held_choice(self) -> tf.Tensor:
+        """The choice that came during the last step, as it lies in the layout."""
+        held = self._progress
+        scales = [read(held.scales[own.name]) for own in self.compressed] if self._levels else []
+        in_layout = sorted(self.layout.offsets, key=lambda name: self.layout.offsets[name].start)
+        offsets = [read(held.offsets[name]) for name in in_layout]
+        return tf.concat([*map(as_bytes, scales), *offsets], 0)
 
-    def _split_offsets(self, offsets: tf.Tensor) -> list[tf.Tensor]:
-        """Each compressed tensor's bytes."""
-        places = [self.layout.offsets[tensor.name] for tensor in self.compressed]
-        return [tf.ensure_shape(offsets[at], [at.stop - at.start]) for at in places]
+    def _split_choice(self, choice: tf.Tensor) -> list[tf.Tensor]:
+        """Each compressed tensor's offsets, in bytes, and after them all the scales."""
+
+        def parts(places: Mapping[str, slice]) -> list[tf.Tensor]:
+            own = [places[tensor.name] for tensor in self.compressed]
+            return [tf.ensure_shape(choice[at], [at.stop - at.start]) for at in own]
+
+        scales = parts(self.layout.scales) if self._levels else []
+        return [*parts(self.layout.offsets), *map(scales_of, scales)]
 
     def commit(self, result: BucketResult) -> list[tf.Operation]:
-        """Make the step count: residues and offsets become what `average` gave."""
+        """Make the step count: residues and the choice become what `average` gave."""
         held = [tensor.residue for tensor in self.compressed]
         if result.chosen:
             held += [self._progress.offsets[tensor.name] for tensor in self.compressed]
+            if self._levels:
+                held += [self._progress.scales[tensor.name] for tensor in self.compressed]
         new = [*result.updated, *result.chosen]
         return [
             variable.assign(value, read_value=False)

@@ -175,10 +175,6 @@ class ScaleCom(Tracked, Compressor):
         self.config = (config if config is not None else ScaleComConfig.from_env()).replace(
             **fields
         )
-        if self.config.levels:
-            raise ValueError(
-                f"bits={self.config.bits} is of the PyTorch faces only so far: leave bits out"
-            )
         if self.config.warmup_rate > 1:
             raise ValueError(
                 f"warmup_rate={self.config.warmup_rate:g} is of the PyTorch faces only so far: "
@@ -308,7 +304,7 @@ class ScaleCom(Tracked, Compressor):
         progress = Progress(label)
         if self.config.lookahead:
             for tensor in tensors.values():
-                progress.hold_offsets(tensor)
+                progress.hold_choice(tensor)
         self._take_up_progress(progress)
         # Variables that were frozen or thawed: the same training goes on.
         related = [

@@ -224,13 +224,19 @@ class Exchange:
     # In elastic runs ranks come later; see elastic_agreement.py.
 
     def agreement(self) -> dict[str, Any]:
-        """What ranks that come later must know; "ahead" is a digest of look-ahead's offsets."""
+        """What ranks that come later must know; "ahead" is a digest of look-ahead's choice."""
         progress = self.progress.as_dict()
         return self._description | {
             "members": sorted(self.members),
             "name": self._names.number,
             "step": progress["step"],
-            "ahead": digest_of(progress["offsets"]),
+            "ahead": digest_of(
+                {
+                    f"{what} {name}": own
+                    for what in ("offsets", "scales")
+                    for name, own in progress[what].items()
+                }
+            ),
         }
 
     def join(self, agreed: Mapping[str, Any], sparse: Sequence[str], given: set[str]) -> None:
@@ -452,8 +458,8 @@ class Exchange:
             {name: math.prod(shape_of(self.variables[name])) for name in self.members},
             {} if whole else {name: tensor.geometry.k for name, tensor in self.tensors.items()},
             len(with_offsets) + (len(self.members) if whole else len(self.buckets)),
-            offsets=sum(bucket.layout.offsets_bytes for bucket in with_offsets),
-            values=0 if whole else sum(bucket.values_bytes for bucket in self.buckets),
+            offsets=sum(bucket.layout.message_bytes for bucket in with_offsets),
+            values=0 if whole else sum(bucket.values_bytes(size) for bucket in self.buckets),
             dense=sum(
                 bucket.whole_bytes if whole else bucket.dense_bytes for bucket in self.buckets
             ),

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ import tensorflow as tf
 from scalecom_hvd import native
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
+from scalecom_hvd.integers import BLOCK, SMALLEST_SCALE, blocks_of, scale_divisor
 from scalecom_hvd.lanes import Lanes, Positions
 
 log = logging.getLogger("scalecom_hvd")
@@ -56,14 +57,22 @@ class Kernel(Protocol):
     Args and results that several moves share:
         grads, residues, updated: (N,) each, in the order of the geometries.
         chooses: whether this rank chooses; a bool scalar.
-        offsets, chosen: bytes, laid out by bucket_layout.Layout; none, (0,), where a rank does not
-            choose.
-        wire: the dtype in which values travel.
+        offsets, chosen: bytes, laid out by bucket_layout.Layout, the scales of integers among them;
+            none, (0,), where a rank does not choose.
+        wire: the dtype in which values travel; int8 for integers.
         values: (k,) of all tensors together, of dtype `wire`.
         bad: how many elements or values are; an int64 scalar.
+
+    Where values travel as integers (`levels`, see integers.py), `choose` and `take_and_accumulate`
+    serve, in this order.
     """
 
-    def __init__(self, geometries: Mapping[str, Lanes]) -> None: ...
+    def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None: ...
+
+    def choose(
+        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
+    ) -> tf.Tensor:
+        """The offsets of the winners of |m + g|, and the scales of what they would send."""
 
     def accumulate(
         self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
@@ -95,7 +104,7 @@ class Kernel(Protocol):
         offsets: tf.Tensor,
         wire: tf.DType,
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Look-ahead: takes v = m[I] + g[I], then accumulates; the next winners are those of |m|.
+        """Takes v = m[I] + g[I], then accumulates; the next winners are those of |m + g|.
 
         Returns:
             updated, values, chosen, bad.
@@ -113,14 +122,22 @@ class Kernel(Protocol):
 class GraphKernel:
     """Plain TensorFlow operations, for any device and for both ways to choose."""
 
-    def __init__(self, geometries: Mapping[str, Lanes]) -> None:
+    def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None:
         self._geometries = list(geometries.values())
-        layout = Layout(geometries)
+        self._levels = levels
+        layout = Layout(geometries, has_scales=levels > 0)
         self._offsets_at = [layout.offsets[name] for name in geometries]
+        self._scales_at = [layout.scales[name] for name in geometries]
         self._sizes = [geometry.k for geometry in self._geometries]
         # Where tensors' offsets lie in the buffer is the layout's order, not theirs.
         self._order = sorted(range(len(self._geometries)), key=lambda i: self._offsets_at[i].start)
         self._bytes = layout.offsets_bytes
+
+    def choose(
+        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
+    ) -> tf.Tensor:
+        usable = [_usable(g, m.dtype, units.scale) for g, m in zip(grads, residues, strict=True)]
+        return self._chosen(chooses, residues, [g for g, _ in usable], units.extra)
 
     def accumulate(
         self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
@@ -130,9 +147,7 @@ class GraphKernel:
             m + _as_number(units.beta, m.dtype) * g
             for m, (g, _) in zip(residues, usable, strict=True)
         ]
-        offsets = self._chosen(
-            chooses, lambda: [m + g for m, (g, _) in zip(residues, usable, strict=True)]
-        )
+        offsets = self._chosen(chooses, residues, [g for g, _ in usable], units.extra)
         return updated, offsets, tf.add_n([bad for _, bad in usable])
 
     def take(
@@ -155,9 +170,7 @@ class GraphKernel:
             m + _as_number(units.beta, m.dtype) * g for m, (g, _) in zip(taken, usable, strict=True)
         ]
         bad = bad_values + tf.add_n([bad for _, bad in usable])
-        chosen = self._chosen(
-            chooses, lambda: [m + g for m, (g, _) in zip(updated, usable, strict=True)]
-        )
+        chosen = self._chosen(chooses, updated, [g for g, _ in usable], units.extra)
         return updated, values, chosen, bad
 
     def scatter(
@@ -187,35 +200,55 @@ class GraphKernel:
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         """v = m[I] + share*g[I], extra included, and the residues with m[I] - beta*v."""
         taken, values, bad = [], [], []
-        for m, g, index in zip(residues, grads, self._indices(offsets), strict=True):
+        for m, g, index, at in zip(
+            residues, grads, self._indices(offsets), self._scales_at, strict=True
+        ):
             value = tf.gather(m, index)
             if share != 0:
                 usable, _ = _usable(tf.gather(g, index), m.dtype, units.scale)
                 waited = value
                 if share != 1:
                     waited = waited - _as_number(units.beta, m.dtype) * usable
-                more = _as_number(units.extra, m.dtype) * waited
-                value = value + _as_number(share, m.dtype) * usable
-                # A sum of three in a row would be added up in another order.
-                value = tf.where(waited * usable >= 0, value + more, value)
+                value = _sendable(value, usable, waited, share, units.extra)
             finite = tf.math.is_finite(value)
             value = tf.where(finite, value, tf.zeros_like(value))
-            if wire == tf.float16:
-                limit = _as_number(units.limit, m.dtype)
-                value = tf.cast(tf.clip_by_value(value, -limit, limit), tf.float32)
-            value = tf.cast(value, wire)
-            sent = _as_number(units.beta, m.dtype) * tf.cast(value, m.dtype)
+            if self._levels:
+                scales = scale_of_each(offsets[at], value)
+                value = _integers(value, scales, self._levels)
+                # Two products in a row would be multiplied in another order.
+                sent = tf.where(scales > 0, tf.cast(value, m.dtype) * scales, tf.zeros_like(scales))
+            else:
+                if wire == tf.float16:
+                    limit = _as_number(units.limit, m.dtype)
+                    value = tf.cast(tf.clip_by_value(value, -limit, limit), tf.float32)
+                value = tf.cast(value, wire)
+                sent = tf.cast(value, m.dtype)
+            sent = _as_number(units.beta, m.dtype) * sent
             taken.append(tf.tensor_scatter_nd_sub(m, index[:, None], sent))
             values.append(value)
             bad.append(_count_true(~finite))
         return taken, tf.concat(values, 0), tf.add_n(bad)
 
-    def _chosen(self, chooses: tf.Tensor, accumulators: Callable[[], Tensors]) -> tf.Tensor:
-        """The offsets of all tensors' winners, or none."""
+    def _chosen(
+        self, chooses: tf.Tensor, residues: Tensors, gradients: Tensors, extra: float
+    ) -> tf.Tensor:
+        """The offsets of the winners of |m + g|, after the scales of integers there, or none."""
 
         def choose() -> tf.Tensor:
-            size = [tf.abs(accumulator) for accumulator in accumulators()]
-            return tf.concat([_winners(size[i], self._geometries[i]) for i in self._order], 0)
+            winners = [
+                _winners(tf.abs(m + g), geometry)
+                for m, g, geometry in zip(residues, gradients, self._geometries, strict=True)
+            ]
+            scales = []
+            if self._levels:
+                for m, g, geometry, offsets in zip(
+                    residues, gradients, self._geometries, winners, strict=True
+                ):
+                    index = _indices(geometry, offsets)
+                    waits = tf.gather(m, index)
+                    sendable = _sendable(waits, tf.gather(g, index), waits, 1.0, extra)
+                    scales.append(as_bytes(_scales(sendable, geometry.k, self._levels)))
+            return tf.concat([*scales, *(winners[i] for i in self._order)], 0)
 
         return tf.cond(chooses, choose, lambda: tf.zeros([0], tf.uint8))
 
@@ -235,10 +268,10 @@ class NativeKernel:
     Every move is one operation. Raises TypeError for exact selection, which is GraphKernel's.
     """
 
-    def __init__(self, geometries: Mapping[str, Lanes]) -> None:
+    def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None:
         if any(isinstance(geometry, Positions) for geometry in geometries.values()):
             raise TypeError("the C kernel knows lanes only: exact selection is GraphKernel's")
-        layout = Layout(geometries)
+        layout = Layout(geometries, has_scales=levels > 0)
         self._operations = operations()
         self._lanes = [
             number
@@ -246,6 +279,7 @@ class NativeKernel:
             for number in (
                 *(g.numel, g.k, g.width, g.rows, g.offset_dtype.itemsize),
                 *(layout.offsets[name].start, layout.values[name].start),
+                *(levels, layout.scales[name].start),
             )
         ]
 
@@ -254,6 +288,13 @@ class NativeKernel:
         scale = 1.0 if units.scale is None else units.scale
         return tf.stack(
             [_as_number(x, tf.float64) for x in (units.beta, scale, units.limit, units.extra)]
+        )
+
+    def choose(
+        self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
+    ) -> tf.Tensor:
+        return self._operations.scalecom_choose(
+            grads, residues, self._settings(units), chooses, lanes=self._lanes
         )
 
     def accumulate(
@@ -350,6 +391,54 @@ def _usable(
     return tf.where(good, g, tf.zeros_like(g)), _count_true(~good)
 
 
+def _sendable(
+    m: tf.Tensor, g: tf.Tensor, waited: tf.Tensor, share: float, extra: float
+) -> tf.Tensor:
+    """m + share*g, and `extra` times what waited, where that and g do not point apart."""
+    value = m + _as_number(share, m.dtype) * g
+    more = _as_number(extra, m.dtype) * waited
+    # A sum of three in a row would be added up in another order.
+    return tf.where(waited * g >= 0, value + more, value)
+
+
+def _scales(values: tf.Tensor, k: int, levels: int) -> tf.Tensor:
+    """The scales (blocks,) of the leader's values (k,), as reference.scales."""
+    size = tf.abs(tf.cast(values, tf.float64))
+    size = tf.where(tf.math.is_finite(size), size, tf.zeros_like(size))
+    blocks = tf.reshape(tf.pad(size, [[0, -k % BLOCK]]), [blocks_of(k), BLOCK])
+    counts = [min(BLOCK, k - begin) * scale_divisor(levels) for begin in range(0, k, BLOCK)]
+    mean = tf.reduce_sum(blocks, 1) / tf.constant(counts, tf.float64)
+    short = tf.cast(tf.minimum(mean, _as_number(tf.float32.max, tf.float64)), tf.float32)
+    bits = tf.bitwise.bitwise_and(tf.bitcast(short, tf.int32), tf.constant(-0x10000, tf.int32))
+    short = tf.bitcast(bits, tf.float32)
+    return tf.where(short >= SMALLEST_SCALE, short, tf.zeros_like(short))
+
+
+def scales_of(part: tf.Tensor) -> tf.Tensor:
+    """A tensor's scales (blocks,) from their bytes."""
+    return tf.bitcast(tf.reshape(part, [-1, 4]), tf.float32)
+
+
+def scale_of_each(part: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """The scale of each of a tensor's values (k,), of their dtype, from the scales' bytes."""
+    return tf.cast(tf.repeat(scales_of(part), BLOCK)[: tf.size(values)], values.dtype)
+
+
+def _integers(values: tf.Tensor, scales: tf.Tensor, levels: int) -> tf.Tensor:
+    """The integers (k,), int8, nearest to values / scales, as reference.integers."""
+    zeros = tf.zeros_like(scales)
+    per_scale = tf.where(scales > 0, 2 / scales, zeros)
+    halves = tf.minimum(tf.abs(values) * per_scale, _as_number(2 * levels, values.dtype))
+    size = tf.cast(halves, tf.int32) + 1
+    size = tf.cast(tf.bitwise.right_shift(size, tf.ones_like(size)), tf.int8)
+    return tf.where(values < 0, -size, size)
+
+
+def as_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor's elements, of more than one byte each, as uint8."""
+    return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
+
+
 def _count_true(mask: tf.Tensor) -> tf.Tensor:
     return tf.math.count_nonzero(mask, dtype=tf.int64)
 
@@ -373,7 +462,7 @@ def _winners(size: tf.Tensor, geometry: Lanes) -> tf.Tensor:
             parts.append(tf.reshape(tf.argmax(tf.reshape(block, [groups, rows, width]), 1), [-1]))
         offsets = tf.concat(parts, 0)
     offsets = tf.cast(offsets, dtype)
-    return offsets if dtype == tf.uint8 else tf.reshape(tf.bitcast(offsets, tf.uint8), [-1])
+    return offsets if dtype == tf.uint8 else as_bytes(offsets)
 
 
 def _indices(geometry: Lanes, offsets: tf.Tensor) -> tf.Tensor:

@@ -17,8 +17,9 @@ import tensorflow as tf
 from numpy.typing import ArrayLike
 
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import Lanes, geometry
-from scalecom_hvd.saved_state import check_offsets, norms_of
+from scalecom_hvd.saved_state import check_offsets, check_scales, norms_of
 from scalecom_hvd.tensorflow.transport import runs_eagerly
 
 
@@ -115,7 +116,8 @@ class CompressedTensor:
         shape: the variable's.
         geometry: its lanes, or positions.
         dtype: the residue's, float32 or float64.
-        wire_dtype: that in which its values travel.
+        levels: L of values that travel as integers; 0: they travel as numbers.
+        wire_dtype: that in which its values travel; int8 for integers, which are packed.
         residue: (N,), zero at the start.
     """
 
@@ -126,7 +128,10 @@ class CompressedTensor:
         self.shape = shape_of(variable)
         self.geometry: Lanes = geometry(math.prod(self.shape), rate, config.selection)
         self.dtype = tf.as_dtype(config.residue_dtype_for(dtype_of(variable).name))
+        self.levels = config.levels
         self.wire_dtype = tf.as_dtype(config.wire_dtype) if config.wire_dtype else self.dtype
+        if self.levels:
+            self.wire_dtype = tf.int8
         self.residue = make_variable(
             (self.geometry.numel,), self.dtype, f"scalecom/{name}", variable.device
         )
@@ -149,6 +154,7 @@ class Progress(Tracked):
         norms: (2, 3), the last three norms of residues, and of gradients.
         warned: whether the user has been warned of them.
         offsets: in look-ahead {name: bytes} of the next step's choices.
+        scales: {name: scales (blocks,)} that come with them where values are integers.
     """
 
     def __init__(self, label: str) -> None:
@@ -162,29 +168,39 @@ class Progress(Tracked):
         self.norms = make_variable((2, 3), tf.float64, f"scalecom/{label}/norms")
         self.warned = make_variable((), tf.bool, f"scalecom/{label}/warned")
         self.offsets: dict[str, tf.Variable] = {}
+        self.scales: dict[str, tf.Variable] = {}
         self._lanes: dict[str, Lanes] = {}
 
-    def hold_offsets(self, tensor: CompressedTensor) -> None:
-        """Make room for a tensor's next offsets."""
+    def hold_choice(self, tensor: CompressedTensor) -> None:
+        """Make room for a tensor's next offsets, and scales of integers."""
         if tensor.name not in self.offsets:
             bytes_ = tensor.geometry.k * tensor.geometry.offset_dtype.itemsize
             self.offsets[tensor.name] = make_variable(
                 (bytes_,), tf.uint8, f"scalecom/{tensor.name}/offsets", tensor.residue.device
             )
             self._lanes[tensor.name] = tensor.geometry
+            if tensor.levels:
+                self.scales[tensor.name] = make_variable(
+                    (blocks_of(tensor.geometry.k),),
+                    tf.float32,
+                    f"scalecom/{tensor.name}/scales",
+                    tensor.residue.device,
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """What `take_up` reads: plain numbers and arrays."""
-        offsets = self.offsets if value_of(self.ahead) else {}
+        ahead = bool(value_of(self.ahead))
+        offsets, scales = (self.offsets, self.scales) if ahead else ({}, {})
         return {
             "step": int(value_of(self.step)),
             "ranks": int(value_of(self.ranks)),
             "offsets": {name: value_of(variable) for name, variable in offsets.items()},
+            "scales": {name: value_of(variable) for name, variable in scales.items()},
             "norms": value_of(self.norms),
         }
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError for offsets, and norms, that `take_up` cannot use."""
+        """Raise ValueError for offsets, scales and norms that `take_up` cannot use."""
         norms_of(saved)
         offsets = {
             name: np.asarray(chosen)
@@ -192,19 +208,27 @@ class Progress(Tracked):
             if name in self.offsets
         }
         check_offsets(offsets, self._lanes)
+        scales = {
+            name: np.asarray(given)
+            for name, given in saved.get("scales", {}).items()
+            if name in self.scales
+        }
+        check_scales(scales, {name: blocks_of(own.k) for name, own in self._lanes.items()})
 
     def take_up(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `as_dict` gave. Offsets count only if there are some for every tensor.
+        """Go on from what `as_dict` gave. A choice counts only if there is one for every tensor.
 
         Raises:
-            ValueError: the offsets are damaged, or of another model.
+            ValueError: it is damaged, or of another model.
         """
         self.check(saved)
-        offsets = saved.get("offsets", {})
+        offsets, scales = saved.get("offsets", {}), saved.get("scales", {})
+        complete = offsets.keys() >= self.offsets.keys() and scales.keys() >= self.scales.keys()
         set_value(self.step, saved["step"])
         set_value(self.ranks, saved.get("ranks", 0))
         set_value(self.norms, norms_of(saved))
-        set_value(self.ahead, bool(offsets) and offsets.keys() >= self.offsets.keys())
-        for name, variable in self.offsets.items():
-            if name in offsets:
-                set_value(variable, offsets[name])
+        set_value(self.ahead, bool(offsets) and complete)
+        for held, given in ((self.offsets, offsets), (self.scales, scales)):
+            for name, variable in held.items():
+                if name in given:
+                    set_value(variable, given[name])

@@ -123,10 +123,13 @@ class Transport:
             dtype: the result's; for any buffer but float16 its own.
         """
         if buffer.dtype == tf.float16:
-            total = tf.cast(self.sum(buffer, name), dtype)
-            return total / tf.cast(size, dtype) if self._averages else total
+            return self.share_of(tf.cast(self.sum(buffer, name), dtype), size)
         with _named_in_errors("HorovodAllreduce"):
             return horovod.allreduce(buffer, name=self._names(name), **self._reduction)
+
+    def share_of(self, total: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
+        """What a sum over ranks stands for: the average, or with op=Sum itself."""
+        return total / tf.cast(size, total.dtype) if self._averages else total
 
     def average_each(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Every tensor's average over ranks, or with op=Sum its sum, as one group."""

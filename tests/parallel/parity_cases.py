@@ -35,4 +35,20 @@ CASES = {
         "warmup_steps": 5,
         "lookahead": True,
     },
+    "integers of 3 bits": {"bits": 3, "rate": 16, "beta": 0.3},
+    "integers, look-ahead, many buckets": STAGGERED | {"bits": 2, "rate": 7.5, "lookahead": True},
+    "integers of float64 gradients": {
+        "bits": 4,
+        "rate": 30,
+        "dtype": np.float64,
+        "tolerance": 1e-12,
+    },
+    "integers of float16 gradients, warm-up, look-ahead": {
+        "bits": 3,
+        "dtype": np.float16,
+        "rate": 16,
+        "warmup_steps": 3,
+        "lookahead": True,
+        "tolerance": 1e-3,
+    },
 }

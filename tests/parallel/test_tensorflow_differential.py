@@ -35,6 +35,8 @@ MODES = (
     {"leader": "staggered", "bucket_bytes": 700},
     {"lookahead": True, "warmup_steps": 2},
     {"warmup_steps": 1},
+    {"bits": 3},
+    {"bits": 2, "lookahead": True},
 )
 RATE_OF_LEARNING = 0.1
 LossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer

@@ -9,7 +9,7 @@ from tensorflow_parity import run_against_reference
 # Tracing takes seconds. On 4 ranks make test-long runs these too.
 LONG = [
     *("few are left", "many are sent, look-ahead", "the same, look-ahead"),
-    *("exact, look-ahead", "float16 values"),
+    *("exact, look-ahead", "float16 values", "integers of float64 gradients"),
 ]
 
 
@@ -26,9 +26,10 @@ def test_parity(settings):
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_plain_operations(lookahead, monkeypatch):
+@pytest.mark.parametrize("settings", [{"rate": 300}, {"rate": 8, "bits": 3}], ids=str)
+def test_plain_operations(settings, lookahead, monkeypatch):
     monkeypatch.setenv("SCALECOM_KERNEL", "tensorflow")
-    run_against_reference(rate=300, beta=0.3, lookahead=lookahead)
+    run_against_reference(**settings, beta=0.3, lookahead=lookahead)
 
 
 def test_eagerly():

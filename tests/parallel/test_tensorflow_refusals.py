@@ -223,11 +223,15 @@ def test_a_loss_scale_that_a_traced_function_would_keep_for_ever():
     step(hvd.ScaleCom(loss_scale=lambda: 1024.0))
 
 
-@pytest.mark.parametrize("kernel", ["tensorflow", "native"])
-def test_ranks_at_different_steps(kernel, monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel", "settings"),
+    [("tensorflow", {"rate": 20}), ("native", {"rate": 16}), ("native", {"lookahead": True})],
+    ids=str,
+)
+def test_ranks_at_different_steps(kernel, settings, monkeypatch):
     """No leader, or several: an error, where a broadcast would hang."""
     monkeypatch.setenv("SCALECOM_KERNEL", kernel)
-    compression = hvd.ScaleCom(rate=20)
+    compression = hvd.ScaleCom(**settings)
     run = Step(variables(SHAPES), compression)
     run(gradients(SHAPES, hvd.rank(), 0))
     state = compression.state_dict()

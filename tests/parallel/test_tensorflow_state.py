@@ -20,6 +20,7 @@ MODES = [
     {"lookahead": True},
     {"leader": "staggered", "lookahead": True, "bucket_bytes": 10_000},
     {"warmup_steps": 9, "wire_dtype": "float16"},
+    {"bits": 3, "rate": 16, "lookahead": True},
 ]
 
 
@@ -66,7 +67,7 @@ def test_resuming_from_a_state_dict_is_bit_identical(mode):
         np.testing.assert_array_equal(residue, resumed.state_dict()["residues"][name])
 
 
-@pytest.mark.parametrize("mode", [MODES[2]], ids=str)
+@pytest.mark.parametrize("mode", [MODES[2], MODES[4]], ids=str)
 def test_resuming_from_a_checkpoint_is_bit_identical(mode, tmp_path):
     """tf.train.Checkpoint, every rank its own."""
     straight = scalecom(**mode)

@@ -14,6 +14,7 @@ import numpy as np
 from scalecom_hvd import native
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
+from scalecom_hvd.integers import BLOCK
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.native import (
     CHOOSE_ACCUMULATOR,
@@ -22,7 +23,7 @@ from scalecom_hvd.native import (
     CHOOSE_RESIDUE,
     REFUSED,
 )
-from scalecom_hvd.reference import select
+from scalecom_hvd.reference import integers, scales, select
 
 SIZES = [0, 1, 2, 63, 64, 65, 127, 129, 448, 699, 1000, 4099]
 RATES = [1, 1.5, 2, 7, 63.7, 256, 257, 1000, 40_000]  # offsets of 1, 2 and 4 bytes
@@ -90,9 +91,10 @@ def valid_offsets(random, shape):
 class Bucket:
     """Tensors that share their buffers, and the oracle's moves on them."""
 
-    def __init__(self, random, geometries, dtypes):
+    def __init__(self, random, geometries, dtypes, levels=0):
         self.shapes = {f"t{i}": shape for i, shape in enumerate(geometries)}
-        self.layout = Layout(self.shapes)
+        self.levels = levels
+        self.layout = Layout(self.shapes, has_scales=levels > 0)
         made = [
             made_up(random, shape, dtype) for shape, dtype in zip(geometries, dtypes, strict=True)
         ]
@@ -147,6 +149,38 @@ class Bucket:
             rest[-1][index] -= kind(beta) * value.astype(m.dtype)
         return rest, values
 
+    def choose(self, residues, beta, scale):
+        """The choice, with scales of integers, before anything is accumulated."""
+        chosen = self.accumulate(residues, beta, scale, CHOOSE_ACCUMULATOR)[1]
+        for (name, shape), gradient, m in zip(
+            self.shapes.items(), self.gradients, residues, strict=True
+        ):
+            offsets = chosen[self.layout.offsets[name]].view(shape.offset_dtype)
+            value = self.sendable(gradient, m, shape.indices(offsets), beta, scale)
+            chosen[self.layout.scales[name]] = (
+                scales(value, self.levels)[::BLOCK].astype(np.float32).view(np.uint8)
+            )
+        return chosen
+
+    def sendable(self, gradient, m, index, beta, scale):
+        g, kind = gradient.usable(scale)[0][index], gradient.kind.type
+        return m[index] + g + np.where(m[index] * g >= 0, kind(1 / beta - 1) * m[index], kind(0))
+
+    def take_integers(self, beta, scale):
+        """The residues without what is sent, and the integers, at `offsets`."""
+        rest, values = [], np.zeros(self.layout.n_values, np.int8)
+        for name, gradient, m, index in zip(
+            self.shapes, self.gradients, self.residues, self.indices(), strict=True
+        ):
+            value = self.sendable(gradient, m, index, beta, scale)
+            of_blocks = self.offsets[self.layout.scales[name]].view(np.float32)
+            scale_of = np.repeat(of_blocks, BLOCK)[: len(value)].astype(m.dtype)
+            q = integers(value, scale_of, self.levels)
+            values[self.layout.values[name]] = q
+            rest.append(m.copy())
+            rest[-1][index] -= gradient.kind.type(beta) * (q * scale_of)
+        return rest, values
+
     def scatter(self, scale, values):
         outputs = []
         for at, gradient, index in zip(
@@ -198,6 +232,7 @@ class Kernel:
                 bucket.layout.offsets[name].start,
                 bucket.layout.values[name].start,
             )
+            row["levels"], row["scales_at"] = bucket.levels, bucket.layout.scales[name].start
         self.wire(bucket.kind)
 
     def wire(self, dtype):
@@ -361,6 +396,7 @@ TYPES = {
     "float32": 1,
     "float64": 2,
     "uint8": 4,
+    "int8": 6,
     "int64": 9,
     "bool": 10,
     "bfloat16": 14,
@@ -393,6 +429,8 @@ def operate(library, name, bucket, inputs, outputs, forwards):
             g.offset_dtype.itemsize,
             bucket.layout.offsets[n].start,
             bucket.layout.values[n].start,
+            bucket.levels,
+            bucket.layout.scales[n].start,
         )
     ]
     kept = [x.memory.copy() if isinstance(x, Gradient) else x.copy() for x in inputs]
@@ -453,6 +491,36 @@ def check_operations(library, bucket, beta, scale, wire):
             operate(library, "ScalecomScatter", bucket, inputs, [grad_dtype] * n, forwards),
             averages,
         )
+
+
+def check_integers(library, bucket, beta, scale):
+    """The moves of values that travel as integers, of lanes.c and as operations."""
+    n, kind = len(bucket.shapes), bucket.kind.name
+    choice = bucket.choose(bucket.residues, beta, scale)
+    kernel = Kernel(library, bucket)
+    kernel.call("choose", scale, 1 / beta - 1, kernel.chosen)
+    same([kernel.chosen], [choice])
+    bucket.offsets = choice
+    rest, values = bucket.take_integers(beta, scale)
+    updated, _, bad = bucket.accumulate(rest, beta, scale, CHOOSE_NOTHING)
+    ahead = bucket.choose(updated, beta, scale)
+    kernel = Kernel(library, bucket)
+    kernel.wire(np.int8)
+    kernel.sent = kernel.values
+    assert kernel.take_and_accumulate(beta, scale, CHOOSE_AHEAD) == bad
+    same([*kernel.residues, kernel.values, kernel.chosen], [*updated, values, ahead])
+    kernel.roll_back(beta, scale, True)
+    settings = np.array([beta, scale, LIMIT, 1 / beta - 1])
+    for chooses in (False, True):
+        inputs = [*bucket.gradients, *bucket.residues, settings, np.array([chooses])]
+        found = operate(library, "ScalecomChoose", bucket, inputs, ["uint8"], False)
+        same(found, [choice if chooses else []])
+        outputs = [*[kind] * n, "int8", "uint8", "int64"]
+        inputs.append(choice)
+        found = operate(
+            library, "ScalecomTakeAndAccumulate", bucket, inputs, outputs, forwards=False
+        )
+        same(found, [*updated, values, ahead if chooses else [], [bad]])
 
 
 def check_refusals(library, random):
@@ -529,10 +597,14 @@ def all_cases(library):
                 refused += check_broken_peer(library, random, bucket, wire)
                 alike = Bucket(random, shapes, [dtype, dtype])
                 check_operations(library, alike, beta, scale, wire)
+                few = Bucket(random, shapes, [dtype, dtype], levels=(1, 3, 127)[count % 3])
+                check_integers(library, few, beta, scale)
                 count += 1
     for dtype in DTYPES:  # several pieces that each fit into a cache
         bucket = Bucket(random, [Lanes(50_001, rate) for rate in (7, 300, 2.5)], [dtype] * 3)
         check_operations(library, bucket, 0.3, 0.5, np.float16)
+        bucket = Bucket(random, [Lanes(100_001, rate) for rate in (7, 30, 2.5)], [dtype] * 3, 3)
+        check_integers(library, bucket, 0.3, 0.5)
     check_refusals(library, random)
     check_large(library, random)
     # a full group, and offsets of 4 bytes

@@ -13,9 +13,11 @@ import tensorflow as tf
 from sanitizer_cases import valid_offsets
 
 from scalecom_hvd import native
+from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import largest_gradient
+from scalecom_hvd.integers import BLOCK, levels_of
 from scalecom_hvd.lanes import geometry
-from scalecom_hvd.reference import select
+from scalecom_hvd.reference import integers, scales, select
 from scalecom_hvd.tensorflow.kernels import GraphKernel, NativeKernel, Units, kernel_for, operations
 
 DTYPES = [tf.float32, tf.float64, tf.float16, tf.bfloat16]
@@ -92,6 +94,82 @@ def test_both_look_ahead_alike(rate, wire, dtype):
         for ours, theirs in zip(*map(tf.nest.flatten, results), strict=True):
             np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
         assert results[0][2].shape == ((len(chosen),) if chooses is YES else (0,))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate", "bits", "traced"),
+    [
+        *((dtype, 16, 3, dtype == tf.float32) for dtype in DTYPES),
+        *((tf.float32, rate, bits, False) for rate, bits in ((1, 3), (2.5, 2), (300, 8))),
+    ],
+    ids=str,
+)
+def test_integers_are_numpy_s(dtype, rate, bits, traced):
+    """Also as TensorFlow optimizes a graph, and in pieces that fit into a cache."""
+    levels, beta, extra, scale = levels_of(bits), 0.3, 7 / 3, 0.5
+    sizes = [*SIZES, 2_000_000] if rate == 300 and dtype == tf.float32 else SIZES
+    geometries = geometries_of(sizes, rate)
+    layout = Layout(geometries, has_scales=True)
+    grads, residues = made_up(sizes, dtype)
+    residues[-1] *= tf.concat([tf.fill([3000], 1e-36), tf.ones([sizes[-1] - 3000])], 0).numpy()
+    residues[-2] *= 0
+    grads[-2] *= 0
+    kind = residues[0].dtype.as_numpy_dtype
+    units = Units(beta, tf.constant(scale, tf.float64), 0.0, extra)
+
+    def moves(kernel):
+        made = kernel(geometries, levels)
+        choice = made.choose(grads, residues, units, YES)
+        return (
+            made.choose(grads, residues, units, NO),
+            choice,
+            *made.take_and_accumulate(grads, residues, units, YES, choice, tf.int8),
+        )
+
+    ours, theirs = (
+        (tf.function(moves, autograph=False) if traced else moves)(kernel) for kernel in KERNELS
+    )
+    for mine, other in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
+        np.testing.assert_array_equal(mine.numpy(), other.numpy())
+    nothing, choice, updated, values, ahead, bad = ours
+    assert (nothing.shape, int(bad)) == ((0,), 0)
+    for name, grad, residue, new in zip(geometries, grads, residues, updated, strict=True):
+        shape, g, m = geometries[name], usable(grad, kind, scale), residue.numpy()
+
+        def chosen(m, g=g, shape=shape):
+            index = select(m + g, shape, "lanes")
+            waited = np.where(m * g >= 0, kind(extra) * m, kind(0))
+            value = (m + g + waited)[index]
+            return index, value, scales(value, levels)
+
+        index, value, scale_of = chosen(m)
+        q = integers(value, scale_of, levels)
+        own = choice.numpy()[layout.offsets[name]].view(shape.offset_dtype)
+        np.testing.assert_array_equal(shape.indices(own), index)
+        found = choice.numpy()[layout.scales[name]].view(np.float32)
+        np.testing.assert_array_equal(found, scale_of[::BLOCK])
+        np.testing.assert_array_equal(values.numpy()[layout.values[name]], q)
+        m[index] -= kind(beta) * (q * scale_of)
+        m = m + kind(beta) * g
+        np.testing.assert_array_equal(new.numpy(), m)
+        found = ahead.numpy()[layout.scales[name]].view(np.float32)
+        np.testing.assert_array_equal(found, chosen(m)[2][::BLOCK])
+    assert np.abs(values).max() == levels or bits == 8
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_integers_of_what_is_not_finite(kernel):
+    """It is counted, no integer is made of it, and no scale either."""
+    shape, grad, residue = geometry(6400, 16, "lanes"), np.ones(6400), np.zeros(6400)
+    grad[100], residue[200] = np.nan, 3e38
+    grad[200] = 1e30
+    made, units = kernel({"t": shape}, 3), Units(1.0, extra=9.0)
+    inputs = [tf.constant(grad, tf.float32)], [tf.constant(residue, tf.float32)], units
+    choice = made.choose(*inputs, YES)
+    _, values, _, bad = made.take_and_accumulate(*inputs, NO, choice, tf.int8)
+    assert int(bad) == 2
+    assert (values.numpy() == 0).sum() == 1
+    assert np.isfinite(choice.numpy()[:4].view(np.float32)).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

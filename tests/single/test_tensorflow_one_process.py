@@ -114,7 +114,7 @@ def test_offsets_that_are_damaged_are_refused_and_change_nothing(selection, plac
     tensor = CompressedTensor("kernel", tf.Variable(tf.zeros(6401)), 100, compression.config)
     offsets = np.arange(65).astype(tensor.geometry.offset_dtype) * (selection == "exact")
     progress = compression._streams[0].progress["exchange"] = Progress("exchange")
-    progress.hold_offsets(tensor)
+    progress.hold_choice(tensor)
 
     def state(step):
         exchanges = {"exchange": {"step": step, "offsets": {"kernel": offsets.view(np.uint8)}}}
@@ -139,6 +139,27 @@ def test_offsets_that_are_damaged_are_refused_and_change_nothing(selection, plac
     assert (
         progress.as_dict()["offsets"]["kernel"].view(tensor.geometry.offset_dtype)[place] != value
     )
+
+
+@pytest.mark.parametrize("value", [[0.5, -1], [np.nan, 1], [1]], ids=str)
+def test_scales_that_are_damaged_are_refused_and_change_nothing(value):
+    compression = hvd.ScaleCom(rate=10, bits=3, lookahead=True)
+    tensor = CompressedTensor("kernel", tf.Variable(tf.zeros(6400)), 10, compression.config)
+    progress = compression._streams[0].progress["exchange"] = Progress("exchange")
+    progress.hold_choice(tensor)
+
+    def state(step, scales):
+        own = {"offsets": {"kernel": np.zeros(640, np.uint8)}, "scales": {"kernel": scales}}
+        return compression.state_dict() | {
+            "step": step,
+            "exchanges": {"exchange": {"step": step} | own},
+        }
+
+    compression.load_state_dict(state(5, np.array([1, 2], np.float32)))
+    with pytest.raises(ValueError, match="look-ahead's scales of kernel .* are damaged"):
+        compression.load_state_dict(state(6, np.array(value, np.float32)))
+    assert progress.as_dict()["step"] == 5
+    assert progress.as_dict()["scales"]["kernel"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("face", [hvd, hvd_keras], ids=["tensorflow", "keras"])

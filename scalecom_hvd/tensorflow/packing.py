@@ -1,0 +1,80 @@
+"""What travels for a choice, and for integers: narrow offsets two to a byte, words of fields.
+
+bucket_layout.py and integers.py say where they lie. Called by bucket.py. Imports the framework-free
+rooms only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from scalecom_hvd import native
+from scalecom_hvd.bucket_layout import Layout
+from scalecom_hvd.integers import field_bits
+
+# Ranks of an elastic run for which what depends on their number is at hand in the graph.
+_MOST_ELASTIC_RANKS = 1024
+
+
+def pack_choice(choice: tf.Tensor, layout: Layout) -> tf.Tensor:
+    """The bytes that travel for a choice; none for none.
+
+    The arithmetic is that of bucket_layout.pack_halves.
+    """
+    if not layout.narrow_bytes:
+        return choice
+    cut = layout.offsets_bytes - layout.narrow_bytes
+    rows, half = choice[cut:], -(-layout.narrow_bytes // 2)
+    low, high = rows[:half], rows[half:]
+    high = tf.pad(high, [[0, tf.size(low) - tf.size(high)]])
+    packed = tf.bitwise.bitwise_or(low, tf.bitwise.left_shift(high, tf.constant(4, tf.uint8)))
+    return tf.concat([choice[:cut], packed], 0)
+
+
+def unpack_choice(message: tf.Tensor, layout: Layout) -> tf.Tensor:
+    """The inverse of `pack_choice`, of what exactly one leader sent.
+
+    Raises:
+        InvalidArgumentError: in the graph: none did, or several.
+    """
+    whole = tf.debugging.assert_equal(tf.size(message), layout.message_bytes, native.WRONG_OFFSETS)
+    with tf.control_dependencies([whole]):
+        message = tf.identity(message)
+    if not layout.narrow_bytes:
+        return message
+    packed = message[layout.offsets_bytes - layout.narrow_bytes :]
+    low = tf.bitwise.bitwise_and(packed, tf.constant(15, tf.uint8))
+    high = tf.bitwise.right_shift(packed, tf.constant(4, tf.uint8))
+    rows = tf.concat([low, high], 0)[: layout.narrow_bytes]
+    return tf.concat([message[: layout.offsets_bytes - layout.narrow_bytes], rows], 0)
+
+
+def for_ranks(
+    of: Callable[[int], float], size: int | tf.Tensor, dtype: tf.DType
+) -> float | tf.Tensor:
+    """What a function of the number of ranks gives: a number, or a scalar where they may change."""
+    if isinstance(size, int):
+        return of(size)
+    return tf.constant([of(max(n, 1)) for n in range(_MOST_ELASTIC_RANKS + 1)], dtype)[size]
+
+
+def pack_integers(integers: tf.Tensor, k: int, levels: int, size: int | tf.Tensor) -> tf.Tensor:
+    """The words that travel for integers (k,) of -levels to levels; those of all ranks add up."""
+    bits = for_ranks(lambda n: field_bits(levels, n), size, tf.int32)
+    fields = 32 // bits
+    words = -(-k // fields)
+    padded = tf.pad(tf.cast(integers, tf.int32), [[0, words * fields - k]])
+    shifts = bits * tf.range(fields)[:, None]
+    shifted = tf.bitwise.left_shift(tf.reshape(padded, [fields, words]) + levels, shifts)
+    return tf.reduce_sum(shifted, 0)
+
+
+def unpack_integers(words: tf.Tensor, k: int, levels: int, size: int | tf.Tensor) -> tf.Tensor:
+    """The sums over ranks (k,), int32, of integers whose words were summed."""
+    bits = for_ranks(lambda n: field_bits(levels, n), size, tf.int32)
+    shifts = bits * tf.range(32 // bits)[:, None]
+    mask = tf.bitwise.left_shift(1, bits) - 1
+    fields = tf.bitwise.bitwise_and(tf.bitwise.right_shift(words[None], shifts), mask)
+    return tf.reshape(fields, [-1])[:k] - levels * size

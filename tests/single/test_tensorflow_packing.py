@@ -1,0 +1,55 @@
+"""What travels instead of a choice, and of integers: the same as PyTorch's faces send."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from scalecom_hvd.bucket_layout import Layout, pack_halves
+from scalecom_hvd.integers import field_bits, words_of
+from scalecom_hvd.lanes import geometry
+from scalecom_hvd.tensorflow.packing import (
+    pack_choice,
+    pack_integers,
+    unpack_choice,
+    unpack_integers,
+)
+
+
+@pytest.mark.parametrize("rates", [[16], [16, 300], [7, 2.5, 40_000], [100], [17, 300]], ids=str)
+@pytest.mark.parametrize("numel", [1, 2, 4001])
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_narrow_offsets_travel_two_to_a_byte(rates, numel, has_scales):
+    shapes = {f"t{i}": geometry(numel, rate, "lanes") for i, rate in enumerate(rates)}
+    layout = Layout(shapes, has_scales)
+    cut = layout.offsets_bytes - layout.narrow_bytes
+    random = np.random.default_rng(0)
+    choice = random.integers(0, 256, layout.offsets_bytes, np.uint8)
+    choice[cut:] %= 16
+    message = pack_choice(tf.constant(choice), layout).numpy()
+    packed = np.zeros(-(-layout.narrow_bytes // 2), np.uint8)
+    pack_halves(choice[cut:], packed)
+    np.testing.assert_array_equal(message, np.concatenate([choice[:cut], packed]))
+    np.testing.assert_array_equal(unpack_choice(tf.constant(message), layout), choice)
+    nothing = pack_choice(tf.zeros([0], tf.uint8), layout)
+    assert nothing.shape == (0,)
+    for answers in (nothing, np.tile(message, 2)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="not exactly one leader"):
+            unpack_choice(tf.constant(answers), layout)
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+@pytest.mark.parametrize("levels", [1, 3, 127])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 5), (3, 1000), (64, 999), (1024, 7)])
+def test_the_words_of_ranks_add_up(n, k, levels, is_elastic):
+    random = np.random.default_rng(0)
+    integers = random.integers(-levels, levels + 1, (n, k)).astype(np.int8)
+    integers[:, 0] = levels  # the largest sum
+    integers[:, -1] = -levels
+    size = tf.constant(n) if is_elastic else n
+    words = [pack_integers(tf.constant(own), k, levels, size).numpy() for own in integers]
+    assert words[0].shape == (words_of(k, levels, n),)
+    first = words[0][0] & 2 ** field_bits(levels, n) - 1
+    assert first == int(integers[0, 0]) + levels
+    total = np.sum(words, 0, dtype=np.int32)
+    sums = unpack_integers(tf.constant(total), k, levels, size)
+    np.testing.assert_array_equal(sums, integers.sum(0, dtype=np.int32))
