@@ -68,7 +68,7 @@ def test_stats_count_what_the_timeline_counts(launched, tmp_path, framework, lau
     )
     stats = json.loads(re.search(r"STATS (\{.*\})", output).group(1))
     counted = bytes_in_timeline(timeline)
-    names = r"scalecom\.((offsets|values)\.\d+|whole\.\d+(\..+|_\d+of\d+)|agreement.*)"
+    names = r"scalecom\.((offsets|values)\.\d+|whole\.\d+(\..+|_\d+of\d+)?|agreement.*)"
     assert all(re.fullmatch(names, name) for name in counted), counted.keys()
 
     def runs(kind):
