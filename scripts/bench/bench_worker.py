@@ -42,6 +42,13 @@ SCALECOM = {
         "leader": "staggered",
         "wire_dtype": "float16",
     },
+    "ScaleCom 3 bits, 16x": {"bits": 3, "rate": 16},
+    "ScaleCom 3 bits, 16x, look-ahead": {
+        "bits": 3,
+        "rate": 16,
+        "lookahead": True,
+        "leader": "staggered",
+    },
 }
 IN_TURN = {"overlap": 1, "fragments": 8}
 # {name: (local steps, their arguments, compression)}: what is averaged is the change of so many
@@ -138,9 +145,8 @@ class Training:
             self.reduce = self.local.reduce
         elif method != "no communication":
             kind = {"dense": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(method)
-            compression = kind or hvd.ScaleCom(
-                rate=rate, **(ALL_COMPRESSED | SCALECOM[method] | options)
-            )
+            settings = {"rate": rate} | ALL_COMPRESSED | SCALECOM.get(method, {}) | options
+            compression = kind or hvd.ScaleCom(**settings)
             self.optimizer = hvd.DistributedOptimizer(
                 self.optimizer, parameters, compression=compression
             )
