@@ -16,7 +16,14 @@ from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.config import ScaleComConfig, float16_limit
 from scalecom_hvd.integers import words_of
 from scalecom_hvd.schedule import leader
-from scalecom_hvd.tensorflow.kernels import Units, as_bytes, kernel_for, scale_of_each, scales_of
+from scalecom_hvd.tensorflow.kernels import (
+    Units,
+    as_bytes,
+    kernel_for,
+    scale_of_each,
+    scales_of,
+    times_scales,
+)
 from scalecom_hvd.tensorflow.packing import (
     for_ranks,
     pack_choice,
@@ -232,11 +239,9 @@ class Bucket:
         buffer = tf.concat([packed, tf.cast(is_bad, tf.int32)[None]], 0)
         summed = self._transport.sum(buffer, f"values.{self.number}")
         sums = unpack_integers(summed[:-1], k, self._levels, now.size)
-        parts = tf.split(
-            tf.cast(sums, self.compressed[0].dtype), [own.geometry.k for own in self.compressed]
-        )
+        parts = tf.split(sums, [own.geometry.k for own in self.compressed])
         scaled = [
-            part * scale_of_each(choice[self.layout.scales[own.name]], part)
+            times_scales(part, scale_of_each(choice[self.layout.scales[own.name]], part, own.dtype))
             for own, part in zip(self.compressed, parts, strict=True)
         ]
         return self._transport.share_of(tf.concat(scaled, 0), now.size), summed[-1:]

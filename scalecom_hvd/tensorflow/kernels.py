@@ -213,10 +213,9 @@ class GraphKernel:
             finite = tf.math.is_finite(value)
             value = tf.where(finite, value, tf.zeros_like(value))
             if self._levels:
-                scales = scale_of_each(offsets[at], value)
+                scales = scale_of_each(offsets[at], value, m.dtype)
                 value = _integers(value, scales, self._levels)
-                # Two products in a row would be multiplied in another order.
-                sent = tf.where(scales > 0, tf.cast(value, m.dtype) * scales, tf.zeros_like(scales))
+                sent = times_scales(value, scales)
             else:
                 if wire == tf.float16:
                     limit = _as_number(units.limit, m.dtype)
@@ -419,9 +418,9 @@ def scales_of(part: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.reshape(part, [-1, 4]), tf.float32)
 
 
-def scale_of_each(part: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """The scale of each of a tensor's values (k,), of their dtype, from the scales' bytes."""
-    return tf.cast(tf.repeat(scales_of(part), BLOCK)[: tf.size(values)], values.dtype)
+def scale_of_each(part: tf.Tensor, values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The scale of each of a tensor's values (k,), of this dtype, from the scales' bytes."""
+    return tf.cast(tf.repeat(scales_of(part), BLOCK)[: tf.size(values)], dtype)
 
 
 def _integers(values: tf.Tensor, scales: tf.Tensor, levels: int) -> tf.Tensor:
@@ -432,6 +431,14 @@ def _integers(values: tf.Tensor, scales: tf.Tensor, levels: int) -> tf.Tensor:
     size = tf.cast(halves, tf.int32) + 1
     size = tf.cast(tf.bitwise.right_shift(size, tf.ones_like(size)), tf.int8)
     return tf.where(values < 0, -size, size)
+
+
+def times_scales(integers: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
+    """Integers (k,), or sums of them, times the scale of each (k,), of the scales' dtype."""
+    product = tf.cast(integers, scales.dtype) * scales
+    # Without a selection behind it, TensorFlow may multiply scales by the next factor first, which
+    # rounds.
+    return tf.where(tf.equal(integers, 0), tf.zeros_like(scales), product)
 
 
 def as_bytes(tensor: tf.Tensor) -> tf.Tensor:
