@@ -82,7 +82,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "32 bits, rate 100": ("ScaleCom", {}),
     "local top-k, rate 100": ("LocalTopK", {}),
     "3 bits, rate 16": ("ScaleCom", {"rate": 16, "bits": 3}),
-    "nothing whole, output layer at rate 4": (
+    "nothing whole, output 4x": (
         "ScaleCom",
         NOTHING_WHOLE | {"rates": (("auto:output", 4),)},
     ),

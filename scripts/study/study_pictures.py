@@ -145,6 +145,8 @@ def choices(study: Study, table: Table) -> Any:
         axis.grid(axis="y", visible=False)
         against = f"change against\n'{usual.case.what}'"
         axis.set_xlabel(f"{against},\n{usual.task.unit}; right is better")
+        axis.set_title(axis.get_title(), loc="right")  # names stand to the left of the axis
+        axis.set_title("")
     return figure
 
 
