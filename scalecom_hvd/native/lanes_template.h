@@ -37,24 +37,8 @@ static inline REAL NAME(sendable)(REAL m, REAL g, REAL within, REAL share, REAL 
     return m + share * g + more;
 }
 
-/* How values leave a row as it is passed: not at all, as they are, or as integers. */
-enum { NAME(NONE), NAME(NUMBERS), NAME(INTEGERS) };
-
-/* The row of each lane of a tile that is sent, and its value: before it is rounded for the wire, or
- * the integer. per_scale: 2 / scale, or 0. */
-typedef struct {
-    INTEGER row[LANES];
-    REAL value[LANES];
-    REAL scale, per_scale, most;
-} NAME(picks);
-
-/* The integer nearest to value / scale, as a REAL, of those from -L to L; `most` is 2 L. */
-static inline REAL NAME(integer)(REAL value, const NAME(picks) *by) {
-    REAL size = NAME(real)(BITS(value) & MAGNITUDE) * by->per_scale;
-    size = size < by->most ? size : by->most;
-    REAL q = (REAL)(((int32_t)size + 1) >> 1);
-    return NAME(real)(BITS(q) | (BITS(value) & ~MAGNITUDE));
-}
+/* The row of each lane of a tile that is sent, and m and g there, as they pass by. */
+typedef struct { INTEGER row[LANES]; REAL m[LANES], g[LANES]; } NAME(picks);
 
 /* Of a lane: the row of the largest so far, the first of equals. */
 static inline void NAME(keep_larger)(INTEGER size, INTEGER row, INTEGER *best, INTEGER *winner) {
@@ -62,26 +46,24 @@ static inline void NAME(keep_larger)(INTEGER size, INTEGER row, INTEGER *best, I
     *best = size > *best ? size : *best;
 }
 
-/* One row of a tile: `n` lanes side by side. With picks, the values to be sent are taken out
- * first. */
+/* The winners' rows on their way. */
+INLINE void NAME(store_rows)(const tensor *t, tile at, void *chosen, const INTEGER *winner) {
+    for (int l = 0; l < at.n; l++) store_offset(chosen, t->offset_width, at.lane + l, winner[l]);
+}
+
+/* One row of a tile: `n` lanes side by side. With picks, what is sent is noted, and takes no part
+ * in the choice: see `take_picks`. */
 INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, int n, REAL beta,
-                      REAL scale, REAL extra, int form, NAME(picks) *restrict picks,
-                      int choose, INTEGER row, INTEGER *restrict best, INTEGER *restrict winner,
-                      INTEGER *restrict bad) {
+                      REAL scale, NAME(picks) *restrict picks, int choose, INTEGER row,
+                      INTEGER *restrict best, INTEGER *restrict winner, INTEGER *restrict bad) {
     for (int l = 0; l < n; l++) {
         REAL m = residue[l];
         REAL g = NAME(usable)(grad[l], scale, &bad[l]);
-        if (form != NAME(NONE)) {
-            REAL value = NAME(sendable)(m, g, 0, 1, extra);
-            INTEGER here = -(picks->row[l] == row);
-            INTEGER finite = -((BITS(value) & EXPONENT) != EXPONENT);
-            if (form == NAME(INTEGERS)) {
-                REAL q = NAME(integer)(value, picks);
-                picks->value[l] = here ? finite ? q : value : picks->value[l];
-                value = q * picks->scale;
-            } else
-                picks->value[l] = here ? value : picks->value[l];
-            m -= beta * NAME(real)(BITS(value) & here & finite);
+        INTEGER here = 0;
+        if (picks) {
+            here = -(picks->row[l] == row);
+            picks->m[l] = here ? m : picks->m[l];
+            picks->g[l] = here ? g : picks->g[l];
         }
         REAL updated = m + beta * g;
         residue[l] = updated;
@@ -89,8 +71,7 @@ INLINE void NAME(row)(const GRAD_TYPE *restrict grad, REAL *restrict residue, in
             REAL key = choose == CHOOSE_ACCUMULATOR ? m + g
                        : choose == CHOOSE_AHEAD     ? updated + g
                                                     : updated;
-            INTEGER size = BITS(key) & MAGNITUDE;
-            NAME(keep_larger)(size, row, &best[l], &winner[l]);
+            NAME(keep_larger)((BITS(key) & MAGNITUDE) | here, row, &best[l], &winner[l]);
         }
     }
 }
@@ -171,36 +152,30 @@ CLONES static int64_t NAME(choose)(const tensor *t, REAL scale, REAL extra, void
                 NAME(compare_row)(grad, residue, i + at.n <= at.end ? at.n : (int)(at.end - i),
                                   scale, row, best, winner);
         }
-        for (int l = 0; l < at.n; l++)
-            store_offset(chosen, t->offset_width, at.lane + l, winner[l]);
+        NAME(store_rows)(t, at, chosen, winner);
         if (t->levels) NAME(measure)(&measures, t, at, chosen, scale, extra);
         lane += at.n;
     }
     return 0;
 }
 
-/* A tile over all its rows; in the same pass, each lane's winner where asked. */
+/* A tile over all its rows; in the same pass, each lane's winner and how large it is. */
 INLINE int64_t NAME(accumulate_tile)(const tensor *t, tile at, REAL beta, REAL scale,
-                                     REAL extra, int form, NAME(picks) *picks, int choose,
-                                     void *chosen) {
+                                     NAME(picks) *picks, int choose, INTEGER *best,
+                                     INTEGER *winner) {
     const GRAD_TYPE *grad = t->grad;
     REAL *residue = t->residue;
-    INTEGER best[LANES], winner[LANES], bad[LANES];
+    INTEGER bad[LANES], row = 0;
     for (int l = 0; l < LANES; l++) { best[l] = -1; winner[l] = 0; bad[l] = 0; }
-    INTEGER row = 0;
-    int64_t i = at.start;
+    int64_t i = at.start, total = 0;
     if (at.n == LANES)
         for (; i + LANES <= at.end; i += at.stride, row++)
-            NAME(row)(grad + i, residue + i, LANES, beta, scale, extra, form, picks, choose, row,
-                      best, winner, bad);
+            NAME(row)(grad + i, residue + i, LANES, beta, scale, picks, choose, row, best, winner,
+                      bad);
     for (; i < at.end; i += at.stride, row++)
         NAME(row)(grad + i, residue + i, i + at.n <= at.end ? at.n : (int)(at.end - i), beta, scale,
-                  extra, form, picks, choose, row, best, winner, bad);
-    int64_t total = 0;
-    for (int l = 0; l < at.n; l++) {
-        total += bad[l];
-        if (choose != CHOOSE_NOTHING) store_offset(chosen, t->offset_width, at.lane + l, winner[l]);
-    }
+                  picks, choose, row, best, winner, bad);
+    for (int l = 0; l < at.n; l++) total += bad[l];
     return total;
 }
 
@@ -209,7 +184,9 @@ INLINE int64_t NAME(accumulate_tiles)(const tensor *t, REAL beta, REAL scale, in
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
-        bad += NAME(accumulate_tile)(t, at, beta, scale, 0, NAME(NONE), 0, choose, chosen);
+        INTEGER best[LANES], winner[LANES];
+        bad += NAME(accumulate_tile)(t, at, beta, scale, 0, choose, best, winner);
+        if (choose != CHOOSE_NOTHING) NAME(store_rows)(t, at, chosen, winner);
         lane += at.n;
     }
     return bad;
@@ -230,10 +207,9 @@ CLONES static int64_t NAME(accumulate)(const tensor *t, REAL beta, REAL scale, i
     INTEGER bad[LANES] = {0};
     int64_t i = 0, total = 0;
     for (; i + LANES <= t->numel; i += LANES)
-        NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, NAME(NONE), 0, CHOOSE_NOTHING, 0, 0,
-                  0, bad);
-    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, NAME(NONE), 0,
-              CHOOSE_NOTHING, 0, 0, 0, bad);
+        NAME(row)(grad + i, residue + i, LANES, beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0, bad);
+    NAME(row)(grad + i, residue + i, (int)(t->numel - i), beta, scale, 0, CHOOSE_NOTHING, 0, 0, 0,
+              bad);
     for (int l = 0; l < LANES; l++) total += bad[l];
     return total;
 }
@@ -298,19 +274,51 @@ static int64_t NAME(take)(const tensor *t, REAL beta, REAL scale, REAL share, RE
     return bad;
 }
 
-/* The integers of a tile on their way; gives how many values were not finite. */
-INLINE int64_t NAME(send_integers)(NAME(picks) *picks, wire to, int64_t lane, int n) {
+/* A tile's values as integers times the scale of their block: gives these products in the values'
+ * place, and how many values are not finite. */
+INLINE int64_t NAME(send_integers)(REAL *restrict value, const tensor *t, tile at, wire to) {
+    REAL scale = to.scales[at.lane / BLOCK], most = 2 * t->levels;
+    REAL per_scale = scale ? 2 / scale : 0;
     INTEGER finites = 0;
-    for (int l = 0; l < n; l++) {
-        INTEGER finite = (BITS(picks->value[l]) & EXPONENT) != EXPONENT;
+    for (int l = 0; l < at.n; l++) {
+        INTEGER finite = (BITS(value[l]) & EXPONENT) != EXPONENT;
         finites += finite;
-        ((int8_t *)to.values)[lane + l] = (int8_t)NAME(real)(BITS(picks->value[l]) & -finite);
+        REAL size = NAME(real)(BITS(value[l]) & MAGNITUDE & -finite) * per_scale;
+        size = size < most ? size : most;
+        /* The nearest: half of what was rounded up to halves. */
+        int32_t q = ((int32_t)size + 1) >> 1;
+        q = BITS(value[l]) < 0 ? -q : q;
+        ((int8_t *)to.values)[at.lane + l] = (int8_t)q;
+        value[l] = (REAL)q * scale;
     }
-    return n - finites;
+    return at.n - finites;
+}
+
+/* A tile's rows have passed: m <- m - beta * v + beta * g where v is sent, which may be the winner
+ * yet. Gives how many values are not finite. */
+INLINE int64_t NAME(take_picks)(const NAME(picks) *picks, const tensor *t, tile at, REAL beta,
+                                REAL extra, wire to, int choose, INTEGER *best, INTEGER *winner) {
+    REAL *residue = (REAL *)t->residue + at.start, value[LANES];
+    int64_t bad = 0;
+    for (int l = 0; l < at.n; l++)
+        value[l] = NAME(sendable)(picks->m[l], picks->g[l], 0, 1, extra);
+    if (t->levels) bad = NAME(send_integers)(value, t, at, to);
+    else
+        for (int l = 0; l < at.n; l++) value[l] = NAME(send)(value[l], to, at.lane + l, &bad);
+    for (int l = 0; l < at.n; l++) value[l] = picks->m[l] - beta * value[l] + beta * picks->g[l];
+    for (int l = 0; l < at.n; l++) residue[l + picks->row[l] * at.stride] = value[l];
+    if (choose != CHOOSE_NOTHING)
+        for (int l = 0; l < at.n; l++) {
+            INTEGER size = BITS(value[l] + picks->g[l]) & MAGNITUDE;
+            /* Of equals the first. */
+            int wins = size > best[l] || (size == best[l] && picks->row[l] < winner[l]);
+            winner[l] = wins ? picks->row[l] : winner[l];
+        }
+    return bad;
 }
 
 INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL scale, REAL extra,
-                                               wire to, int form, int choose, void *chosen) {
+                                               wire to, int choose, void *chosen) {
     NAME(scaler) measures = {0, 0, 0};
     if (choose) {
         measures = NAME(scaler_at)(t, chosen);
@@ -319,17 +327,13 @@ INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL 
     int64_t bad = 0;
     for (int64_t lane = 0; lane < t->k;) {
         tile at = tile_at(t, lane);
-        NAME(picks) picks = {{0}, {0}, 0, 0, 2 * t->levels};
+        INTEGER best[LANES], winner[LANES];
+        NAME(picks) picks = {{0}, {0}, {0}};
         NAME(rows_of)(picks.row, at, to.offsets, t->offset_width);
-        if (form == NAME(INTEGERS)) {
-            picks.scale = to.scales[lane / BLOCK];
-            picks.per_scale = picks.scale ? 2 / picks.scale : 0;
-        }
-        bad += NAME(accumulate_tile)(t, at, beta, scale, extra, form, &picks, choose, chosen);
-        if (form == NAME(INTEGERS)) bad += NAME(send_integers)(&picks, to, lane, at.n);
-        else
-            for (int l = 0; l < at.n; l++) NAME(send)(picks.value[l], to, lane + l, &bad);
-        if (form == NAME(INTEGERS) && choose) NAME(measure)(&measures, t, at, chosen, scale, extra);
+        bad += NAME(accumulate_tile)(t, at, beta, scale, &picks, choose, best, winner);
+        bad += NAME(take_picks)(&picks, t, at, beta, extra, to, choose, best, winner);
+        if (choose) NAME(store_rows)(t, at, chosen, winner);
+        if (choose && t->levels) NAME(measure)(&measures, t, at, chosen, scale, extra);
         lane += at.n;
     }
     return bad;
@@ -337,29 +341,15 @@ INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL 
 
 CLONES static int64_t NAME(take_and_accumulate)(const tensor *t, REAL beta, REAL scale, REAL extra,
                                                 wire to, int choose, void *chosen) {
-    if (t->levels) {
-        to = NAME(part)(t, to);
-        if (t->frozen) {
-            if (choose) NAME(choose)(t, scale, extra, chosen);
-            return NAME(accumulate)(t, 0, scale, CHOOSE_NOTHING, 0);
-        }
-        if (choose == CHOOSE_NOTHING)
-            return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, NAME(INTEGERS),
-                                                   CHOOSE_NOTHING, 0);
-        return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, NAME(INTEGERS),
-                                               CHOOSE_AHEAD, chosen);
-    }
-    /* A value rounded for the wire is not yet known when its row passes. */
-    if (t->frozen || to.wire_float16) {
-        int64_t bad = NAME(take)(t, beta, scale, 1, extra, to);
-        return bad + NAME(accumulate)(t, beta, scale, choose, chosen);
-    }
     to = NAME(part)(t, to);
+    if (t->frozen) {
+        if (!t->levels) return NAME(accumulate)(t, 0, scale, choose, chosen);
+        if (choose) NAME(choose)(t, scale, extra, chosen);
+        return NAME(accumulate)(t, 0, scale, CHOOSE_NOTHING, 0);
+    }
     if (choose == CHOOSE_NOTHING)
-        return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, NAME(NUMBERS),
-                                               CHOOSE_NOTHING, 0);
-    return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, NAME(NUMBERS), CHOOSE_AHEAD,
-                                           chosen);
+        return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, CHOOSE_NOTHING, 0);
+    return NAME(take_and_accumulate_tiles)(t, beta, scale, extra, to, CHOOSE_AHEAD, chosen);
 }
 
 static inline REAL NAME(value_of)(const void *values, int wire_float16, int64_t at) {
