@@ -663,7 +663,7 @@ def test_residues_that_keep_growing_are_reported_once(traced, capfd, caplog):
     """A gradient that never changes, at a rate of 400: after 200 steps most coordinates have never
     been sent.
     """
-    compression = hvd.ScaleCom(rate=400, total_steps=310, warmup_steps=100)
+    compression = hvd.ScaleCom(rate=400, total_steps=310)
     step = Step(variables({"weight": (100, 100)}), compression, traced=traced)
     for _ in range(310 if traced else 210):
         step({"weight": np.ones((100, 100), np.float32)})

@@ -701,7 +701,7 @@ def test_residues_that_keep_growing_are_reported_once(library, caplog):
     """
     model = {"weight": torch.nn.Parameter(torch.zeros(100, 100))}
     compressor = hvd.ScaleCom(
-        model.items() if library is stock else None, rate=400, total_steps=310, warmup_steps=100
+        model.items() if library is stock else None, rate=400, total_steps=310
     )
     optimizer = library.DistributedOptimizer(
         torch.optim.SGD(model.values(), 0.1), model.items(), compression=compressor
