@@ -133,7 +133,7 @@ class ScaleComConfig:
 
     32: as the residue has it, the paper's form. 2 to 8: an integer times a scale that the leader
     gives to every 512 values (of 3 bits, -3 to 3 times half of their mean magnitude), so that many
-    more values travel at the same cost: 3 bits at rate 16 cost what 32 do at rate 80, with four
+    more values travel at the same cost: 3 bits at rate 16 cost what 32 do at rate 78, with four
     workers. What rounding leaves stays in the residue. The bytes grow with the logarithm of the
     number of workers.
     """
