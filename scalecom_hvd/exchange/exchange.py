@@ -151,8 +151,8 @@ class Exchange(Averager):
         self._submitted = dict.fromkeys(kinds, 0)
         # Of the last step, or part, that was finished: whether it ended the step, what was
         # submitted, how many places were chosen of each tensor, and the tensors it was about.
-        self._last: tuple[bool, dict[str, int], dict[str, int], list[str]]
-        self._last = True, self._submitted, {}, list(self._parameters)
+        self._places: dict[str, int] = {}
+        self._last = True, self._submitted, self._places, list(self._parameters)
         # Whether ranks have still to compare parameters. Local steps compare theirs themselves.
         self._is_new = compares_parameters and part_of is None
         if part_of is None:
@@ -466,8 +466,7 @@ class Exchange(Averager):
         sound += [average._values().isfinite().all().cpu() for average in sparse.values()]
         names = [name for step in steps for name in step.bucket.names]
         ends = self.part is None or self.part.is_last
-        chosen = {} if self._whole else {n: t.geometry.k for n, t in self.residues.tensors.items()}
-        self._last = ends, dict(self._submitted), chosen, names
+        self._last = ends, dict(self._submitted), {} if self._whole else self._places, names
         counts = self._counts(all(map(bool, sound)))
         self.has_sent = counts and not self._whole
         self._commit(steps, ends) if counts else self._roll_back(steps)
@@ -505,7 +504,7 @@ class Exchange(Averager):
             self.residues.look(list(self._norms.values()))
         self._norms = {}
         self.residues.note_step()
-        if self.residues.enter_stage():
+        if self.residues.step == self.residues.warmup and self.residues.enter_stage():
             self._change_lanes()
         elif self._whole and self.residues.step >= self.residues.whole_steps:
             # Here every rank can wait, and the first choice is not to be waited for in a hook.
@@ -606,6 +605,7 @@ class Exchange(Averager):
 
     def _make_buckets(self, plan: list[list[str]]) -> None:
         self.residues.enter_stage()
+        self._places = {name: own.geometry.k for name, own in self.residues.tensors.items()}
         self.residues.buckets, self._norms = plan, {}
         size, share = self.collectives.size, self.collectives.share
         rest = self._parameters, self.residues, size, share, self._thread, self._copies

@@ -210,16 +210,10 @@ class TorchKernel:
 
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
         for step in self._steps:
-            g, _ = usable(step.grad, step.slot.residue, self._scale)
-            self._choose(step, g, extra, chosen)
-
-    def _choose(self, step: _Step, g: torch.Tensor, extra: float, chosen: torch.Tensor) -> None:
-        slot, residue = step.slot, step.slot.residue
-        choose_by_torch(residue + g, slot.geometry, slot.offsets(chosen))
-        if slot.levels:
-            positions = positions_of(slot.geometry, slot.offsets(chosen))
-            value = sendable(residue[positions], g[positions], extra)
-            slot.scales(chosen).copy_(scales_of(value, slot.levels))
+            slot, residue = step.slot, step.slot.residue
+            g, _ = usable(step.grad, residue, self._scale)
+            choose_by_torch(residue + g, slot.geometry, slot.offsets(chosen))
+            choose_scales(slot, step.grad, self._scale, extra, chosen)
 
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
         bad: Count = 0
@@ -310,9 +304,15 @@ def more_of(waited: torch.Tensor, g: torch.Tensor, extra: float) -> torch.Tensor
     return torch.where(waited * g >= 0, extra * waited, 0.0)
 
 
-def sendable(m: torch.Tensor, g: torch.Tensor, extra: float) -> torch.Tensor:
-    """What places send where m and g are apart yet."""
-    return m + g + more_of(m, g, extra)
+def choose_scales(
+    slot: TensorSlot, grad: torch.Tensor, scale: float, extra: float, chosen: torch.Tensor
+) -> None:
+    """Give integers the scales of what the chosen places would send, m and g being apart yet."""
+    if slot.levels:
+        positions = positions_of(slot.geometry, slot.offsets(chosen))
+        m = slot.residue[positions]
+        g, _ = usable(grad[positions], slot.residue, scale)
+        slot.scales(chosen).copy_(scales_of(m + g + more_of(m, g, extra), slot.levels))
 
 
 def scales_of(values: torch.Tensor, levels: int) -> torch.Tensor:

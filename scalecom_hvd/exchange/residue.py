@@ -128,7 +128,8 @@ class Residues:
 
     def lanes_at(self, step: int) -> dict[str, Lanes]:
         """{name: lanes} of the compressed tensors in a step."""
-        return {name: tensor.lanes(step < self.warmup) for name, tensor in self.tensors.items()}
+        warms_up = step < self.warmup
+        return {name: tensor.lanes(warms_up) for name, tensor in self.tensors.items()}
 
     def attach(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Learn the parameters, and make a residue for each that is compressed.

@@ -23,16 +23,7 @@ import triton
 import triton.language as tl
 
 from scalecom_hvd import triton as tiles
-from scalecom_hvd.exchange.kernels import (
-    Count,
-    Taken,
-    TensorSlot,
-    Wire,
-    positions_of,
-    scales_of,
-    sendable,
-    usable,
-)
+from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot, Wire, choose_scales
 from scalecom_hvd.lanes import LANES
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING
 
@@ -157,11 +148,7 @@ class _OneDtype:
     def _measure(self, extra: float, chosen: torch.Tensor) -> None:
         """The scales of integers. A block of values is of several tiles, so it is done apart."""
         for slot, grad in zip(self._slots, self._grads, strict=True):
-            if slot.levels:
-                positions = positions_of(slot.geometry, slot.offsets(chosen))
-                g, _ = usable(grad[positions], slot.residue, self._scale)
-                value = sendable(slot.residue[positions], g, extra)
-                slot.scales(chosen).copy_(scales_of(value, slot.levels))
+            choose_scales(slot, grad, self._scale, extra, chosen)
 
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> torch.Tensor:
         count = self._new_count()

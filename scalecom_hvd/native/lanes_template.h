@@ -100,13 +100,11 @@ typedef struct { float *scales; double total; int64_t begin; } NAME(scaler);
 static inline NAME(scaler) NAME(scaler_at)(const tensor *t, void *chosen) {
     return (NAME(scaler)){(float *)((char *)chosen + t->scales_at), 0, 0};
 }
-/* A tile's winners are in `offsets`: what they would send counts. The tile is in a cache yet. */
-INLINE void NAME(measure)(NAME(scaler) *to, const tensor *t, tile at, const void *offsets,
+/* What a tile's winners would send counts. The tile is in a cache yet. */
+INLINE void NAME(measure)(NAME(scaler) *to, const tensor *t, tile at, const INTEGER *winner,
                           REAL scale, REAL extra) {
     REAL size[LANES];
-    INTEGER row[LANES];
-    NAME(rows_of)(row, at, offsets, t->offset_width);
-    NAME(values_at)(size, t, at, row, scale, extra);
+    NAME(values_at)(size, t, at, winner, scale, extra);
     for (int l = 0; l < at.n; l++) {
         INTEGER bits = BITS(size[l]) & MAGNITUDE;
         size[l] = NAME(real)(bits & -((bits & EXPONENT) != EXPONENT));
@@ -153,7 +151,7 @@ CLONES static int64_t NAME(choose)(const tensor *t, REAL scale, REAL extra, void
                                   scale, row, best, winner);
         }
         NAME(store_rows)(t, at, chosen, winner);
-        if (t->levels) NAME(measure)(&measures, t, at, chosen, scale, extra);
+        if (t->levels) NAME(measure)(&measures, t, at, winner, scale, extra);
         lane += at.n;
     }
     return 0;
@@ -333,7 +331,7 @@ INLINE int64_t NAME(take_and_accumulate_tiles)(const tensor *t, REAL beta, REAL 
         bad += NAME(accumulate_tile)(t, at, beta, scale, &picks, choose, best, winner);
         bad += NAME(take_picks)(&picks, t, at, beta, extra, to, choose, best, winner);
         if (choose) NAME(store_rows)(t, at, chosen, winner);
-        if (choose && t->levels) NAME(measure)(&measures, t, at, chosen, scale, extra);
+        if (choose && t->levels) NAME(measure)(&measures, t, at, winner, scale, extra);
         lane += at.n;
     }
     return bad;

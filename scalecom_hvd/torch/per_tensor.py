@@ -160,7 +160,7 @@ class Sent:
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    whole: bool
+    choice: torch.Tensor | None  # None: it was sent whole
 
 
 @dataclasses.dataclass
@@ -338,12 +338,12 @@ class PerTensor(Averager):
             # A copy where the gradient is needed at the step's end: Horovod reduces in place.
             whole = flat.to(wide_dtype(flat), copy=bucket is not None)
             self._handed_over["dense"] += whole.numel() * whole.element_size()
-            return whole, Sent(name, grad.shape, grad.dtype, whole=True)
+            return whole, Sent(name, grad.shape, grad.dtype, None)
 
         tensor = self._residues.tensors[name]
         try:
-            move = bucket.take_and_accumulate(self._choice(bucket), choose=self._chooses())
-            values, chosen = finished(move)
+            choice = bucket.join_choice(self._run.tensor_states)
+            values, chosen = finished(bucket.take_and_accumulate(choice, choose=self._chooses()))
         except BaseException:
             # Of this tensor nothing is sent; the others' values may be on their way already.
             bucket.roll_back()
@@ -358,7 +358,7 @@ class PerTensor(Averager):
         is_bad = torch.as_tensor(bucket.bad != 0, device=values.device)
         values[:1].masked_fill_(is_bad, float("nan"))
         self._handed_over["values"] += values.numel() * values.element_size()
-        return values, Sent(name, grad.shape, grad.dtype, whole=False)
+        return values, Sent(name, grad.shape, grad.dtype, choice)
 
     def decompress(self, result: torch.Tensor, sent: Sent) -> torch.Tensor:
         """The averaged gradient, in its shape and dtype; all NaN if a rank's was not finite."""
@@ -369,7 +369,7 @@ class PerTensor(Averager):
         if self._marks:  # the first of the step: Horovod has put no average into p.grad yet
             marks, self._marks = self._marks, {}
             self._changed = [n for n, mark in marks.items() if not mark.fits(self._parameters[n])]
-        if sent.whole:
+        if sent.choice is None:
             average = result.to(sent.dtype)
             bad = ~average.isfinite().all()
             output = average.view(sent.shape)
@@ -385,7 +385,7 @@ class PerTensor(Averager):
             average = result.to(tensor.residue.dtype) / self._scale
             bad = ~average.to(sent.dtype).isfinite().all()
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
-            bucket.receive(self._choice(bucket), result)
+            bucket.receive(sent.choice, result)
             bucket.scatter({sent.name: flat})
             output = flat.masked_fill_(bad, float("nan")).view(sent.shape)
             if self._news.channel is None:
@@ -520,10 +520,6 @@ class PerTensor(Averager):
     def _chooses(self) -> bool:
         """Whether this rank chooses for the next step."""
         return self._next_leader() == self.collectives.position
-
-    def _choice(self, bucket: Bucket) -> torch.Tensor:
-        """This step's choice of a tensor's places, as bytes."""
-        return bucket.join_choice(self._run.tensor_states)
 
     def _keep_choice(self, bucket: Bucket, chosen: torch.Tensor) -> None:
         for name, own in bucket.split_choice(chosen).items():

@@ -77,23 +77,23 @@ def new_bucket(parameters, config, ranks=1):
     return Bucket(0, list(named), named, residues, ranks), list(residues.tensors.values())
 
 
+def side_by_side(residues, shapes, levels=0):
+    """Tensors that share their buffers, and where they lie there."""
+    layout = Layout({str(i): shape for i, shape in enumerate(shapes)}, has_scales=levels > 0)
+    places = layout.offsets, layout.values, layout.scales
+    slots = []
+    for i, (residue, shape) in enumerate(zip(residues, shapes, strict=True)):
+        offsets, values, scales = (place[str(i)].start for place in places)
+        slots.append(TensorSlot(residue, shape, offsets, values, levels, scales))
+    return slots, layout
+
+
 def integer_moves(kernel, grads, residues, shapes, beta, scale, levels, extra):
     """What a step with integers does with tensors that share their buffers; gives every
     intermediate tensor.
     """
     residues = [residue.clone() for residue in residues]
-    layout = Layout({str(i): shape for i, shape in enumerate(shapes)}, has_scales=True)
-    slots = [
-        TensorSlot(
-            residue,
-            shape,
-            layout.offsets[str(i)].start,
-            layout.values[str(i)].start,
-            levels,
-            layout.scales[str(i)].start,
-        )
-        for i, (residue, shape) in enumerate(zip(residues, shapes, strict=True))
-    ]
+    slots, layout = side_by_side(residues, shapes, levels)
     made = kernel(slots, [grad.dtype for grad in grads])
     made.begin(grads, [False] * len(grads), scale)
     choice, ahead = (torch.zeros(layout.offsets_bytes, dtype=torch.uint8) for _ in range(2))
@@ -112,13 +112,7 @@ def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire, extra=
     tensor.
     """
     residues, states = [residue.clone() for residue in residues], []
-    slots, offsets_at, values_at = [], 0, 0
-    for residue, shape in zip(residues, shapes, strict=True):
-        slots.append(TensorSlot(residue, shape, offsets_at, values_at))
-        offsets_at, values_at = (
-            offsets_at + shape.k * shape.offset_dtype.itemsize,
-            values_at + shape.k,
-        )
+    slots, layout = side_by_side(residues, shapes)
     made = kernel(slots, [grad.dtype for grad in grads])
     made.begin(grads, [False] * len(grads), scale)
 
@@ -126,7 +120,7 @@ def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire, extra=
         states.extend(t.clone() for t in (*residues, *tensors))
 
     offsets, chosen = new_offsets(*shapes), new_offsets(*shapes)
-    values, sent = torch.zeros(2, values_at, dtype=wire)
+    values, sent = torch.zeros(2, layout.n_values, dtype=wire)
     if choose == CHOOSE_AHEAD:  # look-ahead, after a first selection
         made.accumulate(0.0, CHOOSE_ACCUMULATOR, offsets)
         to = Wire(offsets, values, sent, 65504 / 4)

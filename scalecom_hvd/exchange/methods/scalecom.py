@@ -71,8 +71,9 @@ class ScaleCom(Method):
         self._rounds_to_half = quantiser_of(quantiser).sums_halves
         super().__init__(quantiser=quantiser, **settings)
         if self._quantiser_settings:
+            defaults = ScaleComConfig()
             for name in ("lookahead", "bits", "wire_dtype"):
-                if getattr(self.config, name) not in (False, 32, None):
+                if getattr(self.config, name) != getattr(defaults, name):
                     raise ValueError(
                         f"{name} and a quantiser of less than 16 bits exclude each other: leave "
                         "one of them out"
