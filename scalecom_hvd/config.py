@@ -48,12 +48,23 @@ class ScaleComConfig:
     accuracy: lower the rate for short runs.
     """
 
-    beta: float = 0.2
+    beta: float = cast(float, None)
     """The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1.
 
     The share of what waits at a chosen place that is sent at once. 1 is classic error feedback,
-    which sends all of it, however stale, and breaks training without batch norm. Lower is stabler,
-    but what was not sent arrives later, over up to rate / beta steps.
+    which sends all of it, however stale, and breaks training without batch norm, unless gradients
+    are computed a step ahead. Lower is stabler, but what was not sent arrives later, over up to
+    rate / beta steps. None: 1 with step_ahead, and 0.2 without.
+    """
+
+    step_ahead: float = cast(float, None)
+    """How far ahead gradients are computed; 0: where the parameters are.
+
+    1: where this rank's residue would take the parameters, by the optimizer's own direction: 1.5 *
+    lr * m for SGD with momentum, half of lr * m / (sqrt(v) + eps) for Adam's family. Then what
+    waits has been reckoned with, and needs no low-pass filter. PyTorch only, and only where the
+    model is known. Where ranks have unlike data, take 0. None: 1 where the model is known, as
+    ScaleComState knows it, and ScaleCom(model=model) elsewhere; 0 where it is not.
     """
 
     flush: bool = True
@@ -169,13 +180,14 @@ class ScaleComConfig:
         def fix(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        for name in ("rate", "beta", "warmup_rate"):
-            fix(name, checked_number(name, getattr(self, name)))
-        for name in ("min_numel", "bits", "bucket_bytes"):
-            fix(name, _integer(name, getattr(self, name)))
-        for name in ("total_steps", "warmup_steps"):
-            if getattr(self, name) is not None:
-                fix(name, _integer(name, getattr(self, name)))
+        may_be_none = ("beta", "step_ahead", "total_steps", "warmup_steps")
+        for names, checked in (
+            (("rate", "warmup_rate", "beta", "step_ahead"), checked_number),
+            (("min_numel", "bits", "bucket_bytes", "total_steps", "warmup_steps"), _integer),
+        ):
+            for name in names:
+                if getattr(self, name) is not None or name not in may_be_none:
+                    fix(name, checked(name, getattr(self, name)))
         for name in ("lookahead", "flush"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -208,7 +220,12 @@ class ScaleComConfig:
                     f"{name} is N/k, the number of elements of which one is sent: at least 1 "
                     f"(all), not {rate}"
                 )
-        if not 0 < self.beta <= 1:
+        if self.step_ahead is not None and not 0 <= self.step_ahead < math.inf:
+            raise ValueError(
+                f"step_ahead must be a number from 0 (off) on, not {self.step_ahead}: 1 is right "
+                "for most"
+            )
+        if self.beta is not None and not 0 < self.beta <= 1:
             raise ValueError(
                 f"beta must be in (0, 1], not {self.beta}: 1 is classic error feedback, lower is "
                 "stabler"
@@ -271,6 +288,19 @@ class ScaleComConfig:
         _check_names(fields, "there is no setting")
         return dataclasses.replace(self, **fields)
 
+    def resolved(self, knows_model: bool = False) -> ScaleComConfig:
+        """With numbers in place of None, for whoever trains by these settings.
+
+        Args:
+            knows_model: whether gradients can be computed a step ahead.
+        """
+        ahead, beta = self.step_ahead, self.beta
+        if ahead is None:
+            ahead = 1.0 if knows_model else 0.0
+        if beta is None:
+            beta = 1.0 if ahead else 0.2
+        return dataclasses.replace(self, step_ahead=ahead, beta=beta)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, which `ScaleComConfig(**d)` reads.
 
@@ -304,7 +334,8 @@ class ScaleComConfig:
     @property
     def extra(self) -> float:
         """How many times a residue is sent besides its accumulator where all that waits is sent."""
-        return 1 / self.beta - 1 if self.flush else 0.0
+        beta = self.resolved().beta
+        return 1 / beta - 1 if self.flush else 0.0
 
     @classmethod
     def from_env(cls, base: ScaleComConfig | None = None) -> ScaleComConfig:

@@ -64,9 +64,9 @@ class ScaleComReference:
         buckets: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self.n_workers = n_workers
-        self.config = config
+        self.config = config.resolved()
         self.shapes = dict(shapes)
-        self.rates = config.rates_for(self.shapes)
+        self.rates = self.config.rates_for(self.shapes)
         self.bucket_of = {
             name: b for b, names in enumerate(buckets or [list(self.shapes)]) for name in names
         }

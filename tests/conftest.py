@@ -8,6 +8,7 @@ import os
 
 os.environ.setdefault("SCALECOM_DENSE", "[]")
 os.environ.setdefault("SCALECOM_WARMUP_STEPS", "0")
+os.environ.setdefault("SCALECOM_STEP_AHEAD", "0")
 
 
 def write(word, test):

@@ -74,7 +74,9 @@ class ScaleComState:
                 f"compression={type(compression).__name__}({', '.join(settings)}=...)"
             )
         self.compression = (
-            compression if isinstance(compression, Method) else compression(**settings)
+            compression
+            if isinstance(compression, Method)
+            else compression(**{"model": model, **settings})
         )
         self._begin()
         self.attach(model, process_group, collectives=collectives)
@@ -132,6 +134,9 @@ class ScaleComState:
             asks_for_use=drops,
             compares_parameters=False,
         )
+        self.compression.watch(model)  # for one that was unpickled
+        if self.compression.ahead is not None:
+            self.compression.ahead.serve(parameters, self.compression.residues, 1.0)
         self._alone = collectives.size == 1
         self._names = parameters
         self._stand_ins = {p: stand_ins[name] for name, p in parameters.items()}

@@ -19,7 +19,7 @@ RANKS = 2
 # Each rank leads twice.
 STEPS = 4
 # Everything is compressed, from the first step on.
-CONFIG = ScaleComConfig(rate=10, dense=[], warmup_steps=0, min_numel=0)
+CONFIG = ScaleComConfig(rate=10, dense=[], warmup_steps=0, min_numel=0).resolved()
 LEARNING_RATE = 0.1
 PASSED = "scalecom_hvd self-test passed: "
 # Seconds after which a rank ends itself, and says where it was: no launcher may leave one behind.

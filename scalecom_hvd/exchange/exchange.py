@@ -288,6 +288,8 @@ class Exchange(Averager):
         """
         with self._or_forgotten():
             self._finishing = True
+            if self._method.ahead is not None:  # also where no step follows, as of a GradScaler
+                self._method.ahead.restore()
             try:
                 self._finish()
             finally:

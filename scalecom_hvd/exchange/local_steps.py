@@ -115,6 +115,11 @@ class LocalSteps(Averager):
         clip_changes: float | None = None,
     ) -> None:
         schedule.check_overlap(overlap)
+        if method.config.step_ahead:
+            raise ValueError(
+                "local steps and step-ahead gradients exclude each other, as both move a rank's "
+                f"own parameters: leave out model= and step_ahead= of {type(method).__name__}"
+            )
         self.schedule = schedule
         self._overlap = overlap
         self._clipping = Clipping(clip_changes)

@@ -22,6 +22,7 @@ from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.new_gradients import SparseAverage
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.rounds_alive import any_held, rounds_of
+from scalecom_hvd.exchange.step_ahead import restore_all
 from scalecom_hvd.exchange.undo import Remembered
 from scalecom_hvd.exchange.unused_averages import end_step_by_error
 from scalecom_hvd.schedule import Schedule
@@ -210,11 +211,14 @@ def _synchronize_parameters(self: Any) -> None:
 
 @contextlib.contextmanager
 def common_parameters(params: dict[str, object] | list[object]) -> Iterator[None]:
-    """For a broadcast: parameters in the middle of a round of local steps are the common ones.
+    """For a broadcast: parameters that are a rank's own for a while are the common ones.
+
+    They are its own in the middle of a round of local steps, and ahead of one that will be taken.
 
     Args:
         params: a state_dict, or a list of (name, tensor) or of tensors.
     """
+    restore_all()
     held = [local for local in rounds_of(params) if local.own.held] if any_held() else []
     for local in held:
         local.show_common()

@@ -163,6 +163,7 @@ class Run:
                 _note_rank(state, averager.collectives)
             if self._method.diagnostics is not None:
                 averager.watch(self._method.diagnostics)
+            self._serve_ahead(parameters, averager)
             self.residues.synchronisations_in = averager.synchronisations_in
             self.residues.attach(parameters)
             if state is None:
@@ -175,6 +176,19 @@ class Run:
             self.release()
             raise
         self.averager = averager
+
+    def _serve_ahead(self, parameters: Mapping[str, torch.Tensor], averager: Averager) -> None:
+        ahead, name = self._method.ahead, type(self._method).__name__
+        if ahead is None:
+            if self._method.config.step_ahead:
+                raise ValueError(
+                    "step_ahead moves the model's parameters, so it needs the model: "
+                    f"{name}(model=model, step_ahead=...), or .watch(model) of one that was "
+                    "unpickled"
+                )
+            return
+        collectives = averager.collectives
+        ahead.serve(parameters, self.residues, collectives.size * collectives.share)
 
     def release(self) -> None:
         """Serve nobody again, with what was loaded: no optimizer could be made."""

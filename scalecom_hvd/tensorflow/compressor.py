@@ -172,13 +172,16 @@ class ScaleCom(Tracked, Compressor):
                 "named_parameters is for PyTorch: in TensorFlow ScaleCom learns variables from the "
                 "optimizer or tape"
             )
-        self.config = (config if config is not None else ScaleComConfig.from_env()).replace(
-            **fields
-        )
+        config = config if config is not None else ScaleComConfig.from_env()
+        self.config = config.replace(**fields).resolved()
         if self.config.warmup_rate > 1:
             raise ValueError(
                 f"warmup_rate={self.config.warmup_rate:g} is of the PyTorch faces only so far: "
                 "leave warmup_rate out"
+            )
+        if self.config.step_ahead:
+            raise ValueError(
+                f"step_ahead={self.config.step_ahead:g} is of the PyTorch faces only: leave it out"
             )
         self.number = next(_order)
         self.knows_loss_scale = loss_scale is not None

@@ -440,6 +440,8 @@ class PerTensor(Averager):
 
     def _end_step(self) -> None:
         """The last result has come. Every rank comes here without waiting for later steps."""
+        if self._method.ahead is not None:
+            self._method.ahead.restore()
         self._usual_order = self._seen
         residues = self._residues
         self._hear_from_ranks()

@@ -61,7 +61,7 @@ class Run:
         with it weight decay, before the exchange; decay_first: weight decay alone.  local_steps: H,
         after which workers average their parameters' changes.  optimizer: "sgd" or "adamw".
         outer: of OUTERS, what steps the common parameters with these averages.  overlap: how many
-        steps are taken while these averages travel.
+        steps are taken while these averages travel.  step_ahead: its factor.
     """
 
     task: str
@@ -87,6 +87,7 @@ class Run:
     optimizer: str = "sgd"
     outer: str | None = None
     overlap: int = 0
+    step_ahead: float = 0.0
 
     def resolved(self) -> Run:
         """With the task's own numbers in the place of None."""
@@ -212,6 +213,11 @@ class Together:
         )
         self._optimizer = optimizer_of(run, self._task, self._parameters)
         self._before = Before(run, self._task, self._parameters)
+        # One model is every worker's in turn, so each worker's residue moves that one.
+        for each in self.simulation.compressors:
+            if each.ahead is not None:
+                each.ahead.serve(self._named, each.residues, 1.0)
+                each.ahead.know(self._optimizer)
 
     def step(self, step: int, lr: float) -> tuple[list[float], float]:
         """One step of all; gives every worker's loss, and the largest norm of a worker's compressed
@@ -225,8 +231,13 @@ class Together:
             # Running statistics are worker 0's, as they are rank 0's on real ranks.
             for module in self._normalisations:
                 module.momentum = 0.1 if worker == 0 else 0.0
+            ahead = simulation.compressors[worker].ahead
+            if ahead is not None:
+                ahead.move()
             loss = self._task.loss(self.model, batch_of(run, self._task, step, worker))
             gradient = torch.autograd.grad(loss, self._parameters)
+            if ahead is not None:
+                ahead.restore()
             grads.append(dict(zip(self._named, self._before(worker, gradient), strict=True)))
             losses.append(float(loss.detach()))
         compressor = simulation.compressors[0]
@@ -334,6 +345,8 @@ def simulate(
             else {"dense": ["auto:output"], "warmup_steps": round(run.warmup * run.steps)}
         )
         options = recommended | options
+        if run.step_ahead:  # a model that nobody calls: Together moves parameters itself
+            options |= {"step_ahead": run.step_ahead, "model": nn.Module()}
         if run.diagnostics:
             options["diagnostics"] = hvd.Diagnostics(every=run.diagnostics, sample=SAMPLE)
     config = hvd.ScaleComConfig()  # whatever the environment says

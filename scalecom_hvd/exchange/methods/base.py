@@ -6,7 +6,7 @@ What the bucket was told is committed or rolled back with the step, and so is th
 `Method` is what users pass as `compression=`. It holds settings; residues and states are its run's
 (run.py).
 
-Imports run, bucket_collectives, bucket and the rooms below.
+Imports run, step_ahead, bucket_collectives, bucket and the rooms below.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.bucket_layout import Stats
@@ -28,6 +29,7 @@ from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.quantisers import Quantiser, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues
 from scalecom_hvd.exchange.run import Run
+from scalecom_hvd.exchange.step_ahead import StepAhead
 from scalecom_hvd.saved_state import Saved
 
 TensorStates = Mapping[str, Mapping[str, torch.Tensor]]
@@ -74,7 +76,12 @@ class Method:
         diagnostics: a number of steps, or Diagnostics: every so many steps see how alike workers
             are, and how good the choice is.
         quantiser: what the sent values become, None or one of quantisers.py.
+        model: the model that is trained, so that its gradients can be computed a step ahead (see
+            ScaleComConfig.step_ahead). It is the one that the script calls. ScaleComState knows it.
         **fields: any field of ScaleComConfig, over `config`.
+
+    Attributes:
+        ahead: moves the model's parameters ahead; None: gradients are computed where they are.
 
     Raises:
         ValueError, TypeError: settings that cannot work, or mean nothing to the method.
@@ -101,6 +108,7 @@ class Method:
         loss_scale: object = None,
         diagnostics: Diagnostics | int | None = None,
         quantiser: Quantiser | type[Quantiser] | None = None,
+        model: nn.Module | None = None,
         **fields: Any,
     ) -> None:
         name = type(self).__name__
@@ -110,7 +118,7 @@ class Method:
                 "or RandomK (a method of your own: set takes_quantiser)"
             )
         config = config if config is not None else ScaleComConfig.from_env()
-        self.config = self._checked(config.replace(**fields))
+        self.config = self._checked(config.replace(**fields)).resolved(model is not None)
         defaults = ScaleComConfig()
         for field in self.unused:
             if getattr(self.config, field) != getattr(defaults, field):
@@ -121,6 +129,9 @@ class Method:
         self.quantiser = quantiser_of(quantiser)
         self.diagnostics = Diagnostics.of(diagnostics)
         self._read_scale = _scale_reader(loss_scale)
+        self.ahead: StepAhead | None = None
+        if model is not None:
+            self.watch(model)
         self.run = Run(self)
 
     # What a new method says.
@@ -212,6 +223,15 @@ class Method:
             )
         return 1 / scale
 
+    def watch(self, model: nn.Module) -> None:
+        """Compute this model's gradients a step ahead, if the settings say so.
+
+        Done by __init__ where it is given the model. One that was unpickled must be told anew.
+        """
+        if self.config.step_ahead and self.ahead is None:
+            self.ahead = StepAhead(self.config.step_ahead)
+            self.ahead.watch(model)
+
     # What users, and elastic states, ask of its run.
 
     @property
@@ -296,9 +316,11 @@ class Method:
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled, or copied: settings and this rank's state; it serves nobody then.
 
-        The loss scale is left out: give the script's GradScaler anew, as `loss_scale`.
+        The loss scale and the model are left out: give the script's GradScaler anew, as
+        `loss_scale`, and the model by `watch(model)`.
         """
-        return vars(self) | {"run": None, "_read_scale": None, "saved": self.state_dict()}
+        left_out = {"run": None, "_read_scale": None, "ahead": None}
+        return vars(self) | left_out | {"saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("saved")

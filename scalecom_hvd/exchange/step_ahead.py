@@ -1,0 +1,309 @@
+"""Step-ahead gradients: computed where the parameters would be, had the residue been applied.
+
+Error feedback computes a gradient at x, and applies it, in part, many steps later. Here rank i
+computes it at x - lr * a * D(m_i) instead, where m_i is what waits in its residue, and D what the
+optimizer makes of a gradient (Xu, Huo and Huang, "Step-Ahead Error Feedback for Distributed
+Training with Compressed Gradient", AAAI 2021, arXiv 2008.05823). Nothing travels for it.
+
+Between a training forward and the step, the parameters of a rank are its own, *ahead*. Hooks on the
+model move them, and give everybody else the *common* ones, to the bit: a forward without gradients
+or in evaluation, state_dict(), the optimizer's step, the end of the exchange. Imports residue.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from scalecom_hvd.exchange.residue import Residues
+
+# A place that the optimizer has hardly seen has a tiny v, and says nothing of the residue there.
+LARGEST = 10.0
+# a: momentum makes more of a gradient in time than at once, and first moments make less at once.
+# Found by trying: docs/results.md.
+SGD_SHARE = 1.5
+ADAM_SHARE = 0.5
+# So many elements are worked on at a time that what is made of them stays in a processor's cache.
+BLOCK = 2**16
+
+UNKNOWN_OPTIMIZER = (
+    "step-ahead gradients follow the optimizer's own direction, and that of {} is not known: they "
+    "work with SGD, and with optimizers that keep exp_avg_sq (Adam, AdamW, NAdam, RAdam, LAMB), "
+    "square_avg (RMSprop), sum (Adagrad) or exp_inf (Adamax); give step_ahead=0"
+)
+WRITTEN_TO = (
+    "{} was written to between a training forward and optimizer.step(), while it was moved ahead "
+    "by step-ahead gradients: change parameters after optimizer.step(), or give step_ahead=0"
+)
+
+
+class Where(enum.Enum):
+    """Which parameters the model has now, and which its spare copy."""
+
+    COMMON = "the common ones"
+    AHEAD = "this rank's, ahead; the spare copy has the common ones"
+    ASIDE = "the common ones, for a moment; the spare copy has those ahead"
+
+
+class StepAhead:
+    """The parameters of one rank, moved ahead while it computes gradients.
+
+    Args:
+        factor: how much of the way.
+
+    Attributes:
+        where: what the parameters are now.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.where = Where.COMMON
+        self._parameters: Mapping[str, torch.Tensor] = {}
+        self._residues: Residues | None = None
+        self._ranks = 1.0
+        self._stepping = False
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        # {name: what the parameters are not now}; made once, as large as what is compressed.
+        self._spare: dict[str, torch.Tensor] = {}
+        self._moved: dict[str, int] = {}
+        _everyone.add(self)
+
+    def watch(self, model: nn.Module) -> None:
+        """Put hooks on a model: its training forwards move parameters ahead."""
+        hook = _Hook(self)
+        model.register_forward_pre_hook(hook.before_forward)
+        model.register_forward_hook(hook.after_forward, always_call=True)
+        for module in model.modules():  # of a wrapped model scripts save what is inside
+            module.register_state_dict_pre_hook(hook.before_looking)
+            module.register_load_state_dict_pre_hook(hook.before_looking)
+
+    def serve(
+        self, parameters: Mapping[str, torch.Tensor], residues: Residues, ranks: float
+    ) -> None:
+        """These are the parameters, and this rank's residues of them.
+
+        Args:
+            parameters: {name: parameter}.
+            residues: by the same names.
+            ranks: by how much a sum over ranks is larger than what is applied, 1 for averages.
+        """
+        self._parameters, self._residues, self._ranks = parameters, residues, ranks
+
+    def know(self, optimizer: torch.optim.Optimizer) -> None:
+        """This optimizer steps some of the parameters, if they are its own: the last one counts."""
+        if self._optimizers and self._optimizers[-1]() is optimizer:
+            return
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        if not own.isdisjoint(self._parameters.values()):
+            others = [known for known in self._optimizers if known() is not optimizer]
+            self._optimizers = [*others, weakref.ref(optimizer)]
+
+    # The moves.
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Move parameters ahead, unless they are, or nothing has been exchanged yet."""
+        if self.where is Where.ASIDE:
+            self._exchange_with_spare()
+            self.where = Where.AHEAD
+        if self.where is Where.AHEAD or self._stepping:
+            return
+        if self._residues is None or not self._residues.step:
+            return
+        for name, parameter, group, state in self._stepped():
+            if name not in self._spare:
+                self._spare[name] = torch.empty_like(parameter)
+            self._spare[name].copy_(parameter)
+            # By .data, which autograd does not notice: a graph of the common ones stays valid.
+            self._add(parameter.data, self._residues.tensors[name].residue, group, state)
+            self._moved[name] = parameter._version
+        self.where = Where.AHEAD
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Parameters are the common ones again, to the bit, until the next training forward.
+
+        Raises:
+            RuntimeError: somebody wrote to them meanwhile.
+        """
+        if self.where is Where.AHEAD:
+            for name in self._moved:
+                self._parameters[name].data.copy_(self._spare[name])
+        self.where = Where.COMMON
+        moved, self._moved = self._moved, {}
+        for name, version in moved.items():
+            if self._parameters[name]._version != version:
+                raise RuntimeError(WRITTEN_TO.format(name))
+
+    @torch.no_grad()
+    def step_aside(self) -> None:
+        """Parameters are the common ones for a moment; `move` brings the others back."""
+        if self.where is Where.AHEAD:
+            self._exchange_with_spare()
+            self.where = Where.ASIDE
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step. Closures that it calls compute gradients where it is."""
+        self.know(optimizer)
+        if self._is_known(optimizer):
+            self.restore()
+            self._stepping = True
+
+    def step_ends(self) -> None:
+        """It has."""
+        self._stepping = False
+
+    def _exchange_with_spare(self) -> None:
+        for name in self._moved:
+            data = self._parameters[name].data
+            now = data.clone()
+            data.copy_(self._spare[name])
+            self._spare[name].copy_(now)
+
+    def _stepped(
+        self,
+    ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], Mapping[str, Any]]]:
+        """What is compressed and stepped: its name, parameter, group and the optimizer's state."""
+        self._optimizers = [known for known in self._optimizers if known() is not None]
+        if not self._optimizers:  # a run that goes on: no step was seen in this process
+            for found in gc.get_objects():
+                if issubclass(type(found), torch.optim.Optimizer) and "param_groups" in vars(found):
+                    self.know(found)
+        known: dict[torch.Tensor, tuple[Any, ...]] = {}
+        for optimizer in [known() for known in self._optimizers]:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    state = optimizer.state.get(p, {})
+                    # Of an optimizer and one that wraps it, the one that steps has the state.
+                    if p.requires_grad and (state or p not in known):
+                        known[p] = group, state, optimizer
+        for name in self._residues.tensors:
+            parameter = self._parameters[name]
+            if parameter in known:
+                group, state, optimizer = known[parameter]
+                if _has_direction(state) or isinstance(optimizer, torch.optim.SGD):
+                    yield name, parameter, group, state
+                elif state:
+                    raise RuntimeError(UNKNOWN_OPTIMIZER.format(type(optimizer).__name__))
+
+    def _is_known(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(known() is optimizer for known in self._optimizers)
+
+    def _add(
+        self,
+        parameter: torch.Tensor,
+        residue: torch.Tensor,
+        group: Mapping[str, Any],
+        state: Mapping[str, Any],
+    ) -> None:
+        """parameter <- parameter - lr * a * D(m), where m is what waits in the residue."""
+        beta = self._residues.config.beta
+        lr = float(group["lr"]) * self.factor * self._ranks
+        if group.get("maximize"):
+            lr = -lr
+        if not _has_direction(state):
+            share = SGD_SHARE if group.get("momentum") else 1.0
+            parameter.add_(residue.view(parameter.shape), alpha=-lr * share / beta)
+            return
+        second, power, correction = _second_moment(state, group)
+        flat = parameter.is_contiguous() and second.is_contiguous()
+        size = BLOCK if flat and parameter.device.type == "cpu" else max(parameter.numel(), 1)
+        shape = (-1,) if flat else parameter.shape
+        for own, waits, v in zip(
+            parameter.view(shape).split(size) if flat else [parameter],
+            residue.split(size) if flat else [residue.view(shape)],
+            second.view(shape).split(size) if flat else [second],
+            strict=True,
+        ):
+            scale = v.div(correction).pow_(power).add_(float(group.get("eps", 0.0)))
+            ahead = waits.div(scale).mul_(1 / beta).nan_to_num_(0.0, LARGEST, -LARGEST)
+            own.add_(ahead.clamp_(-LARGEST, LARGEST), alpha=-lr * ADAM_SHARE)
+
+
+def _has_direction(state: Mapping[str, Any]) -> bool:
+    return any(key in state for key in ("exp_avg_sq", "square_avg", "sum", "exp_inf"))
+
+
+def _second_moment(
+    state: Mapping[str, Any], group: Mapping[str, Any]
+) -> tuple[torch.Tensor, float, float]:
+    """What a gradient is divided by: a tensor, and which power of it over which correction."""
+    if "exp_avg_sq" in state:
+        steps = float(state.get("step", 0))
+        b2 = float(group["betas"][1])
+        # Zero where it has not begun, as in a state that was loaded and never stepped.
+        correction = 1 - b2**steps or 1.0
+        return state.get("max_exp_avg_sq", state["exp_avg_sq"]), 0.5, correction
+    if "exp_inf" in state:
+        return state["exp_inf"], 1.0, 1.0
+    return state["square_avg" if "square_avg" in state else "sum"], 0.5, 1.0
+
+
+class _Hook:
+    """The hooks of a model. A copy of the model, or one that is loaded, has hooks that do nothing.
+
+    Args:
+        ahead: whose; not kept alive.
+    """
+
+    def __init__(self, ahead: StepAhead | None) -> None:
+        self._ahead: Callable[[], StepAhead | None] = weakref.ref(ahead) if ahead else _nobody
+
+    def before_forward(self, module: nn.Module, *_: Any) -> None:
+        ahead = self._ahead()
+        if ahead is not None:
+            if module.training and torch.is_grad_enabled():
+                ahead.move()
+            else:
+                ahead.step_aside()
+
+    def after_forward(self, *_: Any) -> None:
+        """What stepped aside comes back: a backward may be due yet."""
+        ahead = self._ahead()
+        if ahead is not None and ahead.where is Where.ASIDE:
+            ahead.move()
+
+    def before_looking(self, *_: Any) -> None:
+        ahead = self._ahead()
+        if ahead is not None:
+            ahead.restore()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None,)
+
+
+def _nobody() -> None:
+    return None
+
+
+def restore_all() -> None:
+    """For whoever reads or writes parameters without their model: they are the common ones."""
+    for ahead in list(_everyone):
+        ahead.restore()
+
+
+_everyone: weakref.WeakSet[StepAhead] = weakref.WeakSet()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for ahead in list(_everyone):
+        ahead.step_begins(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for ahead in list(_everyone):
+        ahead.step_ends()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

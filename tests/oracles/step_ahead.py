@@ -1,0 +1,50 @@
+"""n workers that compute gradients a step ahead, one after the other, with one model.
+
+The averages are those of reference.py; the step is PyTorch's own optimizer's.
+"""
+
+import torch
+
+from scalecom_hvd.reference import ScaleComReference
+
+
+def ahead(residue, lr, factor, group, state):
+    """What parameters are moved by: -lr * a * D(m), with beta = 1."""
+    m = torch.from_numpy(residue)
+    if "exp_avg_sq" not in state:
+        return -lr * factor * (1.5 if group.get("momentum") else 1.0) * m
+    v = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
+    direction = (m / (v.sqrt() + group["eps"])).clamp(-10, 10)
+    return -lr * factor * 0.5 * torch.where(m == 0, 0, direction)
+
+
+def train(model, optimizer, config, workers, steps, loss, factor=1.0):
+    """Train the model in place; loss(model, worker, step) gives a worker's loss of a step."""
+    named = dict(model.named_parameters())
+    shapes = {name: tuple(p.shape) for name, p in named.items()}
+    reference = ScaleComReference(workers, shapes, config)
+    for step in range(steps):
+        grads = []
+        common = {name: p.detach().clone() for name, p in named.items()}
+        for worker in range(workers):
+            for group in optimizer.param_groups:
+                for name, p in named.items():
+                    own = [q for q in group["params"] if q is p]
+                    if own and step and name in reference.residues[worker]:
+                        moved = ahead(
+                            reference.residues[worker][name],
+                            group["lr"],
+                            factor,
+                            group,
+                            optimizer.state[p],
+                        )
+                        p.data.add_(moved)
+            model.zero_grad()
+            loss(model, worker, step).backward()
+            grads.append({name: p.grad.numpy().copy() for name, p in named.items()})
+            for name, p in named.items():
+                p.data.copy_(common[name])
+        for name, average in reference.step(grads).items():
+            named[name].grad = torch.from_numpy(average)
+        optimizer.step()
+    return reference

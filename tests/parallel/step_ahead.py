@@ -1,0 +1,49 @@
+"""What the tests of step-ahead gradients have in common, on both faces and in DDP's hook."""
+
+import torch
+from faces import hvd
+
+from scalecom_hvd.config import ScaleComConfig
+
+SETTINGS = {"rate": 5, "dense": [], "warmup_steps": 0, "min_numel": 20, "step_ahead": 1}
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+def make_model(seed=1):
+    """Two layers in float64, so that rounding turns no choice."""
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(12, 20), torch.nn.Tanh(), torch.nn.Linear(20, 6)
+    return torch.nn.Sequential(*layers).double()
+
+
+def loss(model, rank, step):
+    """Of a rank's own batch."""
+    torch.manual_seed(100 * step + rank)
+    inputs = torch.randn(8, 12, dtype=torch.float64)
+    wanted = torch.sin(inputs[:, :6]) + rank * 0.1
+    return (model(inputs) - wanted).square().mean()
+
+
+def config(**settings):
+    """Of reference.py, for these settings."""
+    return ScaleComConfig(**{**SETTINGS, **settings})
+
+
+def copies(model):
+    """What the parameters are now."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def are_equal(model, others, prefix=""):
+    """Whether they are these, to the bit."""
+    named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    return all(torch.equal(p, others[name]) for name, p in named.items())
+
+
+def assert_close(model, others):
+    for (name, p), q in zip(model.named_parameters(), others.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-9, atol=1e-12), (hvd.rank(), name)

@@ -1,0 +1,158 @@
+"""Gradients computed a step ahead in DDP's hook, which knows the model and finds the optimizer."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from faces import hvd
+from models import same_on_all_ranks
+from oracles import step_ahead as oracle
+from step_ahead import (
+    OPTIMIZERS,
+    SETTINGS,
+    are_equal,
+    assert_close,
+    config,
+    copies,
+    loss,
+    make_model,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+
+
+def make(optimizer="adamw", wrap=lambda model: model, **settings):
+    model = DistributedDataParallel(wrap(make_model()))
+    state = ScaleComState(model, **{**SETTINGS, **settings})
+    model.register_comm_hook(state, scalecom_hook)
+    return model, OPTIMIZERS[optimizer](model.parameters()), state
+
+
+def take(model, optimizer, step):
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), step).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("settings", [{}, {"lookahead": True, "bits": 3}])
+def test_they_are_the_oracles(optimizer, settings):
+    model, stepped, state = make(optimizer, **settings)
+    assert state.compression.config.step_ahead == 1 == state.compression.config.beta
+    for step in range(8):
+        take(model, stepped, step)
+        assert same_on_all_ranks(model.parameters())
+    other = make_model()
+    oracle.train(
+        other, OPTIMIZERS[optimizer](other.parameters()), config(**settings), hvd.size(), 8, loss
+    )
+    assert_close(model, other)
+
+
+def test_the_model_inside_may_be_saved_and_evaluated_at_any_time():
+    model, optimizer, _ = make()
+    for step in range(3):
+        take(model, optimizer, step)
+    before = copies(model.module)
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), 3)
+    assert not are_equal(model, before)
+    model.module.state_dict()
+    assert are_equal(model, before)
+    loss(model, hvd.rank(), 3).backward()
+    assert are_equal(model, before), "averages have come: gradients are complete"
+    optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_accumulation_without_synchronisation():
+    model, optimizer, _ = make("momentum")
+    for step in range(5):
+        optimizer.zero_grad()
+        for part in range(2):
+            with contextlib.nullcontext() if part else model.no_sync():
+                loss(model, hvd.rank(), 2 * step + part).backward()
+        optimizer.step()
+        assert same_on_all_ranks(model.parameters())
+    other = make_model()
+
+    def both(model, rank, step):
+        return loss(model, rank, 2 * step) + loss(model, rank, 2 * step + 1)
+
+    stepped = OPTIMIZERS["momentum"](other.parameters())
+    oracle.train(other, stepped, config(), hvd.size(), 5, both)
+    assert_close(model, other)
+
+
+class Checkpointed(torch.nn.Module):
+    """Activations are computed again in backward."""
+
+    def __init__(self, inside, reentrant):
+        super().__init__()
+        self.inside, self.reentrant = inside, reentrant
+
+    def forward(self, x):
+        hidden = torch.utils.checkpoint.checkpoint(
+            self.inside[:2], x.requires_grad_(), use_reentrant=self.reentrant
+        )
+        return self.inside[2](hidden)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_activations(reentrant):
+    model, optimizer, _ = make("momentum", lambda model: Checkpointed(model, reentrant))
+    plain, other, _ = make("momentum")
+    for step in range(5):
+        take(model, optimizer, step)
+        take(plain, other, step)
+    assert are_equal(model.module.inside, copies(plain.module))
+
+
+def test_a_run_that_goes_on_is_one_that_never_stopped():
+    model, optimizer, state = make()
+    for step in range(4):
+        take(model, optimizer, step)
+    saved = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict(), state.state_dict()), saved)
+    for step in range(4, 7):
+        take(model, optimizer, step)
+    saved.seek(0)
+    again = make()
+    for one, own in zip(again, torch.load(saved), strict=True):
+        one.load_state_dict(own)
+    for step in range(4, 7):
+        take(again[0], again[1], step)
+    assert are_equal(again[0], copies(model.module))
+
+
+def test_a_scaler_that_skips_a_step():
+    model, optimizer, state = make("momentum", bits=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state.compression.loss_scale = scaler
+    for step in range(6):
+        before = copies(model.module)
+        optimizer.zero_grad()
+        value = loss(model, hvd.rank(), step)
+        if step == 3 and hvd.rank() == 0:
+            value = value * float("inf")
+        scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert are_equal(model, before) == (step == 3)
+        assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.long
+def test_a_compiled_model():
+    model, optimizer, _ = make("momentum")
+    plain, other, _ = make("momentum")
+    compiled = torch.compile(model)
+    for step in range(4):
+        take(compiled, optimizer, step)
+        take(plain, other, step)
+    assert_close(model, plain)
+    assert same_on_all_ranks(model.parameters())
+    dist.barrier()

@@ -1,0 +1,338 @@
+"""Gradients computed a step ahead: what they are, and that nobody else sees parameters ahead."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from faces import horovods_alone, hvd, in_every_library, stock
+from models import same_on_all_ranks
+from oracles import step_ahead as oracle
+from step_ahead import (
+    OPTIMIZERS,
+    SETTINGS,
+    are_equal,
+    assert_close,
+    config,
+    copies,
+    loss,
+    make_model,
+)
+
+
+def make(library=hvd, optimizer="adamw", **settings):
+    """A model, its optimizer and the method."""
+    model = make_model()
+    named = {"named_parameters": model.named_parameters()} if library is stock else {}
+    method = hvd.ScaleCom(model=model, **named, **{**SETTINGS, **settings})
+    wrapped = library.DistributedOptimizer(
+        OPTIMIZERS[optimizer](model.parameters()), model.named_parameters(), compression=method
+    )
+    return model, wrapped, method
+
+
+def take(model, optimizer, step):
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), step).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("settings", [{}, {"lookahead": True}, {"bits": 3}, {"step_ahead": 0.4}])
+def test_they_are_the_oracles(optimizer, settings):
+    model, wrapped, _ = make(optimizer=optimizer, **settings)
+    other = make_model()
+    stepped = OPTIMIZERS[optimizer](other.parameters())
+    factor = settings.get("step_ahead", 1.0)
+    for step in range(8):
+        take(model, wrapped, step)
+        assert same_on_all_ranks(model.parameters())
+    oracle.train(other, stepped, config(**settings), hvd.size(), 8, loss, factor)
+    assert_close(model, other)
+
+
+@horovods_alone
+def test_horovods_own_optimizer():
+    model, wrapped, _ = make(stock, "momentum")
+    other = make_model()
+    stepped = OPTIMIZERS["momentum"](other.parameters())
+    for step in range(8):
+        take(model, wrapped, step)
+        assert same_on_all_ranks(model.parameters())
+    oracle.train(other, stepped, config(lookahead=True), hvd.size(), 8, loss)
+    assert_close(model, other)
+
+
+def test_a_factor_of_zero_is_no_step_ahead():
+    models = []
+    for knows in (True, False):
+        model = make_model()
+        settings = {**SETTINGS, "step_ahead": 0} | ({"model": model} if knows else {})
+        wrapped = hvd.DistributedOptimizer(
+            OPTIMIZERS["momentum"](model.parameters()),
+            model.named_parameters(),
+            compression=hvd.ScaleCom(**settings),
+        )
+        for step in range(5):
+            take(model, wrapped, step)
+        models.append(model)
+    assert are_equal(models[0], copies(models[1]))
+
+
+def someone_looks(model, optimizer, method):
+    """{who: what they see} of those who may look between a forward and the step."""
+
+    def evaluates():
+        model.eval()
+        model(torch.zeros(1, 12, dtype=torch.float64))
+        model.train()
+
+    def without_gradients():
+        with torch.no_grad():
+            model(torch.zeros(1, 12, dtype=torch.float64))
+
+    def sees_in_forward(run):
+        seen = {}
+        hook = model[0].register_forward_pre_hook(lambda *_: seen.update(copies(model)))
+        run()
+        hook.remove()
+        return seen
+
+    yield "evaluation", lambda: sees_in_forward(evaluates)
+    yield "no_grad", lambda: sees_in_forward(without_gradients)
+
+
+@in_every_library
+def test_evaluation_sees_the_common_ones_and_backward_those_ahead(library):
+    model, optimizer, method = make(library)
+    plain, other, _ = make(library)
+    for step in range(4):
+        take(model, optimizer, step)
+        take(plain, other, step)
+    before = copies(model)
+    optimizer.zero_grad()
+    value = loss(model, hvd.rank(), 4)
+    assert not are_equal(model, before), "nothing has moved"
+    for who, look in someone_looks(model, optimizer, method):
+        assert all(torch.equal(seen, before[name]) for name, seen in look().items()), who
+        assert not are_equal(model, before), who
+    value.backward()
+    optimizer.step()
+    take(plain, other, 4)
+    assert are_equal(model, copies(plain))
+    assert same_on_all_ranks(model.parameters())
+
+
+@in_every_library
+@pytest.mark.parametrize("who", ["state_dict", "part's state_dict", "broadcast", "load"])
+def test_who_saves_or_loads_has_the_common_ones(library, who):
+    model, optimizer, _ = make(library)
+    for step in range(4):
+        take(model, optimizer, step)
+    before = copies(model)
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), 4)
+    assert not are_equal(model, before)
+    if who == "state_dict":
+        model.state_dict()
+    elif who == "part's state_dict":
+        model[0].state_dict()
+    elif who == "broadcast":
+        hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
+    else:
+        model.load_state_dict(make_model(seed=2).state_dict())
+        before = copies(make_model(seed=2))
+    assert are_equal(model, before)
+    take(model, optimizer, 5)
+    assert same_on_all_ranks(model.parameters())
+
+
+@in_every_library
+def test_a_script_that_skips_its_step(library):
+    """As a GradScaler does: it synchronizes, and does not step."""
+    model, optimizer, _ = make(library)
+    for step in range(4):
+        take(model, optimizer, step)
+    before = copies(model)
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), 4).backward()
+    optimizer.synchronize()
+    assert are_equal(model, before)
+    take(model, optimizer, 5)
+    assert same_on_all_ranks(model.parameters())
+
+
+@in_every_library
+def test_gradients_that_are_not_finite(library):
+    model, optimizer, _ = make(library, "momentum")
+    for step in range(4):
+        take(model, optimizer, step)
+    before = copies(model)
+    optimizer.zero_grad()
+    (loss(model, hvd.rank(), 4) * (float("nan") if hvd.rank() == 0 else 1)).backward()
+    optimizer.synchronize()
+    assert are_equal(model, before)
+    assert all(p.grad.isnan().all() for p in model.parameters())
+
+
+@in_every_library
+def test_an_exception_in_a_forward_of_all_ranks(library):
+    model, optimizer, _ = make(library)
+    plain, other, _ = make(library)
+    for step in range(4):
+        take(model, optimizer, step)
+        take(plain, other, step)
+
+    def fails(*_):
+        raise ValueError("as scripts do")
+
+    hook = model[2].register_forward_hook(fails)
+    with pytest.raises(ValueError, match="as scripts do"):
+        loss(model, hvd.rank(), 4)
+    hook.remove()
+    for step in range(4, 6):
+        take(model, optimizer, step)
+        take(plain, other, step)
+    assert are_equal(model, copies(plain))
+
+
+def test_closures_compute_gradients_where_the_optimizer_is():
+    model, optimizer, _ = make(optimizer="momentum")
+    for step in range(4):
+        take(model, optimizer, step)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(model, hvd.rank(), 4)
+        value.backward()
+        optimizer.synchronize()
+        return value
+
+    with optimizer.skip_synchronize():
+        optimizer.step(closure)
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_several_passes_of_a_step():
+    model = make_model()
+    method = hvd.ScaleCom(model=model, **SETTINGS)
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model.parameters()),
+        model.named_parameters(),
+        compression=method,
+        backward_passes_per_step=2,
+    )
+    other = make_model()
+    stepped = OPTIMIZERS["momentum"](other.parameters())
+    for step in range(5):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss(model, hvd.rank(), 2 * step + part).backward()
+        optimizer.step()
+        assert same_on_all_ranks(model.parameters())
+
+    def both(model, rank, step):
+        return loss(model, rank, 2 * step) + loss(model, rank, 2 * step + 1)
+
+    oracle.train(other, stepped, config(), hvd.size(), 5, both)
+    assert_close(model, other)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_a_run_that_goes_on_is_one_that_never_stopped(optimizer):
+    model, wrapped, method = make(optimizer=optimizer)
+    for step in range(4):
+        take(model, wrapped, step)
+    saved = io.BytesIO()
+    everything = model.state_dict(), wrapped.state_dict(), method.state_dict()
+    torch.save(everything, saved)
+    for step in range(4, 8):
+        take(model, wrapped, step)
+    saved.seek(0)
+    again, other, resumed = make(optimizer=optimizer)
+    for one, state in zip((again, other, resumed), torch.load(saved), strict=True):
+        one.load_state_dict(state)
+    for step in range(4, 8):
+        take(again, other, step)
+    assert are_equal(again, copies(model))
+
+
+def test_copies_of_a_model_move_nothing():
+    model, optimizer, _ = make()
+    for step in range(3):
+        take(model, optimizer, step)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        before = copies(copied)
+        loss(copied, hvd.rank(), 4)
+        assert are_equal(copied, before)
+    assert are_equal(model, before)
+
+
+def test_parameters_that_are_written_to_while_ahead_are_refused():
+    model, optimizer, _ = make()
+    for step in range(3):
+        take(model, optimizer, step)
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), 4).backward()
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.1, 0.1)
+    with pytest.raises(RuntimeError, match="after optimizer.step"):
+        optimizer.step()
+
+
+def test_a_parameter_that_is_frozen_stays():
+    model, optimizer, _ = make()
+    for step in range(3):
+        take(model, optimizer, step)
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    loss(model, hvd.rank(), 4)
+    assert torch.equal(model[0].weight, before)
+
+
+class Unknown(torch.optim.Optimizer):
+    """One whose direction nobody knows."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sign"] = p.grad.sign()
+                p.add_(self.state[p]["sign"], alpha=-group["lr"])
+
+
+def test_optimizers_of_unknown_direction_are_refused():
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        Unknown(model.parameters()),
+        model.named_parameters(),
+        compression=hvd.ScaleCom(model=model, **SETTINGS),
+    )
+    take(model, optimizer, 0)
+    with pytest.raises(RuntimeError, match="step_ahead=0"):
+        loss(model, hvd.rank(), 1)
+
+
+def test_without_the_model_it_is_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match="model=model"):
+        hvd.DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()),
+            model.named_parameters(),
+            compression=hvd.ScaleCom(**SETTINGS),
+        )
+
+
+def test_local_steps_are_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match="exclude each other"):
+        hvd.DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()),
+            model.named_parameters(),
+            compression=hvd.ScaleCom(model=model, **SETTINGS),
+            local_steps=4,
+        )
