@@ -80,6 +80,7 @@ NOTHING_WHOLE: dict[str, Any] = {"rate": 16, "bits": 3, "dense": (), "warmup": 0
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
     "32 bits, rate 100": ("ScaleCom", {}),
+    "the same, a step ahead": ("ScaleCom", {"step_ahead": 1.0}),
     "local top-k, rate 100": ("LocalTopK", {}),
     "3 bits, rate 16": ("ScaleCom", {"rate": 16, "bits": 3}),
     "nothing whole, output 4x": (
@@ -87,6 +88,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         NOTHING_WHOLE | {"rates": (("auto:output", 4),)},
     ),
     "nothing whole": ("ScaleCom", NOTHING_WHOLE),
+    "nothing whole, a step ahead": ("ScaleCom", NOTHING_WHOLE | {"step_ahead": 1.0}),
 }
 CONTROLS = ("residues thrown away", "compressed tensors frozen")
 # What a user trains, and what may be set: {name: (task, fields)} and {name: (method, fields)}.
@@ -365,6 +367,8 @@ def few_bits(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
         "Transformer, 250 steps, AdamW",
         "LSTM, 500 steps",
         "ResNet, group norm",
+        "ResNet, layer norm",
+        "ResNet, group norm, unlike data",
     )[: 1 if quick else None]:
         task, fields = situations[situation]
         if not asked_about(task, tasks, quick):
