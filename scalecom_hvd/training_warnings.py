@@ -51,7 +51,7 @@ def growth_limit(rates: Iterable[float], config: ScaleComConfig) -> float:
         rates: of all tensors.
         config: the settings.
     """
-    return max(rates, default=1.0) / 4 / (1 if config.flush else config.beta)
+    return max(rates, default=1.0) / 4 / (1 if config.flush else config.resolved().beta)
 
 
 def check_run(
@@ -178,8 +178,12 @@ def check_length(total: int | None, warmup: int, rates: Iterable[float]) -> None
 
 
 def check_look_ahead(config: ScaleComConfig) -> None:
-    """Log one warning if look-ahead comes with a beta that breaks training without batch norm."""
-    if config.lookahead and config.beta > LOOK_AHEAD_BETA:
+    """Log one warning if look-ahead comes with a beta that breaks training without batch norm.
+
+    Gradients that are computed a step ahead are not broken by it.
+    """
+    config = config.resolved()
+    if config.lookahead and config.beta > LOOK_AHEAD_BETA and not config.step_ahead:
         log.warning(
             "look-ahead with beta=%g breaks training without batch norm: leave beta "
             "at its default, or take 0.1",

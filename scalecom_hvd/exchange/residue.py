@@ -93,7 +93,7 @@ class Residues:
     """
 
     def __init__(self, config: ScaleComConfig) -> None:
-        self.config = config
+        self.config = config.resolved()
         self.step = 0
         self.skipped_steps = 0
         self.tensors: dict[str, CompressedTensor] = {}

@@ -24,7 +24,7 @@ TOPICS = ("version", "settings", "tensors")
 
 
 def rank(names, step=0, tensors=TENSORS, config=None, **settings):
-    config = (config or ScaleComConfig()).to_dict()
+    config = (config or ScaleComConfig()).resolved().to_dict()
     return describe(config, settings, tensors) | {"name": names.claim(), "step": step}
 
 

@@ -153,7 +153,7 @@ def test_the_environment_is_checked_like_code(variable, text, error, message, mo
     [
         ("rate: 0.5", ValueError, "rate is N/k.*not 0.5"),
         ("rate: fast", TypeError, "rate must be a number, not 'fast'"),
-        ("beta:", TypeError, "beta must be a number, not None"),
+        ("rate:", TypeError, "rate must be a number, not None"),
         ("beta: 0", ValueError, r"beta must be in \(0, 1\]"),
         ("min_numel: 1.5", TypeError, "min_numel must be a whole number"),
         ("rates: [conv]", TypeError, "rates must map globs"),
@@ -251,8 +251,13 @@ def test_which_tensors_are_compressed():
 
 
 def test_the_defaults_are_those_the_study_supports():
-    config = ScaleComConfig()
+    config = ScaleComConfig().resolved()
     assert (config.rate, config.beta, config.warmup, config.warmup_rate) == (100, 0.2, 100, 1)
+    assert config.step_ahead == 0
+    knows_model = ScaleComConfig().resolved(knows_model=True)
+    assert (knows_model.step_ahead, knows_model.beta) == (1, 1)
+    assert ScaleComConfig(step_ahead=0).resolved(knows_model=True).beta == 0.2
+    assert ScaleComConfig(beta=0.5).resolved(knows_model=True).beta == 0.5
     assert config.flush
     assert config.replace(beta=0.1).flush, "what flushes does not depend on beta"
     assert (config.leader, config.lookahead, config.selection) == ("cyclic", False, "lanes")

@@ -15,7 +15,7 @@ from scalecom_hvd.saved_state import (
     norms_of,
 )
 
-CONFIG = ScaleComConfig(rate=20)
+CONFIG = ScaleComConfig(rate=20).resolved()
 SCALECOM = {"method": "ScaleCom"}
 
 
