@@ -140,6 +140,7 @@ class StepAhead:
             for name in self._moved:
                 self._parameters[name].data.copy_(self._spare[name])
         self.where = Where.COMMON
+        self._stepping = False  # an optimizer whose step failed says nothing of its end
         moved, self._moved = self._moved, {}
         for name, version in moved.items():
             if self._parameters[name]._version != version:

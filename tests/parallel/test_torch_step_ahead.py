@@ -214,6 +214,24 @@ def test_closures_compute_gradients_where_the_optimizer_is():
     assert same_on_all_ranks(model.parameters())
 
 
+def test_a_step_that_failed():
+    """Steps after it are ahead again."""
+    model, optimizer, _ = make(optimizer="momentum")
+    for step in range(3):
+        take(model, optimizer, step)
+
+    def fails():
+        raise ValueError("as closures do")
+
+    with pytest.raises(ValueError, match="as closures do"):
+        optimizer.step(fails)
+    take(model, optimizer, 3)
+    before = copies(model)
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), 4)
+    assert not are_equal(model, before)
+
+
 def test_several_passes_of_a_step():
     model = make_model()
     method = hvd.ScaleCom(model=model, **SETTINGS)
