@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -263,16 +264,14 @@ class _Hook:
     def before_forward(self, module: nn.Module, *_: Any) -> None:
         ahead = self._ahead()
         if ahead is not None:
-            if module.training and torch.is_grad_enabled():
-                ahead.move()
-            else:
-                ahead.step_aside()
+            moves = module.training and torch.is_grad_enabled()
+            _not_compiled(StepAhead.move if moves else StepAhead.step_aside)(ahead)
 
     def after_forward(self, *_: Any) -> None:
         """What stepped aside comes back: a backward may be due yet."""
         ahead = self._ahead()
         if ahead is not None and ahead.where is Where.ASIDE:
-            ahead.move()
+            _not_compiled(StepAhead.move)(ahead)
 
     def before_looking(self, *_: Any) -> None:
         ahead = self._ahead()
@@ -281,6 +280,17 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None,)
+
+
+def _not_compiled(function: Callable[[StepAhead], None]) -> Callable[[StepAhead], None]:
+    """The same, which torch.compile leaves as it is, also where it compiles a model with hooks."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+
+
+# They look into objects that only Python can see. torch.compiler.disable sets the same mark, and
+# imports all of Dynamo.
+for _function in (_not_compiled, _Hook.before_forward, _Hook.after_forward):
+    vars(_function)["_torchdynamo_disable"] = True
 
 
 def _nobody() -> None:
