@@ -237,9 +237,9 @@ class LocalTrainer(Trainer):
             self.brought = self.local.taken, changes, self.residues(), self._hvd.size()
             depart(fragments)
 
-        def see_what_arrives() -> bool:
+        def see_what_arrives(everywhere: bool = True) -> bool:
             self.arrived = self.local._journey and self.local._journey.since
-            return arrive()
+            return arrive(everywhere)
 
         self.local._depart, self.local._arrive = see_what_departs, see_what_arrives
 

@@ -112,7 +112,7 @@ def train_with_tape() -> Story:
     )
     optimizer.build(model.trainable_variables)
     story = Story(model, compressor)
-    beta = ScaleComConfig(**settings).beta
+    beta = ScaleComConfig(**settings).resolved().beta
     traces = []
 
     @tf.function

@@ -464,10 +464,10 @@ class Training:
             self.simulated.brought = changes, self.residues()
             depart(fragments)
 
-        def see_what_arrives():
+        def see_what_arrives(everywhere=True):
             before = {name: x.detach().clone() for name, x in local.common.items()}
             travelled = local._journey is not None
-            happened = arrive()
+            happened = arrive(everywhere)
             if travelled:
                 changes, residues = self.simulated.brought
                 left = self.residues()
