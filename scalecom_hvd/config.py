@@ -41,11 +41,11 @@ class ScaleComConfig:
         ValueError: a field has a value that cannot work.
     """
 
-    rate: float = 100
+    rate: float = cast(float, None)
     """One element in `rate` is sent (N/k).
 
     What counts is how often a place is sent, steps / rate. Under about 5 times everything loses
-    accuracy: lower the rate for short runs.
+    accuracy: lower the rate for short runs. None: 16 with few bits, 100 with 32.
     """
 
     beta: float = cast(float, None)
@@ -77,37 +77,36 @@ class ScaleComConfig:
     min_numel: int = 2048
     """Tensors with fewer elements are sent whole. Biases and norms cost little, and matter much."""
 
-    dense: Sequence[str] = ("auto:output",)
+    dense: Sequence[str] = ()
     """Globs on the names of parameters that are sent whole. They win over `rates`.
 
     "auto:output" and "auto:first" stand for the last and the first layer, by the order of
-    `named_parameters`; here a model of one layer has neither. The output layer costs little and
-    matters most. Where weights are tied it is not listed last: name it, `dense=["embedding.*"]`.
-    Where it is a large part of the model the log says so: then take `dense=[]`, and a rate of its
-    own in `rates`.
+    `named_parameters`; here a model of one layer has neither. Where the output layer's weight is
+    the embedding's, it is not listed last: name it, `dense=["embedding.*"]`. With 32 bits the
+    output layer matters most.
     """
 
     rates: Mapping[str, float] | None = None
     """Rates of some parameters, by globs on their names.
 
     Such as {"conv*": 25, "embed.*": 400}; the first match wins, and others get `rate`. The last
-    and the first layer have names here too: `dense=[], rates={"auto:output": 8}`.
-    `rates_from_flops(model, example_inputs, batch_size)` gives those of the paper's guide; take
-    `dense=[]` with them.
+    and the first layer have names here too: `rates={"auto:output": 4}`.
+    `rates_from_flops(model, example_inputs, batch_size)` gives those of the
+    paper's guide, which is for 32 bits.
     """
 
     total_steps: int | None = None
     """How many steps the whole run will have, of all its parts.
 
-    The warm-up follows from it, and a warning where the steps are too few for the rate. A run that
-    turns out longer resumes with the new number.
+    A warning follows from it where the steps are too few for the rate. A run that turns out longer
+    resumes with the new number.
     """
 
-    warmup_steps: int | None = None
+    warmup_steps: int = 0
     """That many first steps are the warm-up.
 
-    None: a tenth of total_steps, or 100 where those are not given. More: better accuracy, and more
-    traffic at the start.
+    They cost traffic, and few bits do not need them. With 32 bits a tenth of the run's steps is
+    better.
     """
 
     warmup_rate: float = 1
@@ -139,14 +138,14 @@ class ScaleComConfig:
     (0.1); with beta near 1 it breaks such training, and the log warns.
     """
 
-    bits: int = 32
+    bits: int = cast(int, None)
     """How many bits a value that is sent has.
 
-    32: as the residue has it, the paper's form. 2 to 8: an integer times a scale that the leader
-    gives to every 512 values (of 3 bits, -3 to 3 times half of their mean magnitude), so that many
-    more values travel at the same cost: 3 bits at rate 16 cost what 32 do at rate 78, with four
-    workers. What rounding leaves stays in the residue. The bytes grow with the logarithm of the
-    number of workers.
+    2 to 8: an integer times a scale that the leader gives to every 512 values (of 3 bits, -3 to 3
+    times half of their mean magnitude), so that many more values travel at the same cost: 3 bits at
+    rate 16 cost what 32 do at rate 78, with four workers. What rounding leaves stays in the
+    residue. The bytes grow with the logarithm of the number of workers. 32: as the residue has it,
+    the paper's form. None: 3, and 32 with wire_dtype, a quantiser or a method that knows no bits.
     """
 
     wire_dtype: Literal["float16"] | None = None
@@ -180,7 +179,7 @@ class ScaleComConfig:
         def fix(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        may_be_none = ("beta", "step_ahead", "total_steps", "warmup_steps")
+        may_be_none = ("rate", "bits", "beta", "step_ahead", "total_steps")
         for names, checked in (
             (("rate", "warmup_rate", "beta", "step_ahead"), checked_number),
             (("min_numel", "bits", "bucket_bytes", "total_steps", "warmup_steps"), _integer),
@@ -215,7 +214,7 @@ class ScaleComConfig:
         rates = {f"rates[{glob!r}]": rate for glob, rate in (self.rates or {}).items()}
         own = {"rate": self.rate, "warmup_rate": self.warmup_rate}
         for name, rate in {**own, **rates}.items():
-            if not (1 <= rate < math.inf):
+            if rate is not None and not (1 <= rate < math.inf):
                 raise ValueError(
                     f"{name} is N/k, the number of elements of which one is sent: at least 1 "
                     f"(all), not {rate}"
@@ -246,12 +245,13 @@ class ScaleComConfig:
             if value not in allowed:
                 listed = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name} must be one of {listed}, not {value!r}")
-        if not (2 <= self.bits <= 8 or self.bits == 32):
+        few_bits = self.bits is not None and self.bits < 32
+        if few_bits and not 2 <= self.bits <= 8 or not few_bits and self.bits not in (None, 32):
             raise ValueError(
                 f"bits must be from 2 to 8, or 32 (values as they are), not {self.bits}: 3 are the "
                 "best for most"
             )
-        if self.bits < 32 and self.wire_dtype is not None:
+        if few_bits and self.wire_dtype is not None:
             raise ValueError("bits and wire_dtype exclude each other: leave one of them out")
         self._check_automatic()
 
@@ -288,18 +288,23 @@ class ScaleComConfig:
         _check_names(fields, "there is no setting")
         return dataclasses.replace(self, **fields)
 
-    def resolved(self, knows_model: bool = False) -> ScaleComConfig:
+    def resolved(self, knows_model: bool = False, knows_bits: bool = True) -> ScaleComConfig:
         """With numbers in place of None, for whoever trains by these settings.
 
         Args:
             knows_model: whether gradients can be computed a step ahead.
+            knows_bits: whether values can be integers of few bits.
         """
-        ahead, beta = self.step_ahead, self.beta
+        rate, bits, ahead, beta = self.rate, self.bits, self.step_ahead, self.beta
+        if bits is None:
+            bits = 3 if knows_bits and self.wire_dtype is None else 32
+        if rate is None:
+            rate = 16.0 if bits < 32 else 100.0
         if ahead is None:
             ahead = 1.0 if knows_model else 0.0
         if beta is None:
             beta = 1.0 if ahead else 0.2
-        return dataclasses.replace(self, step_ahead=ahead, beta=beta)
+        return dataclasses.replace(self, rate=rate, bits=bits, step_ahead=ahead, beta=beta)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, which `ScaleComConfig(**d)` reads.
@@ -315,21 +320,14 @@ class ScaleComConfig:
         return fields
 
     @property
-    def warmup(self) -> int:
-        """How many first steps are the warm-up."""
-        if self.warmup_steps is not None:
-            return self.warmup_steps
-        return 100 if self.total_steps is None else self.total_steps // 10
-
-    @property
     def whole_steps(self) -> int:
         """How many first steps are sent whole."""
-        return self.warmup if self.warmup_rate == 1 else 0
+        return self.warmup_steps if self.warmup_rate == 1 else 0
 
     @property
     def levels(self) -> int:
         """L: values are integers from -L to L times a scale; 0: they travel as they are."""
-        return levels_of(self.bits)
+        return levels_of(self.resolved().bits)
 
     @property
     def extra(self) -> float:
@@ -416,7 +414,8 @@ class ScaleComConfig:
                 chosen.setdefault(name, rate)
         least = max(self.min_numel, 1)  # an empty tensor has nothing to compress
         whole.update(name for name, shape in shapes.items() if math.prod(shape) < least)
-        return {name: 1.0 if name in whole else chosen.get(name, self.rate) for name in shapes}
+        rate = self.resolved().rate
+        return {name: 1.0 if name in whole else chosen.get(name, rate) for name in shapes}
 
 
 @functools.cache
@@ -480,7 +479,7 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
             listed = ", ".join(map(spell, known))
             hint = f"did you mean {spell(near[0])}?" if near else f"it knows {listed}"
             if name == "planned_steps":
-                hint = f"it is called {spell('total_steps')} now, and sets the warm-up too"
+                hint = f"it is called {spell('total_steps')} now"
             if name in OPTIMIZERS_ARGUMENTS:
                 hint = "that is an argument of DistributedOptimizer"
             raise ValueError(f"{complaint} {spell(str(name))}; {hint}")

@@ -101,7 +101,7 @@ class ScaleComReference:
         self.selections = {}
         averages = self._average(everyone)
         self.step_number += 1
-        ends = self.step_number == self.config.warmup and self.config.warmup_rate > 1
+        ends = self.step_number == self.config.warmup_steps and self.config.warmup_rate > 1
         if ends and any(rate > self.config.warmup_rate for rate in self.rates.values()):
             self._chosen_ahead = {}  # with the warm-up's lanes
         return averages
@@ -217,7 +217,7 @@ class ScaleComReference:
 
     def _top_k(self, name: str, acc: Array) -> Indices:
         rate, config = self.rates[name], self.config
-        if self.step_number < config.warmup and config.warmup_rate > 1:
+        if self.step_number < config.warmup_steps and config.warmup_rate > 1:
             rate = min(rate, config.warmup_rate)
         return select(acc, Lanes(acc.size, rate), config.selection)
 

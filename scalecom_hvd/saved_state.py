@@ -20,8 +20,8 @@ Saved = Mapping[str, Any]
 
 STATE_VERSION = 2
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
-_WARMUP = ("total_steps", "warmup_steps", "warmup_rate")
-_FREE_SETTINGS = (*_WARMUP, "planned_steps", "flush", "step_ahead")
+_WARMUP = ("warmup_steps", "warmup_rate")
+_FREE_SETTINGS = (*_WARMUP, "total_steps", "planned_steps", "flush", "step_ahead")
 # What ScaleCom may change besides. Other methods and quantisers may not: they draw, or choose,
 # bucket by bucket. (Where leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)

@@ -1,7 +1,7 @@
 """A model of how long a training step takes, with each method on 2 to 4096 workers.
 
 `python -m scalecom_hvd plan` asks it what a method would bring. scripts/bench/scaling_model.py fits
-its constants to what `make bench` measured. Framework-free; imports no other room.
+its constants to what `make bench` measured. Framework-free; imports config and integers.
 
 The model (all of it is `predict`). Gradients become ready evenly over backward, two thirds of the
 compute; a bucket's collectives follow each other and the last bucket's cannot hide. A collective
@@ -11,19 +11,20 @@ and its bytes at the network's speed:
     dense       2(n-1)/n * 4N bytes a worker        fp16  half of that
     local top-k (n-1) * 8k bytes: the union of n choices, values and indices
     LocalTopK   (n-1) * 5k bytes: this package's, whose indices are offsets of one byte
-    ScaleCom    2(n-1)/n * 4k + (n-1)/n * k bytes: nearly constant in n; look-ahead hides the
-                offsets, the second term, behind the next forward and backward
+    ScaleCom    2(n-1)/n * 4k/f + (n-1)/n * (1/2 + 1/128) k bytes, with f values of few bits in a
+                word: nearly constant in n; look-ahead hides the second term, offsets and scales,
+                behind the next forward and backward
     random-k    2(n-1)/n * 4k bytes, and no broadcast
     local steps what the method sends, once in H steps, and none of it behind backward
 
-Offsets take two bytes each where the rate is above 256. What is sent whole (`whole`) is added to
-what a compressing method sends.
+k is N / 16 for ScaleCom, and N / 100 for others, unless a rate is given. With 32 bits f is 1, and
+there are no scales. Offsets take half a byte each up to rate 16, one byte up to 256, and two above.
 
 Five kinds of constants are fitted to the measured steps: the share of the nominal speed that is
 reached, one negotiation, one hop, and per method the processor's time a step and a megabyte (one
-for all that is ScaleCom; what compressing methods send whole costs what dense costs). All but the
-first grow where workers share processors, as those of `make bench` do. A step's time is that of the
-measured model's size; with other sizes all but `FIXED` of it grows in proportion.
+for all that is ScaleCom). All but the first grow where workers share processors, as those of `make
+bench` do. A step's time is that of the measured model's size; with other sizes all but `FIXED` of
+it grows in proportion.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.integers import BLOCK, levels_of, words_of
 
 METHODS = ["dense", "fp16", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"]
 """Averaging gradients, as scripts/bench/bench.py measures it. A cyclic leader costs what staggered
@@ -86,8 +91,7 @@ class Setting:
         gbit: the link's nominal speed in Gbit/s.
         compute: of one worker's forward and backward, ms.
         numel: N, the model's parameters, of 4 bytes.
-        rate: N/k.
-        whole: how many of the parameters compressing methods send whole.
+        rate, bits: N/k of compressing methods, and ScaleCom's bits; None: its defaults.
         local_steps: H, for the methods that have it.
     """
 
@@ -95,8 +99,8 @@ class Setting:
     gbit: float
     compute: float
     numel: float = MEASURED_NUMEL
-    rate: float = 100
-    whole: float = 0
+    rate: float | None = None
+    bits: int | None = None
     local_steps: int = 1
 
     @property
@@ -112,50 +116,62 @@ class Setting:
 # tests/single/test_scaling_model.py holds them to that.
 FITTED = Constants(
     reached=0.90,
-    negotiation=5.928,
+    negotiation=7.163,
     hop=0.05,
     step={
         "dense": 0.0,
-        "fp16": 213.3,
-        "local top-k": 85.19,
-        "ScaleCom staggered": 11.62,
-        "ScaleCom look-ahead": 16.55,
-        "local SGD": 101.2,
-        "ScaleCom local": 66.87,
+        "fp16": 110.2,
+        "local top-k": 64.62,
+        "ScaleCom staggered": 50.11,
+        "ScaleCom look-ahead": 56.05,
+        "local SGD": 429.8,
+        "ScaleCom local": 60.98,
     },
     megabyte={
-        "dense": 1.595,
-        "fp16": 4.372,
-        "local top-k": 12.82,
+        "dense": 1.524,
+        "fp16": 10.24,
+        "local top-k": 13.81,
         "ScaleCom staggered": 0.0,
         "ScaleCom look-ahead": 0.0,
-        "local SGD": 7.808,
+        "local SGD": 1.912,
         "ScaleCom local": 0.0,
     },
     cores=2,
 )
 
 
+def sends(method: str, s: Setting) -> tuple[float, int]:
+    """The rate and the bits of a compressing method."""
+    knows_bits = method.startswith("ScaleCom")
+    given: dict[str, Any] = {"rate": s.rate, "bits": s.bits if knows_bits else None}
+    resolved = ScaleComConfig(**given).resolved(knows_bits=knows_bits)
+    return resolved.rate, resolved.bits
+
+
 def traffic(method: str, s: Setting) -> tuple[float, float]:
     """Bytes that a worker sends each time that workers average.
 
     Returns:
-        What is averaged or gathered, and offsets.
+        What is averaged or gathered, and what is broadcast.
     """
     n = s.workers
-    ring, offset = 2 * (n - 1) / n, 1 if s.rate <= 256 else 2
+    ring = 2 * (n - 1) / n
     if method in ("dense", "local SGD"):
         return ring * s.numel * 4, 0
     if method == "fp16":
         return ring * s.numel * 2, 0
-    k, whole = (s.numel - s.whole) / s.rate, ring * s.whole * 4
+    rate, bits = sends(method, s)
+    k, offset = s.numel / rate, 0.5 if rate <= 16 else 1 if rate <= 256 else 2
     if method == "local top-k":
-        return (n - 1) * k * 8 + whole, 0
+        return (n - 1) * k * 8, 0
     if method == "LocalTopK":
-        return (n - 1) * k * (4 + offset) + whole, 0
+        return (n - 1) * k * (4 + offset), 0
     if method == "random-k":
-        return ring * k * 4 + whole, 0
-    return ring * k * 4 + whole, k * offset * (n - 1) / n
+        return ring * k * 4, 0
+    if bits == 32:
+        return ring * k * 4, k * offset * (n - 1) / n
+    words = words_of(math.ceil(k), levels_of(bits), n)
+    return ring * words * 4, k * (offset + 4 / BLOCK) * (n - 1) / n
 
 
 def bytes_a_step(method: str, s: Setting) -> float:
@@ -184,8 +200,7 @@ def predict(method: str, s: Setting, c: Constants) -> float:
     hops = (n - 1) if method in ("local top-k", "LocalTopK") else 2 * (n - 1)
     values, _ = traffic(method, s)
     exchange = s.buckets * shared * (c.negotiation + hops * c.hop)
-    whole = 0.0 if method in WHOLE_METHODS else 2 * (n - 1) / n * 4 * s.whole
-    exchange += (values - whole) * _per_byte(method, s, c) + whole * _per_byte("dense", s, c)
+    exchange += values * _per_byte(method, s, c)
     broadcast = broadcast_of_offsets(method, s, c) if method.startswith("ScaleCom") else 0.0
     processor = _processor(method, s, c) * shared
     if method in LOCAL_METHODS:

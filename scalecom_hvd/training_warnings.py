@@ -5,7 +5,6 @@ Framework-free: exchanges bring the numbers, this says what they mean. Imports c
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,31 +26,31 @@ SKIPS_IN_A_ROW = 20
 # Where elements are sent fewer times, every compressor loses accuracy.
 SENDS_WANTED = 5
 # Elements of a model, and the share of it sent whole, from which on that is worth a warning. A
-# twentieth is five times what a rate of 100 leaves.
+# twentieth is more than all that few bits send.
 MODEL_WORTH_A_WARNING = 1_000_000
 WHOLE_WORTH_A_WARNING = 0.05
 # At beta = 1 look-ahead lost 15 points with group norm, at 0.3 under 3.
 LOOK_AHEAD_BETA = 0.5
 GROWTH_WARNING = (
     "step %d: residues keep growing, and hold as much as %.0f steps of gradients: what is sent is "
-    "mostly old. Send more (a lower rate, more warmup_steps, dense=['auto:output']), or take a "
-    "lower learning rate or beta"
+    "mostly old. Send more (a lower rate, more warmup_steps), or take a lower learning rate or beta"
 )
 
 
 def growth_limit(rates: Iterable[float], config: ScaleComConfig) -> float:
-    """|waiting| / |g| above which that is worth a warning: a quarter of the highest rate.
+    """|waiting| / |g| above which that is worth a warning, by the highest rate.
 
-    Gradients that are mostly noise keep residues at a few times sqrt(rate). Gradients that never
-    change, where every coordinate of a lane waits its turn of `rate` steps, keep them at
-    rate / sqrt(3). So beyond a quarter of the rate what arrives is mostly old. Without flush a
+    Gradients that are mostly noise keep residues at about sqrt(rate). Gradients that never change,
+    where every coordinate of a lane waits its turn of `rate` steps, keep them at rate / sqrt(3). So
+    beyond a quarter of the rate, and twice its root, what arrives is mostly old. Without flush a
     turn sends beta of what waits, and 1 / beta times as much waits.
 
     Args:
         rates: of all tensors.
         config: the settings.
     """
-    return max(rates, default=1.0) / 4 / (1 if config.flush else config.resolved().beta)
+    rate = max(rates, default=1.0)
+    return max(rate / 4, 2 * math.sqrt(rate)) / (1 if config.flush else config.resolved().beta)
 
 
 def check_run(
@@ -71,7 +70,6 @@ def check_run(
         warmup: that many first ones are the warm-up.
     """
     check_length(total, warmup, rates.values())
-    check_warmup(config, rates.values())
     check_share_whole(rates, {name: math.prod(shape) for name, shape in shapes.items()})
     check_output_layer(config, rates, shapes)
     check_look_ahead(config)
@@ -93,31 +91,10 @@ def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> 
         return
     log.warning(
         "%.0f %% of the model's elements are sent whole, most of them %s, and so is at least that "
-        "much of dense training's traffic. To compress them too, leave them out of dense= "
-        "(dense=[] sends no layer whole) and of rates=, or lower min_numel",
+        "much of dense training's traffic. To compress them too, leave them out of dense= and of "
+        "rates=, or lower min_numel",
         100 * share,
         max(whole, key=lambda name: whole[name]),
-    )
-
-
-def check_warmup(config: ScaleComConfig, rates: Iterable[float]) -> None:
-    """Log, once in a process, for how long nothing is compressed, unless somebody has set that.
-
-    Args:
-        config: the settings.
-        rates: of all tensors.
-    """
-    by_default = config.warmup_steps is None and config.total_steps is None
-    if by_default and config.whole_steps and max(rates, default=1.0) > 1:
-        _tell_of_warmup(config.whole_steps)
-
-
-@functools.cache
-def _tell_of_warmup(steps: int) -> None:
-    log.warning(
-        "the first %d steps are sent whole, so a shorter run is not compressed at all: give "
-        "total_steps, the number of steps of the whole run, of which a tenth is then sent whole",
-        steps,
     )
 
 
@@ -135,16 +112,16 @@ def check_output_layer(
         shapes: {name: shape} of all tensors, in the model's order.
     """
     weights = [name for name, shape in shapes.items() if len(shape) >= 2]
-    if "auto:output" not in config.dense or len(weights) < 2 or len(shapes[weights[0]]) > 2:
+    named = "auto:output" in (*config.dense, *(config.rates or ()))
+    if not named or len(weights) < 2 or len(shapes[weights[0]]) > 2:
         return
     first, last = weights[0], weights[-1]
     rows, columns = shapes[first]
     is_hidden = rows not in shapes[last] and all(size % columns == 0 for size in shapes[last])
-    if rates[first] > 1 and rows > columns > 1 and is_hidden:
+    if rates[first] > rates[last] and rows > columns > 1 and is_hidden:
         log.warning(
-            "dense=['auto:output'] sends %s whole, the last layer that is listed, and compresses "
-            "%s. If the output layer shares that weight, give dense=['%s']; if there is none, "
-            "dense=[]",
+            "'auto:output' stands for %s, the last layer that is listed, and not for %s. If the "
+            "output layer shares that weight, give its name, '%s'; if there is none, leave it out",
             last,
             first,
             first,

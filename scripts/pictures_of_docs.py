@@ -268,11 +268,11 @@ def step() -> Any:
         strip(axis, x, 0.8, averages, sent)
     words = {
         14.2: ("backward", "gradient g"),
-        12: ("accumulate", "m + g: residue, gradient"),
-        9.6: ("choose, broadcast", "k offsets, a byte each"),
-        7: ("take", "m + g at the offsets"),
+        12: ("add", "m + g: residue, gradient"),
+        9.6: ("choose, broadcast", "k offsets, half a byte each"),
+        7: ("take", "m + g there, as integers"),
         4.9: ("keep", "the rest, in m (beta = 1)"),
-        2.9: ("all-reduce", "k values, 4 bytes each"),
+        2.9: ("all-reduce", "the sum of k integers"),
         0.8: ("scatter", "the same on every rank"),
     }
     for y, (title, more) in words.items():
@@ -319,7 +319,7 @@ def lanes() -> Any:
     for y, said in ((-0.1, "element"), (-0.55, "lane"), (-1.0, "row")):
         axis.text(-0.8, y, said, ha="right", va="top", fontsize=8)
     axis.text(-0.8, 0.8, "|m + g|\nof the leader", ha="right", va="center")
-    axis.text(-0.8, -2.45, "what is sent,\na byte each", ha="right", va="center")
+    axis.text(-0.8, -2.45, "what is sent,\nhalf a byte each", ha="right", va="center")
     return figure
 
 

@@ -1,13 +1,12 @@
-"""For all tests: what is sent whole they say themselves; what each does stands in a diary.
+"""For all tests: how values travel they say themselves; what each does stands in a diary.
 
-The library's defaults, a dense warm-up and a dense output layer, would leave little to see of
-compression in a few steps of a small model; tests of the defaults take these variables away.
+In 32 bits what was sent can be told from what arrived. Tests of few bits, and of gradients a step
+ahead, ask for them; tests of the defaults take these variables away.
 """
 
 import os
 
-os.environ.setdefault("SCALECOM_DENSE", "[]")
-os.environ.setdefault("SCALECOM_WARMUP_STEPS", "0")
+os.environ.setdefault("SCALECOM_BITS", "32")
 os.environ.setdefault("SCALECOM_STEP_AHEAD", "0")
 
 

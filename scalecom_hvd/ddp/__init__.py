@@ -3,7 +3,7 @@
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
 model = DistributedDataParallel(model)
-state = ScaleComState(model, rate=100)
+state = ScaleComState(model)
 model.register_comm_hook(state, scalecom_hook)
 """
 

@@ -54,7 +54,7 @@ class ScaleComState:
 
     Example:
         >>> model = DistributedDataParallel(model)
-        >>> state = ScaleComState(model, rate=100, total_steps=20_000)
+        >>> state = ScaleComState(model)
         >>> model.register_comm_hook(state, scalecom_hook)
         >>> torch.save(state.state_dict(), f"residues.{dist.get_rank()}.pt")
     """

@@ -107,7 +107,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, broadcast_parameters
         >>> broadcast_parameters(model)
         >>> optimizer = DistributedOptimizer(
-        ...     optimizer, named_parameters=model.named_parameters(), compression=ScaleCom(rate=100)
+        ...     optimizer,
+        ...     named_parameters=model.named_parameters(),
+        ...     compression=ScaleCom(model=model),
         ... )
     """
     if backward_passes_per_step <= 0:

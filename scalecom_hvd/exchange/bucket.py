@@ -272,8 +272,13 @@ class Bucket:
         it travels, rounded to the wire dtype, of which the residue keeps the error.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: it does not, or values have few bits.
         """
+        if self._levels:
+            raise RuntimeError(
+                "values of few bits are taken by bucket.take_and_accumulate(): give bits=32 to a "
+                "method that calls take()"
+            )
         if not self._has_accumulated:
             raise RuntimeError("take() comes after `yield from bucket.accumulate()`")
         wire = self._wire._replace(offsets=offsets)

@@ -41,7 +41,7 @@ def rates_from_flops(
 
     Example:
         >>> rates = hvd.rates_from_flops(model, images, batch_size=len(images))
-        >>> compression = hvd.ScaleCom(rates=rates)
+        >>> compression = hvd.ScaleCom(rates=rates, bits=32)
     """
     if batch_size < 1:
         raise ValueError(

@@ -240,7 +240,7 @@ class LocalSteps(Averager):
             self._arrive()
         if not self._open:
             return
-        self._early += self.taken < self._residues.config.warmup
+        self._early += self.taken < self._residues.config.warmup_steps
         # Where a rank's change is not finite, nothing is averaged, and that rank goes back. The
         # second time it works.
         for _ in range(2):

@@ -20,7 +20,8 @@ Arguments = dict[str, Any]
 
 def everything_whole() -> Method:
     """A method that sends all of every tensor, whatever the environment says of ScaleCom."""
-    return ScaleCom(config=ScaleComConfig(dense=("*",), warmup_steps=0))
+    # With bits and rate as states of earlier releases have them.
+    return ScaleCom(config=ScaleComConfig(rate=100, bits=32, dense=("*",)))
 
 
 def diloco(local_steps: int | Mapping[int, int] = 500) -> Arguments:
@@ -74,7 +75,7 @@ def sparseloco(local_steps: int | Mapping[int, int] = 30, rate: float = 64) -> A
         ...     **hvd.sparseloco(30),
         ... )
     """
-    config = ScaleComConfig(rate=rate, beta=1.0, dense=(), warmup_steps=0)
+    config = ScaleComConfig(rate=rate, beta=1.0)
     return {
         "compression": LocalTopK(
             config=config, decay=0.95, average="contributors", quantiser=BinMeans()

@@ -108,7 +108,7 @@ class Residues:
     @property
     def warmup(self) -> int:
         """How many first steps are the warm-up."""
-        return self.synchronisations_in(self.config.warmup)
+        return self.synchronisations_in(self.config.warmup_steps)
 
     @property
     def whole_steps(self) -> int:

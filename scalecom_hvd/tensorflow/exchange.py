@@ -177,7 +177,9 @@ class Exchange:
         check_residues_of(everyone)
         step = agree(everyone, list(self._description), self._names)
         shapes = {name: shape_of(variable) for name, variable in self.variables.items()}
-        check_run(self.config, self._rates, shapes, self.config.total_steps, self.config.warmup)
+        check_run(
+            self.config, self._rates, shapes, self.config.total_steps, self.config.warmup_steps
+        )
         warn_of_half_sums(self.config.wire_dtype == "float16", horovod)
         self._make_buckets({name for theirs in everyone for name in theirs["present"]})
         if not eager:
@@ -443,7 +445,7 @@ class Exchange:
 
     def _must_send_whole(self, step: tf.Tensor) -> bool | tf.Tensor:
         """Whether this step is sent whole: False, or a tensor."""
-        whole = step < self.config.warmup if self.config.warmup else False
+        whole = step < self.config.warmup_steps if self.config.warmup_steps else False
         if self.config.lookahead and self.tensors:
             whole = ~read(self.progress.ahead) | whole
         return whole

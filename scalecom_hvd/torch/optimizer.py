@@ -115,7 +115,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> optimizer = hvd.DistributedOptimizer(
         ...     optimizer,
         ...     named_parameters=model.named_parameters(),
-        ...     compression=hvd.ScaleCom(rate=100, beta=0.1),
+        ...     compression=hvd.ScaleCom(model=model),
         ... )
         >>> torch.save(optimizer.compression.state_dict(), f"residues.{hvd.rank()}.pt")
     """

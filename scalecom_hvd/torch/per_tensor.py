@@ -55,7 +55,7 @@ from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 
 _NEEDS_PARAMETERS = (
     "in horovod.torch's own DistributedOptimizer ScaleCom must know the parameters: write "
-    "compression=ScaleCom(named_parameters=model.named_parameters(), rate=100), or import "
+    "compression=ScaleCom(named_parameters=model.named_parameters()), or import "
     "scalecom_hvd.torch as hvd and use its DistributedOptimizer, which takes "
     "compression=hvd.ScaleCom"
 )
@@ -424,7 +424,7 @@ class PerTensor(Averager):
             grads = self._news.standing(self._parameters)
             self._standing = {"fresh": set(self._fresh), "grads": grads}
         has_offsets = any("offsets" in state for state in self._run.tensor_states.values())
-        in_warmup = residues.step < residues.config.warmup
+        in_warmup = residues.step < residues.config.warmup_steps
         self._whole = self._idle or in_warmup or not has_offsets
 
     def _has_news(self) -> bool:
@@ -491,7 +491,7 @@ class PerTensor(Averager):
         residues = self._residues
         if residues.norms_due() and not self._whole:
             residues.look([bucket.norms() for bucket in seen.values()])
-        last_whole = self._whole and residues.step + 1 >= residues.config.warmup
+        last_whole = self._whole and residues.step + 1 >= residues.config.warmup_steps
         if last_whole and self._chooses():
             for bucket in seen.values():
                 self._keep_choice(bucket, bucket.choose_without_accumulating())

@@ -43,8 +43,8 @@ FLAGS = [
 ]
 KERNELS = ("checked", "unchecked")
 METHODS = {
-    "cyclic": {"rate": 100},
-    "look-ahead, staggered": {"rate": 100, "lookahead": True, "leader": "staggered"},
+    "cyclic": {},
+    "look-ahead, staggered": {"lookahead": True, "leader": "staggered"},
 }
 SETTLING_STEPS = 5
 
@@ -196,7 +196,7 @@ def training_step(
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.values(), 1e-4),
         model.items(),
-        compression=hvd.ScaleCom(dense=[], warmup_steps=0, **settings),
+        compression=hvd.ScaleCom(**settings),
     )
 
     def step() -> None:

@@ -34,7 +34,7 @@ class Model:
         dtype: torch.dtype = torch.float32,
         wire_dtype: str | None = None,
     ) -> None:
-        residues = Residues(ScaleComConfig(rate=rate, beta=beta, wire_dtype=wire_dtype))
+        residues = Residues(ScaleComConfig(rate=rate, bits=32, beta=beta, wire_dtype=wire_dtype))
         shapes = [
             shape
             for layer in transformer_shapes()

@@ -21,7 +21,7 @@ FILTERS: dict[str, Settings] = {
     "beta 0.1": {"beta": 0.1, "flush": False},
     "beta 0.1, flush": {"beta": 0.1, "flush": True},
 }
-BASE: Settings = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
+BASE: Settings = {"rate": 20, "bits": 32, "min_numel": 100, "dense": [], "warmup_steps": 0}
 STAGGERED: Settings = {"leader": "staggered", "bucket_bytes": 5000}
 # Settings stand over those of a filter. A quantiser is its class and its arguments.
 METHODS: dict[str, Settings] = {
@@ -41,6 +41,8 @@ METHODS: dict[str, Settings] = {
     "ScaleCom, half": {"quantiser": ("Float16", {})},
     "ScaleCom, many": {"rate": 2.5},
     "ScaleCom, few": {"rate": 400},
+    "ScaleCom, integers": {"rate": 16, "bits": 3},
+    "ScaleCom, integers, look-ahead": {"rate": 16, "bits": 3, "lookahead": True},
     "RandomK": {"seed": 1},
     "RandomK, exact": {"selection": "exact"},
     "RandomK, own": {"shared": False, "seed": 2},

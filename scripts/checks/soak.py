@@ -43,8 +43,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
 
-# Faults are to meet compressed steps, from the first one on.
-COMPRESSED = {"rate": 20, "dense": [], "warmup_steps": 0}
+COMPRESSED = {"rate": 20, "bits": 3}
+AS_THEY_ARE = {"rate": 20, "bits": 32}
 AHEAD = COMPRESSED | {
     "lookahead": True,
     "leader": "staggered",
@@ -52,14 +52,14 @@ AHEAD = COMPRESSED | {
     "beta": 0.5,
 }
 PLANS = [
-    Plan(settings=COMPRESSED),
+    Plan(settings=AS_THEY_ARE),
     Plan(settings=AHEAD),
     Plan(optimizer="stock", settings=COMPRESSED),
-    Plan(optimizer="local steps", settings=COMPRESSED, local_steps=3),
+    Plan(optimizer="local steps", settings=AS_THEY_ARE, local_steps=3),
     Plan(optimizer="local steps", settings=COMPRESSED, local_steps=6, overlap=2, fragments=2),
     Plan(optimizer="torchrun", settings=COMPRESSED),
     Plan(optimizer="torchrun", settings=AHEAD),
-    Plan(optimizer="torchrun", settings=COMPRESSED, local_steps=6, overlap=2, fragments=2),
+    Plan(optimizer="torchrun", settings=AS_THEY_ARE, local_steps=6, overlap=2, fragments=2),
     Plan(optimizer="DDP hook", settings=COMPRESSED),
     Plan(optimizer="TensorFlow", settings=COMPRESSED),
     Plan(optimizer="TensorFlow", settings=AHEAD),

@@ -145,12 +145,12 @@ class Trainer(soak_faults.Worker):
 
     def kept(self) -> Arrays:
         states = self.compression.run.tensor_states.items()
-        # Look-ahead's offsets are dropped where they never arrive.
+        # What look-ahead chose is dropped where it never arrives.
         more = {
             f"{what} {name}": value
             for name, state in states
             for what, value in state.items()
-            if what != "offsets"
+            if what not in ("offsets", "scales")
         }
         return self.residues() | arrays(more)
 

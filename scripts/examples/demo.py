@@ -123,8 +123,6 @@ def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
             "--no-progress",
         ),
     ]
-    if method != "none":
-        program += ["--rate", str(args.rate)]
     launcher = "torchrun" if method == "torchrun" else "horovodrun"
     command = launch.command(launcher, args.ranks, program)
 
@@ -186,12 +184,9 @@ def result(
     """
     summary = events[-1]
     dense_bytes = 2 * (ranks - 1) / ranks * 4 * summary["parameters"]
-    warmup = 0 if method == "none" else steps // 10
 
     def sent(step: int) -> float:
-        return (
-            min(step, warmup) * dense_bytes + max(0, step - warmup) * summary["bytes_per_step"]
-        ) / 1e6
+        return step * summary["bytes_per_step"] / 1e6
 
     return {
         "task": task.key,
@@ -247,11 +242,10 @@ def table(results: list[dict[str, Any]], ranks: int) -> str:
     ]
     lines += [
         "",
-        f"{ranks} ranks on this machine. The ratio is that of the whole model: the output layer "
-        "and tensors under 2048 elements are",
-        "sent whole, which is much of models this small and little of large ones. The first "
-        "tenth of ScaleCom's steps is dense and",
-        "not in the ratio. Ranks of one machine share its memory: the time that less traffic "
+        f"{ranks} ranks on this machine. The ratio is that of the whole model: tensors under 2048 "
+        "elements are sent whole, which is",
+        "much of models this small and little of large ones. Ranks of one machine share its "
+        "memory: the time that less traffic",
         "saves shows on a network.",
     ]
     return "\n".join(lines)
@@ -288,9 +282,6 @@ def argument_parser() -> argparse.ArgumentParser:
         help="folder for results (default: %(default)s)",
     )
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
-    parser.add_argument(
-        "--rate", type=float, default=100, help="ScaleCom's compression rate (default: %(default)s)"
-    )
     parser.add_argument(
         "--length",
         type=float,

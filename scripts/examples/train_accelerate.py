@@ -26,7 +26,6 @@ from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--rate", type=float, default=100)
     parser.add_argument("--passes", type=int, default=1, help="backward passes per step")
     parser.add_argument("--checkpoint", help="the folder to write one to")
     parser.add_argument("--resume", help="the folder of one to go on from")
@@ -53,7 +52,7 @@ def main() -> None:
 
     state = None
     if accelerator.num_processes > 1:  # else there is nothing to average
-        state = ScaleComState(model, rate=options.rate, warmup_steps=5)
+        state = ScaleComState(model)
         model.register_comm_hook(state, scalecom_hook)
     mine = f"rank{accelerator.process_index}.pt"
     first_epoch = 0

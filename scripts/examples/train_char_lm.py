@@ -1,7 +1,7 @@
 """Train an LSTM or a Transformer to predict the next character of text with Horovod, dense or with
 ScaleCom.
 
-    horovodrun -np 2 python scripts/examples/train_char_lm.py --compression scalecom --rate 100
+    horovodrun -np 2 python scripts/examples/train_char_lm.py --compression scalecom
     mpirun -np 4 python scripts/examples/train_char_lm.py --model transformer --text-dir ~/books
     torchrun --nproc-per-node 2 scripts/examples/train_char_lm.py             (without Horovod)
     python scripts/examples/train_char_lm.py --steps 200      (one process, to try things out)
@@ -47,7 +47,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=training.compression_from(args, steps, training_torch.shapes_of(model), hvd),
+        compression=training.compression_from(
+            args, training_torch.shapes_of(model), hvd, model=model
+        ),
     )
 
     first_step = (

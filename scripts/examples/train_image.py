@@ -1,6 +1,6 @@
 """Train a ResNet or a MobileNetV2 on images with Horovod, dense or with ScaleCom.
 
-    horovodrun -np 2 python scripts/examples/train_image.py --compression scalecom --rate 100
+    horovodrun -np 2 python scripts/examples/train_image.py --compression scalecom
     mpirun -np 4 python scripts/examples/train_image.py --dataset cifar10 \\
         --data-dir ~/cifar-10-batches-py --epochs 30 --lr 0.05
     torchrun --nproc-per-node 2 scripts/examples/train_image.py             (without Horovod)
@@ -42,7 +42,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=training.compression_from(args, steps, training_torch.shapes_of(model), hvd),
+        compression=training.compression_from(
+            args, training_torch.shapes_of(model), hvd, model=model
+        ),
     )
 
     first_step = (

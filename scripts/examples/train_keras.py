@@ -1,6 +1,6 @@
 """Train a ResNet on handwritten digits with Keras and Horovod, dense or with ScaleCom.
 
-    horovodrun -np 2 python scripts/examples/train_keras.py --compression scalecom --rate 100
+    horovodrun -np 2 python scripts/examples/train_keras.py --compression scalecom
     mpirun -np 4 python scripts/examples/train_keras.py --loop custom --norm group --steps 1000
     python scripts/examples/train_keras.py --steps 200      (one process, to try things out)
 
@@ -41,7 +41,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         variable.name.partition(":")[0]: tuple(variable.shape)
         for variable in model.trainable_variables
     }
-    compression = training.compression_from(args, steps, shapes, hvd)
+    compression = training.compression_from(args, shapes, hvd)
     # Keras clips averaged gradients; it decays weights beside the gradient, so that momentum does
     # not amplify the decay as in PyTorch.
     clip_norm = None if args.clip_norm == math.inf else args.clip_norm

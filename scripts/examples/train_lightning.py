@@ -87,7 +87,6 @@ class Model(lightning.LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--rate", type=float, default=100)
     parser.add_argument("--checkpoint", help="where to write one")
     parser.add_argument("--resume", help="one to go on from")
     options = parser.parse_args()
@@ -103,7 +102,7 @@ def main() -> None:
         num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // ranks_here,
         strategy="ddp",
         max_epochs=options.epochs,
-        callbacks=[ScaleComCallback(rate=options.rate, warmup_steps=5)],
+        callbacks=[ScaleComCallback()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -67,7 +67,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stop-at", type=int, default=0, help="stop after so many, as if killed")
-    parser.add_argument("--rate", type=float, default=100)
     parser.add_argument("--output", default="trained", help="folder of checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the last of them")
     options = parser.parse_args()
@@ -81,7 +80,7 @@ def main() -> None:
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2)
     )
-    callback = ScaleComCallback(rate=options.rate, warmup_steps=6)
+    callback = ScaleComCallback()
     stop = _StopAt(options.stop_at)
     trainer = transformers.Trainer(
         model,

@@ -110,10 +110,11 @@ def add_training_options(
         help="default: %(default)s",
     )
     group.add_argument("--rate", type=float, help="ScaleCom: one gradient element in RATE is sent")
+    group.add_argument("--bits", type=int, help="ScaleCom: of a value that is sent")
     group.add_argument(
         "--beta",
         type=float,
-        help="ScaleCom: low-pass filter on the residue; 1 is classic error feedback (default: 0.2)",
+        help="ScaleCom: low-pass filter on the residue; 1 is classic error feedback",
     )
     group.add_argument(
         "--dense",
@@ -121,14 +122,8 @@ def add_training_options(
         metavar="GLOBS",
         help=(
             "ScaleCom: parameters sent whole, globs separated by commas, repeatable; 'none' "
-            "for no tensor (default: auto:output)"
+            "for no tensor"
         ),
-    )
-    group.add_argument(
-        "--dense-warmup",
-        type=int,
-        metavar="STEPS",
-        help="ScaleCom: first steps sent whole (default: a tenth of all)",
     )
     group.add_argument(
         "--leader",
@@ -224,26 +219,26 @@ def main(
 
 
 def compression_from(
-    args: argparse.Namespace, steps: int, shapes: Mapping[str, tuple[int, ...]], hvd: ModuleType
+    args: argparse.Namespace,
+    shapes: Mapping[str, tuple[int, ...]],
+    hvd: ModuleType,
+    **model: Any,
 ) -> Any:
     """What the options ask for, to be given to hvd.DistributedOptimizer or DistributedGradientTape.
-    shapes: of all parameters, by name.
 
-    Options not given keep the library's defaults and SCALECOM_* variables, except for the two that
-    matter most for accuracy: the output layer is sent whole, and so is the first tenth of all
-    steps.
+    Options not given keep the library's defaults and SCALECOM_* variables.
+
+    shapes: of all parameters, by name. model: model=, where its gradients can be computed a step
+        ahead.
     """
     if args.compression != "scalecom":
         return getattr(hvd.Compression, args.compression)
-    fields = {
-        "dense": _globs(args.dense) if args.dense is not None else ["auto:output"],
-        "warmup_steps": args.dense_warmup if args.dense_warmup is not None else steps // 10,
-    }
-    for name in ("rate", "beta", "leader", "lookahead", "selection", "wire_dtype", "min_numel"):
-        if getattr(args, name) is not None:
-            fields[name] = getattr(args, name)
+    names = ("rate", "bits", "beta", "leader", "lookahead", "selection", "wire_dtype", "min_numel")
+    fields = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.dense is not None:
+        fields["dense"] = _globs(args.dense)
     try:
-        compression = hvd.ScaleCom(**fields)
+        compression = hvd.ScaleCom(**fields, **model)
         compression.config.rates_for(shapes)  # finds globs that match no parameter
     except ValueError as error:
         raise WrongInput(str(error)) from error
@@ -495,7 +490,7 @@ class RunLog:
     def end(self, **numbers: Any) -> dict[str, Any]:
         """Close the bar and the file; gives the summary, which is also the file's last line.
 
-        ms_per_step: the median over the last half of the steps, which excludes dense warm-up.
+        ms_per_step: the median over the last half of the steps, which excludes the start.
         """
         recent = self._durations[len(self._durations) // 2 :]
         summary = {

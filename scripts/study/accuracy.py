@@ -30,7 +30,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # what r
 
 import launch
 
-RATE = "100"
 # What every run of an experiment has in common.
 DIGITS = ("--lr", "0.0025", "--batch-size", "32", "--steps", "600")
 # Where beta = 1 breaks: a large learning rate, small batches, and no batch normalisation, which
@@ -48,10 +47,8 @@ CIFAR10 = (
 KERAS = ("--loop", "fit", "--lr", "0.01", "--batch-size", "32", "--steps", "600")
 # Not much shorter: with few sends per coordinate (steps / rate) nothing is comparable.
 QUICK_STEPS = {"digits": 400, "group": 300, "lstm": 300, "keras": 400, "cifar10": 400}
-SCALECOM = ("--compression", "scalecom", "--rate", RATE)
-# What the library does by itself: 100 first steps whole, where the training scripts take a tenth of
-# all.
-DEFAULTS = ("--compression", "scalecom", "--dense-warmup", "100")
+SCALECOM = ("--compression", "scalecom")
+PAPER = (*SCALECOM, "--rate", "100", "--bits", "32")
 DENSE = ("--compression", "none")
 PERCENT = ("acc9", "accuracy")
 
@@ -84,8 +81,8 @@ EXPERIMENTS = {
         "acc9",
         {
             "dense": Way(DENSE),
-            f"ScaleCom {RATE}x": Way(SCALECOM),
-            "ScaleCom, the defaults": Way(DEFAULTS),
+            "ScaleCom": Way(SCALECOM),
+            "ScaleCom, 32 bits, 100x": Way(PAPER),
             "residues thrown away": Way(SCALECOM, forget=True),
         },
     ),
@@ -96,8 +93,8 @@ EXPERIMENTS = {
         "acc9",
         {
             "dense": Way(DENSE),
-            f"ScaleCom {RATE}x": Way(SCALECOM),
-            f"ScaleCom {RATE}x, beta 1": Way((*SCALECOM, "--beta", "1")),
+            "ScaleCom": Way(SCALECOM),
+            "ScaleCom, 32 bits, 100x": Way(PAPER),
         },
     ),
     "lstm": Experiment(
@@ -107,9 +104,9 @@ EXPERIMENTS = {
         "bits_per_character",
         {
             "dense": Way(DENSE),
-            f"ScaleCom {RATE}x": Way(SCALECOM),
-            f"ScaleCom {RATE}x, torchrun": Way(SCALECOM, launcher="torchrun"),
-            "ScaleCom, the defaults": Way(DEFAULTS),
+            "ScaleCom": Way(SCALECOM),
+            "ScaleCom, torchrun": Way(SCALECOM, launcher="torchrun"),
+            "ScaleCom, 32 bits, 100x": Way(PAPER),
         },
     ),
     "keras": Experiment(
@@ -117,7 +114,7 @@ EXPERIMENTS = {
         "train_keras",
         KERAS,
         "acc9",
-        {"dense": Way(DENSE), f"ScaleCom {RATE}x": Way(SCALECOM)},
+        {"dense": Way(DENSE), "ScaleCom": Way(SCALECOM)},
     ),
     "cifar10": Experiment(
         "CIFAR-10, ResNet-34, batch norm",
@@ -126,7 +123,7 @@ EXPERIMENTS = {
         "accuracy",
         {
             "dense": Way(DENSE),
-            "ScaleCom 92x": Way(("--compression", "scalecom", "--rate", "92")),
+            "ScaleCom": Way(SCALECOM),
         },
     ),
 }

@@ -75,20 +75,18 @@ MEETINGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Iterable[str], i
         1,
     ),
 }
-# Few bits: how values are sent, and what is sent whole.
-NOTHING_WHOLE: dict[str, Any] = {"rate": 16, "bits": 3, "dense": (), "warmup": 0.0}
+# What is compared at all that a run sends: the library's defaults, parts of them, and the paper's
+# form.
+LIBRARY: dict[str, Any] = {"warmup": None, "rate": None}
+AHEAD = LIBRARY | {"step_ahead": 1.0}
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
+    "the defaults": ("ScaleCom", AHEAD),
+    "with look-ahead": ("ScaleCom", AHEAD | {"lookahead": True}),
+    "output layer at rate 4": ("ScaleCom", AHEAD | {"rates": (("auto:output", 4),)}),
+    "the model not known": ("ScaleCom", LIBRARY),
     "32 bits, rate 100": ("ScaleCom", {}),
-    "the same, a step ahead": ("ScaleCom", {"step_ahead": 1.0}),
     "local top-k, rate 100": ("LocalTopK", {}),
-    "3 bits, rate 16": ("ScaleCom", {"rate": 16, "bits": 3}),
-    "nothing whole, output 4x": (
-        "ScaleCom",
-        NOTHING_WHOLE | {"rates": (("auto:output", 4),)},
-    ),
-    "nothing whole": ("ScaleCom", NOTHING_WHOLE),
-    "nothing whole, a step ahead": ("ScaleCom", NOTHING_WHOLE | {"step_ahead": 1.0}),
 }
 CONTROLS = ("residues thrown away", "compressed tensors frozen")
 # What a user trains, and what may be set: {name: (task, fields)} and {name: (method, fields)}.
@@ -305,7 +303,7 @@ def choices(tasks: list[str], quick: bool, shorter: dict[str, Any]) -> Iterator[
     if not quick:
         staggered = {"leader": "staggered", "bucket_bytes": 200_000}
         variants |= {
-            "the library's defaults": {"warmup": None},
+            "the library's defaults": AHEAD,
             "first layer whole too": {"dense": ("auto:first", "auto:output")},
             "look-ahead": {"lookahead": True},
             "staggered leaders": staggered,
@@ -360,15 +358,12 @@ def asked_about(task: str, tasks: tuple[str, ...], quick: bool) -> bool:
 
 
 def few_bits(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """12. Few bits, many places: what a whole run costs, and what it comes to."""
+    """12. The library's defaults: what a whole run sends, and what it comes to."""
     situations = SITUATIONS | OTHER_SITUATIONS
     for situation in (
         "LSTM, 500 steps, AdamW",
         "Transformer, 250 steps, AdamW",
-        "LSTM, 500 steps",
-        "ResNet, group norm",
-        "ResNet, layer norm",
-        "ResNet, group norm, unlike data",
+        *SITUATIONS,
     )[: 1 if quick else None]:
         task, fields = situations[situation]
         if not asked_about(task, tasks, quick):

@@ -265,7 +265,7 @@ TABLES = {
     "tuned": Table(
         "Each method at its own best", "tuned", "learning rate, times", ("better", "kB per step")
     ),
-    "bits": Table("Few bits", "bits", "", ("better", "kB per step", "MB of the run")),
+    "bits": Table("The defaults", "bits", "", ("better", "kB per step", "MB of the run")),
     "widths": Table("Levels and k", "widths", "rate", ("better", "kB compressed")),
 }
 

@@ -247,7 +247,7 @@ class Together:
             for each in simulation.compressors:
                 for tensor in each.residues.tensors.values():
                     tensor.residue.zero_()
-        after_warmup = step >= compressor.config.warmup
+        after_warmup = step >= compressor.config.warmup_steps
         frozen = (
             compressor.residues.tensors
             if run.control == "compressed tensors frozen" and after_warmup
@@ -339,11 +339,10 @@ def simulate(
         method, options = hvd.ScaleCom, {"dense": ["*"], "warmup_steps": 0}
     else:
         method = study_demo.DeMo if run.method == "DeMo" else getattr(hvd, run.method)
-        recommended = (
-            {}
-            if run.warmup is None
-            else {"dense": ["auto:output"], "warmup_steps": round(run.warmup * run.steps)}
-        )
+        recommended: dict[str, Any] = {}
+        if run.warmup is not None:
+            recommended = {"dense": ["auto:output"], "warmup_steps": round(run.warmup * run.steps)}
+            recommended |= {"bits": 32} if run.method == "ScaleCom" else {}
         options = recommended | options
         if run.step_ahead:  # a model that nobody calls: Together moves parameters itself
             options |= {"step_ahead": run.step_ahead, "model": nn.Module()}

@@ -29,6 +29,7 @@ ONE = [list(SHAPES)]
 SEVERAL = [["first", "scale"], ["odd", "conv", "embedding"], ["bias", "last"]]
 MODES = {  # (settings, buckets)
     "cyclic": ({"rate": 20, "beta": 0.3, "min_numel": 100}, ONE),
+    "few bits": ({"rate": 16, "bits": 3, "min_numel": 100}, ONE),
     "staggered": (
         {"rate": 20, "min_numel": 100, "leader": "staggered", "dense": ["conv"]},
         SEVERAL,

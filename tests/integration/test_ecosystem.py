@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def with_defaults(monkeypatch):
-    for name in ("SCALECOM_DENSE", "SCALECOM_WARMUP_STEPS"):
+    for name in ("SCALECOM_BITS", "SCALECOM_STEP_AHEAD"):
         monkeypatch.delenv(name)
 
 

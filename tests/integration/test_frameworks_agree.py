@@ -17,9 +17,8 @@ WORKER = Path(__file__).with_name("worker_frameworks.py")
 
 def hold_to_reference(directory, framework, mode, ranks) -> None:
     settings, groups = MODES[mode]
-    reference = ScaleComReference(
-        ranks, SHAPES, ScaleComConfig(**{"dense": (), "warmup_steps": 0} | settings), groups
-    )
+    config = ScaleComConfig(**{"bits": 32} | settings)
+    reference = ScaleComReference(ranks, SHAPES, config, groups)
     with np.load(directory / f"{framework}-{mode}.npz") as saved:
         averages = dict(saved)
     digests = [

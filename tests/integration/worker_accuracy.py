@@ -36,7 +36,9 @@ def train(name: str, settings: dict | None) -> float:
         nn.ReLU(),
         nn.Linear(128, 10),
     )
-    compression = hvd.Compression.none if settings is None else hvd.ScaleCom(**settings)
+    compression = (
+        hvd.Compression.none if settings is None else hvd.ScaleCom(model=model, **settings)
+    )
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         model.named_parameters(),
@@ -83,10 +85,11 @@ def take_at_own_indices(bucket: Bucket, offsets: torch.Tensor) -> Step:
 def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
-    recipe = {"rate": 50, "dense": ["auto:output"]}
+    recipe = {"rate": 50, "bits": 32, "dense": ["auto:output"]}
     runs = {
         "dense": None,
         "ScaleCom": recipe,
+        "few bits, a step ahead": {"rate": 16, "bits": 3, "step_ahead": 1},
         "look-ahead, staggered": recipe
         | {"lookahead": True, "leader": "staggered", "bucket_bytes": 50_000},
         "residues thrown away": recipe,

@@ -31,8 +31,8 @@ BOUND = [
     "constant",
     "--weight-decay",
     "0",
-    "--dense-warmup",
-    "0",
+    "--bits",
+    "32",
 ]
 DENSE = ["--compression", "none"]
 

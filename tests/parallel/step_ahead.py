@@ -5,7 +5,7 @@ from faces import hvd
 
 from scalecom_hvd.config import ScaleComConfig
 
-SETTINGS = {"rate": 5, "dense": [], "warmup_steps": 0, "min_numel": 20, "step_ahead": 1}
+SETTINGS = {"rate": 5, "bits": 32, "min_numel": 20, "step_ahead": 1}
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),

@@ -19,7 +19,7 @@ def test_examples(example, tmp_path, monkeypatch):
         torch.nn.Linear(20, 120), torch.nn.ReLU(), torch.nn.Linear(120, 30), torch.nn.Linear(30, 4)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scope = NAMES | {"model": model, "optimizer": optimizer, "total_steps": 20}
+    scope = NAMES | {"model": model, "optimizer": optimizer}
     example.run(scope)
     trained = scope.get("wrapped", scope["model"])
     inputs = torch.randn(8, 20) + dist.get_rank()

@@ -20,7 +20,7 @@ def scope_of(kind):
     model = tf.keras.Sequential(
         [tf.keras.layers.Dense(120, "relu", input_shape=(20,)), tf.keras.layers.Dense(4, "softmax")]
     )
-    scope = {"tf": tf, "hvd": hvd, "model": model, "total_steps": 20}
+    scope = {"tf": tf, "hvd": hvd, "model": model}
     scope["images"] = random.normal(size=(64, 20)).astype("float32")
     scope["labels"] = random.integers(0, 4, 64)
     scope["optimizer"] = tf.keras.optimizers.SGD(0.05)

@@ -32,7 +32,7 @@ def scope_of(kind):
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=hvd.ScaleCom
         )
-    names = {"torch": torch, "model": model, "optimizer": optimizer, "total_steps": 20}
+    names = {"torch": torch, "model": model, "optimizer": optimizer}
     if kind != "stock":
         names["hvd"] = hvd
     scope = names | {"loss_of": loss_of, "train_one_step": train_one_step, "os": os}

@@ -53,14 +53,15 @@ def test_they_are_the_oracles(optimizer, settings):
 
 
 @horovods_alone
-def test_horovods_own_optimizer():
-    model, wrapped, _ = make(stock, "momentum")
+@pytest.mark.parametrize("bits", [32, 3])
+def test_horovods_own_optimizer(bits):
+    model, wrapped, _ = make(stock, "momentum", bits=bits)
     other = make_model()
     stepped = OPTIMIZERS["momentum"](other.parameters())
     for step in range(8):
         take(model, wrapped, step)
         assert same_on_all_ranks(model.parameters())
-    oracle.train(other, stepped, config(lookahead=True), hvd.size(), 8, loss)
+    oracle.train(other, stepped, config(lookahead=True, bits=bits), hvd.size(), 8, loss)
     assert_close(model, other)
 
 

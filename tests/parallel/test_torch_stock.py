@@ -141,10 +141,7 @@ def test_stock_needs_the_parameters(compression):
     )
     with pytest.raises(
         TypeError,
-        match=(
-            r"write compression=ScaleCom\(named_parameters=model.named_parameters\(\), "
-            r"rate=100\)"
-        ),
+        match=r"write compression=ScaleCom\(named_parameters=model.named_parameters\(\)\)",
     ):
         feed(model, gradients(SHAPES, hvd.rank(), 0))
         optimizer.synchronize()

@@ -82,7 +82,7 @@ class Setting:
 
     @property
     def config(self) -> ScaleComConfig:
-        return ScaleComConfig(**{"dense": (), "warmup_steps": 0} | self.fields)
+        return ScaleComConfig(**{"bits": 32} | self.fields)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return {

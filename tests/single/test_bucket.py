@@ -22,7 +22,7 @@ def new_bucket(numel=1_000_000, thread=None, dtype=torch.float32, beta=0.5, **se
     parameters = {
         name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()
     }
-    residues = Residues(ScaleComConfig(beta=beta, **settings))
+    residues = Residues(ScaleComConfig(**{"bits": 32, "beta": beta} | settings))
     residues.attach(parameters)
     residues.tensors["weight"].residue.normal_()
     for parameter in parameters.values():

@@ -36,7 +36,7 @@ from scalecom_hvd.config import float16_limit
         ({"dense": "head.*"}, TypeError, r"such as \['head.\*'\]"),
         ({"dense": ["head.*", 3]}, TypeError, "dense must be a list of globs"),
         ({"dense": 3}, TypeError, "dense must be a list of globs"),
-        ({"rate": None}, TypeError, "rate must be a number, not None"),
+        ({"warmup_rate": None}, TypeError, "warmup_rate must be a number, not None"),
         ({"rate": 3 + 0j}, TypeError, "rate must be a number"),
         ({"beta": float("nan")}, ValueError, r"beta must be in \(0, 1\], not nan"),
         ({"flush": 1}, TypeError, "flush must be True or False, not 1"),
@@ -50,7 +50,13 @@ from scalecom_hvd.config import float16_limit
         ({"lookahead": None}, TypeError, "lookahead must be True or False"),
         ({"dense": ["auto:last"]}, ValueError, "'auto:first' and 'auto:output', not 'auto:last'"),
         ({"rates": {"auto:last": 2}}, ValueError, "rates knows 'auto:first' and 'auto:output'"),
-        ({"rates": {"auto:output": 8}}, ValueError, r"dense sends whole.*dense=\[\]"),
+        (
+            {"rates": {"auto:output": 8}, "dense": ["auto:output"]},
+            ValueError,
+            r"dense sends whole.*dense=\[\]",
+        ),
+        ({"bits": 9}, ValueError, "bits must be from 2 to 8, or 32"),
+        ({"bits": 3, "wire_dtype": "float16"}, ValueError, "bits and wire_dtype exclude"),
     ],
 )
 def test_what_cannot_work_is_refused(fields, error, message):
@@ -77,7 +83,7 @@ def test_environment_overrides_file_overrides_defaults(tmp_path, monkeypatch):
     assert config.dense == ("auto:output", "embed.*")
     assert config.rates == {"conv*": 20}
     assert config.leader == "cyclic"
-    assert ScaleComConfig.from_env().rate == 100
+    assert ScaleComConfig.from_env().rate is None
     monkeypatch.setenv("SCALECOM_DENSE", "*.bias,head.*")  # to YAML, a star begins an alias
     assert ScaleComConfig.from_env().dense == ("*.bias", "head.*")
     monkeypatch.setenv("SCALECOM_DENSE", "['a,b', 'c']")
@@ -111,7 +117,7 @@ def test_wrong_environment_and_files(tmp_path, monkeypatch):
         ("SCALECOM_RATE", "0.5", ValueError, "rate is N/k.*not 0.5"),
         ("SCALECOM_RATE", ".nan", ValueError, "rate is N/k"),
         ("SCALECOM_RATE", "fast", TypeError, "rate must be a number, not 'fast'"),
-        ("SCALECOM_RATE", "", TypeError, "rate must be a number, not None"),
+        ("SCALECOM_WARMUP_RATE", "", TypeError, "warmup_rate must be a number, not None"),
         ("SCALECOM_BETA", "2", ValueError, r"beta must be in \(0, 1\]"),
         ("SCALECOM_BETA", "[", ValueError, r"SCALECOM_BETA='\[' is not a value in YAML"),
         ("SCALECOM_MIN_NUMEL", "many", TypeError, "min_numel must be a whole number, not 'many'"),
@@ -153,7 +159,7 @@ def test_the_environment_is_checked_like_code(variable, text, error, message, mo
     [
         ("rate: 0.5", ValueError, "rate is N/k.*not 0.5"),
         ("rate: fast", TypeError, "rate must be a number, not 'fast'"),
-        ("rate:", TypeError, "rate must be a number, not None"),
+        ("warmup_rate:", TypeError, "warmup_rate must be a number, not None"),
         ("beta: 0", ValueError, r"beta must be in \(0, 1\]"),
         ("min_numel: 1.5", TypeError, "min_numel must be a whole number"),
         ("rates: [conv]", TypeError, "rates must map globs"),
@@ -217,13 +223,15 @@ SHAPES = {
 
 
 def test_which_tensors_are_compressed():
+    biases = ("conv.bias", "head.bias")
     assert ScaleComConfig(rate=30).rates_for(SHAPES) == {
-        name: 1 if name in ("conv.bias", "head.weight", "head.bias") else 30 for name in SHAPES
-    }  # the output layer by default
-    assert ScaleComConfig(rate=30, dense=()).rates_for(SHAPES)["head.weight"] == 30
+        name: 1 if name in biases else 30 for name in SHAPES
+    }
+    assert ScaleComConfig().rates_for(SHAPES)["head.weight"] == 16
+    assert ScaleComConfig(bits=32).rates_for(SHAPES)["head.weight"] == 100
     one_layer = {"weight": (100, 100), "bias": (100,)}
     both_ends = ScaleComConfig(dense=["auto:first", "auto:output"])
-    assert both_ends.rates_for(one_layer) == {"weight": 100, "bias": 1}
+    assert both_ends.rates_for(one_layer) == {"weight": 16, "bias": 1}
     chosen = ScaleComConfig(
         rates={"conv.*": 25, "*.weight": 400}, dense=["auto:first", "auto:output", "norm.*"]
     ).rates_for(SHAPES)
@@ -242,18 +250,18 @@ def test_which_tensors_are_compressed():
         for name in SHAPES
     }
     tiny = {"empty": (0,), "one": (1,)}
-    assert ScaleComConfig(min_numel=0).rates_for(tiny) == {"empty": 1, "one": 100}
+    assert ScaleComConfig(min_numel=0).rates_for(tiny) == {"empty": 1, "one": 16}
     nameless = {f"allreduce.noname.0.{i}": (100, 100) for i in range(3)}
-    assert list(ScaleComConfig(dense=["auto:output"]).rates_for(nameless).values()) == [100, 100, 1]
+    assert list(ScaleComConfig(dense=["auto:output"]).rates_for(nameless).values()) == [16, 16, 1]
     one = {"weight": (10, 500)}
-    assert ScaleComConfig(dense=["auto:output"]).rates_for(one) == {"weight": 100}
+    assert ScaleComConfig(dense=["auto:output"]).rates_for(one) == {"weight": 16}
     assert ScaleComConfig(rates={"auto:output": 8}, dense=[]).rates_for(one) == {"weight": 8}
 
 
 def test_the_defaults_are_those_the_study_supports():
     config = ScaleComConfig().resolved()
-    assert (config.rate, config.beta, config.warmup, config.warmup_rate) == (100, 0.2, 100, 1)
-    assert config.step_ahead == 0
+    assert (config.bits, config.rate, config.dense) == (3, 16, ())
+    assert (config.beta, config.step_ahead, config.warmup_steps) == (0.2, 0, 0)
     knows_model = ScaleComConfig().resolved(knows_model=True)
     assert (knows_model.step_ahead, knows_model.beta) == (1, 1)
     assert ScaleComConfig(step_ahead=0).resolved(knows_model=True).beta == 0.2
@@ -261,11 +269,19 @@ def test_the_defaults_are_those_the_study_supports():
     assert config.flush
     assert config.replace(beta=0.1).flush, "what flushes does not depend on beta"
     assert (config.leader, config.lookahead, config.selection) == ("cyclic", False, "lanes")
-    assert (config.dense, config.wire_dtype) == (("auto:output",), None)
+    assert config.wire_dtype is None
+    # Values as they are: the paper's form.
+    for whole in (
+        ScaleComConfig(bits=32).resolved(),
+        ScaleComConfig().resolved(knows_bits=False),
+        ScaleComConfig(wire_dtype="float16").resolved(),
+    ):
+        assert (whole.bits, whole.rate) == (32, 100)
+    assert ScaleComConfig(rate=50).resolved().bits == 3
 
 
 def test_layers_in_the_names_of_either_framework():
-    whole = ScaleComConfig(dense=["auto:output"]).rates_for
+    whole = ScaleComConfig(dense=["auto:output"], rate=100).rates_for
     torch = {"body.0.weight": (99, 99), "head.weight": (99, 99), "head.bias": (3000,)}
     assert list(whole(torch).values()) == [100, 1, 1]
     keras = {"dense/kernel": (99, 99), "dense_1/kernel": (99, 99), "dense_1/bias": (3000,)}

@@ -372,9 +372,7 @@ def test_no_gradient_poisons_the_residue_for_ever(kernel, lookahead, huge, monke
     The oracle says the same.
     """
     monkeypatch.setenv("SCALECOM_KERNEL", kernel)
-    config = ScaleComConfig(
-        dense=(), warmup_steps=0, rate=10, min_numel=0, lookahead=lookahead, beta=0.5
-    )
+    config = ScaleComConfig(bits=32, rate=10, min_numel=0, lookahead=lookahead, beta=0.5)
     bucket, (tensor,) = new_bucket([torch.zeros(700)], config)
     reference = ScaleComReference(1, {"p0": (700,)}, config)
     random, counted, ahead = np.random.default_rng(0), 0, None
@@ -590,7 +588,7 @@ def test_offsets_outside_of_their_lanes_are_refused(numel, rate, selection, lane
 @pytest.mark.parametrize("selection", ["lanes", "exact"])
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_step_with_refused_offsets_is_rolled_back(lookahead, selection):
-    config = ScaleComConfig(beta=0.5, selection=selection, dense=())
+    config = ScaleComConfig(bits=32, beta=0.5, selection=selection)
     bucket, (tensor,) = new_bucket([torch.zeros(6401)], config, ranks=2)
     before = tensor.residue.normal_().clone()
     bucket.begin(1.0, grads={"p0": torch.randn(6401)})
@@ -648,7 +646,7 @@ def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, select
     monkeypatch.setenv("SCALECOM_KERNEL", asked)
     dtypes = SEVERAL[kernels]
     config = ScaleComConfig(
-        rate=10, beta=0.5, selection=selection, residue_dtype="float32", min_numel=2, dense=()
+        bits=32, rate=10, beta=0.5, selection=selection, residue_dtype="float32", min_numel=2
     )
     parameters = [torch.zeros(700 + i, dtype=dtype) for i, dtype in enumerate(dtypes)]
     bucket, tensors = new_bucket(parameters, config, ranks=2)
@@ -693,7 +691,7 @@ def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, select
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_offsets_that_the_second_kernel_refuses(lookahead):
     """What the first has done is rolled back, and nothing else."""
-    config = ScaleComConfig(rate=100, beta=0.5, residue_dtype="float32", dense=())
+    config = ScaleComConfig(rate=100, bits=32, beta=0.5, residue_dtype="float32")
     dtypes = [torch.float64, torch.float32]  # plain torch's, then the native kernel's
     parameters = [torch.zeros(6401, dtype=dtype) for dtype in dtypes]
     bucket, tensors = new_bucket(parameters, config, ranks=2)

@@ -12,8 +12,8 @@ SHAPES = {"w": (50, 40), "b": (7,)}
 
 
 def settings(**fields):
-    """Of which all tensors with 100 elements are compressed, at rate 10, from the first step on."""
-    small = {"dense": (), "warmup_steps": 0, "rate": 10, "min_numel": 100}
+    """Of which all tensors with 100 elements are compressed, at rate 10."""
+    small = {"bits": 32, "rate": 10, "min_numel": 100}
     return ScaleComConfig(**(small | fields))
 
 
@@ -105,7 +105,7 @@ def test_exact_selection_takes_the_k_largest_and_the_first_of_equals():
 
 
 def test_leaders_take_turns():
-    config = ScaleComConfig(dense=(), warmup_steps=0, leader="staggered")
+    config = ScaleComConfig(bits=32, rate=100, leader="staggered")
     reference = ScaleComReference(3, {"a": (5000,), "b": (5000,)}, config, buckets=[["a"], ["b"]])
     assert [reference.leader("a", t) for t in range(4)] == [0, 1, 2, 0]
     assert [reference.leader("b", t) for t in range(4)] == [1, 2, 0, 1]

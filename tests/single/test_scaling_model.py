@@ -37,12 +37,17 @@ def made_up():
 
 def test_bytes_are_those_of_a_ring():
     for n in (2, 4, 8):
-        s = Setting(n, 1, 150, numel=1_000_000, rate=100)
+        s = Setting(n, 1, 150, numel=1_000_000, bits=32)
         values, offsets = model.traffic("ScaleCom staggered", s)
         assert values == 2 * (n - 1) / n * 4 * 10_000
         assert offsets == (n - 1) / n * 10_000
         assert model.traffic("dense", s)[0] == 100 * values
         assert model.traffic("local top-k", s)[0] == (n - 1) * 80_000
+        # Values of 3 bits: sums over n take 4, 5 and 6 bits, of which a word holds 8, 6 and 5.
+        values, offsets = model.traffic("ScaleCom staggered", Setting(n, 1, 150, numel=16_000_000))
+        fields = {2: 8, 4: 6, 8: 5}[n]
+        assert values == 2 * (n - 1) / n * 4 * math.ceil(1_000_000 / fields)
+        assert offsets == (n - 1) / n * (500_000 + 4 * 1_000_000 / 512)
 
 
 def test_the_fit_finds_the_constants_again():
@@ -116,12 +121,12 @@ def test_local_steps_share_what_an_exchange_takes():
         assert waits[1] == pytest.approx(waits[0] / 4)
 
 
-def test_what_is_sent_whole_and_wide_offsets_are_counted():
-    s = Setting(2, 1, 100, numel=1000, rate=500, whole=500)
-    assert model.traffic("ScaleCom staggered", s) == (4 * 1 + 4 * 500, 2 / 2)
-    assert model.traffic("random-k", s) == (4 * 1 + 4 * 500, 0)
-    assert model.traffic("LocalTopK", s) == ((4 + 2) * 1 + 4 * 500, 0)
-    assert model.traffic("LocalTopK", dataclasses.replace(s, rate=250))[0] == (4 + 1) * 2 + 2000
+def test_wide_offsets_are_counted():
+    s = Setting(2, 1, 100, numel=500, rate=500, bits=32)
+    assert model.traffic("ScaleCom staggered", s) == (4, 2 / 2)
+    assert model.traffic("random-k", s) == (4, 0)
+    assert model.traffic("LocalTopK", s) == (4 + 2, 0)
+    assert model.traffic("LocalTopK", dataclasses.replace(s, rate=250))[0] == (4 + 1) * 2
 
 
 def test_small_models_do_not_compress_for_nothing():

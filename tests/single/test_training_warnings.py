@@ -4,7 +4,6 @@ import logging
 
 import pytest
 
-from scalecom_hvd import training_warnings
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.training_warnings import (
     Health,
@@ -12,7 +11,6 @@ from scalecom_hvd.training_warnings import (
     check_look_ahead,
     check_output_layer,
     check_share_whole,
-    check_warmup,
     growth_limit,
 )
 
@@ -102,41 +100,24 @@ def test_look_ahead_with_a_beta_near_one(caplog, fields, warnings):
     assert not warnings or "look-ahead with beta=1 breaks training" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("fields", "rate", "warnings"),
-    [
-        ({}, 100, 1),
-        ({}, 1, 0),
-        ({"warmup_steps": 50}, 100, 0),
-        ({"warmup_steps": 0}, 100, 0),
-        ({"total_steps": 5000}, 100, 0),
-    ],
-    ids=str,
-)
-def test_a_warm_up_that_nobody_set_is_said_once(caplog, fields, rate, warnings):
-    training_warnings._tell_of_warmup.cache_clear()
-    for _ in range(2):
-        check_warmup(ScaleComConfig(**fields), [1, rate])
-    assert len(caplog.records) == warnings
-    assert not warnings or "first 100 steps are sent whole" in caplog.text
-
-
+OUTPUT = {"dense": ["auto:output"]}
 GPT = {"wte.weight": (5000, 64), "wpe.weight": (128, 64), "h.mlp.weight": (64, 256)}
 
 
 @pytest.mark.parametrize(
     ("shapes", "fields", "warnings"),
     [
-        (GPT, {}, 1),
-        (GPT | {"h.mlp.bias": (64,), "norm.weight": (64,)}, {}, 1),
+        (GPT, {}, 0),
+        (GPT, OUTPUT, 1),
+        (GPT, {"rates": {"auto:output": 4}}, 1),
+        (GPT | {"h.mlp.bias": (64,), "norm.weight": (64,)}, OUTPUT, 1),
         (GPT, {"dense": ["wte.*"]}, 0),
-        (GPT, {"dense": []}, 0),
-        (GPT | {"head.weight": (5000, 64)}, {}, 0),  # a layer of its own
-        (GPT | {"head.weight": (2, 64)}, {}, 0),  # a classifier
-        ({"embed": (90, 32), "lstm.weight_hh": (128, 32)}, {}, 1),
-        ({"one.weight": (256, 64), "two.weight": (64, 256)}, {}, 0),  # no embedding
-        ({"conv.weight": (64, 3, 7, 7), "fc.weight": (1000, 64)}, {}, 0),
-        ({"weight": (500, 10)}, {}, 0),
+        (GPT | {"head.weight": (5000, 64)}, OUTPUT, 0),  # a layer of its own
+        (GPT | {"head.weight": (2, 64)}, OUTPUT, 0),  # a classifier
+        ({"embed": (90, 32), "lstm.weight_hh": (128, 32)}, OUTPUT, 1),
+        ({"one.weight": (256, 64), "two.weight": (64, 256)}, OUTPUT, 0),  # no embedding
+        ({"conv.weight": (64, 3, 7, 7), "fc.weight": (1000, 64)}, OUTPUT, 0),
+        ({"weight": (500, 10)}, OUTPUT, 0),
     ],
     ids=str,
 )
@@ -144,4 +125,4 @@ def test_an_output_layer_that_shares_the_embedding(caplog, shapes, fields, warni
     config = ScaleComConfig(min_numel=2, **fields)
     check_output_layer(config, config.rates_for(shapes), shapes)
     assert len(caplog.records) == warnings
-    assert not warnings or f"give dense=['{next(iter(shapes))}']" in caplog.text
+    assert not warnings or f"give its name, '{next(iter(shapes))}'" in caplog.text

@@ -312,7 +312,7 @@ def steps(device, lookahead, wire):
     """
     torch.manual_seed(0)
     rates = {"0": 7, "1": 300, "2": 2.5}
-    config = ScaleComConfig(beta=0.3, wire_dtype=wire, rates=rates, dense=(), min_numel=0)
+    config = ScaleComConfig(bits=32, beta=0.3, wire_dtype=wire, rates=rates, min_numel=0)
     parameters = {
         name: torch.nn.Parameter(torch.zeros(shape, device=device))
         for name, shape in zip(rates, ((30, 40), (500,), (7, 9, 11)), strict=True)

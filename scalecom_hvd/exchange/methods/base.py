@@ -62,7 +62,7 @@ class State:
 
 
 # Settings that say how ScaleCom's leader chooses and sends.
-_LEADERS_SETTINGS = ("leader", "lookahead", "bits", "wire_dtype")
+_LEADERS_SETTINGS = ("leader", "lookahead", "wire_dtype")
 
 
 class Method:
@@ -95,6 +95,8 @@ class Method:
     """Whether every element travels, so that stats()["rate"] is 1."""
     takes_quantiser: ClassVar[bool] = False
     """Whether it takes a quantiser for its values."""
+    takes_few_bits: ClassVar[bool] = False
+    """Whether its values may be integers of few bits, which bucket.take_and_accumulate() makes."""
     always_gathers: bool = False
     """Whether ranks choose different places, so that no sum can be made of their values."""
     equal_state: ClassVar[tuple[str, ...]] = ()
@@ -118,15 +120,16 @@ class Method:
                 "or RandomK (a method of your own: set takes_quantiser)"
             )
         config = config if config is not None else ScaleComConfig.from_env()
-        self.config = self._checked(config.replace(**fields)).resolved(model is not None)
-        defaults = ScaleComConfig()
-        for field in self.unused:
+        self.quantiser = quantiser_of(quantiser)
+        knows = model is not None, self.takes_few_bits and not self.quantiser.rounds
+        self.config = self._checked(config.replace(**fields)).resolved(*knows)
+        defaults = ScaleComConfig().resolved(*knows)
+        for field in (*self.unused, *(() if self.takes_few_bits else ("bits",))):
             if getattr(self.config, field) != getattr(defaults, field):
                 raise ValueError(
                     f"{field} means nothing to {name}: leave it out, and unset "
                     f"SCALECOM_{field.upper()} if it is set"
                 )
-        self.quantiser = quantiser_of(quantiser)
         self.diagnostics = Diagnostics.of(diagnostics)
         self._read_scale = _scale_reader(loss_scale)
         self.ahead: StepAhead | None = None

@@ -43,8 +43,8 @@ class ScaleCom(Method):
     `flush`, which is not of the paper, it is g_i and all that waits where m_i and g_i do not point
     apart: beta then damps only what training has turned against since.
 
-    With `bits` below 32, which is not of the paper either, v_i is an integer times a scale, the
-    leader's, that is broadcast with the offsets, and the all-reduce sums the integers
+    With `bits` below 32, the default, which is not of the paper either, v_i is an integer times a
+    scale, the leader's, that is broadcast with the offsets, and the all-reduce sums the integers
     (integers.py). What rounding leaves stays in m_i by (5).
 
     With look-ahead the leader of step t + 1 chooses at the end of step t, by its new residue and
@@ -60,18 +60,18 @@ class ScaleCom(Method):
         ValueError, TypeError: settings that cannot work.
 
     Example:
-        >>> ScaleCom(rate=100, beta=0.1, dense=["auto:output"], total_steps=20_000)
+        >>> ScaleCom(model=model)
     """
 
     unused = ()
-    has_leader = takes_quantiser = True
+    has_leader = takes_quantiser = takes_few_bits = True
     equal_state = ("offsets", "scales")
 
     def __init__(self, *, quantiser: Any = None, **settings: Any) -> None:
         self._rounds_to_half = quantiser_of(quantiser).sums_halves
         super().__init__(quantiser=quantiser, **settings)
         if self._quantiser_settings:
-            defaults = ScaleComConfig()
+            defaults = ScaleComConfig(bits=32)
             for name in ("lookahead", "bits", "wire_dtype"):
                 if getattr(self.config, name) != getattr(defaults, name):
                     raise ValueError(
