@@ -85,6 +85,11 @@ DDP_JOBS = [
 ]
 
 
+# A model of whose steps `plan` is asked in docs/speed.md.
+GPT2 = ("no communication", "dense", "ScaleCom cyclic", "ScaleCom look-ahead")
+GPT2_JOBS = [Job("gpt2", n_hosts, (1000,), GPT2, 10.0) for n_hosts in (2, 4)]
+
+
 def jobs(quick: bool) -> Iterator[Job]:
     """What is measured. quick: the smallest part that exercises everything."""
     if quick:
@@ -306,6 +311,7 @@ def main() -> int:
     parser.add_argument(
         "--ddp", action="store_true", help="only the jobs that compare DistributedDataParallel"
     )
+    parser.add_argument("--gpt2", action="store_true", help="only the jobs of GPT-2's shapes")
     parser.add_argument(
         "--output",
         type=Path,
@@ -317,6 +323,7 @@ def main() -> int:
     if os.geteuid() == 0:
         hosts.install()
     some = [LOCAL_STEPS] * arguments.local_steps + DDP_JOBS * arguments.ddp
+    some += GPT2_JOBS * arguments.gpt2
     try:
         results = run_all(some or list(jobs(arguments.quick)), arguments.timeout)
     except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:

@@ -93,14 +93,17 @@ class PausedLayer(torch.nn.Module):
         return _PausedLayer.apply(x, self, *self.weights)
 
 
-def paused_transformer(seed: int, pause: float = 0.15) -> tuple[torch.nn.Module, Loss]:
+def paused_transformer(
+    seed: int, pause: float = 0.15, shapes: list[list[tuple[int, ...]]] | None = None
+) -> tuple[torch.nn.Module, Loss]:
     """The model, and a function that computes its loss, wrapped or not.
 
     pause: seconds of compute a step, a third of them in forward, by parameters.
     """
     torch.manual_seed(seed)
-    noise = torch.randn(8_000_000) * 1e-3
-    shapes = transformer_shapes()
+    shapes = shapes or transformer_shapes()
+    largest = max(torch.Size(shape).numel() for layer in shapes for shape in layer)
+    noise = torch.randn(largest + 2_000_000) * 1e-3
     sizes = [sum(torch.Size(shape).numel() for shape in layer) for layer in shapes]
     layers = [
         PausedLayer(layer, pause / 3 * size / sum(sizes), pause * 2 / 3 * size / sum(sizes), noise)
@@ -111,6 +114,11 @@ def paused_transformer(seed: int, pause: float = 0.15) -> tuple[torch.nn.Module,
     return model, lambda model: model(x)
 
 
+def gpt2(seed: int) -> tuple[torch.nn.Module, Loss]:
+    """GPT-2's shapes: 124 M parameters with tied embedding; a step computes for 400 ms."""
+    return paused_transformer(seed, 0.4, transformer_shapes(12, 768, 50_257, 1024))
+
+
 def resnet(seed: int) -> tuple[torch.nn.Module, Loss]:
     """A ResNet of 4.7 M parameters that really computes, on images of random numbers."""
     torch.manual_seed(seed)
@@ -119,4 +127,4 @@ def resnet(seed: int) -> tuple[torch.nn.Module, Loss]:
     return model, lambda model: torch.nn.functional.cross_entropy(model(images), labels)
 
 
-CASES = {"transformer": paused_transformer, "resnet": resnet}
+CASES = {"transformer": paused_transformer, "gpt2": gpt2, "resnet": resnet}

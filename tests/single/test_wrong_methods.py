@@ -275,3 +275,41 @@ def test_the_state_of_a_subclass_of_scalecom_is_checked():
     state["method_state"]["tensors"]["seen"]["a"] = torch.zeros(3)
     with pytest.raises(ValueError, match="the method's state of a is"):
         own.load_state_dict(state)
+
+
+def test_a_subclass_of_scalecom_that_takes_values_as_they_are_is_told_so():
+    """As the paper's form does; in few bits it would write values where integers are."""
+
+    class AsThePaper(ScaleCom):
+        def step(self, bucket, collectives, state):
+            return self.cyclic(bucket, collectives)
+
+    def steps(**settings):
+        simulation = Simulation(
+            2,
+            lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))},
+            compression=AsThePaper,
+            **settings,
+        )
+        return simulation.step([{"w": torch.ones(60, 50)}] * 2)[0]["w"]
+
+    with pytest.raises(RuntimeError, match="give bits=32"):
+        steps(bits=3)
+    assert steps(bits=32).count_nonzero() == 30
+
+
+def test_a_method_that_does_not_take_few_bits_has_them_refused():
+    class OfItsOwn(Right):
+        unused = ()
+
+    def make(**settings):
+        return Simulation(
+            2,
+            lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))},
+            compression=OfItsOwn,
+            **settings,
+        )
+
+    with pytest.raises(ValueError, match="bits means nothing to OfItsOwn"):
+        make(bits=3)
+    assert make(bits=32).compressors[0].config.rate == 100
