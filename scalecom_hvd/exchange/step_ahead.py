@@ -13,6 +13,7 @@ or in evaluation, state_dict(), the optimizer's step, the end of the exchange. I
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import sys
 import weakref
@@ -21,10 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scalecom_hvd.exchange.residue import Residues
 
@@ -72,7 +70,6 @@ class StepAhead:
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._residues: Residues | None = None
         self._ranks = 1.0
-        self._stepping = False
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         # {name: what the parameters are not now}; made once, as large as what is compressed.
         self._spare: dict[str, torch.Tensor] = {}
@@ -117,7 +114,7 @@ class StepAhead:
         if self.where is Where.ASIDE:
             self._exchange_with_spare()
             self.where = Where.AHEAD
-        if self.where is Where.AHEAD or self._stepping:
+        if self.where is Where.AHEAD:
             return
         if self._residues is None or not self._residues.step:
             return
@@ -141,7 +138,6 @@ class StepAhead:
             for name in self._moved:
                 self._parameters[name].data.copy_(self._spare[name])
         self.where = Where.COMMON
-        self._stepping = False  # an optimizer whose step failed says nothing of its end
         moved, self._moved = self._moved, {}
         for name, version in moved.items():
             if self._parameters[name]._version != version:
@@ -154,16 +150,13 @@ class StepAhead:
             self._exchange_with_spare()
             self.where = Where.ASIDE
 
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step. Closures that it calls compute gradients where it is."""
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer is about to step: on the common parameters. Gives whether it knows them."""
         self.know(optimizer)
-        if self._is_known(optimizer):
+        is_known = any(known() is optimizer for known in self._optimizers)
+        if is_known:
             self.restore()
-            self._stepping = True
-
-    def step_ends(self) -> None:
-        """It has."""
-        self._stepping = False
+        return is_known
 
     def _exchange_with_spare(self) -> None:
         for name in self._moved:
@@ -197,9 +190,6 @@ class StepAhead:
                     yield name, parameter, group, state
                 elif state:
                     raise RuntimeError(UNKNOWN_OPTIMIZER.format(type(optimizer).__name__))
-
-    def _is_known(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(known() is optimizer for known in self._optimizers)
 
     def _add(
         self,
@@ -306,15 +296,29 @@ def restore_all() -> None:
 _everyone: weakref.WeakSet[StepAhead] = weakref.WeakSet()
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for ahead in list(_everyone):
-        ahead.step_begins(optimizer)
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gives step's arguments, where what a closure of it has moved is moved back at its end.
 
+    Lightning computes all gradients in such closures.
+    """
+    concerned = [ahead for ahead in list(_everyone) if ahead.step_begins(optimizer)]
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for ahead in list(_everyone):
-        ahead.step_ends()
+    def returning(closure: Any) -> Any:
+        @functools.wraps(closure)
+        def closed(*given: Any, **named: Any) -> Any:
+            result = closure(*given, **named)
+            for ahead in concerned:
+                ahead.restore()
+            return result
+
+        return closed if concerned and callable(closure) else closure
+
+    first, *rest = args  # the optimizer
+    return (first, *map(returning, rest)), {
+        name: returning(value) for name, value in kwargs.items()
+    }
 
 
 register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

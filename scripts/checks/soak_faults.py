@@ -408,7 +408,7 @@ class Worker:
                 batch,
             )
         for name, average in arrived.items():
-            sent[name] = (
+            came = sent[name] = (
                 self.came[name] / self.scale
                 if name in trained and name in self.came
                 else np.zeros_like(average)
@@ -422,7 +422,8 @@ class Worker:
                     f"the residue of {name} changed, which is frozen",
                     batch,
                 )
-            size = max(float(np.abs(average).max()), float(np.abs(then).max()))
+            # Integers may sum to zero where much came.
+            size = max(float(np.abs(one).max()) for one in (average, then, came))
             allowed[name] = precision * size / beta + 1e-12
         self.compare(batch, sent, arrived, allowed, "what left the residues and what arrived")
 

@@ -52,6 +52,39 @@ def test_they_are_the_oracles(optimizer, settings):
     assert_close(model, other)
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("named", [True, False])
+def test_gradients_of_a_closure(optimizer, named):
+    """As Lightning computes all of them."""
+    model, stepped, _ = make(optimizer)
+    steps = iter(range(8))
+
+    def closure():
+        stepped.zero_grad()
+        value = loss(model, hvd.rank(), next(steps))
+        value.backward()
+        return value
+
+    for _ in range(8):
+        assert (stepped.step(closure=closure) if named else stepped.step(closure)) > 0
+        assert same_on_all_ranks(model.parameters())
+    other = make_model()
+    oracle.train(other, OPTIMIZERS[optimizer](other.parameters()), config(), hvd.size(), 8, loss)
+    assert_close(model, other)
+
+
+def test_a_closure_without_averages():
+    """What it has moved is moved back before the optimizer writes."""
+    model, optimizer, _ = make("sgd")
+    for step in range(3):
+        take(model, optimizer, step)
+    optimizer.zero_grad(set_to_none=True)
+    before = copies(model.module)
+    with model.no_sync():
+        optimizer.step(lambda: loss(model, hvd.rank(), 3))
+    assert are_equal(model, before), "no gradient, no step"
+
+
 def test_the_model_inside_may_be_saved_and_evaluated_at_any_time():
     model, optimizer, _ = make()
     for step in range(3):

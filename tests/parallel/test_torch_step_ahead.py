@@ -198,21 +198,27 @@ def test_an_exception_in_a_forward_of_all_ranks(library):
     assert are_equal(model, copies(plain))
 
 
-def test_closures_compute_gradients_where_the_optimizer_is():
-    model, optimizer, _ = make(optimizer="momentum")
-    for step in range(4):
-        take(model, optimizer, step)
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_gradients_of_a_closure(optimizer):
+    model, wrapped, _ = make(optimizer=optimizer)
+
+    steps = iter(range(8))
 
     def closure():
-        optimizer.zero_grad()
-        value = loss(model, hvd.rank(), 4)
+        wrapped.zero_grad()
+        value = loss(model, hvd.rank(), next(steps))
         value.backward()
-        optimizer.synchronize()
+        wrapped.synchronize()
         return value
 
-    with optimizer.skip_synchronize():
-        optimizer.step(closure)
-    assert same_on_all_ranks(model.parameters())
+    for _ in range(8):
+        with wrapped.skip_synchronize():
+            wrapped.step(closure)
+        assert same_on_all_ranks(model.parameters())
+    other = make_model()
+    stepped = OPTIMIZERS[optimizer](other.parameters())
+    oracle.train(other, stepped, config(), hvd.size(), 8, loss)
+    assert_close(model, other)
 
 
 def test_a_step_that_failed():
