@@ -430,14 +430,15 @@ class Worker:
     def compare(
         self, batch: int, sent: Arrays, arrived: Arrays, allowed: dict[str, float], what: str
     ) -> None:
-        """What ranks sent, averaged, is what arrived, but for what is allowed."""
-        ends = np.cumsum([one.size for one in sent.values()])[:-1]
-        averages = np.split(
-            self.average(np.concatenate([one.ravel() for one in sent.values()])), ends
+        """What ranks sent, averaged, is what arrived, but for what is allowed, on average too."""
+        parts = [one.ravel() for one in sent.values()]
+        parts.append(np.array([allowed[name] for name in sent]))
+        *averages, limits = np.split(
+            self.average(np.concatenate(parts)), np.cumsum([part.size for part in parts])[:-1]
         )
-        for name, average in zip(sent, averages, strict=True):
+        for name, average, limit in zip(sent, averages, limits, strict=True):
             off = float(np.abs(average - arrived[name].ravel()).max())
-            self.expect(off <= allowed[name], f"{name}: {what} differ by {off:g}", batch)
+            self.expect(off <= limit, f"{name}: {what} differ by {off:g}", batch)
 
 
 def digest(arrays: Arrays) -> str:
