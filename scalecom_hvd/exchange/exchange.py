@@ -505,6 +505,8 @@ class Exchange(Averager):
         if self._norms and len(self._norms) == sum(bool(b.compressed) for b in self.buckets):
             self.residues.look(list(self._norms.values()))
         self._norms = {}
+        if self._method.ahead is not None:
+            self._method.ahead.note_step(self.residues.step)
         self.residues.note_step()
         if self.residues.step == self.residues.warmup and self.residues.enter_stage():
             self._change_lanes()

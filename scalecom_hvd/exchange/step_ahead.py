@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import functools
 import gc
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scalecom_hvd.exchange.residue import Residues
 
+log = logging.getLogger("scalecom_hvd")
+
 # A place that the optimizer has hardly seen has a tiny v, and says nothing of the residue there.
 LARGEST = 10.0
 # a: momentum makes more of a gradient in time than at once, and first moments make less at once.
@@ -35,6 +38,13 @@ ADAM_SHARE = 0.5
 # So many elements are worked on at a time that what is made of them stays in a processor's cache.
 BLOCK = 2**16
 
+# Steps in a row whose gradients were not computed ahead, until it is said.
+MISSED = 3
+NEVER_AHEAD = (
+    "step %d: gradients are not computed a step ahead: no training forward of the model that was "
+    "given came before them, or no step of a torch.optim.Optimizer of its parameters. Give the "
+    "model that the script calls, or step_ahead=0; as it is, training loses accuracy"
+)
 UNKNOWN_OPTIMIZER = (
     "step-ahead gradients follow the optimizer's own direction, and that of {} is not known: they "
     "work with SGD, and with optimizers that keep exp_avg_sq (Adam, AdamW, NAdam, RAdam, LAMB), "
@@ -74,6 +84,8 @@ class StepAhead:
         # {name: what the parameters are not now}; made once, as large as what is compressed.
         self._spare: dict[str, torch.Tensor] = {}
         self._moved: dict[str, int] = {}
+        self._was_ahead = False
+        self._missed = 0
         _everyone.add(self)
 
     def watch(self, model: nn.Module) -> None:
@@ -125,7 +137,15 @@ class StepAhead:
             # By .data, which autograd does not notice: a graph of the common ones stays valid.
             self._add(parameter.data, self._residues.tensors[name].residue, group, state)
             self._moved[name] = parameter._version
-        self.where = Where.AHEAD
+        self.where, self._was_ahead = Where.AHEAD, bool(self._moved)
+
+    def note_step(self, step: int) -> None:
+        """The step of this number counts. Logs a warning once if several were not ahead."""
+        compresses = self._residues is not None and bool(self._residues.tensors)
+        missed = step > 0 and compresses and not self._was_ahead
+        self._missed, self._was_ahead = self._missed + 1 if missed else 0, False
+        if self._missed == MISSED:
+            log.warning(NEVER_AHEAD, step)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -501,6 +501,8 @@ class PerTensor(Averager):
                 name = self._names(f"offsets.{number}")
                 ahead.work = self.collectives.broadcast(ahead.buffer, root, name)
                 self._handed_over["offsets"] += ahead.buffer.numel()
+        if self._method.ahead is not None:
+            self._method.ahead.note_step(residues.step)
         residues.note_step()
         self._run.take_state(())  # what was loaded need not be kept
 

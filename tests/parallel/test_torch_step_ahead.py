@@ -40,7 +40,7 @@ def take(model, optimizer, step):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("settings", [{}, {"lookahead": True}, {"bits": 3}, {"step_ahead": 0.4}])
-def test_they_are_the_oracles(optimizer, settings):
+def test_they_are_the_oracles(optimizer, settings, caplog):
     model, wrapped, _ = make(optimizer=optimizer, **settings)
     other = make_model()
     stepped = OPTIMIZERS[optimizer](other.parameters())
@@ -50,6 +50,23 @@ def test_they_are_the_oracles(optimizer, settings):
         assert same_on_all_ranks(model.parameters())
     oracle.train(other, stepped, config(**settings), hvd.size(), 8, loss, factor)
     assert_close(model, other)
+    assert "computed a step ahead" not in caplog.text
+
+
+@in_every_library
+def test_a_model_that_nobody_calls_is_said(library, caplog):
+    model = make_model()
+    named = {"named_parameters": model.named_parameters()} if library is stock else {}
+    optimizer = library.DistributedOptimizer(
+        OPTIMIZERS["sgd"](model.parameters()),
+        model.named_parameters(),
+        compression=hvd.ScaleCom(model=torch.nn.Sequential(model), **named, **SETTINGS),
+    )
+    for step in range(6):
+        take(model, optimizer, step)
+    told = [record for record in caplog.records if "not computed a step ahead" in record.msg]
+    assert len(told) == 1
+    assert told[0].getMessage().startswith("step 3: ")
 
 
 @horovods_alone
