@@ -279,7 +279,8 @@ def judge(diaries: dict[int, Diary], folder: Path) -> Findings:
         key=lambda commit: commit["time"],
     )
     losses = [commit["loss"] for commit in by_time if math.isfinite(commit["loss"])]
-    if len(losses) >= 8:
+    # A busy machine takes too few steps to learn anything.
+    if min(len(commits), len(losses)) >= 8:
         first, last = (
             statistics.median(part)
             for part in (losses[: len(losses) // 4], losses[-len(losses) // 4 :])
