@@ -91,8 +91,8 @@ class ScaleComConfig:
 
     Such as {"conv*": 25, "embed.*": 400}; the first match wins, and others get `rate`. The last
     and the first layer have names here too: `rates={"auto:output": 4}`.
-    `rates_from_flops(model, example_inputs, batch_size)` gives those of the
-    paper's guide, which is for 32 bits.
+    `rates_from_flops(model, example_inputs, batch_size)` gives those of the paper's guide, which is
+    for 32 bits.
     """
 
     total_steps: int | None = None
@@ -296,6 +296,8 @@ class ScaleComConfig:
             knows_bits: whether values can be integers of few bits.
         """
         rate, bits, ahead, beta = self.rate, self.bits, self.step_ahead, self.beta
+        if None not in (rate, bits, ahead, beta):  # asked for by every bucket, in every step
+            return self
         if bits is None:
             bits = 3 if knows_bits and self.wire_dtype is None else 32
         if rate is None:

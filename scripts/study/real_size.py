@@ -101,10 +101,10 @@ def train(args: argparse.Namespace, method: str, options: Sequence[str], metrics
 def curve(lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
     """The points of a run's curve, POINTS of them or a few more.
 
-    Losses are means of the lines since the last point. What a step sends is known of the last
-    one.
+    Losses are means of the lines since the last point. What a step sends is known of the last one.
     """
     end = lines[-1]
+    share = end["bytes_per_step"] / (4 * end["parameters"])
     losses = {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
     steps = sorted(losses)
     lines_per_point = max(len(steps) // POINTS, 1)
@@ -112,7 +112,6 @@ def curve(lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
         step = steps[at - 1]
         loss = statistics.mean(losses[s] for s in steps[at - lines_per_point : at])
         sent = step * end["bytes_per_step"]
-        share = sent / step / (4 * end["parameters"])
         yield Point(step, loss, sent, study_results.seconds(share, step, GBIT))
 
 
