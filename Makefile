@@ -3,16 +3,17 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu setup-torch dist docs demo test test-long mutations soak lint accuracy study real-size bench bench-keras bench-kernels bench-gpu scaling clean
+.PHONY: setup setup-gpu setup-torch dist docs demo test test-long mutations soak lint accuracy study real-size bench bench-nodes bench-keras bench-kernels bench-gpu test-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup         .venv with pinned packages, Horovod built from source, this package"
-	@echo "make setup-gpu     the same with NCCL (HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME)"
+	@echo "make setup-gpu     the same for GPUs: torch for CUDA, NCCL, no TensorFlow (CUDA=12: not nvcc's version)"
 	@echo "make setup-torch   .venv-torch with PyTorch and this package alone (any Python from 3.10 to 3.13)"
 	@echo "make demo          trains a ResNet, a Keras ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
 	@echo "make test          ruff, mypy and the tests, on 1, 2 and 4 ranks (ten minutes on two cores)"
 	@echo "make test-long     what takes longer: kills, hosts, elastic jobs, random programs, study (half an hour)"
+	@echo "make test-gpu      the doctor's tests of GPUs, the kernel's, and those of torchrun's ranks on a GPU"
 	@echo "make lint          ruff and mypy alone"
 	@echo "make mutations     takes 50 lines of the package out, one at a time, and says which tests notice (hours)"
 	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
@@ -20,6 +21,7 @@ help:
 	@echo "make study         trains every method on five models; tables and pictures in study/ (four hours; QUICK=1: minutes)"
 	@echo "make real-size     a Transformer of 4.8 million parameters on 2 ranks, dense and with ScaleCom (STEPS=2000: an hour)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
+	@echo "make bench-nodes   several ranks on each host: every rank a worker, or every host (root; minutes)"
 	@echo "make scaling       the scaling model, from what make bench measured"
 	@echo "make bench-keras   step times of Keras on this machine's ranks, dense and with ScaleCom, in one run"
 	@echo "make bench-kernels the kernel's speed against the memory's"
@@ -34,7 +36,7 @@ setup:
 
 setup-gpu:
 	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.11, or name it: make setup-gpu PYTHON=/path/to/python3.11"; exit 1; }
-	@$(PYTHON) scripts/setup/setup_environment.py --venv $(VENV) --gpu
+	@$(PYTHON) scripts/setup/setup_environment.py --venv $(VENV) --gpu $(if $(CUDA),--cuda $(CUDA))
 
 setup-torch:
 	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.10 to 3.13, or name it: make setup-torch PYTHON=/path/to/python3.12"; exit 1; }
@@ -57,6 +59,10 @@ test: setup
 
 test-long: setup setup-torch docs
 	@$(RUN) scripts/checks/run_tests.py --long
+
+# On any PyTorch that has CUDA: this makes no environment.
+test-gpu:
+	@$(PYTHON) scripts/checks/run_tests.py --gpu
 
 mutations: setup
 	@$(RUN) scripts/checks/mutations.py
@@ -81,6 +87,9 @@ bench: setup
 
 scaling: setup
 	@$(RUN) scripts/bench/scaling_model.py
+
+bench-nodes: setup
+	@$(RUN) scripts/bench/bench_nodes.py
 
 bench-keras: setup
 	@$(RUN) scripts/bench/bench_keras.py

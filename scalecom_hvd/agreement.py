@@ -155,8 +155,10 @@ def check_operation(op: object, predivide: float, horovod: ModuleType) -> None:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
 
 
-def warn_of_half_sums(sums_halves: bool, horovod: ModuleType) -> None:
-    """Log a warning where Gloo sums float16 values; Horovod 0.28.1 uses it without MPI and NCCL.
+def warn_of_half_sums(sums_halves: bool, on_gpus: bool, horovod: ModuleType) -> None:
+    """Log a warning where Gloo sums float16 values.
+
+    Horovod 0.28.1 uses it without MPI, but for GPUs' values where it has NCCL.
 
     Gloo takes a sum for nothing new when its value is the first summand's bit pattern read as a
     whole number, and drops it: 2**-24 + 1 is 2**-24 there. Of a million pairs of random magnitudes
@@ -164,9 +166,11 @@ def warn_of_half_sums(sums_halves: bool, horovod: ModuleType) -> None:
 
     Args:
         sums_halves: whether float16 values are summed at all.
+        on_gpus: whether all of them are GPUs'.
         horovod: Horovod's module for the framework.
     """
-    if sums_halves and not horovod.mpi_enabled() and not horovod.nccl_built():
+    by_nccl = on_gpus and horovod.nccl_built()
+    if sums_halves and not horovod.mpi_enabled() and not by_nccl:
         log.warning(
             "wire_dtype='float16' over Gloo: Horovod 0.28.1 drops a few of its float16 sums (about "
             "2 in a million). Run under MPI (mpirun, horovodrun --mpi), or without wire_dtype (or "

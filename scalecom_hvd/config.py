@@ -61,10 +61,12 @@ class ScaleComConfig:
     """How far ahead gradients are computed; 0: where the parameters are.
 
     1: where this rank's residue would take the parameters, by the optimizer's own direction: 1.5 *
-    lr * m for SGD with momentum, half of lr * m / (sqrt(v) + eps) for Adam's family. Then what
-    waits has been reckoned with, and needs no low-pass filter. PyTorch only, and only where the
-    model is known. Where ranks have unlike data, take 0. None: 1 where the model is known, as
-    ScaleComState knows it, and ScaleCom(model=model) elsewhere; 0 where it is not.
+    lr * m for SGD with momentum, 0.3 * lr * m / (sqrt(v) + eps) for Adam's family. In ScaleCom,
+    the less this rank's values agree with the others', the more the optimizer's momentum stands for
+    m; with other methods, and quantisers, take 0 where ranks have unlike data. What waits has then
+    been reckoned with, and needs no low-pass filter. PyTorch only, and only where the model is
+    known. None: 1 where the model is known, as ScaleComState knows it, and
+    ScaleCom(model=model) elsewhere; 0 where it is not.
     """
 
     flush: bool = True

@@ -19,6 +19,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.scaling import (
     FITTED,
     LOCAL_METHODS,
+    NODES,
     Constants,
     Setting,
     bytes_a_step,
@@ -132,6 +133,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nominal speed of each worker's network link in Mbit/s: 1000 for 1 Gbit/s",
     )
     add(
+        "--gpus-per-node",
+        type=whole_number(1, ""),
+        default=1,
+        metavar="N",
+        help="workers that share a node, and its network link (default: %(default)s)",
+    )
+    add(
         "--compute-ms",
         type=positive,
         required=True,
@@ -189,9 +197,18 @@ def setting(arguments: argparse.Namespace) -> Setting:
     """Where steps are predicted.
 
     Raises:
-        ValueError: the rate is below 1, or there is no such number of bits.
+        ValueError: the rate is below 1, there is no such number of bits, or workers do not fill two
+            nodes or more.
     """
     ScaleComConfig(rate=arguments.rate, bits=arguments.bits)
+    workers, per_node = arguments.workers, arguments.gpus_per_node
+    if workers % per_node:
+        raise ValueError(f"--gpus-per-node {per_node} does not divide --workers {workers}")
+    if workers == per_node:
+        raise ValueError(
+            f"{workers} workers with --gpus-per-node {per_node} are one node: gradients travel "
+            "inside of it, and compression is for slower links. Train dense"
+        )
     return Setting(
         workers=arguments.workers,
         gbit=arguments.mbit / 1000,
@@ -199,6 +216,7 @@ def setting(arguments: argparse.Namespace) -> Setting:
         numel=arguments.parameters,
         rate=arguments.rate,
         bits=arguments.bits,
+        per_node=per_node,
     )
 
 
@@ -217,6 +235,8 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
         local_steps: each H to show.
     """
     at = [(method, label, s) for method, label in AVERAGING.items()]
+    if s.per_node > 1:
+        at.append((NODES, "ScaleCom, whole in nodes", s))
     at += [
         (method, f"{label}, H = {h}", dataclasses.replace(s, local_steps=h))
         for method, label in LOCAL.items()
@@ -238,20 +258,21 @@ def memory(method: str, s: Setting) -> float:
     Local steps keep these too, and the changes.
     """
     residues = 0.0 if method in ("dense", "fp16", "local SGD") else 4 * s.numel
+    if method == NODES:  # of which step-ahead gradients need those of the whole node
+        return memory("ScaleCom staggered", s)
     ahead = method in ("ScaleCom staggered", "ScaleCom look-ahead")
     copies = (2 if method in LOCAL_METHODS else 1 if ahead else 0) * 4 * s.numel
     return (residues + copies) / MEGABYTE
 
 
 def recommended(rows: list[Row]) -> Row:
-    """What to set: the simplest of dense, fp16, ScaleCom and look-ahead that is near the fastest.
+    """What to set: the simplest of dense, fp16 and ScaleCom's forms that is near the fastest.
 
     Near is within WORTH_IT. Simpler ones cost less accuracy.
     """
     by_name = {row.method: row for row in rows}
-    candidates = [
-        by_name[name] for name in ("dense", "fp16", "ScaleCom staggered", "ScaleCom look-ahead")
-    ]
+    names = ("dense", "fp16", NODES, "ScaleCom staggered", "ScaleCom look-ahead")
+    candidates = [by_name[name] for name in names if name in by_name]
     fastest = min(row.milliseconds for row in candidates)
     return next(row for row in candidates if row.milliseconds <= WORTH_IT * fastest)
 
@@ -261,8 +282,9 @@ def heading(s: Setting, nccl: bool) -> Iterator[str]:
     sums = "on GPUs (NCCL)" if nccl else "by processors (Gloo, MPI; --nccl: on GPUs)"
     rate, bits = sends("ScaleCom", s)
     other, _ = sends("LocalTopK", s)
+    each = "each" if s.per_node == 1 else f"for each node of {s.per_node}"
     yield (
-        f"{_count(s.numel)} parameters, {s.workers} workers with {_speed(s.gbit)} each, "
+        f"{_count(s.numel)} parameters, {s.workers} workers with {_speed(s.gbit)} {each}, "
         f"{s.compute:g} ms of compute a step. Gradients are summed {sums}. ScaleCom sends one "
         f"element in {rate:g} in {bits} bits, LocalTopK and RandomK one in {other:g} in 32."
     )
@@ -326,10 +348,10 @@ def caveats(s: Setting, c: Constants) -> Iterator[str]:
     )
     if not c.megabyte["dense"]:
         yield "With NCCL nothing was measured: sums are taken to cost nothing."
-    yield (
-        "Each worker has a link and processors of its own, and gradients fill "
-        f"{buckets} of 25 MiB (bucket_bytes)."
-    )
+    link = "Each worker has a link and" if s.per_node == 1 else "Each node has a link, each worker"
+    yield f"{link} processors of its own, and gradients fill {buckets} of 25 MiB (bucket_bytes)."
+    if s.per_node > 1:
+        yield "Links inside a node are taken to cost nothing (docs/nodes.md)."
 
 
 def as_numbers(s: Setting, rows: list[Row], choice: Row) -> dict[str, object]:
@@ -376,23 +398,28 @@ def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
         settings += ["lookahead=True"] * choice.label.endswith("=True")
         settings.append(f"total_steps={steps or '...'}")
         compression = f"hvd.ScaleCom(model=model, {', '.join(settings)})"
-    yield "    import scalecom_hvd.torch as hvd  # or scalecom_hvd.tensorflow.keras"
+    if choice.method == NODES:
+        yield "    import scalecom_hvd.torch as hvd  # under torchrun: docs/nodes.md"
+    else:
+        yield "    import scalecom_hvd.torch as hvd  # or scalecom_hvd.tensorflow.keras"
     yield ""
     yield "    optimizer = hvd.DistributedOptimizer("
     yield "        optimizer,"
     yield "        named_parameters=model.named_parameters(),  # neither it nor model= in Keras"
     yield f"        compression={compression},"
+    if choice.method == NODES:
+        yield "        nodes=True,"
     yield "    )"
 
 
 def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     if s.rate is None and s.bits is None:
         yield (
-            "- Accuracy: small models lost 0 to 0.3 points on images, and 0 to 0.06 bits on text. "
-            "Without model= they lost up to 1.6 points and 0.25 bits."
+            "- Accuracy: small models lost 0 to 0.5 points on images, and 0.04 bits on text. "
+            "Without model= they lost up to 1.7 points and 0.25 bits."
         )
     if choice.method == "ScaleCom look-ahead":
-        yield "- lookahead=True cost an LSTM with AdamW 0.08 bits more, and others nothing."
+        yield "- lookahead=True cost an LSTM with AdamW 0.06 bits more, others little."
     yield "- What to turn when: docs/tuning.md. What it cost where: docs/results.md."
     rate, _ = sends(choice.method, s)
     if steps is None:

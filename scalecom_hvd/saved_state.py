@@ -120,6 +120,26 @@ def _of_version_1(state: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"version": STATE_VERSION, "settings": {"method": "ScaleCom"} | settings}
 
 
+def check_shard(state: Mapping[str, Any], shard: tuple[int, int]) -> None:
+    """Check that the residues are of the part of each tensor that this rank holds.
+
+    Args:
+        state: what state_dict() gave.
+        shard: which part that is, and of how many; (0, 1) for whole tensors.
+
+    Raises:
+        ValueError: they are of another part.
+    """
+    saved = tuple(state.get("shard", (0, 1)))
+    if saved != shard and state["residues"]:
+        raise ValueError(
+            f"the state's residues are of shard {saved[0]} of {saved[1]} of each tensor, and this "
+            f"rank holds shard {shard[0]} of {shard[1]}: give every rank the state that it saved, "
+            "with as many ranks in each node as then, or go on without loading it on all ranks "
+            "(the residues start at zero)"
+        )
+
+
 def check_local_steps(state: Mapping[str, Any], *, local: bool) -> None:
     """Check that a state is of local steps, or not: changes of parameters are no gradients.
 
@@ -202,6 +222,21 @@ def norms_of(state: Mapping[str, Any]) -> list[list[float]]:
             "gradients: it is damaged; load an older one, or delete its norms"
         )
     return [list(map(float, row)) for row in norms]
+
+
+def alignment_of(state: Mapping[str, Any]) -> float:
+    """The cosine of alignment.py in a saved state; 1, that of the start, if it has none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    cosine = float(state.get("alignment", 1.0))
+    if not -1 <= cosine <= 1:
+        raise ValueError(
+            f"the state's alignment is {cosine}, not a cosine: it is damaged; load an older one, "
+            "or delete its alignment"
+        )
+    return cosine
 
 
 def check_residues(

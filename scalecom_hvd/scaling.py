@@ -50,6 +50,11 @@ WHOLE_METHODS = ["dense", "fp16", "local SGD"]
 DERIVED = ["random-k", "LocalTopK"]
 """Not measured across hosts; see `with_derived`."""
 
+NODES = "ScaleCom nodes"
+"""Whole inside nodes, compressed between them: as "ScaleCom staggered" with nodes as workers,
+each of whose ranks does its share of the work. Traffic inside a node is taken to cost nothing.
+"""
+
 BACKWARD = 2 / 3
 """Backward's share of the compute."""
 BUCKET_BYTES = 25 * 2**20
@@ -87,12 +92,13 @@ class Setting:
     """Where a step is predicted.
 
     Attributes:
-        workers: n, at least 2; each has a link of its own.
+        workers: n, at least 2; each node has a link of its own.
         gbit: the link's nominal speed in Gbit/s.
         compute: of one worker's forward and backward, ms.
         numel: N, the model's parameters, of 4 bytes.
         rate, bits: N/k of compressing methods, and ScaleCom's bits; None: its defaults.
         local_steps: H, for the methods that have it.
+        per_node: workers in a node. A ring of all of them enters and leaves each node once.
     """
 
     workers: int
@@ -102,6 +108,12 @@ class Setting:
     rate: float | None = None
     bits: int | None = None
     local_steps: int = 1
+    per_node: int = 1
+
+    @property
+    def of_nodes(self) -> Setting:
+        """The same, where each node is one worker."""
+        return dataclasses.replace(self, workers=self.workers // self.per_node, per_node=1)
 
     @property
     def buckets(self) -> int:
@@ -154,6 +166,8 @@ def traffic(method: str, s: Setting) -> tuple[float, float]:
     Returns:
         What is averaged or gathered, and what is broadcast.
     """
+    if method == NODES:
+        return traffic("ScaleCom staggered", s.of_nodes)
     n = s.workers
     ring = 2 * (n - 1) / n
     if method in ("dense", "local SGD"):
@@ -196,6 +210,9 @@ def predict(method: str, s: Setting, c: Constants) -> float:
         s: where.
         c: the constants.
     """
+    if method == NODES:
+        own = _processor("ScaleCom staggered", s, c) / s.per_node
+        return own + predict("ScaleCom staggered", s.of_nodes, _without_processor(c))
     n, shared = s.workers, max(1.0, s.workers / c.cores)
     hops = (n - 1) if method in ("local top-k", "LocalTopK") else 2 * (n - 1)
     values, _ = traffic(method, s)
@@ -215,6 +232,10 @@ def predict(method: str, s: Setting, c: Constants) -> float:
         total = exchange + broadcast
         tail, hidden = total / s.buckets, s.compute * BACKWARD * (1 - 1 / s.buckets)
     return s.compute + processor + max(tail, total - hidden)
+
+
+def _without_processor(c: Constants) -> Constants:
+    return dataclasses.replace(c, step=dict.fromkeys(c.step, 0.0))
 
 
 def _per_byte(method: str, s: Setting, c: Constants) -> float:

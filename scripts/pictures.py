@@ -79,7 +79,7 @@ MARKS = {
     "random-k": Mark(GREEN, "X", (0, (5, 1)), "xxxx"),
     "gTop-k": Mark(ORANGE, "v", (0, (3, 1, 1, 1)), "----"),
     "global top-k": Mark(PURPLE, "p", (0, (1, 1)), "++++"),
-    "ECQ-SGD, 4 bits": Mark(GREY, "*", (0, (4, 2)), "//--"),
+    "PowerSGD": Mark(GREY, "*", (0, (4, 2)), "//--"),
 }
 # For what is no method: three of Tol's colours first.
 SPARE = (
@@ -95,10 +95,13 @@ SAME = {
     "ScaleCom staggered": "ScaleCom",
     "ScaleCom, look-ahead": "ScaleCom look-ahead",
     "LocalTopK": "local top-k",
+    "local top-k, rate 100": "local top-k",
     "GTopK": "gTop-k",
     "RandomK": "random-k",
     "GlobalTopK": "global top-k",
-    "ECQSGD 4 bits": "ECQ-SGD, 4 bits",
+    "the defaults": "ScaleCom",
+    "with look-ahead": "ScaleCom look-ahead",
+    "PowerSGD, rank 2": "PowerSGD",
 }
 # What a step is made of.
 PARTS = {

@@ -1,10 +1,10 @@
-"""Draws docs/pictures: four from the numbers in docs/bench.csv, settings.csv, meetings.csv and
+"""Draws docs/pictures: four from the numbers in docs/bench.csv, study.csv, meetings.csv and
 real_size.csv, three that explain ScaleCom.
 
     python scripts/pictures_of_docs.py
 
-docs/bench.csv is the steps.csv that `make bench` wrote, docs/settings.csv and meetings.csv the
-scores of `make study`'s experiments of these names.
+docs/bench.csv is the steps.csv that `make bench` wrote, docs/study.csv the scores.csv of `make
+study`'s experiments defaults, trials and rivals, docs/meetings.csv those of meetings.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ SENT = {
     "its choice, 3 %": "SparseLoCo over all",
     "ScaleCom, 2 bits, 3 %": "leader top-k, 2 bits",
 }
-COMPARED = ("ScaleCom", "ScaleCom, look-ahead", "LocalTopK", "RandomK")
+# What is shown of the defaults, and what it is called.
+COMPARED = {
+    "the defaults": "ScaleCom",
+    "with look-ahead": "ScaleCom, look-ahead",
+    "local top-k, rate 100": "local top-k",
+}
 # The elements of one tensor on three ranks, in hundredths: gradients, and what waits in residues.
 GRADS = ((3, -6, 2, 4, -1, 5, -2, 1), (2, -7, 1, 2, -2, 6, -3, 2), (4, -3, 1, 5, -1, 3, -1, 1))
 RESIDUES = ((-1, -1, 1, 0, 2, 1, -4, -1), (1, -1, 2, 1, 1, 0, -3, 0), (0, -2, 0, -2, 1, 1, -5, 1))
@@ -136,9 +141,10 @@ def step_bars(axis: Any, here: dict[str, dict[str, str] | None]) -> None:
 def accuracy() -> Any:
     """What compression costs, in points of accuracy and in bits of a character."""
     scores: dict[str, dict[str, list[float]]] = {}
-    for row in rows_of(DOCS / "settings.csv"):
-        by_method = scores.setdefault(row["situation"], {})
-        by_method.setdefault(row["setting"], []).append(float(row["score"]))
+    for row in rows_of(DOCS / "study.csv"):
+        if row["experiment"] == "defaults":
+            by_method = scores.setdefault(row["situation"], {})
+            by_method.setdefault(row["what"], []).append(float(row["score"]))
     text = [name for name in scores if name.startswith(("LSTM", "Transformer"))]
     images = [name for name in scores if name not in text]
     figure, axes = plt.subplots(
@@ -205,9 +211,8 @@ def losses(axis: Any, scores: dict[str, dict[str, list[float]]], sign: int) -> N
             around = [[mean - min(lost)], [max(lost) - mean]]
             style = pictures.known(method).curve(linestyle="none")
             axis.errorbar(mean, y, xerr=around, **style)
-    for method in COMPARED:
+    for method, label in COMPARED.items():
         mark = pictures.known(method)
-        label = {"LocalTopK": "local top-k", "RandomK": "random-k"}.get(method, method)
         axis.plot([], [], **mark.curve(linestyle="none", label=label))
     axis.plot([], [], "s", color=pictures.LIGHT, markersize=8, label="dense, its seeds")
     axis.axvline(0, color="black", linewidth=0.8)

@@ -17,7 +17,9 @@ KINDS = (
     "torch, training",  # where the optimizer is a DistributedOptimizer already
     "stock",  # the same as torch, without `hvd`
     "torch script",  # nothing: a whole script
+    "torch nodes",
     "ddp",
+    "ddp nodes",  # besides, how many nodes, and ranks of each
     "ddp script",
     "keras",
     "keras script",

@@ -4,26 +4,33 @@ DDP calls the hook with buckets of its own making, in the same order on all rank
 goes on. Each bucket's gradients are reported to the exchange, which has buckets of its own; so it
 does not matter that DDP makes its buckets anew after the first step. When the last one has come, a
 thread waits for the other ranks, and the futures that DDP waits for are given their averages: in
-the hook nothing blocks. Imports process_group_collectives, and exchange, methods,
-background_thread and optimizers of exchange/.
+the hook nothing blocks.
+
+With a mesh of nodes each bucket is averaged whole inside the node first, while backward goes on.
+The exchange is of this rank's shard of it, and afterwards the node's ranks put their shards
+together. Imports process_group_collectives, nodes, and exchange, methods, node, background_thread
+and optimizers of exchange/.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with types.
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives, check_devices
+from scalecom_hvd.ddp.nodes import check_mesh, check_same_ranks, node_of, peers_of
+from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.methods import Method, ScaleCom
+from scalecom_hvd.exchange.node import Node, Shards, WholeBuffer
 from scalecom_hvd.exchange.optimizers import SHARDED, check_not_sharded
 from scalecom_hvd.exchange.unused_averages import UnusedAverages
 from scalecom_hvd.saved_state import Saved
@@ -42,6 +49,10 @@ class ScaleComState:
         collectives: how ranks reach each other: a transport of your own (see
             scalecom_hvd.exchange.Collectives), among the ranks of DDP's group. None:
             torch.distributed's.
+        mesh: of nodes times the ranks of each, with dimensions named "replicate" and "shard":
+            gradients are averaged whole inside a node, and compressed between nodes. A residue is
+            1 / (ranks of a node) of its parameter, and all of it where gradients are computed a
+            step ahead. None: every rank is a node of its own.
         **settings: what the class takes: fields of ScaleComConfig, config=, loss_scale= (a
             GradScaler), diagnostics=, quantiser=.
 
@@ -66,6 +77,7 @@ class ScaleComState:
         *,
         process_group: dist.ProcessGroup | None = None,
         collectives: Collectives | None = None,
+        mesh: DeviceMesh | None = None,
         **settings: Any,
     ) -> None:
         if isinstance(compression, Method) and settings:
@@ -79,12 +91,14 @@ class ScaleComState:
             else compression(**{"model": model, **settings})
         )
         self._begin()
-        self.attach(model, process_group, collectives=collectives)
+        self.attach(model, process_group, collectives=collectives, mesh=mesh)
 
     def _begin(self) -> None:
         self._names: dict[str, nn.Parameter] = {}
         self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
+        self._names_of: dict[nn.Parameter, str] = {}
         self._alone = False
+        self._node: Node | None = None
         self._exchange: Exchange | None = None
         self._reduced: list[_Reduced] = []
         # Parameters whose gradients this backward has not brought yet.
@@ -98,18 +112,22 @@ class ScaleComState:
         process_group: dist.ProcessGroup | None = None,
         loss_scale: Any = None,
         collectives: Collectives | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """Serve a model: this is done already, unless the state was unpickled.
 
         Args:
-            model, process_group, loss_scale, collectives: as when it is made. All ranks do so
-                together.
+            model, process_group, loss_scale, collectives, mesh: as when it is made. All ranks do
+                so together.
         """
         wrapper = _wrapper_of(model)
         check_model(model, wrapper)
-        if collectives is None:
-            check_devices(model.parameters())
-        elif process_group is not None:
+        if mesh is not None:
+            if process_group is not None or collectives is not None:
+                raise ValueError("mesh= says who averages with whom: leave the other groups out")
+            check_mesh(mesh)
+            check_same_ranks(mesh, wrapper.process_group if wrapper else None)
+        if collectives is not None and process_group is not None:
             raise ValueError("collectives= brings the ranks with it: leave process_group out")
         if loss_scale is not None:
             self.compression.loss_scale = loss_scale
@@ -122,9 +140,15 @@ class ScaleComState:
         # a model that is not wrapped yet nobody knows.
         drops = wrapper is None or wrapper.find_unused_parameters or wrapper.static_graph
         # DDP hands out gradients in buckets, which are not p.grad. Stand-ins have them as theirs.
-        stand_ins = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
-        if collectives is None:
-            collectives = ProcessGroupCollectives(process_group)
+        devices = {parameter.device for parameter in parameters.values()}
+        if mesh is not None:
+            collectives, self._node = peers_of(mesh, devices), node_of(mesh, devices)
+            self._node.shards = Shards(parameters, self._node)
+            stand_ins = self._node.shards.stand_ins
+        else:
+            if collectives is None:
+                collectives = ProcessGroupCollectives(process_group, devices=devices)
+            stand_ins = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
         # DDP made parameters the same when it wrapped the model. Ranks may be at different ones
         # when they first average: sharpness-aware steps go there under no_sync().
         self._exchange = Exchange(
@@ -133,13 +157,16 @@ class ScaleComState:
             collectives,
             asks_for_use=drops,
             compares_parameters=False,
+            node=self._node,
         )
         self.compression.watch(model)  # for one that was unpickled
         if self.compression.ahead is not None:
-            self.compression.ahead.serve(parameters, self.compression.residues, 1.0)
+            of_node = self._node.shards.residues if self._node else None
+            self.compression.ahead.serve(parameters, self.compression.residues, 1.0, of_node)
         self._alone = collectives.size == 1
         self._names = parameters
         self._stand_ins = {p: stand_ins[name] for name, p in parameters.items()}
+        self._names_of = {stand_in: name for name, stand_in in stand_ins.items()}
         self._missing = set(stand_ins.values())
 
     def stats(self) -> dict[str, Any]:
@@ -172,27 +199,54 @@ class ScaleComState:
                 "sparse gradients cannot be compressed under DistributedDataParallel: make the "
                 "embedding with sparse=False"
             )
-        reduced = _Reduced(buffer, list(self._with_gradients(bucket)))
-        if self._alone:  # there is nothing to average
-            reduced.given.set_result(buffer)
-            return reduced.future
-        if not self._missing.issuperset(reduced.stand_ins):
+        if self._alone and self._node is None:  # there is nothing to average
+            return _Reduced(buffer, {}).given_back()
+        gradients = dict(self._with_gradients(bucket))
+        if not self._missing.issuperset(gradients):
             self._give_up()  # DDP is asked to go on after an error, and begins anew
         if not self._reduced:
             self._unused.begin()
-        self._reduced.append(reduced)
-        self._missing.difference_update(reduced.stand_ins)
-        for stand_in in reduced.stand_ins:
-            self._exchange.ready(stand_in)
+            if self._node is not None:
+                self._node.bytes_sent = 0
+        with self._exchange.streams.entered(joins=False):
+            reduced = _Reduced(buffer, gradients, self._node, f"bucket.{len(self._reduced)}")
+            self._reduced.append(reduced)
+            self._missing.difference_update(gradients)
+            for other in self._reduced:
+                if other.is_here() and not self._alone:
+                    other.report(self._exchange, self._names_of)
         # DDP numbers buckets, and says which is the last, but not in the first pass of a static
         # graph. So the step is over when all parameters have come.
         if not self._missing:
             everything, self._reduced = self._reduced, []
             self._missing = set(self._stand_ins.values())
-            self._thread.submit(_finish, self._exchange, everything, self._unused)
+            self._thread.submit(self._finish, everything)
         elif bucket.is_last():
             self._refuse_missing()
         return reduced.future
+
+    @torch.no_grad()
+    def _finish(self, everything: Sequence["_Reduced"]) -> None:
+        """Wait for other ranks, and give DDP what it waits for: averages, or the error."""
+        exchange, node = self._exchange, self._node
+        try:
+            if not self._alone:
+                for reduced in everything:
+                    reduced.report(exchange, self._names_of)
+                exchange.finish()
+                exchange.look()
+                self._unused.end(exchange.has_sent)  # before DDP, and so the script, goes on
+                for reduced in everything:
+                    reduced.take(exchange, self._names_of)
+                if node is not None and exchange.has_counted:
+                    node.shards.share_residues()
+            for reduced in everything:
+                reduced.wait_for_node()
+                reduced.given_back()
+        except BaseException as error:
+            for reduced in everything:
+                if not reduced.given.done():
+                    reduced.given.set_exception(error)  # type: ignore[arg-type]
 
     def _refuse_missing(self) -> None:
         missing = [name for name, p in self._names.items() if self._stand_ins[p] in self._missing]
@@ -203,7 +257,9 @@ class ScaleComState:
             "parameters to be ignored are known"
         )
 
-    def _with_gradients(self, bucket: dist.GradBucket) -> Iterator[nn.Parameter]:
+    def _with_gradients(
+        self, bucket: dist.GradBucket
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if parameter not in self._stand_ins:
                 raise RuntimeError(
@@ -218,8 +274,7 @@ class ScaleComState:
                     f"parameters are {stand_in.dtype}, which no residue could make up for: leave "
                     "out mixed_precision=, and take wire_dtype='float16' or torch.autocast"
                 )
-            stand_in.grad = gradient
-            yield stand_in
+            yield stand_in, gradient
 
     def _give_up(self) -> None:
         """Forget a step of which buckets are missing: backward ended in an error."""
@@ -266,44 +321,76 @@ def scalecom_hook(
 
 @dataclasses.dataclass
 class _Reduced:
-    """A bucket of DDP's, whose gradients were reported.
+    """A bucket of DDP's, on its way.
 
     Attributes:
-        buffer: DDP's, of which each stand-in's gradient is a part.
-        stand_ins: those of its parameters.
+        buffer: DDP's, of which each gradient is a part.
+        gradients: {stand-in: gradient}.
+        node: averages the buffer first; None: every rank is a node.
+        name: of this bucket alone, in a step.
         given: is given the averages, or an error.
         future: what DDP waits for: the same, but that it can raise the error.
     """
 
     buffer: torch.Tensor
-    stand_ins: Sequence[nn.Parameter]
+    gradients: Mapping[nn.Parameter, torch.Tensor]
+    node: Node | None = None
+    name: str = ""
     given: torch.futures.Future[torch.Tensor] = dataclasses.field(init=False)
     future: torch.futures.Future[torch.Tensor] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.given = torch.futures.Future()
+        device = self.buffer.device
+        self.given = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
         # Of one that was given an exception, DDP takes it for a tensor. Callbacks may raise.
         self.future = self.given.then(lambda given: given.value())
+        self._in_node = WholeBuffer(self.buffer, self.node, self.name) if self.node else None
+        self._is_reported = False
 
+    def given_back(self) -> torch.futures.Future[torch.Tensor]:
+        """The future, with what the buffer holds now."""
+        self.given.set_result(self.buffer)
+        return self.future
 
-def _finish(exchange: Exchange, everything: Sequence[_Reduced], unused: UnusedAverages) -> None:
-    """Wait for other ranks, and give DDP what it waits for: averages, or the error."""
-    with torch.no_grad():
-        try:
-            exchange.finish()
-            exchange.look()
-            unused.end(exchange.has_sent)  # before DDP, and so the script, goes on
-            for reduced in everything:
-                for stand_in in reduced.stand_ins:
-                    gradient, average = stand_in.grad, exchange.result(stand_in)
-                    if average.data_ptr() != gradient.data_ptr():
-                        gradient.copy_(average)
-                    stand_in.grad = None
-                reduced.given.set_result(reduced.buffer)
-        except BaseException as error:
-            for reduced in everything:
-                if not reduced.given.done():
-                    reduced.given.set_exception(error)  # type: ignore[arg-type]
+    def is_here(self) -> bool:
+        """Whether gradients are those of the node."""
+        return self._in_node is None or self._in_node.is_averaged()
+
+    def report(self, exchange: Exchange, names: Mapping[nn.Parameter, str]) -> None:
+        """Wait for the node, and give the exchange its part of the gradients, once."""
+        if self._is_reported:
+            return
+        self._is_reported = True
+        if self._in_node is not None:
+            self._in_node.wait()
+        for stand_in, gradient in self.gradients.items():
+            if self.node is not None:
+                gradient = self.node.shards.cut(names[stand_in], gradient.reshape(-1))
+            stand_in.grad = gradient
+            exchange.ready(stand_in)
+
+    def take(self, exchange: Exchange, names: Mapping[nn.Parameter, str]) -> None:
+        """Put averages into the buffer; of a node each rank has a part, and others' follow."""
+        averages = {stand_in: exchange.result(stand_in) for stand_in in self.gradients}
+        if self._in_node is not None:  # averages may be parts of the buffer
+            averages = {stand_in: average.clone() for stand_in, average in averages.items()}
+            self.buffer.zero_()
+        for stand_in, average in averages.items():
+            gradient = self.gradients[stand_in]
+            if self.node is not None:
+                whole = gradient.reshape(-1)
+                self.node.shards.cut(names[stand_in], whole).copy_(average)
+                average = whole.view(gradient.shape)
+            if average.data_ptr() != gradient.data_ptr():
+                gradient.copy_(average)
+            stand_in.grad = None
+        if self._in_node is not None:
+            self._in_node.complete()
+
+    def wait_for_node(self) -> None:
+        """Wait for what is under way inside of the node."""
+        if self._in_node is not None:
+            self._in_node.wait()
 
 
 def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:

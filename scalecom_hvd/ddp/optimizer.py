@@ -2,8 +2,8 @@
 
 The optimizer is the user's, of a class of its own that averages gradients before its step. Its
 methods are those of Horovod's: synchronize, skip_synchronize, and zero_grad that refuses to throw
-away what is under way. Imports process_group_collectives, and exchange, local_steps, methods and
-optimizers of exchange/.
+away what is under way. Imports process_group_collectives, nodes, sharded_optimizer, and exchange,
+local_steps, methods and optimizers of exchange/.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,14 +19,19 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives, check_devices
+from scalecom_hvd.ddp.nodes import check_averages, check_mesh, check_shards, node_of, peers_of
+from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
+from scalecom_hvd.ddp.sharded_optimizer import AveragesInBackward, ShardedGradients
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method, ScaleCom
 from scalecom_hvd.exchange.optimizers import (
+    check_left_out,
     check_local,
     check_parameters,
     common_parameters,
@@ -56,6 +62,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     fragments: int = 1,
     clip_changes: float | None = None,
     collectives: Collectives | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer that averages gradients over ranks, compressed, before each of its steps.
 
@@ -92,6 +99,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             scalecom_hvd.exchange.Collectives), with ranks and sums of its own: leave out `op` and
             process_group. Begin with the same parameters on all ranks by a seed, or by its
             `broadcast`. None: torch.distributed's.
+        mesh: of nodes times the ranks of each, with dimensions named "replicate" and "shard", for a
+            model that fully_shard (FSDP2) sharded over mesh["shard"]. FSDP2 averages gradients
+            whole inside a node, and they are compressed between nodes. p.grad is the average when
+            backward returns, so that nothing need be synchronized. None: each rank has the whole
+            model.
 
     Returns:
         An optimizer with `compression`, the method with this rank's residues: its `state_dict()`
@@ -130,11 +142,26 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     method = compression() if isinstance(compression, type) else compression
     if named_parameters is not None:
         named_parameters = list(named_parameters)
-    parameters = trained_parameters(optimizer, named_parameters)
+    parameters = trained_parameters(optimizer, named_parameters, sharded=mesh is not None)
     _check_names(optimizer, parameters)
+    devices = {parameter.device for parameter in parameters.values()}
+    if mesh is not None:
+        _check_settings_of_shards(op, sparse_as_dense, process_group, local_steps, collectives)
+        check_mesh(mesh)
+        check_shards(parameters, mesh)
+        check_averages(mesh.get_group("shard"), next(iter(parameters.values())).device)
+        gradients = ShardedGradients(
+            parameters,
+            method,
+            peers_of(mesh, devices),
+            node_of(mesh, devices),
+            names_of_groups(groups, parameters),
+            backward_passes_per_step,
+        )
+        return _of_own_class(optimizer, (AveragesInBackward,), _gradients=gradients, _method=method)
     if collectives is None:
-        check_devices(parameters.values())
-        collectives = ProcessGroupCollectives(process_group, sums=op == dist.ReduceOp.SUM)
+        sums = op == dist.ReduceOp.SUM
+        collectives = ProcessGroupCollectives(process_group, sums, devices)
     elif op != dist.ReduceOp.AVG or process_group is not None:
         raise ValueError(
             "op and process_group are torch.distributed's, and collectives= brings another "
@@ -155,22 +182,52 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         clip_changes=clip_changes,
     )
     members: dict[str, Any] = {}
-    bases: tuple[type, ...] = (_Averaging, type(optimizer))
+    bases: tuple[type, ...] = (_Averaging,)
     if isinstance(averager, LocalSteps):
         members = local_members(averager, type(optimizer), parameters.values())
-        bases = (type(optimizer),)
+        bases = ()
     members["compression"] = _Averaging.compression
     with method.run.released_on_error():
-        wrapped: Any = object.__new__(type(type(optimizer).__name__, bases, members))
-        # What a learning rate's schedule put around the step calls that of the optimizer as it was.
-        vars(wrapped).update({name: own for name, own in vars(optimizer).items() if name != "step"})
-        wrapped._method = method
+        wrapped = _of_own_class(optimizer, bases, members, _method=method)
         if isinstance(averager, Exchange):
             # A single rank has nothing to average.
             trained = parameters.values() if collectives.size > 1 else ()
             wrapped._begin(averager, trained, backward_passes_per_step)
     this: Callable[[], Any] = weakref.ref(wrapped)
     return wrapped
+
+
+def _of_own_class(
+    optimizer: torch.optim.Optimizer,
+    bases: tuple[type, ...],
+    members: Mapping[str, Any] = types.MappingProxyType({}),
+    **attributes: Any,
+) -> Any:
+    """The optimizer with all that it holds, of its class with these bases and members over it."""
+    kind = type(optimizer)
+    wrapped: Any = object.__new__(type(kind.__name__, (*bases, kind), dict(members)))
+    # What a learning rate's schedule put around the step calls that of the optimizer as it was.
+    vars(wrapped).update({name: own for name, own in vars(optimizer).items() if name != "step"})
+    vars(wrapped).update(attributes)
+    return wrapped
+
+
+def _check_settings_of_shards(
+    op: Any,
+    sparse_as_dense: bool,
+    process_group: dist.ProcessGroup | None,
+    local_steps: object,
+    collectives: Collectives | None,
+) -> None:
+    """Raise ValueError for what does not go together with mesh=."""
+    settings = (
+        (op != dist.ReduceOp.AVG, "op=SUM", "FSDP2 averages inside nodes"),
+        (sparse_as_dense, "sparse_as_dense", "FSDP2 has no sparse gradients"),
+        (process_group is not None, "process_group", "the mesh says who averages with whom"),
+        (collectives is not None, "collectives", "the mesh says who averages with whom"),
+        (local_steps is not None, "local_steps", "they are of whole parameters so far"),
+    )
+    check_left_out("mesh=", settings)
 
 
 def broadcast_parameters(
@@ -187,7 +244,11 @@ def broadcast_parameters(
         model: the same on every rank but for its numbers; or its state_dict(), or a list of (name,
             tensor) or of tensors.
         root_rank: whose, by its place in the group.
-        process_group: default: all ranks.
+        process_group: default: all ranks. Of a sharded model give those that have the same shards,
+            mesh.get_group("replicate").
+
+    Raises:
+        ValueError: the model is sharded, and ranks of different shards would get the same.
     """
     state = model.state_dict() if isinstance(model, torch.nn.Module) else model
     items = state.values() if isinstance(state, dict) else state
@@ -195,8 +256,13 @@ def broadcast_parameters(
     with common_parameters(state):
         for item in items:
             tensor = item[1] if isinstance(item, tuple) else item
+            if hasattr(tensor, "to_local") and process_group is None:
+                raise ValueError(
+                    "the model is sharded: give the ranks that have the same shards, "
+                    'process_group=mesh.get_group("replicate")'
+                )
             if isinstance(tensor, torch.Tensor):
-                _broadcast(tensor.detach(), root, process_group)
+                _broadcast(local_part(tensor.detach()), root, process_group)
 
 
 def _broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup | None) -> None:

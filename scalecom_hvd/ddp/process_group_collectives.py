@@ -8,7 +8,13 @@ do meanwhile.
 These groups are made past torch.distributed.new_group: it counts all groups of a process, so that
 two exchanges that agree at once, each on its thread, would meet in each other's groups; it does
 not hand on the script's time limit; and a group lives until the process ends. Here a group is found
-by its name, and goes with its last collective. They are Gloo's: nothing of this has run on a GPU.
+by its name, and goes with its last collective.
+
+What ranks say to each other lies on the CPU, and travels by Gloo. Tensors of an accelerator travel
+by the backend that the script's own group has for them, such as NCCL. Its collectives are enqueued
+on streams: the host waits for none of them, and all ranks must submit them in one order. So all
+buckets then share one group, which is made when it is first used. If the script's group has Gloo
+for the accelerator too, Gloo takes a copy through the host, and the host waits.
 
 A group that goes earlier waits for its collectives, which other ranks may never submit: those of a
 step that was given up. Python's garbage collector let them go wherever it came by, while the other
@@ -22,6 +28,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import ctypes
 import datetime
 import logging
@@ -89,13 +96,15 @@ class ProcessGroupWork:
     ) -> None:
         _hold(work, group)
         self._name = name
+        # Of all but Gloo's the current stream waits, and the host does not.
+        self._is_enqueued = not isinstance(group, dist.ProcessGroupGloo)
         self._work: dist.Work | None = work
         self._result, self._then = result, then
         self._error: Exception | None = None
 
     def done(self) -> bool:
         """Whether waiting would return at once."""
-        return self._work is None or self._work.is_completed()
+        return self._is_enqueued or self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
         """Wait for it, and give its result.
@@ -114,12 +123,16 @@ class ProcessGroupWork:
                 if self._then is not None:
                     self._result = self._then(self._result)
             finally:
-                _held.pop(id(work), None)
+                if not self._is_enqueued:
+                    _held.pop(id(work), None)
         if self._error is not None:
             raise self._error
         return self._result
 
     def _wait_for(self, work: dist.Work) -> None:
+        if self._is_enqueued:
+            work.wait()  # with a time limit NCCL's keeps the host
+            return
         try:
             work.wait(datetime.timedelta(seconds=SECONDS_TO_TELL))
         except RuntimeError:
@@ -142,16 +155,22 @@ class ProcessGroupCollectives:
     Args:
         group: default: all ranks.
         sums: whether `all_reduce` gives sums.
+        devices: of the tensors.
 
     Raises:
-        ValueError: torch.distributed was not started.
+        ValueError: torch.distributed was not started, or has no backend for a device.
     """
 
     numbers = NUMBERS
     elastic = False  # torchrun starts all ranks again, each in a new process
     spins = True
 
-    def __init__(self, group: dist.ProcessGroup | None = None, sums: bool = False) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        sums: bool = False,
+        devices: Iterable[torch.device] = (),
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
                 "torch.distributed was not started: call torch.distributed.init_process_group() "
@@ -159,16 +178,33 @@ class ProcessGroupCollectives:
             )
         ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.size, self.position = len(ranks), dist.get_rank(group)
-        self._sums, self._timeout = sums, _timeout_of(group)
+        self._sums = sums
+        self._backends = {device.type: _backend_for(device, group) for device in devices}
+        self._timeout = _timeout_of(group, self._backends)
+        self.is_ordered = any(name != "gloo" for name in self._backends.values())
         self._name = f"scalecom/{'-'.join(map(str, ranks))}/{_made[ranks]}"
         _made[ranks] += 1
         # A connection of its own: who waits for other ranks keeps a store from all other threads.
         store: Any = distributed_c10d._get_default_store()  # torch's types lack `clone`
         self._store = store.clone()
         self._channels = 0
-        self._group = self._new_group(self._name)
+        self._begin(self._name)
 
-    def _new_group(self, name: str) -> Any:  # torch's types lack its methods
+    def _begin(self, name: str) -> None:
+        # {backend: its group}; torch's types lack its methods
+        self._groups: dict[str, Any] = {"gloo": self._new_gloo(name)}
+        self._name_of_groups = name
+
+    def _group_for(self, tensor: torch.Tensor) -> Any:
+        """Where a tensor travels. Ranks are asked for it in one order."""
+        backend = self._backends.get(tensor.device.type, "gloo")
+        if backend not in self._groups:
+            store = dist.PrefixStore(f"{self._name_of_groups}/{backend}", self._store)
+            rest = store, self.position, self.size, self._timeout
+            self._groups[backend] = _new_group(backend, *rest)
+        return self._groups[backend]
+
+    def _new_gloo(self, name: str) -> Any:
         store = dist.PrefixStore(name, self._store)
         try:
             return dist.ProcessGroupGloo(store, self.position, self.size, self._timeout)
@@ -195,7 +231,7 @@ class ProcessGroupCollectives:
         """The same ranks, in a group of their own."""
         channel = object.__new__(ProcessGroupCollectives)
         vars(channel).update(vars(self))
-        channel._group = self._new_group(f"{self._name}/{self._channels}")
+        channel._begin(f"{self._name}/{self._channels}")
         self._channels += 1
         return channel
 
@@ -203,43 +239,69 @@ class ProcessGroupCollectives:
         """Send the buffer of the rank at position `root` to all, in place."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        work = self._group.broadcast([buffer], options)
-        return ProcessGroupWork(name, self._group, work, buffer)
+        group = self._group_for(buffer)
+        return ProcessGroupWork(name, group, group.broadcast([buffer], options), buffer)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> ProcessGroupWork:
         """Average over ranks in place; of SUMMED the sum."""
         divides = not self._sums and buffer.dtype not in SUMMED
         then = (lambda total: total.mul_(self.share)) if divides else None
-        work = self._group.allreduce([buffer])
-        return ProcessGroupWork(name, self._group, work, buffer, then)
+        group = self._group_for(buffer)
+        return ProcessGroupWork(name, group, group.allreduce([buffer]), buffer, then)
 
     def gather(self, tensor: torch.Tensor, name: str) -> ProcessGroupWork:
         """Join all ranks' tensors along the first dimension, in order of position."""
         tensor = tensor.contiguous()
         parts = tensor.new_empty((self.size, *tensor.shape))
-        work = self._group.allgather([list(parts)], [tensor])
-        return ProcessGroupWork(name, self._group, work, parts, lambda parts: parts.flatten(0, 1))
+        group = self._group_for(tensor)
+        work = group.allgather([list(parts)], [tensor])
+        return ProcessGroupWork(name, group, work, parts, lambda parts: parts.flatten(0, 1))
 
 
-def check_devices(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError where parameters are not on a CPU.
+def _backend_for(device: torch.device, group: dist.ProcessGroup | None) -> str:
+    """What moves a device's tensors in the script's group, such as "nccl".
 
-    NCCL's groups would need another order of collectives, and none of this has run on a GPU.
+    Raises:
+        ValueError: nothing does.
     """
-    devices = {parameter.device for parameter in parameters}
-    elsewhere = [device for device in devices if device.type != "cpu"]
-    if elsewhere:
+    if device.type == "cpu":
+        return "gloo"  # whatever the script's group has: MPI's has no groups of threads
+    # Such as "cpu:gloo,cuda:nccl".
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    backend = backends.get(device.type)
+    if backend not in ("gloo", *_NEW_GROUPS) and backend not in _plugins():
         raise ValueError(
-            f"parameters are on {elsewhere[0]}: over torch.distributed this works on CPUs only so "
-            "far. On GPUs scalecom_hvd.torch, launched with Horovod, takes them, but has not been "
-            "run there"
+            f"parameters are on {device}, and the process group has {backends}, of which nothing "
+            f"serves {device.type}: leave the backend out of torch.distributed."
+            "init_process_group(), which then takes the usual one for each device"
         )
+    return backend
 
 
-def _timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """What the script gave to init_process_group or new_group; of Gloo's groups."""
-    try:
-        backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
-        return backend.options._timeout
-    except (AttributeError, RuntimeError):
-        return distributed_c10d.default_pg_timeout
+def _new_group(
+    backend: str, store: dist.Store, position: int, size: int, timeout: datetime.timedelta
+) -> Any:
+    """A group of a backend of PyTorch's, or of one that was registered there."""
+    if backend in _NEW_GROUPS:
+        kind = getattr(dist, _NEW_GROUPS[backend])
+        options = kind.Options()
+        options._timeout = timeout
+        return kind(store, position, size, options)
+    return _plugins()[backend].creator_fn(store, position, size, timeout)
+
+
+_NEW_GROUPS = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
+
+
+def _plugins() -> dict[str, Any]:
+    """The backends that were registered with torch.distributed, by their names."""
+    return {name.lower(): plugin for name, plugin in dist.Backend._plugins.items()}
+
+
+def _timeout_of(group: dist.ProcessGroup | None, devices: Iterable[str]) -> datetime.timedelta:
+    """What the script gave to init_process_group or new_group."""
+    for device in ("cpu", *devices):  # a group of NCCL alone has no backend for a CPU
+        with contextlib.suppress(AttributeError, RuntimeError):
+            backend = (group or dist.group.WORLD)._get_backend(torch.device(device))
+            return backend.options._timeout
+    return distributed_c10d.default_pg_timeout

@@ -3,8 +3,9 @@
     facts.py      what there is, as plain values
     probe.py      asks them in a process of its own, which a broken one may end, or hang
     findings.py   what of it is wrong or missing, and what to do about it
-    self_test.py  starts two ranks with each launcher
+    self_test.py  starts two ranks with each launcher, and on GPUs
     torch_rank.py, tensorflow_rank.py    what these run: steps that are held to the reference
+    gpu_steps.py  steps on a GPU that are held to those on the CPU
     rank_check.py    what both check
     children.py   how other processes are started, with a time limit
 
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=120.0,
         metavar="SECONDS",
         help="of each import and each test (default: 120)",
+    )
+    parser.add_argument(
+        "--gpu", action="store_true", help="test training on this machine's GPUs too"
     )
     parser.add_argument("--json", action="store_true", help="the same for a program")
 
@@ -103,7 +107,12 @@ class Examination:
         yield from findings.lines(self.found)
 
     def _test(self, there: facts.Facts, limit: float) -> Iterator[str]:
-        for test in self_test.tests(there):
+        tests = self_test.tests(there)
+        if self._arguments.gpu:
+            tests += self_test.gpu_tests(there)
+            if not there.gpus:
+                self.found.append(findings.NO_GPU)
+        for test in tests:
             result = self_test.run(test, limit)
             self.results.append(result)
             yield from self_test.lines(result)

@@ -50,6 +50,13 @@ class Finding:
     command: str = ""
 
 
+NO_GPU = Finding(
+    WRONG,
+    "--gpu was given, and PyTorch sees no GPU: nothing of what was tested ran on one",
+    "run it on a machine with a GPU and PyTorch's CUDA build (or leave --gpu out)",
+)
+
+
 def findings(facts: Facts) -> list[Finding]:
     """All of them, the worst first."""
     looks = (_environment, _frameworks, _horovod, _launchers, _kernels, _gpus)

@@ -32,11 +32,13 @@ class Test:
         name: what is tested.
         command: that does it.
         left_out: why it is not run; empty: it is.
+        ranks: how many say that they passed.
     """
 
     name: str
     command: list[str]
     left_out: str = ""
+    ranks: int = RANKS
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,7 @@ def tests(facts: Facts) -> list[Test]:
     # Half of TensorFlow's test is the time that it takes to start: one launcher is enough.
     starts, why = (mpirun, "") if not mpi else (horovodrun, gloo)
     launcher = "mpirun" if not mpi else "horovodrun --gloo"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc-per-node", str(RANKS), *_rank("torch")[1:], "ddp"]
+    torchrun = [*_torchrun(), "hook"]
     return [
         Test("PyTorch on Horovod, mpirun", [*mpirun, *horovod], torch or mpi),
         Test("PyTorch on Horovod, horovodrun --gloo", [*horovodrun, *horovod], torch or gloo),
@@ -85,6 +86,22 @@ def tests(facts: Facts) -> list[Test]:
     ]
 
 
+def gpu_tests(facts: Facts) -> list[Test]:
+    """Those of `doctor --gpu`: what a CPU cannot show."""
+    gpus = facts.said.get("torch", {}).get("gpus", [])
+    none = _why_not_torchrun(facts) or ("" if gpus else "PyTorch sees no GPU")
+    nccl = none or ("" if len(gpus) >= RANKS else "there is one GPU, and NCCL wants one per rank")
+    horovod = none or _why_not_on_horovod(facts, "torch") or _why_not_mpirun(facts)
+    steps = [sys.executable, "-m", "scalecom_hvd.doctor.gpu_steps"]
+    tests = [Test("GPU: steps of simulated ranks", steps, none, ranks=1)]
+    for backend, why in (("gloo", none), ("nccl", nccl)):
+        for face in ("hook", "optimizer", "amp"):
+            command = [*_torchrun(), face, "cuda", f"cpu:gloo,cuda:{backend}"]
+            tests.append(Test(f"GPU: {face}, torchrun, {backend}", command, why))
+    command = [*_mpirun(facts), *_rank("torch"), "horovod", "cuda"]
+    return [*tests, Test("GPU: PyTorch on Horovod, mpirun", command, horovod)]
+
+
 def run(test: Test, limit: float) -> Result:
     """Run a test, unless it is to be left out. limit: seconds."""
     command = shlex.join(test.command)
@@ -94,7 +111,7 @@ def run(test: Test, limit: float) -> Result:
     outcome = children.run(test.command, limit)
     seconds = time.monotonic() - start
     passed = [line for line in outcome.output.splitlines() if PASSED in line]
-    if outcome.code == 0 and len(passed) == RANKS:
+    if outcome.code == 0 and len(passed) == test.ranks:
         return Result(test.name, True, seconds, passed[0].partition(PASSED)[2], command)
     return Result(test.name, False, seconds, "\n".join(_words_of(outcome)), command)
 
@@ -118,6 +135,11 @@ def lines(result: Result) -> Iterator[str]:
     else:
         yield f"  FAILS  {result.name:40s} {result.seconds:4.1f} s"
         yield from (f"           {line}" for line in result.says.splitlines())
+
+
+def _torchrun() -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(RANKS), *_rank("torch")[1:]]
 
 
 def _rank(framework: str) -> list[str]:

@@ -1,7 +1,9 @@
-"""One rank of the self-test in PyTorch, on Horovod or on torch.distributed.
+"""One rank of the self-test in PyTorch, on Horovod or on torch.distributed, on a CPU or a GPU.
 
-`python -m scalecom_hvd.doctor.torch_rank horovod`, or `ddp`, started by self_test.py under a
-launcher. Imports rank_check, kernels of exchange/, and one of torch/ and ddp/, where it is used.
+`python -m scalecom_hvd.doctor.torch_rank FACE [DEVICE BACKEND]`, started by self_test.py under a
+launcher. FACE is "horovod", "hook", "optimizer" or "amp" (the hook in mixed precision), DEVICE
+"cpu" or "cuda", BACKEND what torch.distributed takes. Imports rank_check, kernels of exchange/, and
+one of torch/ and ddp/, where it is used.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import nn
 from scalecom_hvd.doctor.rank_check import (
     CONFIG,
     LEARNING_RATE,
+    PASSED,
     RANKS,
     STEPS,
     RankCheck,
@@ -27,31 +30,39 @@ from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.reference import Array
 
-KERNELS = {"NativeKernel": "kernel in C", "TorchKernel": "plain PyTorch's kernel"}
+KERNELS = {
+    "NativeKernel": "kernel in C",
+    "TorchKernel": "plain PyTorch's kernel",
+    "TritonKernel": "kernel in Triton",
+}
 
 
-def make_model() -> nn.Module:
+AMP_STEPS = 30
+
+
+def make_model(device: torch.device) -> nn.Module:
     """The same on every rank."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20))
+    return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20)).to(device)
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """A rank's loss of a step."""
-    return model(torch.from_numpy(inputs(step, rank, 8, 30))).square().mean()
+    device = next(model.parameters()).device
+    return model(torch.from_numpy(inputs(step, rank, 8, 30)).to(device)).square().mean()
 
 
 def gradients(model: nn.Module, step: int, rank: int) -> dict[str, Array]:
     """What a rank's backward gives in a step."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss_of(model, step, rank), parameters)
-    return {name: grad.numpy() for name, grad in zip(names, grads, strict=True)}
+    return {name: grad.cpu().numpy() for name, grad in zip(names, grads, strict=True)}
 
 
 def received(model: nn.Module) -> dict[str, Array]:
     """What lies in the parameters' gradients."""
     grads = {name: p.grad for name, p in model.named_parameters()}
-    return {name: grad.numpy().copy() for name, grad in grads.items() if grad is not None}
+    return {name: grad.cpu().numpy().copy() for name, grad in grads.items() if grad is not None}
 
 
 def train(
@@ -80,13 +91,14 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def on_horovod() -> None:
+def on_horovod(device: str) -> None:
     """Horovod's drop-in."""
     import scalecom_hvd.torch as hvd
 
     hvd.init()
     check_size(hvd.size())
-    model = make_model()
+    own = use_device(device, hvd.local_rank())
+    model = make_model(own)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     compression = hvd.ScaleCom(config=CONFIG)
     optimizer = hvd.DistributedOptimizer(
@@ -102,49 +114,110 @@ def on_horovod() -> None:
 
     def average(name: str) -> Array:
         residues = compression.state_dict()["residues"]
-        return hvd.allreduce(residues[name], name=f"doctor.{name}").numpy()
+        return hvd.allreduce(residues[name].cpu(), name=f"doctor.{name}").numpy()
 
     check, residues = train(model, take_step, average)
-    everyones = hvd.allgather(flat(model)[None], name="doctor.parameters")
+    everyones = hvd.allgather(flat(model).cpu()[None], name="doctor.parameters")
     check.end(residues, list(everyones.numpy()))
-    check.passed(kernel())
+    check.passed(kernel(own))
     hvd.shutdown()
 
 
-def on_torch_distributed() -> None:
-    """The communication hook of DistributedDataParallel."""
+def on_torch_distributed(face: str, device: str, backend: str) -> None:
+    """The communication hook of DistributedDataParallel, or the optimizer without a wrapper."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, ScaleComState, scalecom_hook
+
+    dist.init_process_group(backend)
+    check_size(dist.get_world_size())
+    own = use_device(device, int(os.environ["LOCAL_RANK"]))
+    model: nn.Module = make_model(own)
+    called: nn.Module = model
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    compression = ScaleCom(config=CONFIG)
+    if face == "hook":
+        called = DistributedDataParallel(model)
+        state = ScaleComState(called, compression)
+        called.register_comm_hook(state, scalecom_hook)
+    else:
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
+
+    def take_step(step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(called, step, dist.get_rank()).backward()
+        optimizer.step()
+
+    def average(name: str) -> Array:
+        residue = _residue(compression.state_dict()["residues"], name)
+        dist.all_reduce(residue)
+        return residue.cpu().numpy() / RANKS
+
+    check, residues = train(model, take_step, average)
+    everyones = [torch.empty_like(flat(model)) for _ in range(RANKS)]
+    dist.all_gather(everyones, flat(model))
+    check.end(residues, [parameters.cpu().numpy() for parameters in everyones])
+    check.passed(f"{kernel(own)}, {_averages_for_fsdp(own)}")
+    # With torch 2.13, a process whose Python ends while a thread of Gloo's still drops tensors may
+    # abort, with a hook or without. Nothing is left to do here, so Python need not end.
+    dist.barrier()
+    os._exit(0)
+
+
+def in_mixed_precision(device: str, backend: str) -> None:
+    """The hook with autocast and a GradScaler, in float16 and bfloat16, and a step that is void.
+
+    Raises:
+        AssertionError: training does not go on as it should.
+    """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     check_size(dist.get_world_size())
-    model = make_model()
-    wrapped = DistributedDataParallel(model)
-    state = ScaleComState(wrapped, config=CONFIG)
-    wrapped.register_comm_hook(state, scalecom_hook)
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-
-    def take_step(step: int) -> None:
-        optimizer.zero_grad()
-        loss_of(wrapped, step, dist.get_rank()).backward()
-        optimizer.step()
-
-    def average(name: str) -> Array:
-        residue = _residue(state.state_dict()["residues"], name)
-        dist.all_reduce(residue)
-        return residue.numpy() / RANKS
-
-    check, residues = train(model, take_step, average)
-    everyones = [torch.empty_like(flat(model)) for _ in range(RANKS)]
-    dist.all_gather(everyones, flat(model))
-    check.end(residues, [parameters.numpy() for parameters in everyones])
-    check.passed(kernel())
-    # With torch 2.13, a process whose Python ends while a thread of Gloo's still drops tensors may
-    # abort, with a hook or without. Nothing is left to do here, so Python need not end.
+    own = use_device(device, int(os.environ["LOCAL_RANK"]))
+    for dtype in (torch.float16, torch.bfloat16):
+        model = make_model(own)
+        wrapped = DistributedDataParallel(model)
+        scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+        state = ScaleComState(wrapped, loss_scale=scaler, total_steps=AMP_STEPS)
+        wrapped.register_comm_hook(state, scalecom_hook)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(AMP_STEPS):
+            optimizer.zero_grad()
+            with torch.autocast(device, dtype):
+                loss = loss_of(wrapped, 0, dist.get_rank())
+            if step == 3 and dist.get_rank() == 1 and scaler.is_enabled():
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(float(loss.detach()))
+        everyones = [torch.empty_like(flat(model)) for _ in range(RANKS)]
+        dist.all_gather(everyones, flat(model))
+        assert all(torch.equal(everyones[0], other) for other in everyones), "ranks came apart"
+        skipped = state.stats()["skipped_steps"]
+        assert (skipped > 0) == scaler.is_enabled(), f"{skipped} steps were void in {dtype}"
+        assert losses[-1] < losses[0] / 2, f"the loss went from {losses[0]} to {losses[-1]}"
+    sys.stdout.write(f"{PASSED}{AMP_STEPS} steps each in float16 and bfloat16\n")
+    sys.stdout.flush()
     dist.barrier()
     os._exit(0)
+
+
+def _averages_for_fsdp(device: torch.device) -> str:
+    """Whether FSDP2's gradients would be right here; nothing else asks Gloo for averages."""
+    from scalecom_hvd.ddp.nodes import check_averages
+
+    try:
+        check_averages(device=device)
+    except RuntimeError as error:
+        return f"but not with FSDP2: {error}"
+    return "also for FSDP2"
 
 
 def _residue(residues: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -152,20 +225,34 @@ def _residue(residues: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     return residues[name if name in residues else f"module.{name}"].clone()
 
 
-def kernel() -> str:
+def use_device(device: str, local_rank: int) -> torch.device:
+    """Have this rank use a device of its own, or share one if there are fewer."""
+    if device == "cpu":
+        return torch.device("cpu")
+    own = torch.device(device, local_rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(own)
+    return own
+
+
+def kernel(device: torch.device) -> str:
     """Which one compressed."""
     geometry = Lanes(4, 2)
-    found = kernel_for(torch.device("cpu"), torch.float32, torch.float32, geometry).__name__
+    found = kernel_for(device, torch.float32, torch.float32, geometry).__name__
     return KERNELS.get(found, found)
 
 
-def main(face: str) -> None:
-    """Run the rank. face: "horovod" or "ddp"."""
+def main(face: str, device: str = "cpu", backend: str = "gloo") -> None:
+    """Run the rank. See above."""
     # Sums in another order could choose another element.
     torch.set_num_threads(1)
     np.seterr(all="raise", under="ignore")
-    {"horovod": on_horovod, "ddp": on_torch_distributed}[face]()
+    if face == "horovod":
+        on_horovod(device)
+    elif face == "amp":
+        in_mixed_precision(device, backend)
+    else:
+        on_torch_distributed(face, device, backend)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

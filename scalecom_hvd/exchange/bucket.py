@@ -26,6 +26,7 @@ from torch.profiler import record_function
 from scalecom_hvd.bucket_layout import Layout, pack_halves, unpack_halves
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.accumulators import accumulate, commit
+from scalecom_hvd.exchange.alignment import nothing_sent, products
 from scalecom_hvd.exchange.background_thread import BackgroundThread, Job
 from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.gradients import (
@@ -33,6 +34,7 @@ from scalecom_hvd.exchange.gradients import (
     check_sizes,
     flat_gradient,
     unflat_gradient,
+    values_of,
     wide_dtype,
 )
 from scalecom_hvd.exchange.integer_values import IntegerValues
@@ -127,6 +129,7 @@ class Bucket:
         assert not dense or wire == wide, "narrow values and tensors sent whole share no bucket"
         # Of these ranks make sums, which are divided afterwards.
         self._share = share if wire in (torch.float16, torch.int8) else 1.0
+        self._average_share = share
 
         self._levels = self.tensors[0].levels if self.tensors else 0
         geometries = {tensor.name: tensor.geometry for tensor in self.tensors}
@@ -180,6 +183,22 @@ class Bucket:
         self._has_accumulators: bool
         self._committed: bool
         self.forget()
+
+    def sent(self) -> torch.Tensor:
+        """(k,) what this rank sent of the values that `take` gave last, in the residues' dtype."""
+        if isinstance(self._values, IntegerValues):
+            return self.scaled(self._values.compressed)
+        return self._wire.sent.to(self._residue_dtype)
+
+    def products_with_others(self) -> torch.Tensor:
+        """Of what this rank sent and what the others did; see alignment.py.
+
+        Zeros if no averages of values that `take` gave were received.
+        """
+        if self._received is None:
+            return nothing_sent()
+        averages = self._received[1].to(self._residue_dtype)
+        return products(self.sent(), averages * (self._share / self._average_share))
 
     def averages_taken(self) -> torch.Tensor:
         """The averages (k,) of what `take` gave last, once they have come.
@@ -487,7 +506,7 @@ class Bucket:
     def has_gradients(self) -> torch.Tensor:
         """(number of compressed tensors,) float32: 1 where this rank's gradient is not all zero."""
         grads = (self.parameters[name].grad for name in self.compressed)
-        return torch.tensor([float(any_of(grad)) for grad in grads])
+        return torch.stack([values_of(grad).any() for grad in grads]).float()
 
     def fill(self) -> dict[str, torch.Tensor]:
         """What is all-reduced besides what a method did itself, {end of its name: tensor}.
@@ -539,7 +558,7 @@ class Bucket:
             averages.append(self._average)
         # The smallest and the largest tell of all: one pass, and nothing large is made.
         ends = [end for average in averages if average.numel() for end in torch.aminmax(average)]
-        sound = torch.stack(ends).isfinite().all() if ends else torch.tensor(True)
+        sound = torch.stack(ends).isfinite().all() if ends else torch.tensor(True, device="cpu")
         if self._reduced is None:
             return sound
         sound = sound & (self._reduced.buffer[-1] == 0)

@@ -54,10 +54,11 @@ class BucketStep:
         self.waits: Wait[Any] | None = None
 
     def start(self, generator: Step[None]) -> None:
-        """Begin, unless it has begun."""
+        """Begin, unless it has begun, and go on as far as no waiting is needed."""
         if self._generator is None:
             self._generator = generator
             self.waits = next(generator, None)
+            self.advance()
 
     def advance(self, up_to_round: int = -1) -> None:
         """Go on as far as no waiting is needed; wait for collectives up to this round."""

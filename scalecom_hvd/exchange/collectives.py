@@ -52,7 +52,8 @@ class Collectives(Protocol):
 
     Which block: none. Only `Work.wait` does, so a rank that may wait for others calls that, and
     must be sure that all of them submit the collective without waiting for something that this
-    rank does later.
+    rank does later. Of an accelerator's tensors `wait` may have the current stream wait, and return
+    at once; then `done` is true from the start.
 
     Who owns a buffer: from `broadcast` and `all_reduce` until the work is done the transport does;
     nobody reads or writes it. `gather` leaves its tensor as it is, and so must the caller until
@@ -70,9 +71,12 @@ class Collectives(Protocol):
         spins: set by the exchange, False before: whether waiting may keep a core busy. That is
             quickest, but takes the core from kernels, and from the thread that is to send. A
             transport may ignore it.
+        is_ordered: whether collectives meet in the order in which ranks submit them, those of all
+            channels together, as on an accelerator's streams. Buckets then take turns.
     """
 
     spins: bool
+    is_ordered: bool
 
     @property
     def size(self) -> int:
@@ -162,6 +166,10 @@ class Wait(Generic[Result]):
 
     def __iter__(self) -> Generator[Wait[Any], None, Result]:
         yield self
+        return self.now()
+
+    def now(self) -> Result:
+        """The result; blocks until it is there."""
         result: Any = self.work.wait()
         self.is_over = True
         return result if self._then is None else self._then(result)
@@ -186,7 +194,7 @@ def gather_objects(collectives: Collectives, value: Any, name: str) -> list[Any]
     The name carries no exchange's number, as ranks may not have agreed on it yet.
     """
     payload = json.dumps(value).encode()
-    length = torch.tensor([len(payload)])
+    length = torch.tensor([len(payload)], device="cpu")
     lengths = collectives.gather(length, f"scalecom.{name}.sizes").wait().tolist()
     longest = max(lengths)
     padded = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8)

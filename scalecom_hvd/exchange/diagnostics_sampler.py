@@ -118,7 +118,7 @@ class Sampler:
         parts = zip(*(columns[own] for own in self._pieces), strict=True)
         m, acc, average, new = (torch.cat([column.cpu() for column in part]) for part in parts)
         share = share_sent(m.numpy(), acc.numpy(), new.numpy(), self._beta)
-        mine = torch.cat([m, acc, torch.tensor([share], dtype=m.dtype)])
+        mine = torch.cat([m, acc, m.new_tensor([share])])
         everyone = collectives.gather(mine[None], name).wait()
         pieces = list(self._pieces.values())
         self.last = {"step": step} | _numbers(everyone, average.numpy(), pieces)

@@ -19,7 +19,7 @@ Where a step is taken in parts, each of some buckets (fragments of local steps),
 above. All have the step's number, which the last one ends.
 
 Optimizers call `ready` from hooks and `result` from synchronize(). Imports methods/base,
-bucket_step, bucket_plan, diagnostics_sampler, new_gradients, run and the rooms below.
+bucket_step, bucket_plan, diagnostics_sampler, new_gradients, node, run and the rooms below.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from scalecom_hvd.agreement import Names, Settings, compare_ranks
 from scalecom_hvd.bucket_layout import Stats, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
+from scalecom_hvd.exchange.alignment import nothing_sent
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_plan import Groups, Part, plan_buckets
 from scalecom_hvd.exchange.bucket_step import MOST_CHANNELS, BucketStep, BucketSteps
-from scalecom_hvd.exchange.collectives import Collectives, Step, gather_objects
+from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, gather_objects
+from scalecom_hvd.exchange.devices import HostCopy, Streams, on_host
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.methods.base import Method, State
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
@@ -51,8 +53,10 @@ from scalecom_hvd.exchange.new_gradients import (
     digest,
     fill_in,
 )
+from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.run import Averager
+from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
 
 
@@ -74,10 +78,9 @@ class Exchange(Averager):
             residue waits: where averages of such tensors are thrown away. Takes one more
             collective per bucket.
         is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
-        counts: decides whether a step counts, between "are all buckets sound" and the commit. It is
-            given whether they are, which is the same on all ranks of `collectives`. A face in
-            which other ranks hold the rest of each gradient asks those too. Its answer must be the
-            same on all ranks that it asks. It is called once a step, or part, and may wait.
+        node: the ranks of this node, where each of them holds a part of every gradient: they are
+            asked whether a step counts, between "are all buckets sound" and the commit. None:
+            this rank has whole gradients.
         part_of: the averager that makes this exchange a part of itself, and begins the method's
             run when it is complete; None: this exchange does.
         compares_parameters: whether ranks that begin with different parameters are refused.
@@ -85,7 +88,9 @@ class Exchange(Averager):
     Attributes:
         trained: the parameters.
         has_sent: whether values left residues in the last step.
+        has_counted: whether the last step counted, on all ranks of all nodes.
         part: what the step that comes is about, the same on all ranks; None: all, always.
+        streams: on which it works.
 
     Raises:
         ValueError, TypeError: see Run.begin.
@@ -104,7 +109,7 @@ class Exchange(Averager):
         asks_for_news: bool = False,
         asks_for_use: bool = False,
         is_scaled: bool = True,
-        counts: Callable[[bool], bool] = bool,
+        node: Node | None = None,
         part_of: Averager | None = None,
         compares_parameters: bool = True,
     ) -> None:
@@ -116,23 +121,29 @@ class Exchange(Averager):
         self._parameters = dict(parameters)
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self.trained = self._name_of.keys()
-        self.has_sent = False
+        self.has_sent = self.has_counted = False
         self._method, self._run = method, method.run
         self.collectives = collectives
         self._restarted = collectives.restarts()
         self._groups = groups
         self._sparse_as_dense = sparse_as_dense
         self._send_sparse = send_sparse
-        self._is_scaled, self._asks_for_use, self._counts = is_scaled, asks_for_use, counts
+        self._is_scaled, self._asks_for_use = is_scaled, asks_for_use
+        self.node = node
         self._settings = method.settings | dict(settings or {})
-        news = NewGradients(collectives, self.names, self._parameters)
-        self._news = news if asks_for_news else None
+        # Gradients are asked for, and compared, where scripts have them: on all ranks of all nodes.
+        everyone = collectives if node is None else node.everyone or collectives
+        whole = self._parameters if node is None or node.shards is None else node.shards.parameters
+        self._as_script_has = whole
+        self._news = NewGradients(everyone, self.names, whole) if asks_for_news else None
+        self._everyone = None if everyone is collectives else everyone
         # Only ranks that tell each other how they stand may find that a step must begin again. What
         # was submitted of it may be met by what another rank did when it gave its own up.
         self._copies = asks_for_news
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
         self._lock = threading.RLock()
+        self.streams = Streams(parameter.device for parameter in parameters.values())
         self._thread = BackgroundThread(self, self._go_on)
         self._failure: BaseException | None = None
         self._finishing = False
@@ -146,7 +157,8 @@ class Exchange(Averager):
         self._arrived: dict[str, None] = {}
         self._sparse: dict[str, Callable[[], torch.Tensor] | None] = {}
         self._outputs: dict[str, torch.Tensor] = {}
-        self._whole, self._scale = False, 1.0
+        self._whole = False
+        self._unscaling: Wait[float] | None = None  # None: gradients are not scaled
         kinds = ("offsets", "values", "dense", "gathered", "collectives")
         self._submitted = dict.fromkeys(kinds, 0)
         # Of the last step, or part, that was finished: whether it ended the step, what was
@@ -157,6 +169,8 @@ class Exchange(Averager):
         self._is_new = compares_parameters and part_of is None
         if part_of is None:
             self._run.begin(self._parameters, self)
+            if node is not None and node.shards is not None and method.ahead is not None:
+                node.shards.keep_residues(self.residues)
 
     # What the optimizer calls.
 
@@ -174,25 +188,32 @@ class Exchange(Averager):
             RuntimeError: gradients were changed on some rank since they came; on all ranks.
         """
         with self._or_forgotten():
-            self._notice_restart()
-            news, changed = self._news, self._has_changed()
-            sparse = self._sparse, self._send_sparse
-            if news.channel is not None:
-                if not (news.ask(fresh) or news.came_by_hand(*sparse)):
-                    return False
-                changed, alike = news.signal(changed, self._agreed)
-                if changed:
-                    self._let_all_arrive(alike)
-                    raise RuntimeError(CHANGED)
-                if alike:
-                    return True
-                # Some rank gave a step up, or loaded a state. What this one has begun is taken
-                # back, and begins again once ranks have agreed.
-                if self._agreed:
-                    self._begin_again()
-                news.meet(None)
-            under_way = {name: wait for name, wait in self._sparse.items() if wait is not None}
-            return news.ask_at_first(fresh, changed, under_way) or news.came_by_hand(*sparse)
+            has_gradients = self._ask_all(fresh)
+        for parameter in () if has_gradients else self._as_script_has.values():
+            if parameter.grad is not None:
+                self.streams.give(parameter.grad)
+        return has_gradients
+
+    def _ask_all(self, fresh: bool) -> bool:
+        self._notice_restart()
+        news, changed = self._news, self._has_changed()
+        sparse = self._sparse, self._send_sparse
+        if news.channel is not None:
+            if not (news.ask(fresh) or news.came_by_hand(*sparse)):
+                return False
+            changed, alike = news.signal(changed, self._agreed)
+            if changed:
+                self._let_all_arrive(alike)
+                raise RuntimeError(CHANGED)
+            if alike:
+                return True
+            # Some rank gave a step up, or loaded a state. What this one has begun is taken
+            # back, and begins again once ranks have agreed.
+            if self._agreed:
+                self._begin_again()
+            news.meet(None)
+        under_way = {name: wait for name, wait in self._sparse.items() if wait is not None}
+        return news.ask_at_first(fresh, changed, under_way) or news.came_by_hand(*sparse)
 
     def _begin_again(self) -> None:
         """Report once more what has arrived, as in a first step.
@@ -219,8 +240,12 @@ class Exchange(Averager):
 
     def _has_changed(self) -> bool:
         """Whether a gradient was changed since it came, if that is of importance."""
-        changed = self._news.changed()
-        if not self._agreed and self._scale == 1:
+        # The other ranks wait for this one's signal, perhaps before they submit what its own stream
+        # waits for.
+        with self.streams.left():
+            changed = self._news.changed()
+        is_scaled = self._unscaling is not None and self._unscaling.now() != 1
+        if not (self._agreed or is_scaled) and self._everyone is None:
             # No bucket has begun: what gradients are now is exchanged. Sparse ones travel already.
             changed = [name for name in changed if name in self._sparse]
         if changed:  # others may have been, where nobody looked
@@ -239,7 +264,7 @@ class Exchange(Averager):
                 the background thread meanwhile. The step is rolled back.
         """
         name = self._name_of[parameter]
-        with self._or_forgotten():
+        with self._or_forgotten(joins=False):
             self._notice_restart()
             if not self._arrived:
                 self._begin_step()
@@ -253,11 +278,17 @@ class Exchange(Averager):
                 if self._news is not None:
                     self._news.mark(name)
             else:
-                if self._news is not None and (self._agreed or not self._whole):
-                    self._news.mark(name)
+                if self._everyone is None and (self._agreed or not self._whole):
+                    self.mark(name)
                 if self._agreed:
                     self._steps.of[name].waiting.discard(name)
             self._advance()
+
+    def mark(self, name: str) -> None:
+        """A gradient is on its way from now on; what a script does to it would be lost."""
+        if self._news is not None:
+            with self.streams.left():
+                self._news.mark(name)
 
     def result(self, parameter: torch.Tensor) -> torch.Tensor:
         """The averaged gradient. Called when every gradient of this rank was reported.
@@ -279,18 +310,19 @@ class Exchange(Averager):
             if name not in self._outputs:
                 self.finish()
                 self.look()
-            return self._outputs.pop(name)
+            return self.streams.give(self._outputs.pop(name))
 
     def finish(self) -> None:
         """Wait for everything, and commit the step, or roll it back, as `result` does.
 
         If everything was sent (`send`), this waits for no other rank's script.
         """
-        with self._or_forgotten():
+        ending = self.node.ending_a_step() if self.node else contextlib.nullcontext()
+        with self._or_forgotten(), ending:
             self._finishing = True
-            if self._method.ahead is not None:  # also where no step follows, as of a GradScaler
-                self._method.ahead.restore()
             try:
+                if self._method.ahead is not None:  # also where no step follows: of a GradScaler
+                    self._method.ahead.restore()
                 self._finish()
             finally:
                 self._finishing = False
@@ -314,7 +346,7 @@ class Exchange(Averager):
         where a script drops its optimizer meanwhile, which ranks do at different times. It raises
         what `result` raises.
         """
-        with self._or_forgotten():
+        with self._or_forgotten(joins=False):  # `finish` joins
             if not self._agreed:
                 self._agree()
             self._advance()
@@ -327,7 +359,7 @@ class Exchange(Averager):
 
     def complete_state(self) -> None:
         """Wait for what the method's state lacks; every rank submitted it in its last step."""
-        with self._lock:
+        with self._lock, self.streams.entered():
             self._notice_restart()
             for step in self._steps.all:
                 step.complete_state()
@@ -339,6 +371,15 @@ class Exchange(Averager):
             self._steps = BucketSteps([], [], self._bucket_step)
             self._agreed, self._look_at = False, None
 
+    def state_dict(self) -> Saved:
+        """See Averager."""
+        return {} if self.node is None else self.node.state_dict()
+
+    def load_state_dict(self, state: Saved) -> None:
+        """See Averager."""
+        if self.node is not None:
+            self.node.load_state_dict(state)
+
     def start_over(self) -> None:
         """The optimizer's state was loaded: the step in progress is forgotten, if there is one."""
         if self.in_step():
@@ -346,7 +387,7 @@ class Exchange(Averager):
 
     def abort(self) -> None:
         """Forget the step in progress: it is rolled back, so residues lose nothing."""
-        with self._lock:
+        with self._lock, self.streams.entered():
             self._abort()
 
     def watch(self, diagnostics: Diagnostics) -> None:
@@ -355,9 +396,13 @@ class Exchange(Averager):
         self._settings |= diagnostics.settings
 
     @contextlib.contextmanager
-    def _or_forgotten(self) -> Iterator[None]:
-        """What fails here, where one thread is at a time, forgets the step in progress."""
-        with self._lock:
+    def _or_forgotten(self, joins: bool = True) -> Iterator[None]:
+        """What fails here, where one thread is at a time, forgets the step in progress.
+
+        Args:
+            joins: see Streams.entered.
+        """
+        with self._lock, self.streams.entered(joins):
             try:
                 yield
             except BaseException:
@@ -389,7 +434,8 @@ class Exchange(Averager):
             # A hook has the lock for a moment only; `_finish` has it until the step's end.
             return not self._finishing
         try:
-            self._advance()
+            with self.streams.continued():
+                self._advance()
             return any(step.has_more or step.may_begin for step in self._steps.all)
         except BaseException as error:
             self._failure = error  # raised where the user's thread comes by
@@ -399,7 +445,7 @@ class Exchange(Averager):
 
     def _begin_step(self) -> None:
         self._outputs.clear()
-        self._scale = self._method.unscaling() if self._is_scaled else 1.0
+        self._unscaling = self._method.unscaling() if self._is_scaled else None
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
         if self._news is not None:
@@ -429,12 +475,14 @@ class Exchange(Averager):
         )
         unused: list[str] = []
         if self._asks_for_use and bucket.compressed and not self._whole:
-            used = bucket.has_gradients()
+            flags: Wait[torch.Tensor] = Wait("kernel", HostCopy(bucket.has_gradients()), round=0)
+            used = yield from flags
             total = yield from collectives.average(used, "used")
             unused = [
                 name for name, u in zip(bucket.compressed, total.tolist(), strict=True) if not u
             ]
-        bucket.begin(self._scale, self._whole, unused=unused)
+        scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
+        bucket.begin(scale, self._whole, unused=unused)
         if self._sample_due():
             self._sampler.before(bucket)
         if bucket.compressed:
@@ -464,13 +512,22 @@ class Exchange(Averager):
         self._steps.complete(steps)
         sparse = {name: wait() for name, wait in self._sparse.items()}
         # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
-        sound = [step.bucket.is_sound().cpu() for step in steps]
-        sound += [average._values().isfinite().all().cpu() for average in sparse.values()]
+        sound = [step.bucket.is_sound() for step in steps]
+        sound += [average._values().isfinite().all() for average in sparse.values()]
+        sent = [
+            step.bucket.products_with_others() for step in steps if self._method.ahead is not None
+        ]
+        told = on_host([*sound, *sent])  # here the host waits for its devices
         names = [name for step in steps for name in step.bucket.names]
         ends = self.part is None or self.part.is_last
         self._last = ends, dict(self._submitted), {} if self._whole else self._places, names
-        counts = self._counts(all(map(bool, sound)))
-        self.has_sent = counts and not self._whole
+        counts = all(map(bool, told[: len(sound)]))
+        products = sum(told[len(sound) :], nothing_sent())
+        if self.node is not None:
+            counts = self.node.counts(counts, self.residues.step, products)
+        self.has_counted, self.has_sent = counts, counts and not self._whole
+        if counts:
+            self.residues.alignment.note(products)
         self._commit(steps, ends) if counts else self._roll_back(steps)
         for step in steps:
             self._outputs.update(step.end())
@@ -505,9 +562,7 @@ class Exchange(Averager):
         if self._norms and len(self._norms) == sum(bool(b.compressed) for b in self.buckets):
             self.residues.look(list(self._norms.values()))
         self._norms = {}
-        if self._method.ahead is not None:
-            self._method.ahead.note_step(self.residues.step)
-        self.residues.note_step()
+        self._run.note_step()
         if self.residues.step == self.residues.warmup and self.residues.enter_stage():
             self._change_lanes()
         elif self._whole and self.residues.step >= self.residues.whole_steps:
@@ -598,11 +653,11 @@ class Exchange(Averager):
         # Which of its devices a rank uses is its own affair, but not which tensors share one.
         plans = gather_objects(self.collectives, {"buckets": plan}, "agreement.buckets")
         compare_ranks(plans, ("buckets",))
-        channels = min(len(plan), MOST_CHANNELS) + 1
+        channels = (1 if self.collectives.is_ordered else min(len(plan), MOST_CHANNELS)) + 1
         if min(other["channels"] for other in everyone) < channels:
             self._channels = [self.collectives.channel() for _ in range(channels)]
         if self._news is not None:
-            self._news.meet(self._channels[-1])
+            self._news.meet(self._everyone or self._channels[-1])
         self._make_buckets(plan)
         residues.note_ranks(self.collectives.size, self.collectives.position)
         self._agreed = True
@@ -632,4 +687,6 @@ class Exchange(Averager):
             chosen,
             **submitted,
         )
+        if self.node is not None:
+            numbers |= {"ranks_per_node": self.node.size, "bytes_in_node": self.node.bytes_sent}
         return numbers | ({"diagnostics": self._sampler.last} if self._sampler else {})

@@ -24,6 +24,15 @@ class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
         self.result = result
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor (DTensor), or the tensor itself, in the same memory.
+
+    What is done to it, autograd does not notice: a graph of the numbers before stays valid.
+    """
+    to_local = getattr(tensor, "to_local", None)
+    return (tensor if to_local is None else to_local()).data
+
+
 def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """The gradient as a contiguous (N,) tensor: p.grad itself where its layout allows."""
     grad = parameter.grad.detach()
@@ -83,7 +92,7 @@ def check_finite_gradients(parameters: Sequence[torch.Tensor], result: object = 
         result: what NotFinite shall carry.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    values = [values_of(grad) for grad in grads]
     for dtype in (torch.float32, torch.float64):
         own = [value for value in values if value.numel() and wide_dtype(value) == dtype]
         # No element is larger than the norm, which few kernels find of many tensors. Its squares
@@ -116,6 +125,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
+def values_of(grad: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient, which may be sparse."""
+    return grad._values() if grad.is_sparse else grad
+
+
 def any_of(grad: torch.Tensor) -> bool:
-    """Whether some element is not zero."""
-    return bool((grad._values() if grad.is_sparse else grad).any())
+    """Whether some element is not zero. Waits for the gradient's device."""
+    return bool(values_of(grad).any())

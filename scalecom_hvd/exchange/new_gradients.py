@@ -71,22 +71,36 @@ class Mark:
     """What a gradient was when its exchange began, to see whether a script changed it since.
 
     What changes it in place moves its version, but for what PyTorch hides (`.data`, and what a
-    GradScaler unscales), and where gradients share a storage. So on a CPU four elements are
-    compared too.
+    GradScaler unscales), and where gradients share a storage. So four elements are compared too.
 
     Args:
         parameter: its gradient is marked.
+
+    Attributes:
+        sample: these elements, on a device that the host would have to wait for; else None.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._grad = TensorWeakRef(parameter.grad)
         self._now = _state_of(parameter.grad)
+        self.sample = sample_of(parameter.grad)
 
     def fits(self, parameter: torch.Tensor) -> bool:
         """Whether the gradient is what it was."""
         grad = parameter.grad
         same = grad is not None and grad is self._grad()
         return same and _state_of(grad) == self._now
+
+
+def sample_of(grad: torch.Tensor) -> torch.Tensor | None:
+    """A copy of four elements, as integers, so that NaN equals NaN; of dense ones on devices."""
+    if grad.device.type == "cpu" or grad.is_sparse or not grad.numel():
+        return None
+    flat = grad.detach().reshape(-1)
+    return flat[:: max(flat.numel() // 4, 1)].view(_INTEGERS[grad.element_size()]).clone()
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _state_of(grad: torch.Tensor) -> tuple[int, bytes]:
@@ -96,7 +110,7 @@ def _state_of(grad: torch.Tensor) -> tuple[int, bytes]:
     # Views of one storage share their version: to accumulate into one moves that of all.
     if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
         version = -1
-    if grad.device.type != "cpu":  # to look would wait for the device
+    if grad.device.type != "cpu":  # see sample_of
         return version, b""
     if not grad.is_contiguous():
         flat = grad.detach().reshape(-1)
@@ -138,6 +152,8 @@ class NewGradients:
         self._told = self._signalled = self._warned = False
         self._left: dict[str, TensorWeakRef] = {}
         self._marks: dict[str, Mark] = {}
+        # Gradients that others took the place of, while a device's stream may still read them.
+        self._replaced: list[torch.Tensor] = []
         self.unused = UnusedAverages()
 
     def mark(self, name: str) -> None:
@@ -145,8 +161,21 @@ class NewGradients:
         self._marks[name] = Mark(self._parameters[name])
 
     def changed(self) -> list[str]:
-        """The names of gradients that are no longer what they were when they were marked."""
-        return [n for n, mark in self._marks.items() if not mark.fits(self._parameters[n])]
+        """The names of gradients that are no longer what they were when they were marked.
+
+        Waits for their devices, once for each and its dtypes.
+        """
+        found = [n for n, mark in self._marks.items() if not mark.fits(self._parameters[n])]
+        samples: dict[Any, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
+        for name in self._marks.keys() - set(found):
+            then, now = self._marks[name].sample, sample_of(self._parameters[name].grad)
+            if then is not None and now is not None:
+                samples.setdefault((now.device, now.dtype), {})[name] = then, now
+        for own in samples.values():
+            then, now = (torch.cat(parts) for parts in zip(*own.values(), strict=True))
+            if not torch.equal(then, now):
+                found += [name for name, (then, now) in own.items() if not torch.equal(then, now)]
+        return found
 
     def tell(self) -> None:
         """Say that this rank has news, once in a step. Called in hooks: waits for nothing."""
@@ -187,7 +216,7 @@ class NewGradients:
         return total % _ANEW > 0, total < _ANEW
 
     def _share(self, number: float, name: str) -> Work:
-        mine = torch.tensor([number], dtype=torch.float64)
+        mine = torch.tensor([number], dtype=torch.float64, device="cpu")
         return self.channel.all_reduce(mine, self._names(name))
 
     def _end_of_news(self) -> None:
@@ -245,6 +274,7 @@ class NewGradients:
             self._average_again(sparse, send_sparse)
         elif self._collectives.share == 1:  # the sum of what is the same on all ranks
             for parameter in self._parameters.values():
+                self._replaced.append(parameter.grad)
                 parameter.grad = parameter.grad * self._collectives.size
         self.end()
         return False
@@ -265,6 +295,7 @@ class NewGradients:
                 grad.zero_().add_(same)
             else:
                 # A script may have set one that cannot be written to, such as an expanded one.
+                self._replaced.append(grad)
                 parameter.grad = average
 
     def averages_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -309,6 +340,7 @@ class NewGradients:
 
     def begin(self, agreed: bool) -> None:
         """The first gradient of a step came; all ranks hear of it, if they have agreed."""
+        self._replaced.clear()
         self.unused.begin()
         if agreed:
             self.tell()

@@ -158,6 +158,18 @@ def check_local(
             raise ValueError(f"{name}= {what}: give local_steps=H too, such as 30")
 
 
+def check_left_out(argument: str, settings: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise ValueError for a setting that does not go together with an argument.
+
+    Args:
+        argument: as it is written, such as "nodes=".
+        settings: of each whether it was given, its name, and why it has to be left out.
+    """
+    for given, what, why in settings:
+        if given:
+            raise ValueError(f"with {argument} leave {what} out: {why}")
+
+
 def check_parameters(
     groups: Iterable[Mapping[str, Any]], known: Collection[torch.Tensor], what: str
 ) -> None:
@@ -236,9 +248,10 @@ def is_method(compression: object) -> bool:
 
 
 SHARDED = (
-    "ScaleCom averages whole gradients, which every rank has where each has the whole model. FSDP, "
-    "and tensors that are sharded otherwise, scatter theirs: wrap the model by "
-    "DistributedDataParallel, or train it without compression"
+    "the model's parameters are sharded, and here every rank must have the whole of each. If "
+    "fully_shard (FSDP2) sharded them, use scalecom_hvd.ddp.DistributedOptimizer(..., mesh=mesh). "
+    "FullyShardedDataParallel (FSDP1), tensor and pipeline parallelism are not supported: use "
+    "fully_shard, or DistributedDataParallel"
 )
 
 
@@ -252,11 +265,17 @@ def check_not_sharded(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def trained_parameters(
-    optimizer: torch.optim.Optimizer, named_parameters: list[tuple[str, torch.Tensor]] | None
+    optimizer: torch.optim.Optimizer,
+    named_parameters: list[tuple[str, torch.Tensor]] | None,
+    sharded: bool = False,
 ) -> dict[str, torch.Tensor]:
     """{name: parameter} of what the optimizer trains.
 
     In the order of named_parameters, which is that of the model's layers.
+
+    Args:
+        optimizer, named_parameters: see the faces' DistributedOptimizer.
+        sharded: whether parameters may be.
 
     Raises:
         TypeError: they are sharded, or the optimizer is a DistributedOptimizer.
@@ -277,7 +296,8 @@ def trained_parameters(
         # clear.
         pairs = [item for item in named_parameters if isinstance(item, tuple)]
         found = dict(without_ties([pair for pair in pairs if id(pair[1]) in trained]))
-    check_not_sharded(found.items())
+    if not sharded:
+        check_not_sharded(found.items())
     return found
 
 

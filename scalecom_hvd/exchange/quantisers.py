@@ -99,7 +99,7 @@ class Quantiser:
         blocks, lengths = layout.spread(values), layout.lengths
 
         def uniform() -> torch.Tensor:
-            return torch.rand(blocks.shape, generator=random).to(values)
+            return torch.rand(blocks.shape, generator=random, device="cpu").to(values)
 
         scales, levels = self.quantise(blocks, lengths, uniform)
         # Both travel as bytes, which say nothing of a dtype.
@@ -426,8 +426,8 @@ class BlockLayout:
         # values is kept then.
         self._slots: torch.Tensor | None = None
         if any(count % block for count in counts[:-1]):
-            places = [torch.arange(own.start, own.stop) for own in slots]
-            self._slots = torch.cat(places).to(device)
+            places = [torch.arange(own.start, own.stop, device=device) for own in slots]
+            self._slots = torch.cat(places)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Values, or levels, (K,) in their places, (blocks, block); zeros elsewhere."""

@@ -2,7 +2,7 @@
 
 `CompressedTensor` is a tensor's residue with its lanes; `Residues` holds those of one optimizer,
 with the number of steps. What a step does to them is in bucket.py; run.py saves and loads them.
-Imports kernel_choice and the framework-free rooms.
+Imports alignment, kernel_choice and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.exchange.alignment import Alignment
 from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.lanes import Lanes, geometry
 from scalecom_hvd.training_warnings import (
@@ -90,6 +91,8 @@ class Residues:
         buckets: names per bucket, once ranks have agreed on them.
         ranks, rank: how many there are, and which this one is, once this is known.
         rates: {name: rate} of all parameters, once they are known.
+        alignment: of what this rank sends with what others do; seen where gradients are computed a
+            step ahead.
     """
 
     def __init__(self, config: ScaleComConfig) -> None:
@@ -102,6 +105,7 @@ class Residues:
         self.rank: int | None = None
         self.rates: dict[str, float] = {}
         self.health = Health()
+        self.alignment = Alignment()
         # How many synchronisations there are in so many steps: with local steps, fewer.
         self.synchronisations_in: Callable[[int], int] = every_step
 
@@ -131,11 +135,17 @@ class Residues:
         warms_up = step < self.warmup
         return {name: tensor.lanes(warms_up) for name, tensor in self.tensors.items()}
 
-    def attach(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def attach(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        whole: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         """Learn the parameters, and make a residue for each that is compressed.
 
         Args:
             parameters: all that are trained, in the model's order.
+            whole: {name: shape} of the tensors that these are shards of: what is compressed, all
+                ranks of a node decide alike. None: they are whole.
 
         Raises:
             ValueError: globs that match nothing.
@@ -147,12 +157,12 @@ class Residues:
                     f"{name} has dtype {parameter.dtype}, which ScaleCom cannot average over "
                     "ranks: train it as two real parameters, or keep it out of this optimizer"
                 )
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        shapes = dict(whole or {name: tuple(p.shape) for name, p in parameters.items()})
         self.rates = self.config.rates_for(shapes)
         self.tensors = {
             name: CompressedTensor(name, parameter, self.rates[name], self.config)
             for name, parameter in parameters.items()
-            if self.rates[name] > 1
+            if self.rates[name] > 1 and parameter.numel()  # a shard may be empty
         }
         self.enter_stage()
         total = self.config.total_steps
@@ -200,6 +210,7 @@ class Residues:
         """A step happened."""
         self.step += 1
         self.health.take()
+        self.alignment.end_step()
 
     def norm(self) -> float:
         """The Euclidean norm of all residues together; reads them all."""

@@ -6,7 +6,7 @@ is saved and loaded, compared between ranks, and begun anew. Every method has a 
 since a state may be loaded before there is an optimizer; an averager that is made for the method
 serves it.
 
-Imports residue, collectives, gradients and the framework-free rooms; methods for types only.
+Imports residue, collectives, gradients, node and the framework-free rooms; methods for types only.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.collectives import Collectives, gather_objects
 from scalecom_hvd.exchange.gradients import as_bytes
+from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.residue import Residues, describe_tensors
 from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.saved_state import (
     STATE_VERSION,
     Saved,
+    alignment_of,
     check_finite,
     check_local_steps,
     check_offsets,
     check_residues,
     check_scales,
+    check_shard,
     check_state,
     norms_of,
     without_choice,
@@ -53,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("scalecom_hvd")
 
 # What a saved state may hold besides what every state has.
-_EXTRA_KEYS = ("offsets", "method_state", "local_steps")
+_EXTRA_KEYS = ("offsets", "method_state", "local_steps", "shard", "node_residues")
 
 
 class Averager(abc.ABC):
@@ -61,10 +64,12 @@ class Averager(abc.ABC):
 
     Attributes:
         collectives: the other ranks.
+        node: the ranks that hold the other parts of each tensor; None: this rank has whole ones.
         travels: whether averages travel that were not waited for.
     """
 
     collectives: Collectives
+    node: Node | None = None
     travels: bool = False
 
     @abc.abstractmethod
@@ -160,12 +165,13 @@ class Run:
         try:
             if state is not None:
                 averager.check_state(state)
+                check_shard(state, shard_of(averager))
                 _note_rank(state, averager.collectives)
             if self._method.diagnostics is not None:
                 averager.watch(self._method.diagnostics)
             self._serve_ahead(parameters, averager)
             self.residues.synchronisations_in = averager.synchronisations_in
-            self.residues.attach(parameters)
+            self.residues.attach(parameters, averager.node.whole if averager.node else None)
             if state is None:
                 self.begin_state_anew()
             else:
@@ -238,6 +244,7 @@ class Run:
             "settings": self._method.settings,
             "residues": {name: t.residue.view(t.shape) for name, t in residues.tensors.items()},
             "norms": residues.health.norms,
+            "alignment": residues.alignment.cosine,
         }
         known = {"buckets": residues.buckets, "ranks": residues.ranks, "rank": residues.rank}
         state |= {key: value for key, value in known.items() if value is not None}
@@ -253,14 +260,15 @@ class Run:
         )
         residues, config = self.residues, self._method.config
         state = without_choice(check_state(state, config, self._method.settings), config)
-        norms = norms_of(state)
+        norms, alignment = norms_of(state), alignment_of(state)
         check_finite({name: bool(r.isfinite().all()) for name, r in state["residues"].items()})
         if self.averager is not None:
             self.averager.check_state(state)
+            check_shard(state, shard_of(self.averager))
             _note_rank(state, self.averager.collectives)
             self._check_fits(state)
         residues.step = int(state["step"])
-        residues.health.norms = norms
+        residues.health.norms, residues.alignment.cosine = norms, alignment
         residues.ranks, residues.rank = state.get("ranks"), state.get("rank")
         self._loaded_from = (residues.ranks, residues.rank) if state["residues"] else (None, None)
         # Where buckets of another size are asked for, those of the state are not taken over.
@@ -382,6 +390,12 @@ class Run:
                 if what in first:
                     state[what] = first[what]
 
+    def note_step(self) -> None:
+        """A step counts, on all ranks."""
+        if self._method.ahead is not None:
+            self._method.ahead.note_step(self.residues.step)
+        self.residues.note_step()
+
     def take_state(self, states: Sequence[State]) -> None:
         """A step counted: what its buckets gave is the state now."""
         self._loaded = None
@@ -455,6 +469,12 @@ class Run:
                 if what in state
             }
         )
+
+
+def shard_of(averager: Averager) -> tuple[int, int]:
+    """Which shard of each tensor this rank holds, and of how many."""
+    node = averager.node
+    return (0, 1) if node is None else (node.position, node.size)
 
 
 def _note_rank(state: Saved, collectives: Collectives) -> None:

@@ -25,6 +25,7 @@ from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.asynchronous_steps import AsynchronousSteps
 from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
+from scalecom_hvd.exchange.devices import Point
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.local_steps import LocalSteps
@@ -54,6 +55,19 @@ class Meeting:
         self.complete = False
         self.error: str | None = None
         self.result: torch.Tensor | None = None
+        # Of the ranks' streams, where there are any: what each brought is there, and the result is.
+        self._points: list[Point] = []
+
+    def bring(self, rank: int, what: tuple[object, ...], tensor: torch.Tensor) -> None:
+        """What a rank's current stream has enqueued so far makes this tensor."""
+        self.brought[rank] = what, tensor
+        self._points.append(Point(tensor))
+
+    def take(self, own: torch.Tensor) -> torch.Tensor:
+        """The result, for a rank that brought this tensor."""
+        for point in self._points:
+            point.let_stream_wait()
+        return own if self.result is None else self.result
 
     def finish(self, combine: Combine) -> None:
         """All have come: make the result, or the error."""
@@ -65,7 +79,10 @@ class Meeting:
                 f"rank 0 submitted {first}, and rank {different[0]} {self.brought[different[0]][0]}"
             )
         else:
+            for point in self._points:
+                point.let_stream_wait()
             self.result = combine([self.brought[rank][1] for rank in ranks])
+            self._points = [Point(self.brought[0][1])]
         self.brought.clear()
         self.complete = True
 
@@ -143,15 +160,15 @@ class Network:
                     f"Duplicate tensor name {name}: rank {rank} submitted it again before all "
                     "ranks had submitted it once"
                 )
-            meeting.brought[rank] = what, tensor
+            meeting.bring(rank, what, tensor)
             if len(meeting.brought) == self.n:
                 del self._meetings[name]
                 meeting.finish(combine)
                 self._wake([one for one, other in self._waiting.items() if other is meeting])
         return SimulatedWork(self, rank, meeting, tensor)
 
-    def wait(self, rank: int, meeting: Meeting) -> torch.Tensor | None:
-        """Let others run until the meeting is complete; gives its result."""
+    def wait(self, rank: int, meeting: Meeting) -> None:
+        """Let others run until the meeting is complete."""
         while not meeting.complete:
             if self._failure is not None:
                 raise CollectiveError(f"another rank failed: {self._failure}") from self._failure
@@ -170,7 +187,6 @@ class Network:
             raise CollectiveError(
                 f"ranks submitted different collectives by one name: {meeting.error}"
             )
-        return meeting.result
 
     def _serve(self, rank: int) -> None:
         while True:
@@ -234,8 +250,8 @@ class SimulatedWork:
 
         It may be the tensor that was brought.
         """
-        result = self._network.wait(self._rank, self._meeting)
-        return self._brought if result is None else result
+        self._network.wait(self._rank, self._meeting)
+        return self._meeting.take(self._brought)
 
 
 class SimulatedCollectives:
@@ -250,7 +266,7 @@ class SimulatedCollectives:
     """
 
     elastic = False
-    spins = True
+    spins, is_ordered = True, False
 
     def __init__(
         self, network: Network, position: int, sums: bool = False, predivide: float = 1.0

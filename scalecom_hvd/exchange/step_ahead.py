@@ -3,11 +3,14 @@
 Error feedback computes a gradient at x, and applies it, in part, many steps later. Here rank i
 computes it at x - lr * a * D(m_i) instead, where m_i is what waits in its residue, and D what the
 optimizer makes of a gradient (Xu, Huo and Huang, "Step-Ahead Error Feedback for Distributed
-Training with Compressed Gradient", AAAI 2021, arXiv 2008.05823). Nothing travels for it.
+Training with Compressed Gradient", AAAI 2021, arXiv 2008.05823). Nothing travels for it. Where a
+rank's values do not agree with the others' (alignment.py), momentum, which all ranks share, takes
+the place of m_i: that is ours, found by trying (docs/results.md).
 
 Between a training forward and the step, the parameters of a rank are its own, *ahead*. Hooks on the
 model move them, and give everybody else the *common* ones, to the bit: a forward without gradients
-or in evaluation, state_dict(), the optimizer's step, the end of the exchange. Imports residue.
+or in evaluation, state_dict(), the optimizer's step, the end of the exchange. Of a sharded model
+each rank moves its own shards. Imports gradients and residue.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.residue import Residues
 
 log = logging.getLogger("scalecom_hvd")
@@ -32,9 +36,10 @@ log = logging.getLogger("scalecom_hvd")
 # A place that the optimizer has hardly seen has a tiny v, and says nothing of the residue there.
 LARGEST = 10.0
 # a: momentum makes more of a gradient in time than at once, and first moments make less at once.
-# Found by trying: docs/results.md.
+# Found by trying; `study.py --only ahead` varies them. With 0.5 an Adam that is tuned, at twice the
+# learning rate, comes apart.
 SGD_SHARE = 1.5
-ADAM_SHARE = 0.5
+ADAM_SHARE = 0.3
 # So many elements are worked on at a time that what is made of them stays in a processor's cache.
 BLOCK = 2**16
 
@@ -79,6 +84,7 @@ class StepAhead:
         self.where = Where.COMMON
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._residues: Residues | None = None
+        self._of_node: Mapping[str, torch.Tensor] = {}
         self._ranks = 1.0
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         # {name: what the parameters are not now}; made once, as large as what is compressed.
@@ -91,14 +97,19 @@ class StepAhead:
     def watch(self, model: nn.Module) -> None:
         """Put hooks on a model: its training forwards move parameters ahead."""
         hook = _Hook(self)
-        model.register_forward_pre_hook(hook.before_forward)
+        # Before all others: FSDP2's gathers a model's shards.
+        model.register_forward_pre_hook(hook.before_forward, prepend=True)
         model.register_forward_hook(hook.after_forward, always_call=True)
         for module in model.modules():  # of a wrapped model scripts save what is inside
             module.register_state_dict_pre_hook(hook.before_looking)
             module.register_load_state_dict_pre_hook(hook.before_looking)
 
     def serve(
-        self, parameters: Mapping[str, torch.Tensor], residues: Residues, ranks: float
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        residues: Residues,
+        ranks: float,
+        of_node: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """These are the parameters, and this rank's residues of them.
 
@@ -106,8 +117,10 @@ class StepAhead:
             parameters: {name: parameter}.
             residues: by the same names.
             ranks: by how much a sum over ranks is larger than what is applied, 1 for averages.
+            of_node: {name: (N,)}: what waits in a node, if this rank's residues are a part of it.
         """
         self._parameters, self._residues, self._ranks = parameters, residues, ranks
+        self._of_node = of_node or {}
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         """This optimizer steps some of the parameters, if they are its own: the last one counts."""
@@ -131,11 +144,13 @@ class StepAhead:
         if self._residues is None or not self._residues.step:
             return
         for name, parameter, group, state in self._stepped():
+            own = local_part(parameter)
             if name not in self._spare:
-                self._spare[name] = torch.empty_like(parameter)
-            self._spare[name].copy_(parameter)
-            # By .data, which autograd does not notice: a graph of the common ones stays valid.
-            self._add(parameter.data, self._residues.tensors[name].residue, group, state)
+                self._spare[name] = torch.empty_like(own)
+            self._spare[name].copy_(own)
+            of_node = self._of_node.get(name)
+            waits = self._residues.tensors[name].residue if of_node is None else of_node
+            self._add(own, waits, group, state)
             self._moved[name] = parameter._version
         self.where, self._was_ahead = Where.AHEAD, bool(self._moved)
 
@@ -156,7 +171,7 @@ class StepAhead:
         """
         if self.where is Where.AHEAD:
             for name in self._moved:
-                self._parameters[name].data.copy_(self._spare[name])
+                local_part(self._parameters[name]).copy_(self._spare[name])
         self.where = Where.COMMON
         moved, self._moved = self._moved, {}
         for name, version in moved.items():
@@ -180,7 +195,7 @@ class StepAhead:
 
     def _exchange_with_spare(self) -> None:
         for name in self._moved:
-            data = self._parameters[name].data
+            data = local_part(self._parameters[name])
             now = data.clone()
             data.copy_(self._spare[name])
             self._spare[name].copy_(now)
@@ -202,7 +217,7 @@ class StepAhead:
                     # Of an optimizer and one that wraps it, the one that steps has the state.
                     if p.requires_grad and (state or p not in known):
                         known[p] = group, state, optimizer
-        for name in self._residues.tensors:
+        for name in self._of_node or self._residues.tensors:
             parameter = self._parameters[name]
             if parameter in known:
                 group, state, optimizer = known[parameter]
@@ -218,28 +233,57 @@ class StepAhead:
         group: Mapping[str, Any],
         state: Mapping[str, Any],
     ) -> None:
-        """parameter <- parameter - lr * a * D(m), where m is what waits in the residue."""
-        beta = self._residues.config.beta
-        lr = float(group["lr"]) * self.factor * self._ranks
-        if group.get("maximize"):
-            lr = -lr
-        if not _has_direction(state):
-            share = SGD_SHARE if group.get("momentum") else 1.0
-            parameter.add_(residue.view(parameter.shape), alpha=-lr * share / beta)
-            return
-        second, power, correction = _second_moment(state, group)
-        flat = parameter.is_contiguous() and second.is_contiguous()
-        size = BLOCK if flat and parameter.device.type == "cpu" else max(parameter.numel(), 1)
-        shape = (-1,) if flat else parameter.shape
-        for own, waits, v in zip(
-            parameter.view(shape).split(size) if flat else [parameter],
-            residue.split(size) if flat else [residue.view(shape)],
-            second.view(shape).split(size) if flat else [second],
-            strict=True,
-        ):
-            scale = v.div(correction).pow_(power).add_(float(group.get("eps", 0.0)))
-            ahead = waits.div(scale).mul_(1 / beta).nan_to_num_(0.0, LARGEST, -LARGEST)
+        """parameter <- parameter - lr * a * D(u), where u lies between residue and momentum.
+
+        u = w * m + (1 - w) * |m| / |b| * b, where m is what waits in the residue, b the optimizer's
+        momentum (zero if it has none), and w says how far this worker wants what the others do.
+        """
+        weight, beta = self._residues.alignment.weight, self._residues.config.beta
+        sign = -1 if group.get("maximize") else 1  # momentum is of negative gradients then
+        lr = sign * float(group["lr"]) * self.factor * self._ranks
+        momentum, second = _momentum(state), _second_moment(state, group)
+        tensors = [parameter, residue.view(parameter.shape)]
+        if momentum is not None:
+            # float16 would overflow.
+            dtype = torch.promote_types(momentum.dtype, residue.dtype)
+            norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in (residue, momentum)]
+            length = norms[0] / norms[1]
+            share = (sign * (1 - weight) * length).nan_to_num_(0.0, 0.0, 0.0)
+            tensors.append(momentum)
+        if second is not None:
+            v, power, correction = second
+            tensors.append(v)
+        for own, waits, *others in _blocks(tensors):
+            if second is None:
+                factor = -lr * (SGD_SHARE if group.get("momentum") else 1.0) / beta
+                own.add_(waits, alpha=factor * weight)
+                if momentum is not None:
+                    own.addcmul_(others[0], share, value=factor)
+                continue
+            ahead = waits.mul(weight)
+            if momentum is not None:
+                ahead.addcmul_(others[0], share)
+            scale = others[-1].div(correction).pow_(power).add_(float(group.get("eps", 0.0)))
+            ahead.div_(scale).mul_(1 / beta).nan_to_num_(0.0, LARGEST, -LARGEST)
             own.add_(ahead.clamp_(-LARGEST, LARGEST), alpha=-lr * ADAM_SHARE)
+
+
+def _blocks(tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors that have one shape, of which a processor's cache holds all."""
+    if all(t.is_contiguous() and t.device.type == "cpu" for t in tensors):
+        yield from zip(*(t.view(-1).split(BLOCK) for t in tensors), strict=True)
+    else:
+        yield tuple(tensors)
+
+
+def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:
+    """The moving average, or sum, of gradients that an optimizer keeps."""
+    momentum = state.get("exp_avg", state.get("momentum_buffer"))
+    # That of RMSprop is of what it has divided already. A sparse one is of sparse gradients, whose
+    # residue is empty.
+    if momentum is None or momentum.is_sparse or "square_avg" in state:
+        return None
+    return local_part(momentum)
 
 
 def _has_direction(state: Mapping[str, Any]) -> bool:
@@ -248,17 +292,25 @@ def _has_direction(state: Mapping[str, Any]) -> bool:
 
 def _second_moment(
     state: Mapping[str, Any], group: Mapping[str, Any]
-) -> tuple[torch.Tensor, float, float]:
-    """What a gradient is divided by: a tensor, and which power of it over which correction."""
+) -> tuple[torch.Tensor, float, float | torch.Tensor] | None:
+    """What a gradient is divided by: a tensor, and which power of it over which correction.
+
+    None: the optimizer divides by nothing.
+    """
+    if not _has_direction(state):
+        return None
     if "exp_avg_sq" in state:
-        steps = float(state.get("step", 0))
-        b2 = float(group["betas"][1])
+        steps, b2 = state.get("step", 0), float(group["betas"][1])
         # Zero where it has not begun, as in a state that was loaded and never stepped.
-        correction = 1 - b2**steps or 1.0
-        return state.get("max_exp_avg_sq", state["exp_avg_sq"]), 0.5, correction
+        if isinstance(steps, torch.Tensor) and steps.device.type != "cpu":
+            correction: Any = 1 - torch.pow(b2, steps.double())  # nobody waits for the device
+            correction = torch.where(correction == 0, 1.0, correction)
+        else:
+            correction = 1 - b2 ** float(steps) or 1.0
+        return local_part(state.get("max_exp_avg_sq", state["exp_avg_sq"])), 0.5, correction
     if "exp_inf" in state:
-        return state["exp_inf"], 1.0, 1.0
-    return state["square_avg" if "square_avg" in state else "sum"], 0.5, 1.0
+        return local_part(state["exp_inf"]), 1.0, 1.0
+    return local_part(state["square_avg" if "square_avg" in state else "sum"]), 0.5, 1.0
 
 
 class _Hook:
@@ -275,13 +327,17 @@ class _Hook:
         ahead = self._ahead()
         if ahead is not None:
             moves = module.training and torch.is_grad_enabled()
+            was = ahead.where
             _not_compiled(StepAhead.move if moves else StepAhead.step_aside)(ahead)
+            if was is not ahead.where:
+                _not_compiled(_reshard)(module)
 
-    def after_forward(self, *_: Any) -> None:
+    def after_forward(self, module: nn.Module, *_: Any) -> None:
         """What stepped aside comes back: a backward may be due yet."""
         ahead = self._ahead()
         if ahead is not None and ahead.where is Where.ASIDE:
             _not_compiled(StepAhead.move)(ahead)
+            _not_compiled(_reshard)(module)
 
     def before_looking(self, *_: Any) -> None:
         ahead = self._ahead()
@@ -292,14 +348,28 @@ class _Hook:
         return _Hook, (None,)
 
 
-def _not_compiled(function: Callable[[StepAhead], None]) -> Callable[[StepAhead], None]:
+def _reshard(model: nn.Module) -> None:
+    """Let FSDP2 gather parameters anew.
+
+    It keeps those of the outermost module until backward, also where no backward follows.
+    """
+    for module in model.modules():
+        reshard: Any = getattr(module, "reshard", None)
+        if hasattr(module, "unshard") and reshard is not None:
+            reshard()
+
+
+_Given = TypeVar("_Given")
+
+
+def _not_compiled(function: Callable[[_Given], None]) -> Callable[[_Given], None]:
     """The same, which torch.compile leaves as it is, also where it compiles a model with hooks."""
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 # They look into objects that only Python can see. torch.compiler.disable sets the same mark, and
 # imports all of Dynamo.
-for _function in (_not_compiled, _Hook.before_forward, _Hook.after_forward):
+for _function in (_not_compiled, _reshard, _Hook.before_forward, _Hook.after_forward):
     vars(_function)["_torchdynamo_disable"] = True
 
 

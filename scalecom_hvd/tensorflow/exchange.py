@@ -180,7 +180,8 @@ class Exchange:
         check_run(
             self.config, self._rates, shapes, self.config.total_steps, self.config.warmup_steps
         )
-        warn_of_half_sums(self.config.wire_dtype == "float16", horovod)
+        on_gpus = all("GPU" in variable.device for variable in self.variables.values())
+        warn_of_half_sums(self.config.wire_dtype == "float16", on_gpus, horovod)
         self._make_buckets({name for theirs in everyone for name in theirs["present"]})
         if not eager:
             return

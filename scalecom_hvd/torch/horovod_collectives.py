@@ -1,11 +1,17 @@
 """Horovod's collectives, as an exchange asks for them: all that is said to Horovod while training.
 
-Names decide which tensors meet, so all ranks must use the same. Imports agreement, and
-collectives of exchange/.
+Names decide which tensors meet, so all ranks must use the same.
+
+Of a GPU's tensors Horovod reads what the current stream had enqueued when they were submitted
+(0.28.1, torch/ready_event.cc: an event is recorded there). It calls a collective done when the
+device has done it (common/ops/gpu_operations.cc, FinalizeGPUQueue: a thread waits for its events),
+but for what it then does itself on the default stream; see `_ENDS_ON_DEFAULT_STREAM`. Imports
+agreement, and collectives of exchange/.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -27,6 +33,11 @@ TWO_THREADS = (
     "both models, or start a process for each"
 )
 SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
+# On ROCm it divides in the callback (torch/mpi_ops.py, Average), and with asynchronous completion
+# the callback alone waits for the device (torch/mpi_ops_v2.cc).
+_ENDS_ON_DEFAULT_STREAM = bool(torch.version.hip) or os.environ.get(
+    "HOROVOD_ENABLE_ASYNC_COMPLETION", "0"
+) not in ("", "0")
 
 _alive: weakref.WeakSet[HorovodCollectives] = weakref.WeakSet()
 
@@ -89,6 +100,10 @@ class HorovodWork:
             handle, self._handle = self._handle, None
             try:
                 self._result = horovod.synchronize(handle)
+                if self._result.is_cuda and _ENDS_ON_DEFAULT_STREAM:
+                    device = self._result.device
+                    default = torch.cuda.default_stream(device)
+                    torch.cuda.current_stream(device).wait_stream(default)
             except horovod.HorovodInternalError as error:
                 self._error = error
                 if "join" in str(error).lower():
@@ -109,6 +124,7 @@ class HorovodCollectives:
     """
 
     numbers = NUMBERS
+    is_ordered = False
 
     def __init__(
         self,
@@ -126,6 +142,7 @@ class HorovodCollectives:
         }
         self._sum = {"op": horovod.Sum, "prescale_factor": 1.0, "postscale_factor": 1.0}
         self.spins = True
+        self._size = 0
         _alive.add(self)
 
     def restarts(self) -> Callable[[], bool]:
@@ -140,7 +157,10 @@ class HorovodCollectives:
     @property
     def size(self) -> int:
         """How many ranks the process set has; 0 where this one is not in it."""
-        return self._process_set.size() if self._process_set.included() else 0
+        # When a rank has ended, Horovod forgets all sets but the one of all ranks.
+        with contextlib.suppress(ValueError):
+            self._size = self._process_set.size() if self._process_set.included() else 0
+        return self._size
 
     @property
     def position(self) -> int:

@@ -6,8 +6,8 @@ optimizer.py:598). Here the same is done with its two reduce methods replaced. H
 clipping, closures and state stay Horovod's. So do synchronize and load_state_dict, but they look
 at the exchange first. With local steps there are no hooks, and `step` is replaced as well.
 
-Imports horovod_collectives, per_tensor, and exchange, local_steps, methods and optimizers of
-exchange/.
+Imports horovod_collectives, horovod_nodes, and exchange, local_steps, methods, node_exchange and
+optimizers of exchange/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.exchange.node_exchange import NodeExchange
 from scalecom_hvd.exchange.optimizers import (
+    check_left_out,
     check_local,
     check_parameters,
     is_method,
@@ -41,6 +43,7 @@ from scalecom_hvd.exchange.optimizers import (
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.recipes import everything_whole
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
+from scalecom_hvd.torch.horovod_nodes import peers_and_node
 
 _Compression: TypeAlias = Compressor | type[Compressor] | Method | type[Method]
 
@@ -62,6 +65,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     fragments: int = 1,
     clip_changes: float | None = None,
     collectives: Collectives | None = None,
+    nodes: bool | int = False,
 ) -> torch.optim.Optimizer:
     """horovod.torch.DistributedOptimizer, which also takes ScaleCom and other methods.
 
@@ -95,6 +99,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         collectives: with a method, how ranks reach each other: a transport of your own (see
             scalecom_hvd.exchange.Collectives), with ranks and sums of its own: leave out `op`,
             gradient_predivide_factor and process_set. None: Horovod's.
+        nodes: with a method, True averages gradients whole among the ranks of a host, and
+            compresses them between hosts; each rank exchanges 1 / (ranks of a host) of each tensor.
+            A number is that of the nodes, of consecutive ranks. It needs
+            hvd.init(process_sets="dynamic"). False: every rank is a node of its own.
 
     Returns:
         An optimizer as Horovod's, with more. `compression` is the method with this rank's
@@ -138,6 +146,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
 
     check_operation(op, gradient_predivide_factor, horovod)
+    if nodes is not False:
+        _check_settings_of_nodes(
+            op, gradient_predivide_factor, process_set, local_steps, collectives
+        )
     is_own_transport = collectives is not None and collectives.size > 1
     if collectives is None:
         collectives = HorovodCollectives(process_set, op, gradient_predivide_factor)
@@ -158,20 +170,26 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     parameters = trained_parameters(optimizer, named_parameters)
-    averager = make_averager(
-        parameters,
-        method,
-        collectives,
-        names_of_groups(groups, parameters),
-        lambda: this(),
-        sparse_as_dense=sparse_as_dense,
-        send_sparse=lambda p: _send_sparse(this(), p),
-        local_steps=local_steps,
-        outer=outer,
-        overlap=overlap,
-        fragments=fragments,
-        clip_changes=clip_changes,
-    )
+    averager: NodeExchange | Exchange | LocalSteps
+    if nodes is not False:
+        peers, node = peers_and_node(nodes)
+        names = names_of_groups(groups, parameters)
+        averager = NodeExchange(parameters, method, peers, node, names, sparse_as_dense)
+    else:
+        averager = make_averager(
+            parameters,
+            method,
+            collectives,
+            names_of_groups(groups, parameters),
+            lambda: this(),
+            sparse_as_dense=sparse_as_dense,
+            send_sparse=lambda p: _send_sparse(this(), p),
+            local_steps=local_steps,
+            outer=outer,
+            overlap=overlap,
+            fragments=fragments,
+            clip_changes=clip_changes,
+        )
     if isinstance(averager, LocalSteps):
         own = local_members(averager, type(optimizer), parameters.values())
         members = _members(averager.exchange) | own
@@ -179,7 +197,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         members = _members(averager)
     # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing
     # takes off again.
-    warn_of_half_sums(method.sums_halves, horovod)
+    on_gpus = all(p.is_cuda for p in parameters.values())
+    warn_of_half_sums(method.sums_halves, on_gpus, horovod)
     base = type(optimizer)
     with method.run.released_on_error():
         wrapped = type(base.__name__, (base,), members)(
@@ -203,6 +222,24 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if is_own_transport and isinstance(averager, Exchange) and not wrapped._requires_update:
         wrapped._register_hooks()
     return wrapped
+
+
+def _check_settings_of_nodes(
+    op: int,
+    predivide: float,
+    process_set: ProcessSet,
+    local_steps: object,
+    collectives: Collectives | None,
+) -> None:
+    """Raise ValueError for what does not go together with nodes=."""
+    settings = (
+        (op != horovod.Average, "op", "gradients are averaged, inside a node and between nodes"),
+        (predivide != 1.0, "gradient_predivide_factor", "gradients are averaged in two stages"),
+        (process_set is not horovod.global_process_set, "process_set", "nodes have all ranks"),
+        (local_steps is not None, "local_steps", "they are of whole parameters so far"),
+        (collectives is not None, "collectives", "nodes are Horovod's process sets"),
+    )
+    check_left_out("nodes=", settings)
 
 
 def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
@@ -245,7 +282,7 @@ def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     horovod_optimizer._DistributedOptimizer.__dict__["load_state_dict"](self, *args, **kwargs)
 
 
-def _members(exchange: Exchange) -> dict[str, Any]:
+def _members(exchange: NodeExchange | Exchange) -> dict[str, Any]:
     """What Horovod's class has, with the reduce methods replaced."""
     # __module__ stays Horovod's: broadcast_optimizer_state looks at it (functions.py:105).
     return dict(horovod_optimizer._DistributedOptimizer.__dict__) | {

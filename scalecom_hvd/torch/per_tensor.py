@@ -35,6 +35,7 @@ from scalecom_hvd.agreement import Names, latest_step
 from scalecom_hvd.bucket_layout import Layout, step_stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange import methods
+from scalecom_hvd.exchange.alignment import products
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Collectives, Work, finished, gather_objects
 from scalecom_hvd.exchange.gradients import wide_dtype
@@ -229,6 +230,7 @@ class PerTensor(Averager):
         self._idle = False
         self._standing: dict[str, Any] = {}
         self._given: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._products: list[torch.Tensor] = []
         self._handed_over = {"offsets": 0, "values": 0, "dense": 0}
         self._whole = True
         self._run.begin(self._parameters, self)
@@ -380,8 +382,12 @@ class PerTensor(Averager):
                     "state, or call zero_grad() and backward() again"
                 )
             bucket, tensor = self._buckets[sent.name], self._residues.tensors[sent.name]
+            # Whether Horovod has averaged numbers, or summed them, it does not say.
+            share = 1 / self.collectives.size
             if tensor.levels:
-                result = self._scaled(bucket, tensor, result)
+                result, share = self._scaled(bucket, tensor, result)
+            if self._method.ahead is not None:
+                self._products.append(products(bucket.sent(), result / share))
             average = result.to(tensor.residue.dtype) / self._scale
             bad = ~average.to(sent.dtype).isfinite().all()
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
@@ -412,9 +418,10 @@ class PerTensor(Averager):
         if not self._buckets:
             self._make_buckets()
         self._seen, self._bad, self._changed = [], [], []
+        self._products = []
         self._marks.clear()
         self._handed_over = dict.fromkeys(self._handed_over, 0)
-        self._scale = self._method.unscaling()
+        self._scale = self._method.unscaling().now()
         has_met = self._news.channel is not None
         self._idle = has_met and not self._has_news()
         if not self._idle:
@@ -501,9 +508,9 @@ class PerTensor(Averager):
                 name = self._names(f"offsets.{number}")
                 ahead.work = self.collectives.broadcast(ahead.buffer, root, name)
                 self._handed_over["offsets"] += ahead.buffer.numel()
-        if self._method.ahead is not None:
-            self._method.ahead.note_step(residues.step)
-        residues.note_step()
+        for own in self._products:
+            residues.alignment.note(own)
+        self._run.note_step()
         self._run.take_state(())  # what was loaded need not be kept
 
     def _average_again(self) -> None:
@@ -533,13 +540,16 @@ class PerTensor(Averager):
 
     def _scaled(
         self, bucket: Bucket, tensor: CompressedTensor, result: torch.Tensor
-    ) -> torch.Tensor:
-        """What words of integers stand for, (k,): their average, or sum, as the script asked."""
+    ) -> tuple[torch.Tensor, float]:
+        """What words of integers stand for, (k,): their average, or sum, as the script asked.
+
+        And what a sum was multiplied by for it.
+        """
         k = tensor.geometry.k
         if not result.isfinite().all():  # a gradient of some rank's was not
-            return result.new_full((k,), math.nan)
+            return result.new_full((k,), math.nan), 1.0
         sums, share = float_words.unpack(result, k, tensor.levels, self.collectives.size)
-        return bucket.scaled(sums) * share
+        return bucket.scaled(sums) * share, share
 
     def _make_buckets(self) -> None:
         """One for each tensor, and the offsets of all.

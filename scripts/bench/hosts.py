@@ -3,11 +3,14 @@ chosen speed between them.
 
 A host h1..h8 is a network, mount and UTS namespace with its own interface e0, host name,
 /etc/hosts, /dev/shm, sshd and key, so that `horovodrun --gloo -H h1:1,h2:1` and `mpirun -H
-h1:1,h2:1` reach it over ssh as they would reach any other machine. Files and processors are those
+h1:1,h2:1` reach it over ssh as they would reach any other machine; torchrun is started on each.
+Files and processors are those
 of this machine. Tests and benchmarks use the class, people the command line:
 
     python scripts/bench/hosts.py --hosts 4 --mbit 1000 --launcher mpirun -- \\
         scripts/examples/train_image.py --steps 20
+    python scripts/bench/hosts.py --launcher torchrun --ranks-per-host 2 -- \\
+        scripts/examples/train_fsdp.py
     python scripts/bench/hosts.py --hosts 2 --mbit 100 --shell
     python scripts/bench/hosts.py --install
 
@@ -23,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -192,15 +196,24 @@ class Hosts:
             *command,
         ]
 
-    def command(self, launcher: str, program: list[str], environment: dict[str, str]) -> list[str]:
-        """The command line that runs `python program...` with these variables, one rank a host.
+    def command(
+        self,
+        launcher: str,
+        program: list[str],
+        environment: dict[str, str],
+        ranks_per_host: int = 1,
+    ) -> list[str]:
+        """The command line that runs `python program...` with these variables.
 
         It is to be run in that same environment.
 
-        launcher: "mpirun" or "horovodrun --gloo".
+        launcher: "mpirun", "horovodrun --gloo" or "torchrun".
         """
-        on = ",".join(f"{name}:1" for name in self.names)
+        on = ",".join(f"{name}:{ranks_per_host}" for name in self.names)
+        ranks = str(len(self.names) * ranks_per_host)
         python = [sys.executable, *program]
+        if launcher == "torchrun":
+            return ["bash", "-c", self._torchrun_everywhere(program, ranks_per_host)]
         if launcher == "horovodrun --gloo":
             # Its cache, a file in the home directory, would say for an hour that hosts of these
             # names can be reached.
@@ -210,7 +223,7 @@ class Hosts:
                 "--network-interfaces",
                 "e0",
                 "-np",
-                str(len(self.names)),
+                ranks,
                 "-H",
                 on,
             ]
@@ -232,13 +245,25 @@ class Hosts:
             variables = [
                 part for name in environment if name.isidentifier() for part in ("-x", name)
             ]
-            options = ["--bind-to", "none", "-np", str(len(self.names)), "-H", on]
+            options = ["--bind-to", "none", "-np", ranks, "-H", on]
             return self.enter(
                 "h1", [launch.find("mpirun"), *settings, *variables, *options, *python]
             )
         raise ValueError(
-            f"unknown launcher {launcher!r}: across hosts it is 'mpirun' or 'horovodrun --gloo'"
+            f"unknown launcher {launcher!r}: across hosts it is 'mpirun', 'horovodrun --gloo' or "
+            "'torchrun'"
         )
+
+    def _torchrun_everywhere(self, program: list[str], ranks_per_host: int) -> str:
+        """A script that starts torchrun on every host, as people do, and ends with the first."""
+        lines = []
+        for number, name in enumerate(self.names):
+            torchrun = [sys.executable, "-m", "torch.distributed.run"]
+            torchrun += ["--nnodes", str(len(self.names)), "--node-rank", str(number)]
+            torchrun += ["--nproc-per-node", str(ranks_per_host)]
+            torchrun += ["--master-addr", "10.0.0.1", "--master-port", "29500", *program]
+            lines.append(shlex.join(self.enter(name, torchrun)) + " &")
+        return "\n".join([*lines, "code=0", *["wait -n || code=$?"] * len(lines), "exit $code"])
 
     def run(
         self,
@@ -248,16 +273,18 @@ class Hosts:
         timeout: float | None,
         environment: dict[str, str] | None = None,
         stdout: int | IO | None = None,
+        ranks_per_host: int = 1,
     ) -> subprocess.CompletedProcess:
-        """Run `python program...`, one rank a host, with these variables besides those of this
-        process; leave none of its processes.
+        """Run `python program...` on all hosts, with these variables besides those of this process;
+        leave none of its processes.
 
         timeout: seconds after which all ranks are killed and subprocess.TimeoutExpired is raised.
         stdout: where its output and its errors go, as for subprocess.run; the result holds what
             went to subprocess.PIPE.
         """
         environment = _environment(**environment or {})
-        command = self.command(launcher, [str(part) for part in program], environment)
+        words = [str(part) for part in program]
+        command = self.command(launcher, words, environment, ranks_per_host)
         before = self._processes()
         try:
             return subprocess.run(
@@ -382,8 +409,9 @@ def main() -> int:
     parser.add_argument(
         "--launcher",
         default="horovodrun --gloo",
-        help="'mpirun' or 'horovodrun --gloo' (the default)",
+        help="'mpirun', 'torchrun' or 'horovodrun --gloo' (the default)",
     )
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="default: 1")
     parser.add_argument(
         "--timeout", type=float, help="seconds after which the job is killed; default: none"
     )
@@ -396,7 +424,7 @@ def main() -> int:
     parser.add_argument(
         "program",
         nargs="*",
-        help="a Python program with its arguments, after --; one rank of it runs on each host",
+        help="a Python program with its arguments, after --; its ranks run on all hosts",
     )
     arguments = parser.parse_args()
     if arguments.install:
@@ -411,7 +439,10 @@ def main() -> int:
                     hosts.enter("h1", [os.environ.get("SHELL", "bash")]), env=_environment()
                 )
             return hosts.run(
-                arguments.launcher, arguments.program, timeout=arguments.timeout
+                arguments.launcher,
+                arguments.program,
+                timeout=arguments.timeout,
+                ranks_per_host=arguments.ranks_per_host,
             ).returncode
     except KeyboardInterrupt:
         return 130

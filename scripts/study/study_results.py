@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import study_tasks
-from study_cases import RATE, RECOMMENDED, Case
+from study_cases import Case
+from study_run import Run
 
 NAMES = {
     "LocalTopK": "local top-k",
-    "GTopK": "gTop-k",
+    "LocalTopK, sign": "local top-k, signs",
     "RandomK": "random-k",
-    "GlobalTopK": "global top-k",
-    "ECQSGD 4 bits": "ECQ-SGD, 4 bits",
 }
 # The model that times are told of, make bench's: its elements, its compute, and what of a link's
 # nominal speed is reached.
@@ -60,21 +59,6 @@ class Scores:
             return None
         return (self.mean - other.mean) * (1 if self.task.higher_is_better else -1)
 
-    def looks(self, name: str) -> list[tuple[int, float]]:
-        """[(step, mean over seeds)] of a diagnostic."""
-        by_step: dict[int, list[float]] = {}
-        for result in self.results:
-            for look in result["looks"]:
-                if look.get(name) is not None:
-                    by_step.setdefault(look["step"], []).append(look[name])
-        return [(step, statistics.mean(values)) for step, values in sorted(by_step.items())]
-
-    def typical(self, name: str) -> float | None:
-        """A diagnostic's median over the second half of the run."""
-        half = (self.run.steps or 0) / 2
-        values = [value for step, value in self.looks(name) if step >= half]
-        return statistics.median(values) if values else None
-
     def reaches(self, target: float | None) -> tuple[float, float] | None:
         """(steps, bytes) that a worker had spent when the training loss came to `target`.
 
@@ -102,7 +86,7 @@ class Scores:
         that holds if the leader's places carry at least the energy that places drawn at random
         would, which is 1/rate on average: an expectation, not a guarantee.
         """
-        share = math.sqrt(1 - 1 / dict(self.run.options)["rate"])
+        share = math.sqrt(1 - 1 / self.results[0]["rate"])
         return share / (1 - share) * max(g for *_, g in self.results[0]["norms"])
 
 
@@ -130,17 +114,17 @@ class Study:
         return list(dict.fromkeys(s.case.group for s in self.of(experiment)))
 
     def best(self, experiment: str) -> list[Case]:
-        """Of each group and method the case with the best score."""
+        """Of each group and curve the case with the best score."""
         found: dict[tuple[str, str], Scores] = {}
         for s in self.of(experiment):
-            key = (s.case.group, s.run.method)
+            key = (s.case.group, s.case.what)
             if key not in found or (s.better_than(found[key]) or 0) > 0 or found[key].mean is None:
                 found[key] = s
         return [s.case for s in found.values()]
 
     def reference(self, scores: Scores) -> Scores | None:
-        """What a case is compared with: the recommended choice, or values as they are, or dense."""
-        whats = (RECOMMENDED, "none", "dense", "sent whole")
+        """What a case is compared with: values as they are, or dense."""
+        whats = ("none", "dense", "sent whole")
         if scores.case.what in whats:
             return None
         own = self.of(scores.case.experiment, scores.case.group)
@@ -154,7 +138,7 @@ class Study:
         None: one of them came apart.
         """
         common = {
-            "accuracy": ("dense", "ScaleCom"),
+            "rivals": ("dense", "the defaults"),
             "local": ("leader top-k, none",),
             "meetings": ("dense", "plain average"),
         }
@@ -163,7 +147,6 @@ class Study:
             s
             for s in self.of(case.experiment, case.group)
             if s.case.what in common.get(case.experiment, ())
-            and (case.experiment != "accuracy" or s.case.x in (None, RATE))
         ]
         if not among or any(s.diverged for s in among):
             return None
@@ -196,16 +179,6 @@ def residue_norm(scores: Scores, which: Callable[[list[float]], float]) -> float
 
 
 Number = Callable[[Study, Scores], float | None]
-LOOKS = {
-    "residue distance": "residue_distance",
-    "d/k": "distance_to_top_k",
-    "contraction": "contraction",
-    "contraction of top-k": "contraction_top_k",
-    "energy sent": "energy_sent",
-    "Q-Q": "quantile_correlation",
-    "union density": "union_density",
-    "sent density": "sent_density",
-}
 SECONDS = {"s to loss, 1 Gbit/s": 1, "s to loss, 10 Gbit/s": 10}
 SLOWER = {"s to loss, 10 Mbit/s": 0.01, "s to loss, 100 Mbit/s": 0.1}
 NUMBERS: dict[str, Number] = {
@@ -213,7 +186,6 @@ NUMBERS: dict[str, Number] = {
     "kB per step": lambda study, s: s.bytes / 1000,
     "MB of the run": lambda study, s: s.results[0]["bytes"][-1][1] / 1e6,
     "kB compressed": lambda study, s: (s.bytes - s.results[0]["bytes_whole_per_step"]) / 1000,
-    **{head: lambda study, s, name=name: s.typical(name) for head, name in LOOKS.items()},
     "target loss": lambda study, s: study.target(s),
     "steps to loss": lambda study, s: to_loss(study, s, lambda steps, spent: steps),
     "MB to loss": lambda study, s: to_loss(study, s, lambda steps, spent: spent / 1e6),
@@ -223,7 +195,7 @@ NUMBERS: dict[str, Number] = {
     },
     "largest residue": lambda study, s: residue_norm(s, max),
     "last residue": lambda study, s: residue_norm(s, lambda norms: norms[-1]),
-    "residue bound": lambda study, s: s.bound if "rate" in dict(s.run.options) else None,
+    "residue bound": lambda study, s: s.bound,
 }
 TO_LOSS = ("target loss", "steps to loss", "MB to loss")
 RESIDUES = ("largest residue", "last residue", "residue bound")
@@ -241,16 +213,15 @@ class Table:
 
 # {name of its picture: table}
 TABLES = {
-    "accuracy": Table(
-        "Accuracy at the standard batch", "accuracy", "rate", ("better", "kB per step")
+    "defaults": Table("The defaults", "defaults", "", ("better", "kB per step", "MB of the run")),
+    "ahead": Table("How far ahead", "ahead", "step_ahead", ()),
+    "rivals": Table(
+        "Methods at equal bytes, each at its own best",
+        "rivals",
+        "learning rate, times",
+        ("better", "MB of the run", *TO_LOSS, *SECONDS),
     ),
-    "bytes": Table("Bytes and time to a loss", "accuracy", "rate", (*TO_LOSS, *SECONDS)),
-    "large": Table("Large batches and learning rates", "large", "beta", ("better",)),
-    "workers": Table("More workers", "workers", "workers", ("better", "kB per step", *LOOKS)),
-    "similarity": Table(
-        "Similarity, and where workers are unlike", "similarity", "", ("better", *LOOKS)
-    ),
-    "choices": Table("What each choice costs or gains", "choices", "", ("better", "kB per step")),
+    "bytes": Table("Bytes to a loss", "rivals", "learning rate, times", TO_LOSS),
     "bounded": Table("Residues over many steps", "bounded", "", RESIDUES),
     "local": Table(
         "Local steps and quantised values",
@@ -261,11 +232,6 @@ TABLES = {
     "meetings": Table(
         "Few meetings", "meetings", "H", ("better", "kB per step", *TO_LOSS, *SLOWER, *SECONDS)
     ),
-    "settings": Table("What to set", "settings", "", ("better",)),
-    "tuned": Table(
-        "Each method at its own best", "tuned", "learning rate, times", ("better", "kB per step")
-    ),
-    "bits": Table("The defaults", "bits", "", ("better", "kB per step", "MB of the run")),
     "widths": Table("Levels and k", "widths", "rate", ("better", "kB compressed")),
 }
 
@@ -322,6 +288,24 @@ def write_csv(study: Study, path: Path) -> None:
             own = [case.experiment, case.group, case.what, case.x, run.task, run.steps, run.workers]
             own += [len(s.results), s.diverged, s.task.unit, s.mean, s.deviation]
             rows.writerow([*own, *(number(study, s) for number in NUMBERS.values())])
+
+
+SCORE_COLUMNS = ("experiment", "situation", "what", "seed", "lr", "momentum", "beta", "score", "MB")
+
+
+def write_scores(study: Study, path: Path) -> None:
+    """One row per run: what was chosen for it, its score and what a worker sent, in MB."""
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(SCORE_COLUMNS)
+        for s in study.scores:
+            for run, found in zip(map(Run.resolved, s.case.runs), s.results, strict=True):
+                beta = dict(run.options).get("beta")
+                chosen = [f"{run.lr:.4g}", run.momentum, beta]
+                megabytes = f"{found['bytes'][-1][1] / 1e6:.4g}"
+                score = "" if found["score"] is None else f"{found['score']:.4f}"
+                own = [s.case.experiment, s.case.group, s.case.what, run.seed]
+                rows.writerow([*own, *chosen, score, megabytes])
 
 
 def write_curves(study: Study, path: Path) -> None:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import study_demo
+import study_powersgd
 import study_tasks
 import torch
 import training_torch
@@ -27,8 +28,6 @@ from torch import nn
 import scalecom_hvd.torch as hvd
 from scalecom_hvd.exchange.simulator import Simulation
 
-# Elements that diagnostics look at.
-SAMPLE = 8192
 QUANTISERS = {
     "sign": hvd.Sign(),
     "2 bits": hvd.QSGD(1),
@@ -51,17 +50,13 @@ OUTERS = {
 class Run:
     """One training run. Fields of None are the task's own.
 
-    method: "dense", "DeMo" (with an optimizer of its own), or the name of a class in
+    method: "dense", "DeMo" (with an optimizer of its own), "PowerSGD", or the name of a class in
         scalecom_hvd.torch, with `options` ((name, value), ...); warmup: share of steps sent whole;
-    None: what is sent whole is left to the library's defaults.
-    control: "residues thrown away", "compressed tensors frozen" (after the dense warm-up), or a
-        number b: every worker's gradients pass through the same low-pass filter, f <- (1 - b) f + b
-        g from f = g on, before anything else.
-    clip, clip_first: clipping norm after the exchange, or before it.  momentum_first: momentum, and
-        with it weight decay, before the exchange; decay_first: weight decay alone.  local_steps: H,
-        after which workers average their parameters' changes.  optimizer: "sgd" or "adamw".
-        outer: of OUTERS, what steps the common parameters with these averages.  overlap: how many
-        steps are taken while these averages travel.  step_ahead: its factor.
+        None: what is sent whole is left to the library's defaults.
+    optimizer: "sgd" or "adamw".  momentum: SGD's, or AdamW's b1.
+    local_steps: H, after which workers average their parameters' changes.  outer: of OUTERS, what
+        steps the common parameters with these averages.  overlap: how many steps are taken while
+        these averages travel.  step_ahead: its factor.
     """
 
     task: str
@@ -76,18 +71,13 @@ class Run:
     schedule: str = "cosine"
     lr_warmup: float = 0.0
     norm: str = "batch"
-    control: str | float | None = None
-    clip: float | None = None
-    clip_first: float | None = None
-    momentum_first: bool = False
-    decay_first: bool = False
     unlike: bool = False
-    diagnostics: int = 0
     local_steps: int | None = None
     optimizer: str = "sgd"
     outer: str | None = None
     overlap: int = 0
     step_ahead: float = 0.0
+    momentum: float | None = None
 
     def resolved(self) -> Run:
         """With the task's own numbers in the place of None."""
@@ -136,7 +126,7 @@ class Run:
 def train(run: Run) -> dict[str, Any]:
     """Train, and give {"score", "losses": [[step, mean loss of the last steps], ...], "bytes":
     [[step, traffic of a worker so far], ...], "norms": [[step, largest residue and largest gradient
-    of a worker since the last], ...], "looks": diagnostics, "diverged", ...}.
+    of a worker since the last], ...], "diverged", ...}.
     """
     began = time.perf_counter()
     run = run.resolved()
@@ -144,7 +134,7 @@ def train(run: Run) -> dict[str, Any]:
     workers = Together(run) if run.local_steps is None else Apart(run)
     compressor = workers.simulation.compressors[0]
     traffic, diverged = 0, False
-    result: dict[str, Any] = {"losses": [], "bytes": [], "looks": [], "norms": []}
+    result: dict[str, Any] = {"losses": [], "bytes": [], "norms": []}
     recent: list[float] = []
     largest = {"residue": 0.0, "gradient": 0.0}
     for step in range(run.steps):
@@ -168,10 +158,6 @@ def train(run: Run) -> dict[str, Any]:
                 diverged = True
                 break
             recent = []
-        if run.diagnostics and step % run.diagnostics == 0:
-            look = compressor.stats()["diagnostics"]
-            if look is not None and look["step"] == step:
-                result["looks"].append(look)
     stats = compressor.stats()
     score = workers.score()
     return result | {
@@ -208,11 +194,9 @@ class Together:
         self._parameters = list(self._named.values())
         self.simulation = simulate(
             run,
-            self.model,
             lambda worker: {n: nn.Parameter(p.detach()) for n, p in self._named.items()},
         )
         self._optimizer = optimizer_of(run, self._task, self._parameters)
-        self._before = Before(run, self._task, self._parameters)
         # One model is every worker's in turn, so each worker's residue moves that one.
         for each in self.simulation.compressors:
             if each.ahead is not None:
@@ -238,25 +222,12 @@ class Together:
             gradient = torch.autograd.grad(loss, self._parameters)
             if ahead is not None:
                 ahead.restore()
-            grads.append(dict(zip(self._named, self._before(worker, gradient), strict=True)))
+            grads.append({n: g.contiguous() for n, g in zip(self._named, gradient, strict=True)})
             losses.append(float(loss.detach()))
-        compressor = simulation.compressors[0]
-        largest = max(norms_of(grads, compressor.residues.tensors))
+        largest = max(norms_of(grads, simulation.compressors[0].residues.tensors))
         averages = simulation.step(grads)[0]
-        if run.control == "residues thrown away":
-            for each in simulation.compressors:
-                for tensor in each.residues.tensors.values():
-                    tensor.residue.zero_()
-        after_warmup = step >= compressor.config.warmup_steps
-        frozen = (
-            compressor.residues.tensors
-            if run.control == "compressed tensors frozen" and after_warmup
-            else ()
-        )
         for name, parameter in self._named.items():
-            parameter.grad = torch.zeros_like(parameter) if name in frozen else averages[name]
-        if run.clip is not None:
-            nn.utils.clip_grad_norm_(self._parameters, run.clip)
+            parameter.grad = averages[name]
         self._optimizer.step()
         return losses, largest
 
@@ -272,7 +243,7 @@ class Apart:
         self.model = self._task.model(run.norm).train()
         self._models = [self.model] + [copy.deepcopy(self.model) for _ in range(1, run.workers)]
         self.simulation = simulate(
-            run, self.model, lambda worker: dict(self._models[worker].named_parameters())
+            run, lambda worker: dict(self._models[worker].named_parameters())
         )
         self._optimizers = [
             optimizer_of(run, self._task, list(model.parameters())) for model in self._models
@@ -303,14 +274,18 @@ class Apart:
 def optimizer_of(
     run: Run, task: study_tasks.Task, parameters: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """The run's, but for what it does before the exchange; the rate is set at every step."""
+    """The run's; the rate is set at every step."""
     if run.method == "DeMo":
         return study_demo.Sign(parameters)
-    inside = not run.momentum_first  # momentum, and with it weight decay
-    decay = task.weight_decay if inside and not run.decay_first else 0.0
-    momentum = task.momentum if inside else 0.0
-    options = SimpleNamespace(optimizer=run.optimizer, momentum=momentum, weight_decay=decay)
-    return training_torch.optimizer_from(options, parameters)
+    momentum = task.momentum if run.momentum is None else run.momentum
+    options = SimpleNamespace(
+        optimizer=run.optimizer, momentum=momentum, weight_decay=task.weight_decay
+    )
+    optimizer = training_torch.optimizer_from(options, parameters)
+    if run.optimizer == "adamw" and run.momentum is not None:
+        for group in optimizer.param_groups:
+            group["betas"] = run.momentum, group["betas"][1]
+    return optimizer
 
 
 def batch_of(run: Run, task: study_tasks.Task, step: int, worker: int) -> Any:
@@ -323,22 +298,18 @@ def evaluate(task: study_tasks.Task, model: nn.Module) -> float:
     return task.evaluate(model)
 
 
-def simulate(
-    run: Run, model: nn.Module, make_parameters: Callable[[int], dict[str, torch.Tensor]]
-) -> Simulation:
+def simulate(run: Run, make_parameters: Callable[[int], dict[str, torch.Tensor]]) -> Simulation:
     """n workers; what is sent whole needs no residue, so dense training is the same exchange with
     everything sent whole.
     """
     options = dict(run.options)
-    if options.get("rates") == "from_flops":
-        example = study_tasks.find(run.task).example(run.batch_size)
-        options["rates"] = tuple(hvd.rates_from_flops(model, example, run.batch_size).items())
     if "quantiser" in options:
         options["quantiser"] = QUANTISERS[options["quantiser"]]
     if run.method == "dense":
         method, options = hvd.ScaleCom, {"dense": ["*"], "warmup_steps": 0}
     else:
-        method = study_demo.DeMo if run.method == "DeMo" else getattr(hvd, run.method)
+        rivals = {"DeMo": study_demo.DeMo, "PowerSGD": study_powersgd.PowerSGD}
+        method = rivals.get(run.method) or getattr(hvd, run.method)
         recommended: dict[str, Any] = {}
         if run.warmup is not None:
             recommended = {"dense": ["auto:output"], "warmup_steps": round(run.warmup * run.steps)}
@@ -346,8 +317,6 @@ def simulate(
         options = recommended | options
         if run.step_ahead:  # a model that nobody calls: Together moves parameters itself
             options |= {"step_ahead": run.step_ahead, "model": nn.Module()}
-        if run.diagnostics:
-            options["diagnostics"] = hvd.Diagnostics(every=run.diagnostics, sample=SAMPLE)
     config = hvd.ScaleComConfig()  # whatever the environment says
     return Simulation(
         run.workers,
@@ -359,45 +328,6 @@ def simulate(
         overlap=run.overlap,
         **options,
     )
-
-
-class Before:
-    """What a worker does to its own gradient before the exchange: nothing, or what the run's
-    options say.
-    """
-
-    def __init__(self, run: Run, task: study_tasks.Task, parameters: list[torch.Tensor]) -> None:
-        self._run, self._parameters = run, parameters
-        self._momentum, self._decay = task.momentum, task.weight_decay
-        self._state: dict[int, list[torch.Tensor]] = {}
-
-    def __call__(self, worker: int, gradient: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        run, grads = self._run, [g.contiguous() for g in gradient]
-        if run.decay_first or run.momentum_first:
-            torch._foreach_add_(grads, [p.detach() for p in self._parameters], alpha=self._decay)
-        if run.clip_first is not None:
-            norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
-            # A worker's share: n independent gradients have an average that is shorter by the
-            # square root of n.
-            limit = run.clip_first * math.sqrt(run.workers)
-            if norm > limit:
-                torch._foreach_mul_(grads, limit / norm)
-        if run.momentum_first:
-            grads = self._keep(worker, grads, self._momentum, 1.0)
-        if isinstance(run.control, float):
-            grads = self._keep(worker, grads, 1 - run.control, run.control)
-        return grads
-
-    def _keep(
-        self, worker: int, grads: list[torch.Tensor], kept: float, added: float
-    ) -> list[torch.Tensor]:
-        if worker not in self._state:
-            self._state[worker] = [g.clone() for g in grads]
-        else:
-            torch._foreach_mul_(self._state[worker], kept)
-            torch._foreach_add_(self._state[worker], grads, alpha=added)
-        state = self._state[worker]
-        return [s.clone() for s in state]
 
 
 def learning_rate(run: Run, step: int) -> float:
@@ -429,7 +359,7 @@ def fingerprint() -> str:
     own = [
         study_tasks.EXAMPLES.parent / f"{name}.py"
         for name in (
-            *("study/study_run", "study/study_tasks", "study/study_demo"),
+            *("study/study_run", "study/study_tasks", "study/study_demo", "study/study_powersgd"),
             *("examples/train_image", "examples/train_char_lm", "examples/digits"),
             "examples/training_torch",
         )

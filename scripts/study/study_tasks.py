@@ -73,10 +73,6 @@ class Task:
         """On data held out."""
         raise NotImplementedError
 
-    def example(self, size: int) -> Any:
-        """Inputs of the model, for counting its operations."""
-        raise NotImplementedError
-
 
 class Images(Task):
     """Images: accuracy on those held out; of digits, over the nine one-pixel shifts of each."""
@@ -144,9 +140,6 @@ class Images(Task):
             correct += sum(int((model(x).argmax(1) == y).sum()) for x, y in parts)
         return 100 * correct / len(moves) / len(labels)
 
-    def example(self, size):
-        return (self._data.train_images[:size],)
-
 
 class Characters(Task):
     """Source code of Python's standard library, character by character: bits per character on files
@@ -193,9 +186,6 @@ class Characters(Task):
             for part in starts.split(100)
         ]
         return sum(losses) / len(starts) / math.log(2)
-
-    def example(self, size):
-        return (train_char_lm.windows_at(self._text.train, torch.arange(size) * 1000)[:, :-1],)
 
 
 def load_cifar10() -> train_image.Data:

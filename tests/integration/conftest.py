@@ -5,6 +5,7 @@ Every command has a time limit and shows its output on failure.
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(path) for path in ((ROOT / "scripts"), *(ROOT / "scripts").glob("*/"))]
 
+import hosts  # noqa: E402
 import launch  # noqa: E402
 
 # The longest tests, and files of long tests: they start first, so that workers that share the tests
@@ -96,3 +98,17 @@ def launched(run):
         return run(launch.command(launcher, ranks, [str(part) for part in program]), **options)
 
     return runner
+
+
+@pytest.fixture(scope="session")
+def machine():
+    """A machine that hosts can be made on: root, and the programs, which are installed here if they
+    can be.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("hosts need root")
+    if hosts.missing() and shutil.which("apt-get"):
+        with contextlib.suppress(subprocess.CalledProcessError):
+            hosts.install()
+    if hosts.missing():
+        pytest.skip(f"hosts need {', '.join(hosts.missing())}, and installing with apt-get failed")

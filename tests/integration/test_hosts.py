@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,20 +25,6 @@ pytestmark = [
     pytest.mark.timeout(180, func_only=True),
     pytest.mark.xdist_group("hosts"),
 ]
-
-
-@pytest.fixture(scope="module")
-def machine():
-    """A machine that hosts can be made on: root, and the programs, which are installed here if they
-    can be.
-    """
-    if os.geteuid() != 0:
-        pytest.skip("hosts need root")
-    if hosts.missing() and shutil.which("apt-get"):
-        with contextlib.suppress(subprocess.CalledProcessError):
-            hosts.install()
-    if hosts.missing():
-        pytest.skip(f"hosts need {', '.join(hosts.missing())}, and installing with apt-get failed")
 
 
 def outside() -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""The set-up names what a machine lacks, and does nothing twice; uv is told what pip is."""
+"""The set-up names what a machine lacks, and does nothing twice; uv is told what pip is. It finds
+CUDA and NCCL for GPUs.
+"""
 
 import os
 import shutil
@@ -113,23 +115,164 @@ def test_what_pip_is_told_in_words_of_uv():
 
 
 @pytest.mark.parametrize(
-    ("percent", "elapsed", "text"),
+    ("percent", "elapsed", "shares", "text"),
     [
-        (40, 60, ""),
-        (75, 260, ", about 10 min left"),
-        (93, 480, ", about 5 min left"),
-        (100, 780, ", less than a minute left"),
+        (40, 60, setup.TIME_PASSED, ""),
+        (75, 260, setup.TIME_PASSED, ", about 10 min left"),
+        (93, 480, setup.TIME_PASSED, ", about 5 min left"),
+        (100, 780, setup.TIME_PASSED, ", less than a minute left"),
+        (67, 220, setup.TIME_PASSED_GPU, ", about 6 min left"),
+        (100, 540, setup.TIME_PASSED_GPU, ", less than a minute left"),
     ],
 )
-def test_how_long_horovods_compilation_takes(percent, elapsed, text):
-    assert setup.time_left(percent, elapsed) == text
+def test_how_long_horovods_compilation_takes(percent, elapsed, shares, text):
+    assert setup.time_left(percent, elapsed, shares) == text
 
 
 def test_progress_is_told_while_a_command_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(setup, "TELL_EVERY", 0.2)
     log = tmp_path / "log"
     command = ["sh", "-c", "echo '  [ 75%] Building CXX object x.o'; sleep 1"]
-    setup.run(command, log, setup.compilation(log))
+    setup.run(command, log, setup.compilation(log, setup.TIME_PASSED))
     assert "Horovod: 75 % of its files are compiled, less than a minute left" in (
         capsys.readouterr().out
     )
+
+
+# What stands in for nvcc.
+NVCC = """#!/bin/sh
+case "$1" in
+--version) echo "Cuda compilation tools, release {version}, V{version}.88" ;;
+--dryrun) echo '#$ TOP={home}/bin/..' >&2 ;;
+esac
+"""
+
+
+@pytest.fixture
+def toolkit(bare, tmp_path, monkeypatch):
+    """toolkit(folder, version) makes a CUDA toolkit there; no other is to be found."""
+    monkeypatch.setattr(setup, "TOOLKITS", tmp_path / "local")
+    monkeypatch.setenv("PATH", f"{bare}{os.pathsep}{os.defpath}")
+    for name in ("HOROVOD_CUDA_HOME", *setup.NCCL_SETTINGS):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(folder, version):
+        home = tmp_path / folder
+        (home / "bin").mkdir(parents=True)
+        (home / "bin" / "nvcc").write_text(NVCC.format(version=version, home=home))
+        (home / "bin" / "nvcc").chmod(0o755)
+        return home
+
+    return make
+
+
+def test_the_toolkit_is_that_of_nvcc_on_the_path(toolkit, bare):
+    toolkit("local/cuda-12.6", "12.6")
+    home = toolkit("opt/cuda", "13.0")
+    (bare / "nvcc").write_text(f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n')
+    (bare / "nvcc").chmod(0o755)
+    assert setup.find_cuda(None) == setup.Cuda(home, "13.0")
+
+
+def test_another_version_is_found_if_it_is_asked_for(toolkit, bare):
+    older = toolkit("local/cuda-12.6", "12.6")
+    (bare / "nvcc").symlink_to(toolkit("local/cuda-13.0", "13.0") / "bin" / "nvcc")
+    assert setup.find_cuda(12) == setup.Cuda(older, "12.6")
+
+
+def test_horovods_variable_decides(toolkit, bare, monkeypatch):
+    (bare / "nvcc").symlink_to(toolkit("local/cuda-13.0", "13.0") / "bin" / "nvcc")
+    named = toolkit("opt/cuda", "12.8")
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(named))
+    assert setup.find_cuda(None) == setup.Cuda(named, "12.8")
+    with pytest.raises(setup.SetupError, match="CUDA 13 in HOROVOD_CUDA_HOME, only 12.8"):
+        setup.find_cuda(13)
+
+
+def test_no_toolkit_that_there_is_a_torch_for(toolkit):
+    with pytest.raises(setup.SetupError, match="no nvcc of CUDA 12 or 13 on the PATH"):
+        setup.find_cuda(None)
+    toolkit("local/cuda", "11.8")
+    with pytest.raises(setup.SetupError, match=r"only 11\.8 in .*: HOROVOD_CUDA_HOME="):
+        setup.find_cuda(None)
+
+
+def test_torch_is_a_build_for_the_toolkit_and_tensorflow_is_left_out():
+    *others, for_13 = setup.requirements(setup.Cuda(Path("/cuda"), "13.0"))
+    names = [line.split("==")[0] for line in others]
+    assert "triton" in names
+    assert "tensorflow-cpu" not in names
+    torch = for_13.split(",")[0]
+    assert for_13 == f"{torch},!={torch.removeprefix('torch==')}+cpu"
+    for_12 = setup.requirements(setup.Cuda(Path("/cuda"), "12.8"))
+    index = "https://download.pytorch.org/whl/cu126"
+    assert for_12 == [*others, f"{torch}+cu126", "--extra-index-url", index]
+    assert setup.requirements(None) == ["-r", str(setup.HERE / "requirements.txt")]
+
+
+def test_nccl_is_that_of_torch_if_no_other_is_named(tmp_path, monkeypatch):
+    for name in setup.NCCL_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(setup, "site_packages", lambda venv: venv / "packages")
+    with pytest.raises(setup.SetupError, match="NCCL's headers are not in"):
+        setup.nccl_package(tmp_path)
+    home = tmp_path / "packages" / "nvidia" / "nccl"
+    (home / "include").mkdir(parents=True)
+    (home / "include" / "nccl.h").touch()
+    assert setup.nccl_package(tmp_path) == home
+    told = setup.gpu_environment(setup.Cuda(Path("/cuda"), "13.0"), home, "/usr/bin")
+    assert told["HOROVOD_NCCL_HOME"] == str(home)
+    assert told["HOROVOD_CUDA_HOME"] == told["CUDA_HOME"] == "/cuda"
+    assert told["PATH"] == f"/cuda/bin{os.pathsep}/usr/bin"
+
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
+    assert setup.nccl_package(tmp_path) is None
+    told = setup.gpu_environment(setup.Cuda(Path("/cuda"), "13.0"), None, "/usr/bin")
+    assert not [name for name in told if "NCCL" in name]
+
+
+# What is edited of Horovod's sources.
+SOURCES = {
+    "CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)",
+    "horovod/torch/CMakeLists.txt": "    set(CMAKE_CXX_STANDARD 14)",
+    "cmake/Modules/FindNCCL.cmake": 'NAMES "nccl"',
+}
+
+
+@pytest.mark.parametrize(
+    ("mpi", "nccl", "folders"),
+    [
+        (False, False, None),
+        (True, False, "$ORIGIN/../../../.."),
+        (True, True, "$ORIGIN/../../../..;$ORIGIN/../../nvidia/nccl/lib"),
+    ],
+)
+def test_libraries_are_looked_for_in_the_environment(tmp_path, mpi, nccl, folders):
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    setup.patch_horovod(tmp_path, mpi, nccl)
+    top, torch, find_nccl = ((tmp_path / name).read_text().strip() for name in SOURCES)
+    wanted = "set(CMAKE_CXX_STANDARD 17)"
+    assert torch == wanted
+    assert top == (wanted + f'\nset(CMAKE_BUILD_RPATH "{folders}")' if folders else wanted)
+    assert find_nccl == 'NAMES "libnccl.so.2" "nccl"'
+    with pytest.raises(setup.SetupError, match="is this Horovod"):
+        setup.patch_horovod(tmp_path, mpi, nccl)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "kept"), [("cpu", False), ("CUDA 12", False), ("CUDA 13", True)]
+)
+def test_an_environment_for_another_torch_is_made_anew(tmp_path, monkeypatch, made_for, kept):
+    def stop(venv, log):
+        raise setup.SetupError("here it would be made")
+
+    monkeypatch.setattr(setup, "make_venv", stop)
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    with pytest.raises(setup.SetupError, match="here it would be made"):
+        setup.set_up(
+            venv, setup.Cuda(Path("/cuda"), "13.0"), {"horovod": made_for}, tmp_path / "log"
+        )
+    assert venv.exists() == kept

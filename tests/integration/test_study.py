@@ -37,10 +37,6 @@ class Lines(study_tasks.Task):
         x, y = self.batch(0, 0, 0, 1, 500, False)
         return 100 * float((model(x).argmax(1) == y).float().mean())
 
-    def example(self, size):
-        return (torch.zeros(size, 40),)
-
-
 TASK = Lines()
 """
 
@@ -67,21 +63,19 @@ def test_the_short_study_knows_every_number(run, tmp_path):
     assert len({row["run"] for row in curves}) == len(list((tmp_path / "runs").iterdir()))
 
     results = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*.json")]
-    score = {
-        (result["run"]["method"], result["run"]["control"]): result["score"]
+    of_defaults = {"task": "lstm", "steps": 150, "optimizer": "adamw", "momentum": None}
+    scores = {
+        result["run"]["method"]: result["score"]
         for result in results
-        if result["run"]["task"] == "resnet"
-        and result["run"]["steps"] == 150
-        and not result["looks"]
+        if of_defaults.items() <= result["run"].items()
     }
-    # Few steps, but enough to tell training from none.
-    assert score["ScaleCom", "compressed tensors frozen"] < score["ScaleCom", None] - 5
-    assert score["dense", None] > 90
+    # Few steps, but enough to tell training from none, which is at 6.6 bits.
+    assert max(scores["dense"], scores["ScaleCom"], scores["LocalTopK"]) < 4
 
     # A run that was cut short, here one file less, goes on where it was; what is there is not made
     # again.
     files = sorted((tmp_path / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
-    lost = next(path for path in files if path.name.startswith("resnet-dense"))
+    lost = next(path for path in files if path.name.startswith("lstm-dense"))
     kept = next(path for path in files if path != lost)
     before, same = kept.stat().st_mtime_ns, json.loads(lost.read_text())
     lost.unlink()
@@ -101,8 +95,8 @@ def test_a_model_of_ones_own(run, tmp_path):
         limit=900,
     )
     assert "lines" in tables
-    assert "random-k" in tables
-    assert (tmp_path / "study" / "accuracy.png").exists()
+    assert "with look-ahead" in tables
+    assert (tmp_path / "study" / "defaults.png").exists()
 
 
 # Four runs of seconds; most of the time, launchers start and libraries are imported.

@@ -8,14 +8,23 @@ import torch
 from scalecom_hvd.reference import ScaleComReference
 
 
-def ahead(residue, lr, factor, group, state):
-    """What parameters are moved by: -lr * a * D(m), with beta = 1."""
-    m = torch.from_numpy(residue)
-    if "exp_avg_sq" not in state:
-        return -lr * factor * (1.5 if group.get("momentum") else 1.0) * m
-    v = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
-    direction = (m / (v.sqrt() + group["eps"])).clamp(-10, 10)
-    return -lr * factor * 0.5 * torch.where(m == 0, 0, direction)
+def ahead(residue, alignment, lr, factor, group, state):
+    """What parameters are moved by: -lr * a * D(u), with beta = 1."""
+    m, w = torch.as_tensor(residue), max(alignment, 0)
+    b = state.get("exp_avg", state.get("momentum_buffer", torch.zeros_like(m)))
+    if "square_avg" in state:
+        b = torch.zeros_like(m)
+    length = m.norm() / b.norm() if b.any() else 0
+    sign = -1 if group["maximize"] else 1
+    u = sign * w * m + (1 - w) * length * b
+    if "square_avg" in state:
+        v = state["square_avg"]
+    elif "exp_avg_sq" in state:
+        v = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
+    else:
+        return -lr * factor * (1.5 if group.get("momentum") else 1.0) * u
+    direction = (u / (v.sqrt() + group["eps"])).clamp(-10, 10)
+    return -lr * factor * 0.3 * torch.where(u == 0, 0, direction)
 
 
 def train(model, optimizer, config, workers, steps, loss, factor=1.0):
@@ -33,6 +42,7 @@ def train(model, optimizer, config, workers, steps, loss, factor=1.0):
                     if own and step and name in reference.residues[worker]:
                         moved = ahead(
                             reference.residues[worker][name],
+                            reference.alignments[worker],
                             group["lr"],
                             factor,
                             group,
@@ -45,6 +55,6 @@ def train(model, optimizer, config, workers, steps, loss, factor=1.0):
             for name, p in named.items():
                 p.data.copy_(common[name])
         for name, average in reference.step(grads).items():
-            named[name].grad = torch.from_numpy(average)
+            named[name].grad = torch.as_tensor(average)
         optimizer.step()
     return reference

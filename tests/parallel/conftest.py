@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # momentum.py
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # momentum.py, devices.py
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -29,10 +29,12 @@ def pytest_collectstart(collector):
     if framework in started:
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks, which have no Horovod
+        import devices
         import torch
         import torch.distributed as dist
 
-        dist.init_process_group("gloo")
+        devices.begin(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(devices.backends(int(os.environ["WORLD_SIZE"])))
         torch.set_num_threads(1)
         started[framework] = (torch.manual_seed, dist.barrier)
     elif framework == "torch":
@@ -53,6 +55,17 @@ def pytest_collectstart(collector):
             tf.keras.utils.set_random_seed,
             lambda: hvd.allreduce(tf.zeros(1), name="barrier"),
         )
+
+
+def pytest_collection_modifyitems(items):
+    """What another device cannot show."""
+    from devices import DEVICE
+
+    for item in items:
+        if DEVICE != "cpu" and item.get_closest_marker("on_cpus"):
+            item.add_marker(pytest.mark.skip(reason="of CPUs alone"))
+        if DEVICE == "delayed" and "sparse" in item.nodeid:
+            item.add_marker(pytest.mark.skip(reason="tests/delayed has no sparse tensors"))
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -36,7 +36,7 @@ def allreduce(tensor, op=Average, name=None):
 
 
 def allgather(tensor, name=None):
-    parts = list(torch.empty(size(), *tensor.shape, dtype=tensor.dtype))
+    parts = list(tensor.new_empty((size(), *tensor.shape)))
     dist.all_gather(parts, tensor)
     return torch.cat(parts)
 

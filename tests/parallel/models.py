@@ -29,7 +29,7 @@ def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], ski
     loss = torch.zeros(())
     for name, parameter in model.items():
         if name not in skip:
-            grad = torch.from_numpy(np.array(grads[name])).to(parameter.dtype)
+            grad = torch.as_tensor(np.array(grads[name])).to(parameter.dtype)
             loss = loss + (parameter * grad).sum().float()
     if loss.requires_grad:
         loss.backward()

@@ -10,6 +10,8 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "maximize": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, maximize=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.001, momentum=0.5),
 }
 
 
@@ -26,6 +28,11 @@ def loss(model, rank, step):
     inputs = torch.randn(8, 12, dtype=torch.float64)
     wanted = torch.sin(inputs[:, :6]) + rank * 0.1
     return (model(inputs) - wanted).square().mean()
+
+
+def unlike_loss(model, rank, step):
+    """Ranks want the opposite of each other."""
+    return loss(model, rank, step) if rank % 2 else -loss(model, rank, step)
 
 
 def config(**settings):

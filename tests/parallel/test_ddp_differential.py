@@ -19,6 +19,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from devices import DEVICE
 from models import same_on_all_ranks
 from test_ddp_hook import ALL, EVERYTHING, Net, batch, hooked
 from test_torch_changed_gradients import CHANGES, refuses
@@ -119,7 +120,7 @@ class Run:
 
     def __init__(self, program, rate, by_optimizer, said):
         self.program, self.by_optimizer, self.said = program, by_optimizer, said
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=2)
         method = getattr(ddp, program["method"])
         settings = program["settings"] | {"loss_scale": self.scaler}
         if rate == 10 and method is ddp.ScaleCom:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from devices import DEVICE
 from models import ODD_SHAPES, same_on_all_ranks
 from parity import run_against_reference
 from parity_cases import CASES
@@ -42,7 +43,7 @@ class Given(nn.Module):
 
     def forward(self, grads):
         pairs = zip(self.names, self.own, strict=True)
-        return sum((p * torch.from_numpy(np.array(grads[n]))).sum().float() for n, p in pairs)
+        return sum((p * torch.as_tensor(np.array(grads[n]))).sum().float() for n, p in pairs)
 
 
 def by_hook(model, compressor, _):
@@ -286,7 +287,7 @@ def test_ranks_of_a_group_in_another_order():
 def test_the_scripts_time_limit_holds():
     group = dist.new_group(timeout=datetime.timedelta(seconds=77))
     collectives = ddp.hook.ProcessGroupCollectives(group)
-    assert collectives.channel()._group.options._timeout == datetime.timedelta(seconds=77)
+    assert collectives.channel()._groups["gloo"].options._timeout == datetime.timedelta(seconds=77)
     dist.barrier()  # a group that one rank drops early is one that others cannot connect to
 
 
@@ -415,7 +416,9 @@ def test_loss_scaling():
     """Steps that overflow on one rank are skipped on all, and residues survive a moving scale."""
 
     def train(overflow_at, enabled):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3, enabled=enabled)
+        scaler = torch.amp.GradScaler(
+            DEVICE, init_scale=2.0**20, growth_interval=3, enabled=enabled
+        )
         model, state = hooked(10, settings={"loss_scale": scaler})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         taken = 0
@@ -488,7 +491,7 @@ def test_resuming_is_bit_identical(settings, how, shared_folder):
     elif how == "pickle":
         resumed = DistributedDataParallel(Net(), bucket_cap_mb=0.003)
         state = pickle.loads(pickled)
-        state.compression.loss_scale = torch.amp.GradScaler("cpu", enabled=False)
+        state.compression.loss_scale = torch.amp.GradScaler(DEVICE, enabled=False)
         resumed.register_comm_hook(state, scalecom_hook)
         with pytest.raises(RuntimeError, match=r"call state.attach\(model\)"):
             resumed(batch(0), head="both").backward()
@@ -579,6 +582,8 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match="already serves"):
         ScaleComState(Net(), method)
 
+
+def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(100, 30, sparse=True)
     model, _ = hooked(10, nn.Sequential(embedding, nn.Linear(30, 2)))
     with pytest.raises(RuntimeError, match="sparse=False"):

@@ -1,5 +1,6 @@
 """What README.md and docs/ show for PyTorch under torchrun trains as it stands there."""
 
+import os
 import sys
 
 import pages
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from models import same_on_all_ranks
 from torch.nn.parallel import DistributedDataParallel
 
-NAMES = {"torch": torch, "dist": dist, "DistributedDataParallel": DistributedDataParallel}
+NAMES = {"os": os, "torch": torch, "dist": dist, "DistributedDataParallel": DistributedDataParallel}
 
 
 @pytest.mark.parametrize("example", pages.examples("ddp"), ids=lambda e: e.name)
@@ -28,6 +29,22 @@ def test_examples(example, tmp_path, monkeypatch):
         torch.nn.functional.cross_entropy(trained(inputs), torch.arange(8) % 4).backward()
         scope["optimizer"].step()
     assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.parametrize("example", pages.examples("ddp nodes"), ids=lambda e: e.name)
+def test_examples_of_nodes(example):
+    model = torch.nn.Sequential(torch.nn.Linear(20, 120), torch.nn.ReLU(), torch.nn.Linear(120, 4))
+    scope = NAMES | {"model": model, "nodes": 2, "ranks_per_node": dist.get_world_size() // 2}
+    scope["optimizer"] = torch.optim.AdamW(model.parameters())
+    example.run(scope)
+    inputs = torch.randn(8, 20) + dist.get_rank()
+    for _ in range(4):
+        scope["optimizer"].zero_grad()
+        loss = torch.nn.functional.cross_entropy(scope["model"](inputs), torch.arange(8) % 4)
+        loss.backward()
+        scope["optimizer"].step()
+    whole = [getattr(p, "full_tensor", p.detach)() for p in model.parameters()]
+    assert same_on_all_ranks(whole)
 
 
 @pytest.mark.parametrize("method", ["dense", "scalecom"])

@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from devices import DEVICE
 from faces import hvd
 from models import same_on_all_ranks
 from oracles import step_ahead as oracle
@@ -163,7 +164,7 @@ def test_a_run_that_goes_on_is_one_that_never_stopped():
 
 def test_a_scaler_that_skips_a_step():
     model, optimizer, state = make("momentum", bits=3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     state.compression.loss_scale = scaler
     for step in range(6):
         before = copies(model.module)

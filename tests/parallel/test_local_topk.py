@@ -43,6 +43,6 @@ def test_sent_and_kept_is_what_came_in():
             for step in range(steps)
         )
         torch.testing.assert_close(
-            received[name] * n + kept, torch.from_numpy(came), rtol=1e-4, atol=1e-4
+            received[name] * n + kept, torch.as_tensor(came), rtol=1e-4, atol=1e-4
         )
     local.close()

@@ -4,6 +4,7 @@ rank, residues survive a moving scale.
 
 import pytest
 import torch
+from devices import DEVICE
 from faces import horovods_alone, hvd, in_every_library, stock
 from models import same_on_all_ranks
 
@@ -76,8 +77,8 @@ EVERY_MODE = [
 
 @pytest.mark.parametrize(("library", "mode"), EVERY_MODE)
 def test_a_run_with_overflows_ends_where_one_without_them_ends(library, mode):
-    moving = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
-    still = torch.amp.GradScaler("cpu", enabled=False)
+    moving = torch.amp.GradScaler(DEVICE, init_scale=2.0**20, growth_interval=3)
+    still = torch.amp.GradScaler(DEVICE, enabled=False)
     overflow_at = {
         0: "the last rank",
         4: "all ranks",
@@ -110,7 +111,7 @@ def train_half(library, make_compression, net_dtype, autocast, steps=5):
     compressor.
     """
     net = small_net(net_dtype)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=autocast is torch.float16)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, enabled=autocast is torch.float16)
     compression = make_compression(net, scaler)
     optimizer = library.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.05), net.named_parameters(), compression=compression
@@ -118,7 +119,7 @@ def train_half(library, make_compression, net_dtype, autocast, steps=5):
     for step in range(steps):
         optimizer.zero_grad()
         torch.manual_seed(step * 10 + hvd.rank())
-        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
             output = net(torch.randn(8, 40).to(net_dtype))
             assert output.dtype == (autocast or net_dtype)
             loss = output.float().square().mean()

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from devices import DEVICE
 from faces import horovods_alone, hvd, in_every_library, stock
 from made_up import gradients
 from models import same_on_all_ranks
@@ -37,14 +38,14 @@ def make(library, shapes, rate=EVERYTHING, **settings):
 
 def loss_of(model, grads):
     """Its backward gives every parameter the gradient in `grads`."""
-    return sum((p * torch.from_numpy(grads[name])).sum() for name, p in model.items())
+    return sum((p * torch.as_tensor(grads[name])).sum() for name, p in model.items())
 
 
 def changed(change, grads):
     """What a script's change makes of these gradients."""
     own = {name: torch.nn.Parameter(torch.zeros(grad.shape)) for name, grad in grads.items()}
     for name, parameter in own.items():
-        parameter.grad = torch.from_numpy(np.array(grads[name], np.float32))
+        parameter.grad = torch.as_tensor(np.array(grads[name], np.float32))
     change(list(own.values()))
     return {name: parameter.grad.numpy().astype(np.float64) for name, parameter in own.items()}
 
@@ -256,6 +257,7 @@ def test_gradients_changed_after_backward_in_other_modes(settings, change):
     trains_as_stock_or_refuses(hvd, SMALL, changing(change), change, **settings)
 
 
+@pytest.mark.on_cpus  # see test_nothing_is_lost_where_gradients_are_changed
 @in_every_library
 def test_a_refused_step_keeps_gradients_as_they_came(library):
     """Also those of which nobody can see that they were changed."""
@@ -272,7 +274,7 @@ def test_a_refused_step_keeps_gradients_as_they_came(library):
     assert refused
     for name, tensor in compressor.residues.tensors.items():
         left = tensor.residue / tensor.beta
-        whole = torch.from_numpy(mine[name]).view(-1)
+        whole = torch.as_tensor(mine[name]).view(-1)
         near = 1e-4 * whole.abs().max()
         assert min(left.abs().max(), (left - whole).abs().max()) < near, name
 
@@ -339,7 +341,7 @@ def test_one_rank_only_changes_its_gradients(shapes, library):
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
 def test_pytorchs_own_loop_of_mixed_precision(clips, shapes, library):
     """As PyTorch's page on amp has it: without synchronize()."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**16)
     steps = itertools.count()
 
     def script(model, optimizer, loss):
@@ -379,12 +381,14 @@ def in_mixed_precision(scaler, model, optimizer, loss):
     scaler.update()
 
 
+# Elsewhere the exchange's stream may read gradients before they are changed, or after.
+@pytest.mark.on_cpus
 @in_every_library
 @pytest.mark.parametrize("what", ["a quarter", "a quarter, after synchronize()", "amp"])
 def test_nothing_is_lost_where_gradients_are_changed(what, library):
     """What was sent, and what waits, is what came in, in the units that it came in."""
     if what == "amp":
-        scaler, factor = torch.amp.GradScaler("cpu", init_scale=2.0**16), 1.0
+        scaler, factor = torch.amp.GradScaler(DEVICE, init_scale=2.0**16), 1.0
         script, settings = functools.partial(in_mixed_precision, scaler), {"loss_scale": scaler}
     else:
         kind = synchronizing if "synchronize" in what else changing
@@ -447,6 +451,7 @@ def test_gradients_that_share_a_storage(library):
     assert close({name: p.detach().numpy() for name, p in model.items()}, right)
 
 
+@pytest.mark.on_cpus  # as above
 @pytest.mark.parametrize("passes", [1, 2])
 def test_training_goes_on_after_a_refusal(passes):
     """The refused gradient stays in residues, and the next steps send it."""

@@ -54,7 +54,7 @@ def test_real_ranks_see_what_simulated_ones_see(compression, settings):
         feed(model, everyone[rank], missing)
         optimizer.step()
         simulation.step(
-            [{name: torch.from_numpy(grad) for name, grad in worker.items()} for worker in everyone]
+            [{name: torch.as_tensor(grad) for name, grad in worker.items()} for worker in everyone]
         )
         mine, theirs = (
             compressor.stats()["diagnostics"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import rules
 import torch
+from devices import DEVICE
 from faces import horovods_alone, hvd, stock
 from models import feed, gradients, parameters, same_on_all_ranks
 from oracles import methods as oracle
@@ -49,7 +50,7 @@ def begin(shapes=SHAPES, dtypes=None):
     values = gradients(shapes, 99, 0)
     dtypes = {"double": torch.float64} if dtypes is None else dtypes
     return {
-        name: torch.nn.Parameter(torch.from_numpy(value).to(dtypes.get(name, torch.float32)))
+        name: torch.nn.Parameter(torch.as_tensor(value).to(dtypes.get(name, torch.float32)))
         for name, value in values.items()
     }
 
@@ -332,7 +333,7 @@ def test_nothing_is_lost_in_200_steps(compression):
         feed(model, grads)
         optimizer.step()
         for name, value in mine.items():
-            value.sub_(torch.from_numpy(grads[name]).to(value.dtype), alpha=LR)
+            value.sub_(torch.as_tensor(grads[name]).to(value.dtype), alpha=LR)
         if step % 4 == 3:
             for name, value in mine.items():
                 changed[name] += began[name].double() - value.double()
@@ -396,7 +397,7 @@ def test_plain_local_sgd():
         run(optimizer, model, [step])
         for name, value in own.items():
             value.sub_(
-                torch.from_numpy(gradients(SHAPES, hvd.rank(), step)[name]).to(value.dtype),
+                torch.as_tensor(gradients(SHAPES, hvd.rank(), step)[name]).to(value.dtype),
                 alpha=LR,
             )
         if step < 2:
@@ -451,7 +452,7 @@ def test_clipping_between_synchronize_and_step_clips_local_gradients(compression
             optimizer.step()
         if step % 2 == 0:
             for name, parameter in model.items():
-                own = torch.from_numpy(grads[name]).to(parameter.dtype) * (0.5 / norm)
+                own = torch.as_tensor(grads[name]).to(parameter.dtype) * (0.5 / norm)
                 torch.testing.assert_close(
                     before[name] - parameter.detach(), own, rtol=1e-3, atol=1e-4
                 )
@@ -508,7 +509,7 @@ def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compressi
         if hvd.rank() == 1:
             grads["third"][7] = 1.2e30  # good, and twice it is more than a residue takes up
         else:
-            own = {name: own[name] + torch.from_numpy(grads[name]).double() for name in SHAPES}
+            own = {name: own[name] + torch.as_tensor(grads[name]).double() for name in SHAPES}
         feed(model, grads)
         optimizer.step()
     assert (compressor.stats()["step"], compressor.stats()["skipped_steps"]) == (1, 1)
@@ -525,7 +526,7 @@ def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compressi
     assert same_on_all_ranks(model.values())
     for name, parameter in model.items():
         for step in (4, 5):
-            own[name] += torch.from_numpy(gradients(SHAPES, hvd.rank(), step)[name]).double()
+            own[name] += torch.as_tensor(gradients(SHAPES, hvd.rank(), step)[name]).double()
         tensor = compressor.residues.tensors.get(name)
         before, left = (
             (residues[name].view(SHAPES[name]), tensor.residue.view(SHAPES[name]))
@@ -555,7 +556,7 @@ def test_a_gradient_scaler(compression):
     plain, scaled = begin(), begin()
     a, _ = make(plain, compression, 3)
     b, compressor = make(scaled, compression, 3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=4)
     for step in range(12):
         overflows = step in (2, 4, 7) and hvd.rank() == step % 2
         grads = gradients(SHAPES, hvd.rank(), step)
@@ -638,7 +639,7 @@ def test_what_changed_before_a_parameter_was_frozen_is_sent():
     model["second"].requires_grad_(False)
     run(optimizer, model, [1], skip=lambda step: ["second"])
     mean = (
-        sum(torch.from_numpy(gradients(SHAPES, rank, 0)["second"]) for rank in range(hvd.size()))
+        sum(torch.as_tensor(gradients(SHAPES, rank, 0)["second"]) for rank in range(hvd.size()))
         / hvd.size()
     )
     torch.testing.assert_close(before - model["second"].detach(), LR * mean, rtol=1e-4, atol=1e-5)
@@ -748,7 +749,7 @@ def test_a_bad_gradient_in_any_evaluation_undoes_the_step(kind):
     still.
     """
     goal = {
-        name: torch.from_numpy(value).clamp(-1, 1)
+        name: torch.as_tensor(value).clamp(-1, 1)
         for name, value in gradients(SHAPES, 7, hvd.rank()).items()
     }
     goal["double"] = goal["double"].double()
@@ -796,7 +797,7 @@ def test_a_bad_gradient_in_any_evaluation_undoes_the_step(kind):
 def test_step_hooks_are_called_once_and_see_gradients_that_are_not_scaled():
     model = begin()
     optimizer, _ = make(model, "ScaleCom", 2)
-    scaler, seen = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    scaler, seen = torch.amp.GradScaler(DEVICE, init_scale=1024.0), []
     optimizer.register_step_pre_hook(lambda *_: seen.append(float(model["first"].grad.abs().max())))
     grads = gradients(SHAPES, hvd.rank(), 0)
     feed(model, {name: grad * 1024 for name, grad in grads.items()})
@@ -838,7 +839,7 @@ def test_a_rank_that_goes_back_forgets_what_lbfgs_gathered():
     model = begin()
     optimizer, _ = make(model, hvd.Compression.none, 2, made=EVALUATES["LBFGS"](model.values()))
     goal = {
-        name: torch.from_numpy(value) for name, value in gradients(SHAPES, 7, hvd.rank()).items()
+        name: torch.as_tensor(value) for name, value in gradients(SHAPES, 7, hvd.rank()).items()
     }
 
     def closure():
@@ -1094,7 +1095,7 @@ def learn(optimizer, model, steps, bad=(), forwards=None):
         for name, grad in gradients(SHAPES, hvd.rank(), step).items():
             loss = (
                 loss
-                + (model[name] * torch.from_numpy(grad).to(model[name].dtype)).sum().float() / 4
+                + (model[name] * torch.as_tensor(grad).to(model[name].dtype)).sum().float() / 4
                 + model[name].square().sum().float()
             )
         if forwards is not None:
@@ -1259,7 +1260,7 @@ def test_a_newcomer_begins_from_the_common_parameters(caplog):
     began = common if hvd.rank() == 1 else saved[2]
     for name, parameter in model.items():
         torch.testing.assert_close(
-            parameter.detach(), began[name] - LR * torch.from_numpy(grads[name]).to(parameter.dtype)
+            parameter.detach(), began[name] - LR * torch.as_tensor(grads[name]).to(parameter.dtype)
         )
     assert ("begins from the common parameters of rank 0" in caplog.text) == (hvd.rank() == 1)
     run(again, model, range(7, 12))

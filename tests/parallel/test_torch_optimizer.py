@@ -80,7 +80,7 @@ OPTIONS = [
 )
 def test_rate_one_equals_stock_horovod(options, mode, dtype):
     passes = options.get("backward_passes_per_step", 1)
-    kind = torch.from_numpy(np.zeros(1, dtype)).dtype
+    kind = torch.as_tensor(np.zeros(1, dtype)).dtype
     ours, theirs = parameters(SHAPES, kind), parameters(SHAPES, kind)
     library, compressor = scalecom(mode, ours, rate=1)
     run(make(ours, library, compression=compressor, **options), ours, passes=passes, dtype=dtype)
@@ -146,7 +146,7 @@ def test_hooks_fire_in_another_order_on_every_rank(mode):
         grads = gradients(shapes, hvd.rank(), step)
         order = np.random.default_rng([hvd.rank(), step]).permutation(list(model))
         for name in order:  # one backward each, so that this is the order
-            (model[name] * torch.from_numpy(grads[name])).sum().backward()
+            (model[name] * torch.as_tensor(grads[name])).sum().backward()
         optimizer.step()
     assert same_on_all_ranks(model.values())
 
@@ -314,7 +314,7 @@ def test_layouts_that_are_not_contiguous():
         optimizer = make(model, compression=hvd.ScaleCom(rate=20, min_numel=100))
         for step in range(5):
             optimizer.zero_grad()
-            weights = torch.from_numpy(gradients(shapes, hvd.rank(), step)["conv"])
+            weights = torch.as_tensor(gradients(shapes, hvd.rank(), step)["conv"])
             (model["conv"] * weights.to(memory_format=torch.channels_last)).sum().backward()
             optimizer.step()
     torch.testing.assert_close(last["conv"], plain["conv"], rtol=0, atol=0)
@@ -428,10 +428,10 @@ def test_nothing_is_lost_of_sparse_gradients(mode, sparse_as_dense):
             total["weight"] += grads["weight"]
             if rank == hvd.rank():
                 looked_up = torch.nn.functional.embedding(
-                    torch.from_numpy(rows), model["table"], sparse=True
+                    torch.as_tensor(rows), model["table"], sparse=True
                 )
-                loss = (looked_up * torch.from_numpy(grads["rows"])).sum() + (
-                    model["weight"] * torch.from_numpy(grads["weight"])
+                loss = (looked_up * torch.as_tensor(grads["rows"])).sum() + (
+                    model["weight"] * torch.as_tensor(grads["weight"])
                 ).sum()
                 loss.backward()
         optimizer.step()
@@ -613,7 +613,7 @@ def test_gradients_with_gaps_or_repeats_in_memory():
         for step in range(3):
             if strides == "every other":
                 memory = torch.full((64, 128), -7.0)
-                memory[:, ::2] = torch.from_numpy(gradients({"w": (64, 64)}, hvd.rank(), step)["w"])
+                memory[:, ::2] = torch.as_tensor(gradients({"w": (64, 64)}, hvd.rank(), step)["w"])
                 model["w"].grad = memory[:, ::2]
             else:
                 model["w"].grad = torch.autograd.grad(model["w"].sum(), model["w"])[0]

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from devices import DEVICE
 from faces import horovods_alone, hvd, in_every_library, stock
 from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 
@@ -112,7 +113,7 @@ def test_grad_scaler_without_skip_synchronize(library):
     """The averages are unscaled when step() synchronises once more."""
 
     def train(optimizer, model):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=3)
         compression = getattr(optimizer, "compression", None) or getattr(
             optimizer, "_compression", None
         )
@@ -139,7 +140,7 @@ def test_gradients_set_by_hand_are_exchanged(library):
     def train(optimizer, model):
         for step in range(6):
             for name, grad in gradients(SHAPES, hvd.rank(), step).items():
-                model[name].grad = torch.from_numpy(grad)
+                model[name].grad = torch.as_tensor(grad)
             optimizer.step()
 
     nothing_is_lost(*compare(library, train), 6)

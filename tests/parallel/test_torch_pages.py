@@ -7,6 +7,7 @@ import pages
 import pytest
 import torch
 from models import same_on_all_ranks
+from test_torch_nodes import remove_process_sets
 
 import scalecom_hvd.torch as hvd
 
@@ -54,6 +55,17 @@ def test_examples(example, tmp_path, monkeypatch):
     if hasattr(scope["optimizer"], "synchronize_parameters"):
         scope["optimizer"].synchronize_parameters()
     assert same_on_all_ranks(scope["model"].parameters())
+
+
+@pytest.mark.parametrize("example", pages.examples("torch nodes"), ids=lambda e: e.name)
+def test_examples_of_nodes(example):
+    scope = scope_of(example.kind)
+    example.shorter("nodes=True", "nodes=2").run(scope)
+    for _ in range(4):
+        scope["train_one_step"]()
+    assert same_on_all_ranks(scope["model"].parameters())
+    scope.clear()
+    remove_process_sets()
 
 
 @pytest.mark.parametrize("method", ["dense", "scalecom"])

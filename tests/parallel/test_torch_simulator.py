@@ -34,7 +34,7 @@ def test_real_ranks_and_simulated_ones_keep_the_same_residues(mode):
         feed(model, everyone[rank])
         optimizer.synchronize()
         averages = simulation.step(
-            [{name: torch.from_numpy(grad) for name, grad in worker.items()} for worker in everyone]
+            [{name: torch.as_tensor(grad) for name, grad in worker.items()} for worker in everyone]
         )
         for name, parameter in model.items():
             torch.testing.assert_close(

@@ -18,6 +18,7 @@ from step_ahead import (
     copies,
     loss,
     make_model,
+    unlike_loss,
 )
 
 
@@ -32,7 +33,7 @@ def make(library=hvd, optimizer="adamw", **settings):
     return model, wrapped, method
 
 
-def take(model, optimizer, step):
+def take(model, optimizer, step, loss=loss):
     optimizer.zero_grad()
     loss(model, hvd.rank(), step).backward()
     optimizer.step()
@@ -51,6 +52,22 @@ def test_they_are_the_oracles(optimizer, settings, caplog):
     oracle.train(other, stepped, config(**settings), hvd.size(), 8, loss, factor)
     assert_close(model, other)
     assert "computed a step ahead" not in caplog.text
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("bits", [32, 3])
+def test_ranks_that_want_opposites(optimizer, bits):
+    model, wrapped, method = make(optimizer=optimizer, bits=bits)
+    other = make_model()
+    for step in range(8):
+        take(model, wrapped, step, unlike_loss)
+    stepped = OPTIMIZERS[optimizer](other.parameters())
+    workers = hvd.size()
+    expected = oracle.train(other, stepped, config(bits=bits), workers, 8, unlike_loss).alignments
+    assert_close(model, other)
+    own = method.residues.alignment.cosine
+    assert own == pytest.approx(expected[hvd.rank()], abs=1e-9)
+    assert workers != 2 or own < 0.5  # that of ranks that agree would be near 1
 
 
 @in_every_library
@@ -378,3 +395,20 @@ def test_local_steps_are_refused():
             compression=hvd.ScaleCom(model=model, **SETTINGS),
             local_steps=4,
         )
+
+
+def test_momentum_of_sparse_gradients():
+    torch.manual_seed(1)
+    layers = torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 6)
+    model = torch.nn.Sequential(*layers)
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model.parameters()),
+        model.named_parameters(),
+        compression=hvd.ScaleCom(model=model, **SETTINGS),
+    )
+    words = torch.arange(4) + hvd.rank()
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(words).square().mean().backward()
+        optimizer.step()
+        assert same_on_all_ranks(model.parameters())

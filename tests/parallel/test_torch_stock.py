@@ -186,7 +186,7 @@ def test_tied_parameters_go_by_one_name():
         optimizer.zero_grad()
         grads = gradients(shapes, hvd.rank(), step)
         for name in list(shapes)[:: 1 if hvd.rank() % 2 else -1]:
-            (model[name] * torch.from_numpy(grads[name])).sum().backward()
+            (model[name] * torch.as_tensor(grads[name])).sum().backward()
         optimizer.step()
         for rank in range(hvd.size()):
             for name, grad in gradients(shapes, rank, step).items():
@@ -215,7 +215,7 @@ def test_a_sparse_embedding_that_a_later_step_does_not_use():
     )
     for step in range(5):
         optimizer.zero_grad()
-        loss = (weight * torch.from_numpy(gradients({"w": (4096,)}, hvd.rank(), step)["w"])).sum()
+        loss = (weight * torch.as_tensor(gradients({"w": (4096,)}, hvd.rank(), step)["w"])).sum()
         if step != 2:
             loss = loss + table(torch.tensor([step])).sum()
         loss.backward()

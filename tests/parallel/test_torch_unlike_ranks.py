@@ -129,6 +129,7 @@ def test_the_test_of_likeness_sees_what_differs():
     assert not same_on_all_ranks([torch.ones(3) + hvd.rank()])
 
 
+@pytest.mark.on_cpus  # streams of the other ranks wait for the step that they gave up
 @in_every_library
 @pytest.mark.parametrize("mode", [{}, {"lookahead": True}, {"warmup_steps": 5}], ids=str)
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.long)])

@@ -14,7 +14,7 @@ WARNS = re.compile("zero_grad|zeroed|thrown away|no step", re.IGNORECASE)
 def mine(number):
     """This rank's gradients of a backward pass."""
     own = gradients(SHAPES, hvd.rank(), number)
-    return {name: torch.from_numpy(grad) for name, grad in own.items()}
+    return {name: torch.as_tensor(grad) for name, grad in own.items()}
 
 
 def average(number):

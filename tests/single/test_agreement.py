@@ -127,9 +127,11 @@ def test_operations():
 
 def test_half_sums_over_gloo_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "scalecom_hvd"):
-        warn_of_half_sums(False, horovod())
-        warn_of_half_sums(True, horovod(mpi=True))
-        warn_of_half_sums(True, horovod(nccl=True))
+        warn_of_half_sums(False, False, horovod())
+        warn_of_half_sums(True, False, horovod(mpi=True))
+        warn_of_half_sums(True, True, horovod(nccl=True))
         assert not caplog.records
-        warn_of_half_sums(True, horovod())
-    assert "wire_dtype='float16' over Gloo" in caplog.text
+        for on_gpus, there in ((False, horovod()), (True, horovod()), (False, horovod(nccl=True))):
+            warn_of_half_sums(True, on_gpus, there)
+            assert "wire_dtype='float16' over Gloo" in caplog.text
+            caplog.clear()

@@ -115,7 +115,9 @@ def test_offsets_that_are_damaged_are_refused(case, loaded_first):
 
     def attach(method):
         parameters = {"weight": torch.nn.Parameter(torch.zeros(6401))}
-        nobody = Mock(in_step=lambda: False, state_dict=dict, synchronisations_in=lambda n: n)
+        nobody = Mock(
+            in_step=lambda: False, state_dict=dict, synchronisations_in=lambda n: n, node=None
+        )
         method.run.begin(parameters, nobody)
 
     made = new_method()

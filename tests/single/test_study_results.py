@@ -15,10 +15,10 @@ def result(score, losses, **more):
         "losses": [[i + 1, loss] for i, loss in enumerate(losses)],
         "bytes": [[i + 1, 100 * (i + 1)] for i in range(len(losses))],
         "norms": [[1, 2.0, 0.5], [2, 3.0, 0.25]],
-        "looks": [],
         "bytes_per_step": 100,
         "bytes_whole_per_step": 40,
         "parameters": 1000,
+        "rate": 100,
     } | more
 
 
@@ -26,14 +26,14 @@ def result(score, losses, **more):
 def study():
     make = study_cases.case
     cases = [
-        make("accuracy", "lstm", "dense", "lstm"),
-        make("accuracy", "lstm", "ScaleCom", "lstm", "ScaleCom", 100, 100),
-        make("accuracy", "lstm", "RandomK", "lstm", "RandomK", 100, 100),
-        make("accuracy", "lstm", "GTopK", "lstm", "GTopK", 100, 100),
+        make("rivals", "lstm", "dense", "lstm"),
+        make("rivals", "lstm", "the defaults", "lstm", "ScaleCom", 2, None),
+        make("rivals", "lstm", "RandomK", "lstm", "RandomK", 1, 100),
+        make("rivals", "lstm", "LocalTopK", "lstm", "LocalTopK", 0.5, 100, lr=0.1, beta=1.0),
     ]
     found = [
         result(2.0, [4, 2, 1, 1, 1]),
-        result(2.5, [4, 4, 2, 2, 2], looks=[{"step": 400, "energy_sent": 0.3}]),
+        result(2.5, [4, 4, 2, 2, 2]),
         result(3.0, [4, 4, 4, 4, 4]),
         result(None, [4, 2]),
     ]
@@ -67,7 +67,6 @@ def test_other_numbers_of_a_case(study):
     assert (found["kB per step"], found["kB compressed"]) == (0.1, 0.06)
     assert (found["largest residue"], found["last residue"]) == (3.0, 3.0)
     assert found["residue bound"] == pytest.approx(2 * 100 * 0.5, rel=0.02)
-    assert (found["energy sent"], found["d/k"]) == (0.3, None)
 
 
 def test_what_came_apart_is_said_and_the_csv_holds_all_numbers(study, tmp_path):
@@ -75,8 +74,12 @@ def test_what_came_apart_is_said_and_the_csv_holds_all_numbers(study, tmp_path):
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert [row["mean"] for row in rows] == ["2.0", "2.5", "3.0", ""]
     assert rows[1]["better"] == "-0.5"
+    study_results.write_scores(study, tmp_path / "scores.csv")
+    runs = list(csv.DictReader((tmp_path / "scores.csv").open()))
+    assert [run["score"] for run in runs] == ["2.0000", "2.5000", "3.0000", ""]
+    assert (runs[3]["what"], runs[3]["lr"], runs[3]["beta"]) == ("LocalTopK", "0.1", "1.0")
     study_results.write_tables(study, tmp_path / "tables.md")
     assert (
-        "| source code, LSTM | gTop-k | 100 | came apart (1 of 1) |"
+        "| source code, LSTM | local top-k | 0.5 | came apart (1 of 1) |"
         in (tmp_path / "tables.md").read_text()
     )

@@ -20,6 +20,7 @@ import torch
 from scalecom_hvd import ddp
 from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange import QSGD, CollectiveError, Exchange, LocalTopK, ScaleCom
+from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.reference import ScaleComReference, select
 
 SECONDS = 60  # that a rank waits for others at most
@@ -104,6 +105,7 @@ class ThreadCollectives:
 
     elastic = False
     spins = True
+    is_ordered = False
 
     def __init__(self, hub, rank):
         self._hub, self.position = hub, rank
@@ -129,7 +131,7 @@ class ThreadCollectives:
 class Rank:
     """One rank: a model, an optimizer, and an exchange that backward's hooks report to."""
 
-    def __init__(self, hub, rank, compression, counts=bool, **settings):
+    def __init__(self, hub, rank, compression, node=None, **settings):
         generator = torch.Generator().manual_seed(0)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(64, 100), torch.nn.Tanh(), torch.nn.Linear(100, 30)
@@ -140,7 +142,7 @@ class Rank:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.method = compression(**settings)
         transport = ThreadCollectives(hub, rank)
-        self.exchange = Exchange(self.parameters, self.method, transport, counts=counts)
+        self.exchange = Exchange(self.parameters, self.method, transport, node=node)
         self.data = torch.Generator().manual_seed(rank + 1)
         self.whims, self.late = random.Random(rank), []
         self.goal = torch.randn(64, 30, generator=generator) / 8
@@ -343,41 +345,81 @@ def test_a_rank_that_fails_ends_the_step_on_all(fields):
 
 
 @pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": LocalTopK}], ids=str)
-def test_a_step_counts_if_ranks_that_hold_other_shards_agree(fields):
+def test_a_step_counts_if_all_shards_of_a_node_are_sound(fields):
     """Two nodes of two ranks: peers exchange a shard, and a NaN in one shard voids the step on all.
 
     Nothing of it is left on ranks whose own shard was sound.
     """
-    fields = {"rate": 20, "min_numel": 200, "dense": (), "warmup_steps": 0} | fields
-    compression = fields.pop("compression", ScaleCom)
-    everyone, shards = Hub(4), [Hub(2), Hub(2)]
-    asked = [[] for _ in range(4)]
 
-    def act(rank):
-        node, shard = divmod(rank, 2)
-        all_ranks = ThreadCollectives(everyone, rank)
-
-        def counts(sound):
-            asked[rank].append(sound)
-            mine = torch.tensor([float(sound)])
-            work = all_ranks.all_reduce(mine, f"counts.{len(asked[rank])}")
-            return bool(work.wait() == 1)
-
-        own = Rank(shards[shard], node, compression, counts=counts, **fields)
+    def act(rank, own):
         for step in range(6):
             own.step(spoilt=step == 3 and rank == 1)
-        return own
 
-    with ThreadPoolExecutor(4) as threads:
-        ranks = [job.result(2 * SECONDS) for job in [threads.submit(act, r) for r in range(4)]]
-    for hub in (everyone, *shards):
-        hub.stop()
-    assert asked == [[True] * 6, [True] * 3 + [False] + [True] * 2] * 2
+    ranks, errors = train_on_nodes(act, **fields)
+    assert errors == [None] * 4
     for own in ranks:
         assert (own.method.stats()["step"], own.method.stats()["skipped_steps"]) == (5, 1)
         assert all(np.isnan(average).all() for average in own.averages[3].values())
         for name, residue in own.residues[3].items():
             np.testing.assert_allclose(residue, own.residues[2][name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_rank_that_is_lost_ends_the_step_on_all_ranks_of_all_nodes():
+    """Its peer sees it by their shard, its neighbour by their node, the last by its neighbour."""
+
+    def act(rank, own):
+        for _ in range(3):
+            own.step()
+        if rank == 0:
+            raise OSError("no route to host")
+        own.step()
+
+    ranks, errors = train_on_nodes(act)
+    assert type(errors[0]) is OSError
+    assert {type(error) for error in errors[1:]} == {CollectiveError}
+    assert "could not end this step" in str(errors[3])
+    for own in ranks:
+        for name, residue in own.residues_now().items():
+            np.testing.assert_allclose(residue, own.residues[-1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_shards_that_are_at_different_steps_are_refused():
+    def act(rank, own):
+        if rank % 2:
+            own.method.residues.step = 7
+        own.step()
+
+    _, errors = train_on_nodes(act)
+    assert all(
+        "ranks of this node are at different steps, [0, 7]" in str(error) for error in errors
+    )
+
+
+def train_on_nodes(act, **fields):
+    """Run act(rank, own) on two nodes of two ranks; gives the ranks, and what each raised."""
+    fields = {"rate": 20, "min_numel": 200, "dense": (), "warmup_steps": 0} | fields
+    compression = fields.pop("compression", ScaleCom)
+    nodes, shards = [Hub(2), Hub(2)], [Hub(2), Hub(2)]
+    ranks, errors = [None] * 4, [None] * 4
+
+    def live(rank):
+        node, shard = divmod(rank, 2)
+        members = Node(ThreadCollectives(nodes[node], shard))
+        ranks[rank] = Rank(shards[shard], node, compression, node=members, **fields)
+        try:
+            act(rank, ranks[rank])
+        except Exception as error:
+            errors[rank] = error
+            if isinstance(error, OSError):  # its process ends
+                nodes[node].stop(str(error))
+                shards[shard].stop(str(error))
+
+    with ThreadPoolExecutor(4) as threads:
+        for job in [threads.submit(live, rank) for rank in range(4)]:
+            job.result(2 * SECONDS)
+    for hub in (*nodes, *shards):
+        hub.stop()
+    return ranks, errors
 
 
 @pytest.mark.parametrize("face", ["ddp", "torch"])

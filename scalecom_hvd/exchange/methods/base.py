@@ -25,6 +25,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step, Wait
+from scalecom_hvd.exchange.devices import HostCopy
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.quantisers import Quantiser, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues
@@ -208,7 +209,7 @@ class Method:
         return {"quantiser": repr(self.quantiser)} if self.quantiser.rounds else {}
 
     @property
-    def loss_scale(self) -> Callable[[], float]:
+    def loss_scale(self) -> Callable[[], float | torch.Tensor]:
         """Gives the current loss scale; may be set to a GradScaler too."""
         return self._read_scale
 
@@ -216,15 +217,15 @@ class Method:
     def loss_scale(self, loss_scale: Any) -> None:
         self._read_scale = _scale_reader(loss_scale)
 
-    def unscaling(self) -> float:
-        """1 / loss scale: what makes gradients of the residues' units."""
-        scale = float(self._read_scale())
-        if not 0 < scale < math.inf:
-            raise ValueError(
-                f"the loss scale is {scale:g}: loss_scale= must give a finite number above 0, such "
-                "as a GradScaler's"
-            )
-        return 1 / scale
+    def unscaling(self) -> Wait[float]:
+        """1 / loss scale, what makes gradients of the residues' units, when its device has it."""
+        scale = self._read_scale()
+        if not isinstance(scale, torch.Tensor):
+            scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
+        comes: Wait[float] = Wait("loss scale", HostCopy(scale), round=0, then=_inverse)
+        if comes.work.done():  # what is wrong is said at once
+            comes.now()
+        return comes
 
     def watch(self, model: nn.Module) -> None:
         """Compute this model's gradients a step ahead, if the settings say so.
@@ -332,7 +333,16 @@ class Method:
         self.load_state_dict(saved)
 
 
-def _scale_reader(loss_scale: object) -> Callable[[], float]:
+def _inverse(scale: torch.Tensor) -> float:
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"the loss scale is {float(scale):g}: loss_scale= must give a finite number above 0, "
+            "such as a GradScaler's"
+        )
+    return 1 / float(scale)
+
+
+def _scale_reader(loss_scale: object) -> Callable[[], float | torch.Tensor]:
     if loss_scale is None:
         return lambda: 1.0
     reader = getattr(loss_scale, "get_scale", loss_scale)
@@ -341,4 +351,11 @@ def _scale_reader(loss_scale: object) -> Callable[[], float]:
             "loss_scale must be a GradScaler or a callable that gives the current scale, not "
             f"{loss_scale!r}"
         )
-    return reader
+
+    def read() -> float | torch.Tensor:
+        # A GradScaler's own tensor, which get_scale() waits for; None, or missing: it has none yet.
+        scale = getattr(loss_scale, "_scale", None)
+        of_pytorch = isinstance(loss_scale, torch.amp.GradScaler) and scale is not None
+        return scale if of_pytorch else reader()
+
+    return read

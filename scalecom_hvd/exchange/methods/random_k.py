@@ -78,12 +78,10 @@ def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:
     One in each lane, uniformly; in exact geometry any, without repeats.
     """
     if isinstance(geometry, Positions):
-        return torch.randperm(geometry.numel, generator=random)[: geometry.k]
+        return torch.randperm(geometry.numel, generator=random, device="cpu")[: geometry.k]
     starts, strides, rows = _lanes(geometry)
-    row = (torch.rand(geometry.k, generator=random, dtype=torch.float64).numpy() * rows).astype(
-        np.int64
-    )
-    return torch.from_numpy(starts + row * strides)
+    share = torch.rand(geometry.k, generator=random, dtype=torch.float64, device="cpu").numpy()
+    return torch.from_numpy(starts + (share * rows).astype(np.int64) * strides)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,103 @@
+"""What a device mesh of nodes says: who this rank's peers are, and who is in its node.
+
+The mesh is PyTorch's own for hybrid sharding: nodes times the ranks of each, with dimensions named
+"replicate" and "shard". Imports process_group_collectives, and node of exchange/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
+from scalecom_hvd.exchange.node import Node
+
+BETWEEN, INSIDE = "replicate", "shard"
+EXAMPLE = 'init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))'
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise TypeError or ValueError unless this is a mesh of nodes."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, such as {EXAMPLE}, not {mesh!r}")
+    if mesh.mesh_dim_names != (BETWEEN, INSIDE):
+        raise ValueError(
+            f"mesh has the dimensions {mesh.mesh_dim_names}, and must have {(BETWEEN, INSIDE)}: "
+            f"gradients are averaged whole along the second, and compressed along the first. Give "
+            f"{EXAMPLE}. Tensor and pipeline parallelism beside them are not supported"
+        )
+
+    ranks = mesh.mesh
+    if not all(torch.equal(ranks, ranks.sort(dim).values) for dim in (0, 1)):
+        raise ValueError(
+            f"mesh has ranks {ranks.tolist()}: they must rise along both dimensions, as process "
+            f"groups number their ranks so. Give {EXAMPLE}"
+        )
+
+
+def peers_of(mesh: DeviceMesh, devices: Iterable[torch.device]) -> ProcessGroupCollectives:
+    """The ranks that hold the same shard as this one, one on each node. All ranks call it."""
+    return ProcessGroupCollectives(mesh.get_group(BETWEEN), devices=devices)
+
+
+def node_of(mesh: DeviceMesh, devices: Iterable[torch.device]) -> Node:
+    """The ranks of this rank's node. All ranks call it together."""
+    return Node(ProcessGroupCollectives(mesh.get_group(INSIDE), sums=True, devices=devices))
+
+
+def check_same_ranks(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError unless the mesh has the ranks that DDP's wrapper averages over."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
+        raise ValueError(
+            f"mesh has ranks {mesh.mesh.flatten().tolist()}, and DistributedDataParallel averages "
+            f"over ranks {ranks}: give both the same"
+        )
+
+
+def check_shards(parameters: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
+    """Raise TypeError or ValueError unless each is sharded inside of the node, and nowhere else."""
+    own = dist.get_process_group_ranks(mesh.get_group(INSIDE))
+    for name, parameter in parameters.items():
+        theirs = getattr(parameter, "device_mesh", None)
+        if theirs is None:
+            raise TypeError(
+                f"{name} is not sharded, and mesh= is for models that are: call "
+                f'fully_shard(model, mesh=mesh["{INSIDE}"]) first. If each rank has the whole '
+                "model, wrap it by DistributedDataParallel, and give the mesh to ScaleComState"
+            )
+        if theirs.ndim > 1:
+            raise ValueError(
+                f"{name} lies on a mesh of the dimensions {theirs.mesh_dim_names}: fully_shard "
+                "would average its gradients between nodes itself, whole. Give it one dimension: "
+                f'fully_shard(module, mesh=mesh["{INSIDE}"])'
+            )
+        (placement,) = parameter.placements  # type: ignore[attr-defined]
+        if sorted(theirs.mesh.flatten().tolist()) != sorted(own) or not placement.is_shard():
+            raise ValueError(
+                f"{name} is placed by {placement} on ranks {theirs.mesh.tolist()}, and the mesh's "
+                f'dimension "{INSIDE}" has ranks {own}: call fully_shard(module, '
+                f'mesh=mesh["{INSIDE}"]) with the mesh that is given here'
+            )
+
+
+def check_averages(
+    group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> None:
+    """Raise RuntimeError unless FSDP2's reduce-scatters average over this group. Its ranks call it.
+
+    Over Gloo, older releases of PyTorch summed where FSDP2 asks for averages, without a word
+    (github.com/pytorch/pytorch/issues/162338).
+    """
+    size = dist.get_world_size(group)
+    found = torch.empty(1, device=device)
+    ones = torch.ones(size, device=device)
+    dist.reduce_scatter_tensor(found, ones, op=dist.ReduceOp.AVG, group=group)
+    if found.item() != 1:
+        raise RuntimeError(
+            f"this PyTorch ({torch.__version__}) sums over {dist.get_backend(group)} where FSDP2 "
+            f"asks for averages, so that gradients would be {size} times too large: update PyTorch"
+        )

@@ -1,0 +1,252 @@
+"""Gradients of FSDP2's shards, exchanged between nodes before backward returns.
+
+fully_shard averages gradients inside a node, and leaves each rank its shard of them, as p.grad.
+Hooks report these shards to an exchange among this rank's peers while backward goes on. When
+backward ends, p.grad becomes the average over all ranks: a script sees what plain FSDP2, sharding
+inside nodes and replicating between them, would give it. FSDPModule.set_all_reduce_hook is no
+place for that: FSDP2 uses the buffer as soon as the hook returns, and averages exist only when all
+buckets are known to be sound.
+
+Imports exchange, methods, gradients and optimizers of exchange/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from scalecom_hvd.exchange.collectives import Collectives
+from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.gradients import any_of, local_part
+from scalecom_hvd.exchange.methods import Method
+from scalecom_hvd.exchange.node import Node
+from scalecom_hvd.exchange.optimizers import check_parameters
+from scalecom_hvd.exchange.unused_averages import UnusedAverages
+
+
+class ShardedGradients:
+    """The gradients of one optimizer's sharded parameters on this rank.
+
+    Args:
+        parameters: {name: DTensor}, sharded in the node alone.
+        method: begins to serve them.
+        peers: who holds the same shards.
+        node: who holds the others.
+        groups: names that are to share a bucket.
+        passes: how many backward passes add up before gradients are exchanged.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        method: Method,
+        peers: Collectives,
+        node: Node,
+        groups: list[list[str]] | None,
+        passes: int,
+    ) -> None:
+        # To the exchange shards are parameters like any other, in the memory of those of the model.
+        with torch.no_grad():
+            shards = {name: nn.Parameter(local_part(p)) for name, p in parameters.items()}
+        node.whole = {name: tuple(p.shape) for name, p in parameters.items()}
+        self._exchange = Exchange(
+            shards, method, peers, groups=groups, asks_for_use=True, node=node
+        )
+        self._parameters = {p: shards[name] for name, p in parameters.items()}
+        self.passes, self._passes_over = passes, 0
+        # The backward that is under way, by autograd's number of it, and whose gradients it has
+        # brought so far.
+        self._backward: int | None = None
+        self._latest = -1
+        self._came: set[torch.Tensor] = set()
+        # Whose gradients this step has brought, in order, and those that the exchange has.
+        self._arrived: dict[torch.Tensor, None] = {}
+        self._taken: dict[torch.Tensor, Any] = {}
+        # A module that is called twice may have its gradients reduced twice in a backward, after
+        # passes without synchronisation: only the second time they are complete.
+        self._late: set[torch.Tensor] = set()
+        self._is_first = True
+        self._unused = UnusedAverages()
+        self._serves_ahead(method, parameters, peers)
+        itself = weakref.ref(self)
+        for parameter in parameters.values() if peers.size > 1 else ():
+            _served_by[parameter] = itself  # an optimizer that was made before is retired
+            parameter.register_post_accumulate_grad_hook(functools.partial(_report, itself))
+
+    def _serves_ahead(
+        self, method: Method, parameters: Mapping[str, torch.Tensor], peers: Collectives
+    ) -> None:
+        """Parameters are moved ahead by way of those that the optimizer and the script know."""
+        if method.ahead is not None:
+            method.ahead.serve(parameters, method.residues, peers.size * peers.share)
+
+    def came(self, parameter: torch.Tensor) -> None:
+        """FSDP2 has reduced a gradient inside of the node. Waits for nothing."""
+        backward = torch._C._current_graph_task_id()
+        if self._backward != backward:
+            if backward < self._latest:  # autograd counts upwards
+                raise RuntimeError(
+                    "a backward ran within this one, as activation checkpointing with "
+                    "use_reentrant=True has it: give checkpoint(..., use_reentrant=False)"
+                )
+            if self._backward is not None:  # it ended in an error, and its gradients are lost
+                self.forget(keeps=False)
+            self._backward = self._latest = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if parameter in self._came:
+            self._late.add(parameter)
+        self._came.add(parameter)
+        self._arrived[parameter] = None
+        if parameter in self._taken:  # too early
+            self._exchange.abort()
+            self._give_back()
+        is_last_pass = self._passes_over + 1 >= self.passes
+        if is_last_pass and not self._is_first and parameter not in self._late:
+            self._report(parameter)
+
+    def _report(self, parameter: torch.Tensor) -> None:
+        """Give the exchange a gradient, which FSDP2 must not add anything to from now on."""
+        if not self._taken:
+            self._unused.begin()
+        self._taken[parameter], parameter.grad = parameter.grad, None
+        shard, grad = self._parameters[parameter], self._taken[parameter]
+        shard.grad = None if grad is None else local_part(grad)
+        self._exchange.ready(shard)
+
+    @torch.no_grad()
+    def _give_back(self) -> None:
+        """Gradients that the exchange had are p.grad again, with what came meanwhile."""
+        for parameter, grad in self._taken.items():
+            if grad is not None:
+                if parameter.grad is not None:
+                    grad += parameter.grad
+                parameter.grad = grad
+            self._parameters[parameter].grad = None
+        self._taken.clear()
+
+    def _end_backward(self) -> None:
+        """All gradients of a backward are here."""
+        self._backward = None
+        self._came.clear()
+        self._passes_over += 1
+        if self._passes_over >= self.passes:
+            self.exchange()
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Average what backward has brought since the last time, if it brought anything.
+
+        All ranks are here: what some backward brings to one rank it brings to all.
+        """
+        if not self._passes_over:
+            return
+        self._passes_over, self._is_first = 0, False
+        try:
+            for parameter in dict.fromkeys([*self._arrived, *self._parameters]):
+                if parameter not in self._taken:
+                    self._report(parameter)
+            self._exchange.finish()
+            self._exchange.look()
+            self._unused.end(self._exchange.has_sent)
+            averages = {p: self._exchange.result(shard) for p, shard in self._parameters.items()}
+            self._give_back()
+            for parameter, average in averages.items():
+                _put(parameter, average)
+        finally:  # after an error the exchange has given the step up
+            self.forget()
+
+    def forget(self, keeps: bool = True) -> None:
+        """Begin anew; p.grad is what it was, or, of gradients that the exchange had, None."""
+        if self._exchange.in_step():
+            self._exchange.abort()
+        if not keeps:
+            self._taken = dict.fromkeys(self._taken)
+        self._give_back()
+        self._arrived.clear()
+        self._came.clear()
+        self._passes_over, self._backward = 0, None
+
+    def end_failed_backward(self) -> None:
+        """Forget a backward that never ended; it is not under way, as the script goes on."""
+        if self._backward is not None:
+            self.forget(keeps=False)
+
+    @property
+    def known(self) -> Mapping[torch.Tensor, Any]:
+        """The parameters that ranks have agreed on."""
+        return self._parameters
+
+
+# Who averages a parameter's gradients: the optimizer that was made last.
+_served_by: MutableMapping[torch.Tensor, weakref.ref[ShardedGradients]] = WeakTensorKeyDictionary()
+
+
+def _report(gradients: Callable[[], ShardedGradients | None], parameter: torch.Tensor) -> None:
+    own = gradients()
+    # None: the optimizer was deleted, and its parameters go on.
+    if own is not None and _served_by.get(parameter) is gradients:
+        own.came(parameter)
+
+
+def _put(parameter: Any, average: torch.Tensor) -> None:
+    """p.grad becomes the average; None where no rank has a gradient, as in plain FSDP2."""
+    if parameter.grad is not None:
+        own = local_part(parameter.grad)
+        if own.data_ptr() != average.data_ptr():
+            own.copy_(average)
+    elif any_of(average):
+        parameter.grad = type(parameter.data).from_local(
+            average.detach(),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+class AveragesInBackward:
+    """What an optimizer of sharded parameters has over its own class, which is the next base."""
+
+    _gradients: ShardedGradients
+    _method: Method
+
+    def synchronize(self) -> None:
+        """Average what was not: backward does, unless backward_passes_per_step waits for more."""
+        self._gradients.exchange()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Skip nothing: gradients are averaged when backward returns."""
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Let so many backward passes add up from now on; not in the middle of a step."""
+        self._gradients.passes = passes
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As ever; gradients of a backward that ended in an error go, too."""
+        self._gradients.end_failed_backward()
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step by averages."""
+        groups = self.param_groups  # type: ignore[attr-defined]
+        check_parameters(groups, self._gradients.known, "average")
+        self._gradients.exchange()
+        return super().step(*args, **kwargs)  # type: ignore[misc]
+
+    # The next base's calls a step's hooks.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    @property
+    def compression(self) -> Method:
+        """This optimizer's method, with stats() and state_dict()."""
+        return self._method

@@ -1,0 +1,267 @@
+"""The ranks of one node, each of which holds a part of every gradient.
+
+Inside a node, where links are fast, gradients are averaged whole, and every rank has its own part
+of the average, its *shard*. Between nodes the ranks that hold the same shard, the *peers*, exchange
+it: they are the Collectives of an Exchange. So an exchange sees ordinary tensors, and only one
+question goes beyond its peers: whether a step counts. A gradient may not be finite in another
+shard, or its exchange may have failed.
+
+Where each rank has the whole model, `Shards` cuts its gradients, and puts the averages together
+again. Imports alignment, collectives, gradients, residue and saved_state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from scalecom_hvd.exchange.alignment import nothing_sent
+from scalecom_hvd.exchange.collectives import CollectiveError, Collectives, Work
+from scalecom_hvd.exchange.gradients import wide_dtype
+from scalecom_hvd.exchange.residue import Residues, torch_dtype
+from scalecom_hvd.saved_state import Saved
+
+GAVE_UP, VOID, SOUND = range(3)
+
+
+class Node:
+    """The ranks of this node. All of them end every step, and ask each other once in each.
+
+    Args:
+        ranks: of this node, for nothing else than this; their `all_reduce` gives sums.
+        everyone: all ranks of all nodes, where a script may call for averages at any time; None:
+            where backward does.
+        number: of this node, the same on all its ranks, and on none other's that they are in. None:
+            the next that this process has not used.
+
+    Attributes:
+        everyone: see above.
+        whole: {name: shape} of the tensors that its ranks share out; None: it is as their parts.
+        size: how many ranks the node has, and so how many shards every tensor.
+        position: this rank's place in the node: which shard it holds.
+        bytes_sent: what this rank has sent inside the node, since somebody set it to 0.
+        shards: of a model that each rank has whole; None: its tensors are sharded already.
+    """
+
+    def __init__(
+        self, ranks: Collectives, everyone: Collectives | None = None, number: int | None = None
+    ) -> None:
+        self.everyone = everyone
+        # Every rank makes its nodes in the same order.
+        number = ranks.numbers.claim() if number is None else number
+        self._ranks, self._name = ranks, f"scalecom.node.{number}"
+        self.size, self.position = ranks.size, ranks.position
+        self.bytes_sent = 0
+        self.whole: Mapping[str, tuple[int, ...]] | None = None
+        self.shards: Shards | None = None
+        self._has_told = False
+
+    @contextlib.contextmanager
+    def ending_a_step(self) -> Iterator[None]:
+        """Around what ends a step. Where it fails, the others are told, and fail too.
+
+        Without this they would wait for ever for a rank that lost a peer.
+        """
+        self._has_told = False
+        try:
+            yield
+        except BaseException:
+            if not self._has_told:
+                self._tell(GAVE_UP, 0, nothing_sent())
+            raise
+
+    def counts(self, is_sound: bool, step: int, products: torch.Tensor) -> bool:
+        """Whether the step is sound in all shards, so that it counts. Waits for all ranks.
+
+        Args:
+            is_sound: in this shard; the same on all peers.
+            step: its number.
+            products: of this shard (alignment.py). They become the sums over all shards: ranks of
+                a node move ahead alike.
+
+        Raises:
+            CollectiveError: a rank of the node could not end the step; on all others.
+            RuntimeError: shards are at different steps; on all ranks.
+        """
+        told = self._tell(SOUND if is_sound else VOID, step, products)
+        states, steps = told[:, 0].tolist(), told[:, 1].int().tolist()
+        if GAVE_UP in states:
+            raise CollectiveError(
+                "a rank of this node could not end this step, so that its shard was not averaged: "
+                "see that rank's own error"
+            )
+        if len(set(steps)) > 1:
+            raise RuntimeError(
+                f"the ranks of this node are at different steps, {steps}: "
+                "load the residues of the same step on all ranks, or on none"
+            )
+        products.copy_(told[:, 2:].sum(0))
+        return all(state == SOUND for state in states)
+
+    def _tell(self, state: int, step: int, products: torch.Tensor) -> torch.Tensor:
+        """(ranks, 5): the state, the step and the products of every rank of the node.
+
+        Who gives up does not wait: the others may be lost.
+        """
+        self._has_told = True
+        row = torch.cat([products.new_tensor([state, step]), products])
+        work = self._ranks.gather(row[None], self._name)
+        return row[:0] if state == GAVE_UP else work.wait()
+
+    def add_up(self, buffer: torch.Tensor, what: str) -> Work:
+        """Add up the buffers of all ranks of the node, in place.
+
+        All ranks call it; in one order, if their transport does not look at names.
+
+        An all-reduce, in the place of a reduce-scatter and an all-gather, sends twice as much over
+        links that are fast, needs no buffer in the order of shards, and is quicker over Gloo.
+
+        Args:
+            buffer: float32 or float64.
+            what: of this name no two are under way.
+        """
+        self.bytes_sent += 2 * (self.size - 1) * buffer.nbytes // self.size
+        return self._ranks.all_reduce(buffer, f"{self._name}.{what}")
+
+    def note_submitted(self) -> Work:
+        """This rank has submitted all of a step; the work ends when all ranks of all nodes have.
+
+        A rank that leaves shuts Horovod down on all ranks. Without this, that could happen while a
+        node waits for a rank that is slower.
+        """
+        return self.everyone.gather(torch.zeros(1, device="cpu"), f"{self._name}.submitted")
+
+    def state_dict(self) -> Saved:
+        """Which shard this rank's residues are of; and the node's residues, where it keeps them."""
+        state: Saved = {"shard": [self.position, self.size]}
+        whole = {} if self.shards is None else self.shards.residues
+        return state if not whole else {**state, "node_residues": dict(whole)}
+
+    def load_state_dict(self, state: Saved) -> None:
+        """Take up the node's residues that `state_dict` gave."""
+        if self.shards is not None:
+            self.shards.take_up(state.get("node_residues", {}))
+
+
+class Shards:
+    """This rank's shard of every tensor of a model that all ranks have whole.
+
+    A shard is a run of the flattened tensor. Those of a small tensor may be empty.
+
+    Args:
+        parameters: {name: parameter}.
+        node: who has the other shards.
+
+    Attributes:
+        parameters: see above.
+        stand_ins: {name: parameter}, in the place of the shards: of their sizes, without numbers.
+        residues: {name: (N,)} of the whole node, if they are kept. This rank's own are a part.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], node: Node) -> None:
+        self.parameters, self._node = dict(parameters), node
+        node.whole = {name: tuple(p.shape) for name, p in parameters.items()}
+        self._parts: dict[str, slice] = {}
+        self.stand_ins: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            size = -(-parameter.numel() // node.size)
+            begin = min(node.position * size, parameter.numel())
+            self._parts[name] = slice(begin, min(begin + size, parameter.numel()))
+            length = self._parts[name].stop - begin
+            self.stand_ins[name] = nn.Parameter(parameter.new_zeros(1).expand(length))
+        self.residues: dict[str, torch.Tensor] = {}
+        self._sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._flat: dict[torch.dtype, torch.Tensor] = {}
+        self._saved: Mapping[str, torch.Tensor] = {}
+
+    def cut(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a flattened tensor: a view."""
+        return flat[self._parts[name]]
+
+    def keep_residues(self, residues: Residues) -> None:
+        """Keep those of the whole node, of which this rank's own become a part.
+
+        Step-ahead gradients need them: every rank computes at the point that is its node's.
+        """
+        # Of some tensors this rank's shard is empty: it has others' all the same.
+        names = [name for name, rate in residues.rates.items() if rate > 1]
+        kinds = {name: _residue_dtype(self.parameters[name], residues) for name in names}
+        sizes: dict[torch.dtype, int] = {}
+        for name in names:
+            sizes[kinds[name]] = sizes.get(kinds[name], 0) + self._sizes[name]
+        device = self.parameters[names[0]].device if names else None
+        self._flat = {d: torch.zeros(n, dtype=d, device=device) for d, n in sizes.items()}
+        left = dict(self._flat)
+        for name in names:
+            dtype, size = kinds[name], self._sizes[name]
+            self.residues[name], left[dtype] = left[dtype].tensor_split([size])
+            tensor = residues.tensors.get(name)
+            if tensor is not None:
+                own = self.cut(name, self.residues[name])
+                own.copy_(tensor.residue)
+                tensor.residue = own
+        self.take_up(self._saved)
+
+    def share_residues(self) -> None:
+        """Give all ranks of the node each other's, after a step that counts. Waits for them."""
+        for name, whole in self.residues.items():
+            part = self._parts[name]
+            whole[: part.start].zero_()
+            whole[part.stop :].zero_()
+        works = [self._node.add_up(flat, f"residues.{d}") for d, flat in self._flat.items()]
+        for work in works:
+            work.wait()
+
+    def take_up(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Continue with the node's residues that were saved. Without them, others' are zero."""
+        self._saved = {} if self.residues else saved
+        for name, whole in self.residues.items():
+            own = self.cut(name, whole).clone()
+            whole.copy_(saved[name]) if name in saved else whole.zero_()
+            self.cut(name, whole).copy_(own)
+
+
+def _residue_dtype(parameter: torch.Tensor, residues: Residues) -> torch.dtype:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return torch_dtype(residues.config.residue_dtype_for(dtype))
+
+
+class WholeBuffer:
+    """A buffer of gradients that is averaged in a node, and made whole again after the exchange.
+
+    Args:
+        buffer: (N,), whose numbers become averages.
+        node: with whom.
+        name: of this buffer alone, among those that are under way.
+    """
+
+    def __init__(self, buffer: torch.Tensor, node: Node, name: str) -> None:
+        self._buffer, self._node, self._name = buffer, node, name
+        # Sums of narrow dtypes would overflow, or lose what is small.
+        wide = buffer.to(wide_dtype(buffer)).div_(node.size) if self._is_narrow() else None
+        self._wide = buffer.div_(node.size) if wide is None else wide
+        self._work: Work | None = node.add_up(self._wide, name)
+
+    def _is_narrow(self) -> bool:
+        return self._buffer.dtype != wide_dtype(self._buffer)
+
+    def is_averaged(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._work.done()
+
+    def wait(self) -> None:
+        """Wait for what is under way; the buffer then holds it."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+            if self._is_narrow():
+                self._buffer.copy_(self._wide)
+
+    def complete(self) -> None:
+        """The buffer holds this rank's shards, and zeros: begin to add the other ranks'."""
+        if self._is_narrow():
+            self._wide.copy_(self._buffer)
+        self._work = self._node.add_up(self._wide, self._name)

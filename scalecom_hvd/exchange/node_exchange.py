@@ -1,0 +1,186 @@
+"""An exchange between nodes, as an optimizer asks for it whose ranks have whole gradients.
+
+A gradient that backward brings is averaged inside the node first, as a copy: p.grad stays what the
+script sees. The exchange gets this rank's shard of the average, at the latest when averages are
+asked for. All ranks of all nodes ask for them equally often, so what they have to tell each other
+(new_gradients.py) they tell among all. DDP's hook, whose gradients come in buckets and in one
+order, does the same by itself. Imports exchange, node, new_gradients and methods/base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from scalecom_hvd.exchange.collectives import Collectives, gather_objects
+from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.methods.base import Method
+from scalecom_hvd.exchange.new_gradients import CHANGED, check_same_parameters, digest, fill_in
+from scalecom_hvd.exchange.node import Node, Shards, WholeBuffer
+
+
+class NodeExchange:
+    """The exchange of one optimizer's gradients; see Exchange, whose methods these are.
+
+    Args:
+        parameters: {name: parameter} of all that are trained, in the model's order.
+        method: begins to serve them.
+        peers: the ranks at this rank's place in other nodes.
+        node: the ranks of this node, which knows of all others.
+        groups: names that are to share a bucket.
+        sparse_as_dense: whether sparse gradients are made dense; else they are refused.
+
+    Attributes:
+        trained: the parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        method: Method,
+        peers: Collectives,
+        node: Node,
+        groups: Sequence[Sequence[str]] | None,
+        sparse_as_dense: bool,
+    ) -> None:
+        self._node = node
+        self._parameters = dict(parameters)
+        self._name_of = {parameter: name for name, parameter in parameters.items()}
+        self.trained = self._name_of.keys()
+        self._method = method
+        self._sparse_as_dense, self._is_new = sparse_as_dense, True
+        node.shards = self._shards = Shards(parameters, node)
+        self._exchange = Exchange(
+            self._shards.stand_ins,
+            method,
+            peers,
+            groups=groups,
+            asks_for_news=True,
+            compares_parameters=False,
+            node=node,
+        )
+        if method.ahead is not None:
+            method.ahead.serve(parameters, method.residues, 1.0, self._shards.residues)
+        # {name: (the gradient, flat, and its buffer)} of what backward brought in this step.
+        self._brought: dict[str, tuple[torch.Tensor, WholeBuffer]] = {}
+        self._reported: set[str] = set()
+        self._averages: dict[str, torch.Tensor] = {}
+
+    def must_exchange(self, fresh: bool) -> bool:
+        """See Exchange. All ranks of all nodes get the same answer, or the same error."""
+        if self._is_new:
+            self._compare_parameters()
+        try:
+            return self._exchange.must_exchange(fresh)
+        except RuntimeError as error:
+            if str(error) == CHANGED:  # on all ranks
+                self._forget()
+            raise
+
+    def _compare_parameters(self) -> None:
+        """Raise RuntimeError, on all ranks, if they begin with different parameters."""
+        if self._method.ahead is not None:
+            self._method.ahead.restore()
+        mine = {"parameters": digest(self._parameters.values())}
+        everyone = gather_objects(self._node.everyone, mine, "agreement.parameters")
+        try:
+            check_same_parameters(everyone)
+        except RuntimeError:  # on all ranks
+            self._forget()
+            raise
+        self._is_new = False
+
+    @torch.no_grad()
+    def ready(self, parameter: torch.Tensor) -> None:
+        """A gradient is complete on this rank. Waits for nothing."""
+        name = self._name_of[parameter]
+        fill_in(parameter, False)
+        if parameter.grad.is_sparse and not self._sparse_as_dense:
+            raise RuntimeError(
+                f"the gradient of {name} is sparse, and between nodes none is averaged: give "
+                "sparse_as_dense=True, or make the embedding with sparse=False"
+            )
+        if not self._brought:
+            self._node.bytes_sent = 0
+            self._averages.clear()
+        self._bring(name)
+        self._exchange.mark(name)
+        for other, (_, buffer) in self._brought.items():
+            if buffer.is_averaged():
+                self._report(other)
+
+    def _bring(self, name: str) -> None:
+        """Have a gradient averaged inside the node."""
+        parameter = self._parameters[name]
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        flat = (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1).clone()
+        self._brought[name] = flat, WholeBuffer(flat, self._node, name)
+        self._reported.discard(name)
+
+    def _report(self, name: str) -> None:
+        """Give the exchange this rank's shard of the node's average, once."""
+        if name in self._reported:
+            return
+        self._reported.add(name)
+        flat, buffer = self._brought[name]
+        buffer.wait()
+        stand_in = self._shards.stand_ins[name]
+        stand_in.requires_grad_(self._parameters[name].requires_grad)
+        stand_in.grad = self._shards.cut(name, flat)
+        self._exchange.ready(stand_in)
+
+    @torch.no_grad()
+    def result(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The average over all ranks; see Exchange."""
+        if not self._averages:
+            try:
+                self._finish()
+            finally:  # after an error the exchange has given the step up
+                self._brought.clear()
+                self._reported.clear()
+        return self._averages.pop(self._name_of[parameter])
+
+    def _finish(self) -> None:
+        for name in self._brought:
+            self._report(name)
+        self._exchange.finish()
+        self._exchange.look()
+        for name, (flat, buffer) in self._brought.items():
+            stand_in = self._shards.stand_ins[name]
+            average = self._exchange.result(stand_in).clone()  # it may be a part of `flat`
+            stand_in.grad = None
+            self._shards.cut(name, flat.zero_()).copy_(average)
+            buffer.complete()
+        if self._exchange.has_counted:
+            self._shards.share_residues()
+        submitted = self._node.note_submitted()
+        for name, (flat, buffer) in self._brought.items():
+            buffer.wait()
+            self._averages[name] = flat.view(self._parameters[name].shape)
+        submitted.wait()
+
+    def start_over(self) -> None:
+        """The optimizer's state is loaded.
+
+        Raises:
+            RuntimeError: between backward() and step(): what this rank has sent inside its node
+                other ranks may have to meet, and they may not load anything.
+        """
+        if self._brought:
+            raise RuntimeError(
+                "load_state_dict() was called between backward() and step(), which does not work "
+                "with nodes=: call it before backward(), or after step()"
+            )
+        self._exchange.start_over()
+
+    def _forget(self) -> None:
+        """Leave nothing under way in the node. What some ranks have sent, all have to send."""
+        for name in self._parameters.keys() - self._brought.keys():
+            self._bring(name)
+        for _, buffer in self._brought.values():
+            buffer.wait()
+        self._brought.clear()
+        self._reported.clear()
+        for stand_in in self._shards.stand_ins.values():
+            stand_in.grad = None

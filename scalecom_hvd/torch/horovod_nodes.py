@@ -1,0 +1,89 @@
+"""Which ranks share a node, and which are peers, as Horovod's process sets.
+
+Imports horovod_collectives, and node of exchange/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import horovod.torch as horovod
+from horovod.common import process_sets as _horovods_sets
+from horovod.common.process_sets import ProcessSet
+
+from scalecom_hvd.agreement import NUMBERS, is_elastic
+from scalecom_hvd.exchange.node import Node
+from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
+
+
+def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node]:
+    """This rank's peers, one in each node, and the ranks of its node. All ranks call it together.
+
+    Args:
+        nodes: True: a host is a node; a number: so many nodes, of consecutive ranks.
+
+    Raises:
+        ValueError: ranks do not fill two nodes or more of equal size, or Horovod was started
+            without what process sets need.
+    """
+    if is_elastic():
+        raise ValueError(
+            "nodes= is for jobs whose ranks stay: leave it out, or launch without "
+            "--host-discovery-script"
+        )
+    mine = _place(nodes), NUMBERS.claim()
+    places = horovod.allgather_object(mine, name="scalecom.nodes")
+    number = max(claimed for _, claimed in places)
+    NUMBERS.use(number)
+    members: dict[int, list[int]] = {}
+    for rank, (place, _) in enumerate(places):
+        members.setdefault(place, []).append(rank)
+    sizes = sorted({len(ranks) for ranks in members.values()})
+    if len(members) == 1:
+        raise ValueError(
+            f"all {len(places)} ranks are one node (nodes={nodes}), and compression is between "
+            "nodes: leave nodes= out; to try it on one machine give nodes=2"
+        )
+    if len(sizes) > 1:
+        raise ValueError(
+            f"nodes have {', '.join(map(str, sizes))} ranks, and must have equally many: give "
+            "each host as many slots, such as -H node1:4,node2:4"
+        )
+    everyone = [*members.values(), *(list(ranks) for ranks in zip(*members.values(), strict=True))]
+    sets = [_process_set(ranks) for ranks in everyone]  # all of them, in one order on all ranks
+    node, peers = (one for one in sets if horovod.rank() in one.ranks)
+    inside = HorovodCollectives(node, horovod.Sum)
+    return HorovodCollectives(peers), Node(inside, HorovodCollectives(), number)
+
+
+def _place(nodes: bool | int) -> int:
+    """The node of this rank."""
+    if nodes is True:
+        return horovod.cross_rank()
+    if nodes < 1 or horovod.size() % nodes:
+        raise ValueError(f"nodes={nodes} does not divide {horovod.size()} ranks")
+    return horovod.rank() // (horovod.size() // nodes)
+
+
+def process_sets() -> dict[tuple[int, ...], ProcessSet]:
+    """{ranks: the set of them}, of all that Horovod has now, which has one of each."""
+    found = {}
+    for number, ranks in _horovods_sets._basics._get_process_set_ids_and_ranks().items():
+        found[tuple(ranks)] = made = ProcessSet(list(ranks))
+        made.process_set_id = number
+    return found
+
+
+def _process_set(ranks: Sequence[int]) -> ProcessSet:
+    made = process_sets().get(tuple(ranks))
+    if made is not None:
+        return made
+    try:
+        return horovod.add_process_set(list(ranks))
+    except ValueError as error:
+        if "DYNAMIC" not in str(error):
+            raise
+        raise ValueError(
+            "nodes= makes process sets after hvd.init(), which has to allow that: "
+            'hvd.init(process_sets="dynamic")'
+        ) from error

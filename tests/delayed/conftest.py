@@ -1,0 +1,25 @@
+"""The tests of this folder run on the device "delayed", which importing it registers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import delayed
+
+
+@pytest.fixture(autouse=True)
+def the_defaults(monkeypatch):
+    """Few bits, unless a test says otherwise; tests elsewhere have 32."""
+    monkeypatch.delenv("SCALECOM_BITS")
+    monkeypatch.delenv("SCALECOM_STEP_AHEAD")
+
+
+@pytest.fixture(autouse=True)
+def usual_delay():
+    delayed.set_delay(0.005)
+    yield
+    torch.accelerator.synchronize()

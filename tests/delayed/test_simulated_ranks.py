@@ -1,0 +1,224 @@
+"""The exchange on a device whose streams run late: the same numbers as on the CPU, to the bit.
+
+A wait that is missing between two streams gives others: see delayed/__init__.py.
+"""
+
+import threading
+
+import pytest
+import torch
+
+import delayed
+from scalecom_hvd.exchange.devices import HostCopy, Streams
+from scalecom_hvd.exchange.methods import (
+    ECQSGD,
+    GlobalTopK,
+    GTopK,
+    LocalTopK,
+    RandomK,
+    ScaleCom,
+)
+from scalecom_hvd.exchange.quantisers import QSGD, Sign
+from scalecom_hvd.exchange.simulator import Simulation
+
+RANKS, STEPS = 3, 6
+SHAPES = {"weight": (31, 17), "bias": (30,), "odd": (7, 9, 11), "table": (101, 8)}
+KINDS = {
+    "the defaults": {},
+    "few bits, look-ahead": {"lookahead": True},
+    "few bits, many buckets": {"bucket_bytes": 600, "leader": "staggered"},
+    "32 bits": {"bits": 32, "beta": 0.3, "rate": 10},
+    "32 bits, look-ahead, many buckets": {"bits": 32, "lookahead": True, "bucket_bytes": 600},
+    "float16 values": {"bits": 32, "rate": 10, "wire_dtype": "float16"},
+    "exact, a layer whole, warm-up": {
+        "bits": 32,
+        "rate": 10,
+        "selection": "exact",
+        "dense": ["bias"],
+        "warmup_steps": 2,
+    },
+    "signs": {"rate": 10, "quantiser": Sign()},
+    "local top-k in QSGD": {"compression": LocalTopK, "rate": 10, "quantiser": QSGD(2)},
+    "random-k": {"compression": RandomK, "rate": 10},
+    "gTop-k": {"compression": GTopK, "rate": 10},
+    "global top-k": {"compression": GlobalTopK, "rate": 10},
+    "ECQ-SGD": {"compression": ECQSGD},
+}
+both_orders = pytest.mark.parametrize("order", ["early", "late"])
+
+
+def gradients(random, device, step):
+    """Every rank's, of which one is not finite in one step."""
+    everyones = [
+        {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+        for _ in range(RANKS)
+    ]
+    if step == 3:
+        everyones[1]["bias"][3] = float("nan")
+    return [{name: grad.to(device) for name, grad in own.items()} for own in everyones]
+
+
+def make_parameters(device):
+    return {n: torch.nn.Parameter(torch.zeros(s, device=device)) for n, s in SHAPES.items()}
+
+
+def simulation_on(device, **settings):
+    return Simulation(
+        RANKS,
+        lambda _: make_parameters(device),
+        **{"min_numel": 0, "step_ahead": 0, **settings},
+    )
+
+
+def run(device, **settings):
+    """All that can be seen: every rank's averages and residues of every step."""
+    simulation, random, seen = simulation_on(device, **settings), torch.Generator(), []
+    random.manual_seed(0)
+    for step in range(STEPS):
+        for averages in simulation.step(gradients(random, device, step)):
+            seen += [average.cpu().clone() for average in averages.values()]
+        for method in simulation.compressors:
+            seen += [t.residue.cpu().clone() for t in method.residues.tensors.values()]
+    return seen
+
+
+def assert_same(ours, expected):
+    assert len(ours) == len(expected)
+    for mine, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+@both_orders
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_the_same_numbers_as_on_the_cpu(settings, order):
+    delayed.set_delay(0.002, order)
+    assert_same(run("delayed", **settings), run("cpu", **settings))
+
+
+@both_orders
+def test_local_steps(order):
+    """Averages travel while steps are taken."""
+
+    def trained(device):
+        delayed.set_delay(0.002, order)
+        simulation = simulation_on(device, local_steps=4, overlap=2, fragments=1)
+        random = torch.Generator().manual_seed(0)
+
+        def take(rank, grads):
+            for name, parameter in simulation.parameters[rank].items():
+                parameter.data.sub_(grads[name], alpha=0.1)
+
+        for _ in range(14):
+            grads = gradients(random, device, step=0)
+            simulation.take_steps([lambda r=r, g=grads: take(r, g[r]) for r in range(RANKS)])
+        simulation.synchronise()
+        own = simulation.parameters + [dict(local.common) for local in simulation.locals]
+        return [p.detach().cpu().clone() for parameters in own for p in parameters.values()]
+
+    assert_same(trained("delayed"), trained("cpu"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"lookahead": True}, {"bits": 32, "rate": 10}], ids=str)
+def test_hooks_wait_for_no_device(settings):
+    simulation, random = simulation_on("delayed", **settings), torch.Generator()
+
+    def step(rank, grads):
+        exchange, parameters = simulation.exchanges[rank], simulation.parameters[rank]
+        with delayed.forbid_host_waits():
+            for name, parameter in parameters.items():
+                parameter.grad = grads[name]
+                exchange.ready(parameter)
+        for parameter in parameters.values():
+            parameter.grad = exchange.result(parameter)
+
+    for number in range(4):
+        grads = gradients(random, "delayed", number)
+        simulation.network.run([lambda r=r, g=grads: step(r, g[r]) for r in range(RANKS)])
+
+
+def test_a_step_waits_for_its_device_a_few_times_only():
+    simulation, random = simulation_on("delayed"), torch.Generator()
+    for number in range(2):
+        simulation.step(gradients(random, "delayed", number))
+    grads = gradients(random, "delayed", 0)
+    before = delayed.host_waits()
+    simulation.network.run(
+        [lambda r=r: simulation._step(r, grads[r], list(SHAPES)) for r in range(RANKS)]
+    )
+    assert delayed.host_waits() - before == RANKS
+
+
+def test_backwards_stream_does_not_wait_for_the_exchanges():
+    """And averages do. The exchange's stream is held up, and so residues do not change."""
+    simulation, random = simulation_on("delayed", bits=32, rate=10), torch.Generator()
+    simulation.step(gradients(random, "delayed", 0))
+    gate, grads = threading.Event(), gradients(random, "delayed", 1)
+    order, opened = [], []
+
+    def step(rank):
+        exchange, parameters = simulation.exchanges[rank], simulation.parameters[rank]
+        (own,) = exchange.streams._streams
+        residue = simulation.compressors[rank].residues.tensors["weight"].residue
+        before = residue.cpu().clone()
+        if not gate.is_set():
+            delayed.enqueue(lambda: opened.append(gate.wait(5)), own)
+        for name, parameter in parameters.items():
+            parameter.grad = grads[rank][name]
+            exchange.ready(parameter)
+        torch.accelerator.current_stream().synchronize()
+        if not gate.is_set():
+            assert torch.equal(delayed.cpu_alias(residue), before)
+        order.append("backward")
+        gate.set()
+        for parameter in parameters.values():
+            exchange.result(parameter)
+        order.append("averages")
+
+    simulation.network.run([lambda r=r: step(r) for r in range(RANKS)])
+    assert order[0] == "backward"
+    assert order[-1] == "averages"
+    assert all(opened), "backward waited"
+
+
+def test_what_an_error_rolled_back_may_be_looked_at_at_once():
+    delayed.set_delay(0.2, "late")
+    simulation, random = simulation_on("delayed", bits=32, rate=10), torch.Generator()
+    simulation.step(gradients(random, "delayed", 0))
+    method, exchange = simulation.compressors[0], simulation.exchanges[0]
+    before = [t.residue.cpu().clone() for t in method.residues.tensors.values()]
+    for name, parameter in simulation.parameters[0].items():
+        parameter.grad = torch.randn(SHAPES[name]).to("delayed")
+        exchange.ready(parameter)
+    exchange.abort()
+    for own, expected in zip(method.residues.tensors.values(), before, strict=True):
+        torch.testing.assert_close(own.residue.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_copy_on_the_host_says_when_it_is_there():
+    delayed.set_delay(0.05, "same")
+    numbers = torch.ones(4, device="delayed") * 2
+    copy = HostCopy(numbers)
+    assert not copy.done()
+    assert copy.wait().tolist() == [2.0] * 4
+    assert copy.done()
+    assert HostCopy(torch.ones(1)).done()
+
+
+def test_on_a_cpu_there_are_no_streams():
+    streams = Streams([torch.device("cpu")])
+    with streams.entered(), streams.continued():
+        pass
+    assert not streams._streams
+
+
+def test_older_versions_of_pytorch_are_refused(monkeypatch):
+    monkeypatch.delattr(torch.accelerator, "set_device_index")
+    with pytest.raises(ValueError, match=r"on delayed:0, which needs PyTorch 2\.7 or newer"):
+        Streams([torch.device("delayed", 0)])
+
+
+def test_a_method_works_on_what_it_finds():
+    """Kernels of plain PyTorch, as no other serves this device."""
+    method = ScaleCom(min_numel=0)
+    Simulation(1, lambda _: make_parameters("delayed"), compression=lambda: method)
+    assert {t.residue.device.type for t in method.residues.tensors.values()} == {"delayed"}

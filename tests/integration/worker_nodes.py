@@ -1,0 +1,43 @@
+"""A rank of test_nodes.py: trains on Horovod with nodes, and says what it came to."""
+
+import json
+import sys
+import time
+
+import torch
+
+import scalecom_hvd.torch as hvd
+from scalecom_hvd.exchange.node import Node
+
+STEPS = 10
+counts = Node.counts
+
+
+def counts_late(node, is_sound, step):
+    """Node.counts; of the last step when ranks of the other node may have left already."""
+    if step == STEPS - 1:
+        time.sleep(0.5)
+    return counts(node, is_sound, step)
+
+
+hvd.init(process_sets="dynamic")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 1))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.AdamW(model.parameters(), lr=0.01),
+    named_parameters=model.named_parameters(),
+    compression=hvd.ScaleCom(model=model, min_numel=100),
+    nodes=True if sys.argv[1] == "True" else int(sys.argv[1]),
+)
+if hvd.rank() >= hvd.size() // 2:
+    Node.counts = counts_late
+random = torch.Generator().manual_seed(hvd.rank())
+for _ in range(STEPS):
+    inputs = torch.randn(8, 40, generator=random)
+    optimizer.zero_grad()
+    (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean().backward()
+    optimizer.step()
+if hvd.rank() == 0:
+    weights = [p.double().sum().item() for p in model.parameters()]
+    print("RESULT", json.dumps([weights, optimizer.compression.stats()["ranks_per_node"]]))

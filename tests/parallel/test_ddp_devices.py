@@ -1,0 +1,220 @@
+"""What only a device with streams can show. Under torchrun, with TESTS_DEVICE; see devices.py."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import DEVICE
+from models import same_on_all_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import scalecom_hvd.ddp as ddp
+
+SETTINGS = {"rate": 5, "min_numel": 20, "bucket_bytes": 2000}
+FORMS = {
+    "the defaults": {},
+    "32 bits": {"bits": 32},
+    "look-ahead": {"lookahead": True},
+    "staggered": {"leader": "staggered"},
+}
+only_delayed = pytest.mark.skipif(DEVICE != "delayed", reason="asks that device for its waits")
+
+
+@pytest.fixture(autouse=True)
+def the_defaults(monkeypatch):
+    """Few bits and a step ahead, unless a test says otherwise; tests elsewhere have neither."""
+    monkeypatch.delenv("SCALECOM_BITS")
+    monkeypatch.delenv("SCALECOM_STEP_AHEAD")
+
+
+def make_model(device):
+    torch.manual_seed(1)
+    with torch.device("cpu"):
+        layers = [nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 4)]
+    return nn.Sequential(*layers).to(device)
+
+
+def loss_of(model, step, device):
+    random = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    inputs = torch.randn(8, 20, generator=random, device="cpu").to(device)
+    return model(inputs).square().mean()
+
+
+def with_hook(model, finds_unused=False, **settings):
+    wrapped = DistributedDataParallel(
+        model, bucket_cap_mb=0.002, find_unused_parameters=finds_unused
+    )
+    state = ddp.ScaleComState(wrapped, **{**SETTINGS, **settings})
+    wrapped.register_comm_hook(state, ddp.scalecom_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return wrapped, optimizer, state.compression
+
+
+def with_optimizer(model, **settings):
+    method = ddp.ScaleCom(model=model, **{**SETTINGS, **settings})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    named = model.named_parameters()
+    return model, ddp.DistributedOptimizer(optimizer, named, compression=method), method
+
+
+both_faces = pytest.mark.parametrize("make", [with_hook, with_optimizer])
+
+
+def train(make, device, steps=8, around=contextlib.nullcontext, **settings):
+    """The parameters after each step."""
+    model = make_model(device)
+    called, optimizer, method = make(model, **settings)
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(called, step, device)
+        with around():
+            loss.backward()
+        optimizer.step()
+        seen.append(torch.cat([p.detach().cpu().reshape(-1) for p in model.parameters()]))
+    assert same_on_all_ranks(model.parameters())
+    return seen, method
+
+
+@pytest.fixture(params=["early", "late"])
+def order(request):
+    """Streams run ahead of each other, or behind."""
+    if DEVICE == "delayed":
+        import delayed
+
+        delayed.set_delay(0.002, request.param)
+        yield
+        delayed.set_delay(0.005)
+    else:
+        yield
+
+
+@both_faces
+@pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
+def test_the_same_training_as_on_the_cpu(make, settings, order):
+    ours, method = train(make, DEVICE, **settings)
+    expected, _ = train(make, "cpu", **settings)
+    # The layers of a GPU round otherwise.
+    tolerance = 0 if DEVICE == "delayed" else 1e-3
+    for mine, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+    assert {t.residue.device.type for t in method.residues.tensors.values()} == {DEVICE}
+
+
+@pytest.mark.parametrize("settings", [{}, {"finds_unused": True}], ids=str)
+def test_a_script_that_trains_on_a_stream_of_its_own(settings, order):
+    stream = torch.Stream(device=DEVICE)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        ours, _ = train(with_hook, DEVICE, **settings)
+    expected, _ = train(with_hook, "cpu", **settings)
+    tolerance = 0 if DEVICE == "delayed" else 1e-3
+    torch.testing.assert_close(ours[-1], expected[-1], rtol=tolerance, atol=tolerance)
+
+
+@only_delayed
+@pytest.mark.parametrize("settings", FORMS.values(), ids=FORMS)
+def test_hooks_wait_for_no_device(settings):
+    import delayed
+
+    train(with_optimizer, DEVICE, around=delayed.forbid_host_waits, **settings)
+
+
+@only_delayed
+def test_hooks_do_not_wait_for_a_loss_scale():
+    import delayed
+
+    model, scaler = make_model(DEVICE), torch.amp.GradScaler(DEVICE, init_scale=2.0**8)
+    called, optimizer, method = with_optimizer(model, loss_scale=scaler)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(called, step, DEVICE))
+        with delayed.forbid_host_waits():
+            loss.backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    assert method.stats()["skipped_steps"] == 0
+    assert same_on_all_ranks(model.parameters())
+
+
+@only_delayed
+def test_backwards_stream_does_not_wait_for_the_exchange():
+    import delayed
+
+    model = make_model(DEVICE)
+    called, optimizer, _ = with_optimizer(model)
+    opened = []
+    for step in range(3):
+        gate = threading.Event()
+        if step:
+            (own,) = optimizer._exchange.streams._streams
+            delayed.enqueue(lambda gate=gate: opened.append(gate.wait(5)), own)
+        loss_of(called, step, DEVICE).backward()
+        torch.accelerator.current_stream().synchronize()
+        gate.set()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_on_all_ranks(model.parameters())
+    assert opened == [True, True], "backward waited"
+
+
+def test_all_buckets_travel_in_one_order():
+    """A backend of streams matches collectives by order, and its groups cost much."""
+    _, method = train(with_optimizer, DEVICE)
+    exchange = method.run.averager
+    assert len(exchange.buckets) > 2
+    if exchange.collectives.is_ordered:
+        buckets, news = exchange._channels
+        assert set(buckets._groups) == {"gloo", *exchange.collectives._backends.values()}
+        assert set(news._groups) == {"gloo"}
+
+
+def test_local_steps_travel_meanwhile(order):
+    def trained(device):
+        model = make_model(device)
+        optimizer = ddp.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            compression=ddp.ScaleCom(**SETTINGS),
+            local_steps=4,
+            overlap=2,
+        )
+        for step in range(15):
+            optimizer.zero_grad()
+            loss_of(model, step, device).backward()
+            optimizer.step()
+        optimizer.synchronize_parameters()
+        assert same_on_all_ranks(model.parameters())
+        return torch.cat([p.detach().cpu().reshape(-1) for p in model.parameters()])
+
+    tolerance = 0 if DEVICE == "delayed" else 1e-3
+    torch.testing.assert_close(trained(DEVICE), trained("cpu"), rtol=tolerance, atol=tolerance)
+
+
+@only_delayed
+def test_a_group_that_has_no_backend_for_cpus():
+    """As init_process_group("nccl") makes it: messages of ranks travel by Gloo still."""
+    model, group = make_model(DEVICE), dist.new_group(backend="delayed:delayedccl")
+    optimizer = ddp.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        compression=ddp.ScaleCom(**SETTINGS),
+        process_group=group,
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step, DEVICE).backward()
+        optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_a_group_without_a_backend_for_the_device_is_refused():
+    group = dist.new_group(backend="cpu:gloo")
+    with pytest.raises(ValueError, match=f"nothing serves {DEVICE}: leave the backend out"):
+        ddp.ScaleComState(make_model(DEVICE), process_group=group)

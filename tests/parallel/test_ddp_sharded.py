@@ -1,0 +1,564 @@
+"""FSDP2's sharded models: whole inside a node, compressed between nodes. Two nodes; under torchrun.
+
+The oracles are plain FSDP2 on the same mesh, which averages densely between nodes, and
+reference.py, of which a node is one worker.
+"""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from devices import DEVICE
+from models import same_on_all_ranks
+from oracles import nodes as oracle
+from step_ahead import OPTIMIZERS, SETTINGS
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.ddp import (
+    DistributedOptimizer,
+    LocalTopK,
+    PerRank,
+    RandomK,
+    ScaleCom,
+    broadcast_parameters,
+)
+
+NODES = 2
+NAMES = ("replicate", "shard")
+_mesh = []
+
+
+def make_mesh():
+    """Made once: each makes process groups, which live until the end."""
+    if not _mesh:
+        shape = (NODES, dist.get_world_size() // NODES)
+        _mesh.append(init_device_mesh(DEVICE, shape, mesh_dim_names=NAMES))
+    return _mesh[0]
+
+
+def local():
+    return dist.get_world_size() // NODES
+
+
+class Net(nn.Module):
+    """Shards of 13 rows are uneven; `extra` may be left out, and `body` be called twice."""
+
+    def __init__(self, seed=1):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(12, 13)
+        self.body = nn.Sequential(nn.Linear(13, 13), nn.Tanh())
+        self.extra = nn.Linear(13, 6)
+        self.last = nn.Linear(13, 6, bias=False)
+
+    def forward(self, x, twice=False, extra=True, checkpointed=False):
+        x = torch.tanh(self.first(x))
+        for _ in range(1 + twice):
+            x = checkpoint(self.body, x, use_reentrant=False) if checkpointed else self.body(x)
+        return self.last(x) + (self.extra(x) if extra else 0)
+
+
+def shard(model, mesh=None, **settings):
+    mesh = make_mesh()["shard"] if mesh is None else mesh
+    for module in (model.body, model.extra):
+        fully_shard(module, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def make(optimizer="adamw", compression=None, model=None, passes=1, of_fsdp=None, **settings):
+    model = Net().double() if model is None else model
+    shard(model, **(of_fsdp or {}))
+    method = compression or ScaleCom(model=model, **{**SETTINGS, "step_ahead": 0, **settings})
+    wrapped = DistributedOptimizer(
+        OPTIMIZERS[optimizer](model.parameters()),
+        model.named_parameters(),
+        compression=method,
+        backward_passes_per_step=passes,
+        mesh=make_mesh(),
+    )
+    return model, wrapped
+
+
+def plain(optimizer="adamw", model=None, of_fsdp=None):
+    model = Net().double() if model is None else model
+    shard(model, make_mesh(), **(of_fsdp or {}))
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def loss(model, rank, step, **how):
+    torch.manual_seed(100 * step + rank)
+    inputs = torch.randn(8, 12, dtype=next(model.parameters()).dtype)
+    wanted = torch.sin(inputs[:, :6]) + rank * 0.1
+    return (model(inputs, **how) - wanted).square().mean()
+
+
+def take(model, optimizer, step, **how):
+    optimizer.zero_grad()
+    loss(model, dist.get_rank(), step, **how).backward()
+    optimizer.step()
+
+
+def whole(model):
+    for module in (model, *model.children()):  # after an evaluation some are whole until a backward
+        getattr(module, "reshard", int)()
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+def assert_close(model, others, rtol=1e-9):
+    found = whole(model)
+    for name, p in others.items():
+        assert torch.allclose(found[name], p, rtol=rtol, atol=1e-12), (dist.get_rank(), name)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ("adamw", {}),
+        ("momentum", {"lookahead": True}),
+        ("adamw", {"beta": 0.3, "flush": False, "bucket_bytes": 400}),
+        ("momentum", {"bits": 3, "rate": 8}),
+        ("adamw", {"step_ahead": 1, "bits": 3, "rate": 8}),
+        ("momentum", {"step_ahead": 1, "lookahead": True}),
+    ],
+    ids=str,
+)
+def test_a_node_is_one_worker_of_the_reference(optimizer, settings):
+    steps = 50 if optimizer == "adamw" and "bits" in settings else 12
+    model, wrapped = make(optimizer, **settings)
+    for step in range(steps):
+        take(model, wrapped, step)
+    other = Net().double()
+    config = ScaleComConfig(**{**SETTINGS, "step_ahead": 0, **settings})
+    references = oracle.train(
+        other, OPTIMIZERS[optimizer](other.parameters()), config, NODES, local(), steps, loss
+    )
+    assert_close(model, dict(other.named_parameters()))
+    mesh, method = make_mesh(), wrapped.compression
+    own = references[mesh.get_local_rank("shard")].residues[mesh.get_local_rank("replicate")]
+    assert own.keys() == method.residues.tensors.keys()
+    assert any(residue.any() for residue in own.values())
+    for name, tensor in method.residues.tensors.items():
+        np.testing.assert_allclose(
+            tensor.residue, own[name].ravel(), rtol=1e-4, atol=1e-6, err_msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"twice": True},
+        {"extra": False},
+        {"checkpointed": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("of_fsdp", [{}, {"reshard_after_forward": False}], ids=str)
+def test_with_everything_chosen_it_is_plain_fsdp2(how, of_fsdp):
+    model, wrapped = make(rate=1, of_fsdp=of_fsdp)
+    other, optimizer = plain(of_fsdp=of_fsdp)
+    for step in range(4):
+        own = how if step != 2 else {}
+        take(model, wrapped, step, **own)
+        take(other, optimizer, step, **own)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+    assert_close(model, whole(other))
+
+
+@pytest.mark.parametrize("method", [LocalTopK, RandomK, ScaleCom])
+def test_a_dynamic_graph_loses_nothing(method):
+    """What came into averages and did not come out is in residues; a module is called twice, or not
+    at all, from one step to the next.
+    """
+    model = Net().double()
+    mesh, came = make_mesh(), {}
+    shard(model)
+    for name, p in model.named_parameters():
+        # FSDP2 calls hooks in the order in which they were put there.
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: came.update({name: p.grad.to_local().clone().cpu()})
+        )
+    wrapped = DistributedOptimizer(
+        OPTIMIZERS["momentum"](model.parameters()),
+        model.named_parameters(),
+        compression=method(rate=6, min_numel=20),
+        mesh=mesh,
+    )
+    shards = {name: p.to_local() for name, p in model.named_parameters()}
+    left = {name: torch.zeros_like(own, device="cpu") for name, own in shards.items()}
+    for step in range(12):
+        came.clear()
+        how = {"twice": step % 3 == 1, "extra": step % 4 != 2}
+        wrapped.zero_grad()
+        loss(model, dist.get_rank(), step, **how).backward()
+        for name, p in model.named_parameters():
+            if name in came:
+                left[name] += came[name] - p.grad.to_local().cpu()
+            else:
+                assert p.grad is None, name
+        wrapped.step()
+    tensors = wrapped.compression.residues.tensors
+    for name, rest in left.items():
+        total = rest.clone()
+        if name in tensors:
+            total -= (tensors[name].residue / tensors[name].beta).view(total.shape).cpu()
+            assert rest.any()
+        dist.all_reduce(total, group=mesh.get_group("replicate"))
+        assert total.abs().max() < 1e-6 if total.numel() else True, name
+    assert same_on_all_ranks(whole(model).values())
+
+
+@pytest.mark.parametrize("rate", [1, 5])
+def test_clipping_sees_averages_between_backward_and_step(rate):
+    model, wrapped = make("sgd", rate=rate)
+    other, optimizer = plain("sgd")
+    for step in range(4):
+        for m, o in ((model, wrapped), (other, optimizer)):
+            o.zero_grad()
+            loss(m, dist.get_rank(), step).backward()
+            norm = nn.utils.clip_grad_norm_(m.parameters(), 0.05).full_tensor()
+            assert same_on_all_ranks([norm])
+            o.step()
+    if rate == 1:
+        assert_close(model, whole(other))
+
+
+@pytest.mark.parametrize("way", ["no sync", "passes", "sums of shards"])
+def test_microbatches(way):
+    """Gradients are exchanged once, after the last; FSDP2 adds up whole ones, or shards."""
+    if DEVICE == "delayed" and way != "no sync":
+        pytest.skip("plain FSDP2 frees shards that another stream reads, which CUDA reuses later")
+    model, wrapped = make("sgd", rate=1, passes=3 if way == "passes" else 1)
+    other, optimizer = plain("sgd")
+    for step in range(3):
+        for m, o in ((model, wrapped), (other, optimizer)):
+            o.zero_grad()
+            for micro in range(3):
+                m.set_requires_gradient_sync(way != "no sync" or micro == 2)
+                loss(m, dist.get_rank(), 3 * step + micro).backward()
+            o.step()
+    assert_close(model, whole(other))
+    assert wrapped.compression.stats()["step"] == (9 if way == "sums of shards" else 3)
+
+
+def test_a_step_before_all_passes_averages_what_there_is():
+    model, wrapped = make("sgd", rate=1, passes=2)
+    other, optimizer = plain("sgd")
+    take(model, wrapped, 0)
+    take(other, optimizer, 0)
+    assert_close(model, whole(other))
+
+
+@pytest.mark.parametrize("settings", [{}, {"lookahead": True}], ids=str)
+def test_a_gradient_that_is_not_finite_in_one_shard_voids_the_step_in_all(settings):
+    model, spoil = shard(Net().double()), [False]
+
+    def hook(p):
+        if spoil[0]:
+            p.grad.to_local().fill_(float("inf"))
+
+    model.last.weight.register_post_accumulate_grad_hook(hook)  # before the exchange's
+    method = ScaleCom(**{**SETTINGS, "step_ahead": 0, **settings})
+    wrapped = DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()),
+        model.named_parameters(),
+        compression=method,
+        mesh=make_mesh(),
+    )
+    for step in range(3):
+        take(model, wrapped, step)
+    before = {name: t.residue.clone() for name, t in method.residues.tensors.items()}
+    spoil[0] = dist.get_rank() == 0
+    wrapped.zero_grad()
+    loss(model, dist.get_rank(), 3).backward()
+    spoil[0] = False
+    assert (method.stats()["step"], method.stats()["skipped_steps"]) == (3, 1)
+    grads = [p.grad.to_local() for p in model.parameters()]
+    assert all(grad.isnan().all() for grad in grads)
+    for name, tensor in method.residues.tensors.items():
+        torch.testing.assert_close(tensor.residue, before[name], rtol=1e-5, atol=1e-6)
+    take(model, wrapped, 4)
+    assert method.stats()["step"] == 4
+    assert same_on_all_ranks(whole(model).values())
+
+
+def test_loss_scale():
+    """A scaler's growing scale, in a run with compression, changes nothing but rounding."""
+    found = []
+    for scaled in (False, True):
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=1, enabled=scaled)
+        model, wrapped = make("sgd", loss_scale=scaler)
+        for step in range(5):
+            wrapped.zero_grad()
+            scaler.scale(loss(model, dist.get_rank(), step)).backward()
+            scaler.unscale_(wrapped)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(wrapped)
+            scaler.update()
+        found.append(whole(model))
+    for name, p in found[0].items():
+        torch.testing.assert_close(p, found[1][name], rtol=1e-6, atol=1e-9)
+
+
+def test_mixed_precision():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    settings = {"of_fsdp": {"mp_policy": policy}}
+    model, wrapped = make(model=Net(), rate=1, **settings)
+    other, optimizer = plain(model=Net(), **settings)
+    for step in range(3):
+        take(model, wrapped, step)
+        take(other, optimizer, step)
+    assert_close(model, whole(other), rtol=1e-5)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(11, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(self.embedding(x))))
+
+
+@pytest.mark.parametrize("rate", [1, 5])
+def test_tied_weights(rate):
+    made = Tied().double(), Tied().double()
+    for model, mesh in zip(made, (make_mesh()["shard"], make_mesh()), strict=True):
+        fully_shard(model.body, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    model, other = made
+    first, optimizer = (OPTIMIZERS["adamw"](m.parameters()) for m in made)
+    wrapped = DistributedOptimizer(
+        first,
+        model.named_parameters(),
+        compression=ScaleCom(rate=rate, min_numel=20, model=model),
+        mesh=make_mesh(),
+    )
+    for step in range(3):
+        for m, o in ((model, wrapped), (other, optimizer)):
+            o.zero_grad()
+            torch.manual_seed(10 * step + dist.get_rank())
+            m(torch.randint(11, (8,))).square().mean().backward()
+            o.step()
+    assert model.head.weight is model.embedding.weight
+    if rate == 1:
+        assert_close(model, whole(other))
+    assert same_on_all_ranks(whole(model).values())
+
+
+def test_step_ahead_shows_the_common_shards_to_everybody_else():
+    model, wrapped = make(step_ahead=1)
+    for step in range(3):
+        take(model, wrapped, step)
+    common = {name: p.to_local().clone() for name, p in model.named_parameters()}
+
+    def are_common(named):
+        return all(torch.equal(named[name].to_local(), own) for name, own in common.items())
+
+    wrapped.zero_grad()
+    value = loss(model, dist.get_rank(), 3)
+    ahead = model.body[0].weight  # those of the outermost module are gathered until backward
+    if ahead.to_local().numel():
+        assert not torch.equal(ahead.to_local(), common["body.0.weight"])
+    with torch.no_grad():
+        model.eval()
+        evaluated = [model(torch.ones(3, 12).double())]
+        model.train()
+    assert same_on_all_ranks(evaluated)
+    value.backward()
+    assert are_common(dict(model.named_parameters()))
+    wrapped.zero_grad()
+    value = loss(model, dist.get_rank(), 3)
+    assert are_common(model.state_dict())
+    value.backward()
+    assert are_common(dict(model.named_parameters()))
+    wrapped.step()
+    assert same_on_all_ranks(whole(model).values())
+
+
+@pytest.mark.parametrize("way", ["own files", "dcp"])
+def test_stopped_and_resumed(way, tmp_path_factory):
+    folder = [str(tmp_path_factory.mktemp("checkpoint"))]
+    dist.broadcast_object_list(folder)
+    model, wrapped = make(step_ahead=1, lookahead=True)
+    for step in range(6):
+        take(model, wrapped, step)
+        if step == 2:
+            if way == "dcp":
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": wrapped.state_dict(),
+                    "scalecom": PerRank(wrapped.compression),
+                }
+                dcp.save(state, checkpoint_id=folder[0])
+            file = io.BytesIO()
+            parts = model.state_dict(), wrapped.state_dict(), wrapped.compression.state_dict()
+            torch.save(parts, file)
+    again, second = make(step_ahead=1, lookahead=True, model=Net(seed=5).double())
+    if way == "dcp":
+        take(again, second, 0)  # an optimizer's state is loaded into what is there
+        state = {
+            "model": again.state_dict(),
+            "optimizer": second.state_dict(),
+            "scalecom": PerRank(second.compression),
+        }
+        dcp.load(state, checkpoint_id=folder[0])
+        second.load_state_dict(state["optimizer"])
+    else:
+        file.seek(0)
+        of_model, of_optimizer, of_residues = torch.load(file, weights_only=False)
+        again.load_state_dict(of_model)
+        second.load_state_dict(of_optimizer)
+        second.compression.load_state_dict(of_residues)
+    for step in range(3, 6):
+        take(again, second, step)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
+
+
+def test_residues_of_another_shard_are_refused():
+    model, wrapped = make()
+    take(model, wrapped, 0)
+    state = wrapped.compression.state_dict()
+    place = make_mesh().get_local_rank("shard")
+    assert state["shard"] == [place, local()]
+    with pytest.raises(ValueError, match=f"of shard {place + 1} of 7 .* holds shard {place} of"):
+        make()[1].compression.load_state_dict(state | {"shard": [place + 1, 7]})
+    if local() > 1:
+        whole_tensors = {key: value for key, value in state.items() if key != "shard"}
+        with pytest.raises(ValueError, match="of shard 0 of 1"):
+            make()[1].compression.load_state_dict(whole_tensors)
+
+
+def test_an_optimizer_that_is_made_anew_retires_the_old_one():
+    model, old = make("sgd", rate=1)
+    other, optimizer = plain("sgd")
+    take(model, old, 0)
+    take(other, optimizer, 0)
+    new = DistributedOptimizer(
+        OPTIMIZERS["sgd"](model.parameters()),
+        model.named_parameters(),
+        compression=ScaleCom(rate=1),
+        mesh=make_mesh(),
+    )
+    for step in range(1, 4):
+        take(model, new, step)
+        take(other, optimizer, step)
+    assert_close(model, whole(other))
+    assert old.compression.stats()["step"] == 1
+
+
+@pytest.mark.parametrize("rate", [1, 5])
+def test_a_backward_that_failed_leaves_nothing(rate):
+    """Of all ranks; FSDP2 itself begins anew after reset_iter_state()."""
+    model, wrapped = make("sgd", rate=rate)
+    other, optimizer = plain("sgd")
+    if not hasattr(model, "reset_iter_state"):
+        pytest.skip("this PyTorch cannot go on after a backward that failed")
+    for step in range(5):
+        for m, o in ((model, wrapped), (other, optimizer)):
+            o.zero_grad()
+            if step == 2:
+                hook = m.first.weight.register_post_accumulate_grad_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    loss(m, dist.get_rank(), 50).backward()
+                hook.remove()
+                m.reset_iter_state()
+                o.zero_grad()
+            loss(m, dist.get_rank(), step).backward()
+            o.step()
+    if rate == 1:
+        assert_close(model, whole(other))
+    assert wrapped.compression.stats()["step"] == 5
+    assert same_on_all_ranks(whole(model).values())
+
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+def test_reentrant_checkpointing_is_refused():
+    model, wrapped = make()
+    body = model.body
+
+    class Reentrant(nn.Module):
+        def forward(self, x):
+            return checkpoint(body, x, use_reentrant=True)
+
+    take(model, wrapped, 0)
+    model.body = Reentrant()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        take(model, wrapped, 1)
+
+
+def test_a_training_forward_after_an_evaluation_is_ahead():
+    """FSDP2 keeps what an evaluation has gathered of the outermost module."""
+    losses = []
+    for evaluates in (False, True):
+        model, wrapped = make("adamw", step_ahead=1)
+        for step in range(6):
+            if evaluates:
+                with torch.no_grad():
+                    loss(model, dist.get_rank(), step)
+            take(model, wrapped, step)
+        losses.append(whole(model))
+    for name, p in losses[0].items():
+        assert torch.equal(p, losses[1][name]), name
+
+
+def test_different_weights_on_nodes_are_refused():
+    node = make_mesh().get_local_rank("replicate")
+    model, wrapped = make(model=Net(seed=node).double())
+    with pytest.raises(RuntimeError, match="different parameters"):
+        take(model, wrapped, 0)
+    model, wrapped = make(model=Net(seed=node).double())
+    with pytest.raises(ValueError, match=r"process_group=mesh.get_group\(.replicate.\)"):
+        broadcast_parameters(model)
+    broadcast_parameters(model, process_group=make_mesh().get_group("replicate"))
+    take(model, wrapped, 0)
+    assert same_on_all_ranks(whole(model).values())
+
+
+def test_what_cannot_work_is_refused():
+    mesh, model = make_mesh(), Net()
+
+    def wrap(model, mesh=mesh, **more):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return DistributedOptimizer(sgd, model.named_parameters(), mesh=mesh, **more)
+
+    with pytest.raises(TypeError, match="first.weight is not sharded"):
+        wrap(model)
+    with pytest.raises(ValueError, match='mesh=mesh\\["shard"\\]'):
+        wrap(shard(Net(), mesh))
+    shard(model)
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh"):
+        wrap(model, mesh=4)
+    with pytest.raises(ValueError, match=r"dimensions \('shard',\), and must have"):
+        wrap(model, mesh=mesh["shard"])
+    with pytest.raises(TypeError, match=r"DistributedOptimizer\(..., mesh=mesh\)"):
+        wrap(model, mesh=None)
+    for setting in (
+        {"op": dist.ReduceOp.SUM},
+        {"local_steps": 4},
+        {"sparse_as_dense": True},
+        {"process_group": dist.group.WORLD},
+    ):
+        with pytest.raises(ValueError, match=f"with mesh= leave {[*setting][0]}"):
+            wrap(model, **setting)
+    with pytest.raises(TypeError, match="FSDP1"):
+        wrap(
+            FullyShardedDataParallel(Net(), device_id=torch.device(DEVICE), use_orig_params=True),
+            mesh=None,
+        )

@@ -1,0 +1,357 @@
+"""Horovod's face where gradients are whole inside of a node, and compressed between two nodes.
+
+The oracles are stock Horovod, and reference.py, of which a node is one worker. Ranks are dealt to
+two nodes by hand, as all of them are on one host.
+"""
+
+import gc
+import io
+
+import horovod.torch as horovod
+import numpy as np
+import pytest
+import torch
+from models import same_on_all_ranks
+from oracles import nodes as oracle
+from step_ahead import OPTIMIZERS, SETTINGS, config, loss, make_model
+
+import scalecom_hvd.torch as hvd
+from scalecom_hvd.torch.horovod_nodes import process_sets
+
+NODES = 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_sets_are_left():
+    """Other files make the same ones, and Horovod has one of each."""
+    yield
+    remove_process_sets()
+
+
+def remove_process_sets():
+    """Of all but one of all ranks; all ranks call it."""
+    gc.collect()
+    for ranks, process_set in sorted(process_sets().items()):
+        if len(ranks) < hvd.size():
+            horovod.remove_process_set(process_set)
+
+
+def make(optimizer="sgd", model=None, compression=None, **settings):
+    model = make_model() if model is None else model
+    passes = settings.pop("backward_passes_per_step", 1)
+    settings = {**SETTINGS, "step_ahead": 0, **settings}
+    if settings["step_ahead"]:
+        settings["model"] = model
+    method = compression(rate=5, min_numel=20) if compression else hvd.ScaleCom(**settings)
+    wrapped = hvd.DistributedOptimizer(
+        OPTIMIZERS[optimizer](model.parameters()),
+        model.named_parameters(),
+        compression=method,
+        backward_passes_per_step=passes,
+        nodes=NODES,
+    )
+    return model, wrapped
+
+
+def stock(optimizer="sgd", passes=1):
+    model = make_model()
+    wrapped = horovod.DistributedOptimizer(
+        OPTIMIZERS[optimizer](model.parameters()),
+        model.named_parameters(),
+        backward_passes_per_step=passes,
+    )
+    return model, wrapped
+
+
+def take(model, optimizer, step):
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), step).backward()
+    optimizer.step()
+
+
+def assert_close(model, other, rtol=1e-9):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=rtol, atol=1e-12), (hvd.rank(), name)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lookahead": True}, {"step_ahead": 1, "bits": 3, "rate": 8}],
+    ids=str,
+)
+def test_a_node_is_one_worker_of_the_reference(optimizer, settings):
+    model, wrapped = make(optimizer, **settings)
+    for step in range(12):
+        take(model, wrapped, step)
+        assert same_on_all_ranks(model.parameters())
+    other, local = make_model(), hvd.size() // NODES
+    references = oracle.train(
+        other,
+        OPTIMIZERS[optimizer](other.parameters()),
+        config(**{"step_ahead": 0, **settings}),
+        NODES,
+        local,
+        12,
+        loss,
+        oracle.flat_parts,
+    )
+    assert_close(model, other)
+    node, place = divmod(hvd.rank(), local)
+    own, tensors = references[place].residues[node], wrapped.compression.residues.tensors
+    assert own.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_allclose(tensor.residue, own[name].ravel(), rtol=1e-4, atol=1e-6)
+    stats = wrapped.compression.stats()
+    assert stats["ranks_per_node"] == local
+    assert (stats["bytes_in_node"] > 0) == (local > 1)
+
+
+def in_order(model, optimizer, step):
+    take(model, optimizer, step)
+
+
+def clipped(model, optimizer, step):
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), step).backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def by_a_closure(model, optimizer, step):
+    def closure():
+        optimizer.zero_grad()
+        value = loss(model, hvd.rank(), step)
+        value.backward()
+        with torch.no_grad():
+            optimizer.synchronize()
+        return value
+
+    with optimizer.skip_synchronize():
+        optimizer.step(closure)
+
+
+def twice_synchronized(model, optimizer, step):
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), step).backward()
+    optimizer.synchronize()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def without_a_gradient_on_one_rank(model, optimizer, step):
+    optimizer.zero_grad()
+    if hvd.rank() != step % hvd.size():
+        loss(model, hvd.rank(), step).backward()
+    optimizer.step()
+
+
+def half_a_gradient(model, optimizer, step):
+    """The first layer has none on one rank."""
+    optimizer.zero_grad()
+    model[0].requires_grad_(hvd.rank() != step % hvd.size())
+    loss(model, hvd.rank(), step).backward()
+    model[0].requires_grad_(True)
+    optimizer.step()
+
+
+def without_backward(model, optimizer, step):
+    """Averages again, of nothing new."""
+    if step != 2:
+        take(model, optimizer, step)
+    else:
+        optimizer.step()
+
+
+def frozen_later(model, optimizer, step):
+    model[2].weight.requires_grad_(step < 2)
+    take(model, optimizer, step)
+
+
+def set_by_hand(model, optimizer, step):
+    for number, p in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(100 * step + 10 * number + hvd.rank())
+        p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    optimizer.step()
+
+
+ORDERS = (
+    in_order,
+    clipped,
+    by_a_closure,
+    twice_synchronized,
+    without_a_gradient_on_one_rank,
+    half_a_gradient,
+    without_backward,
+    frozen_later,
+    set_by_hand,
+)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer.step")
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+def test_with_everything_chosen_it_is_stock_horovod(order):
+    model, wrapped = make(rate=1)
+    other, optimizer = stock()
+    for step in range(5):
+        order(model, wrapped, step)
+        order(other, optimizer, step)
+        assert_close(model, other)
+
+
+def test_gradients_of_several_passes():
+    model, wrapped = make(rate=1, backward_passes_per_step=2)
+    other, optimizer = stock(passes=2)
+    for step in range(3):
+        for m, o in ((model, wrapped), (other, optimizer)):
+            o.zero_grad()
+            for micro in range(2):
+                loss(m, hvd.rank(), 2 * step + micro).backward()
+            o.step()
+    assert_close(model, other)
+
+
+@pytest.mark.parametrize("compression", [None, hvd.LocalTopK, hvd.RandomK])
+def test_nothing_is_lost(compression):
+    """After a refused step, too."""
+    model, wrapped = make(compression=compression)
+    named = dict(model.named_parameters())
+    left = {name: torch.zeros_like(p) for name, p in named.items()}
+    for step in range(12):
+        wrapped.zero_grad()
+        loss(model, hvd.rank(), step).backward()
+        came = {name: p.grad.clone() for name, p in named.items()}
+        if step == 4 and hvd.rank() == hvd.size() - 1:
+            next(iter(named.values())).grad[0, 0] = float("nan")
+        if step == 4:  # and it is refused: the script has changed it while it was on its way
+            with pytest.raises(RuntimeError, match="were changed on some rank"):
+                wrapped.step()
+            continue
+        if step == 6:
+            with pytest.raises(RuntimeError, match="between backward.* with nodes="):
+                wrapped.load_state_dict(wrapped.state_dict())
+        wrapped.synchronize()
+        for name, p in named.items():
+            left[name] += came[name] - p.grad
+        with wrapped.skip_synchronize():
+            wrapped.step()
+    assert same_on_all_ranks(model.parameters())
+    shards = wrapped._exchange._shards
+    _, place = divmod(hvd.rank(), hvd.size() // NODES)
+    for name, total in left.items():
+        total = hvd.allreduce(total, op=hvd.Average, name="left")
+        tensor = wrapped.compression.residues.tensors.get(name)
+        if tensor is None:
+            assert total.abs().max() < 1e-9
+            continue
+        waits = torch.zeros_like(total)
+        shards.cut(name, waits.view(-1)).copy_(tensor.residue / tensor.beta)
+        waits = hvd.allreduce(waits, op=hvd.Sum, name="waits") / NODES
+        assert total.any()
+        torch.testing.assert_close(total, waits, rtol=1e-4, atol=1e-6)
+
+
+def test_a_frozen_parameter_stays_where_it_is():
+    model, wrapped = make("sgd")
+    for step in range(4):
+        take(model, wrapped, step)
+    frozen = model[2].weight.requires_grad_(False)
+    before = frozen.detach().clone()
+    for step in range(4, 10):
+        take(model, wrapped, step)
+    assert torch.equal(frozen, before)
+    assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"min_numel": 0}, {"min_numel": 10, "rates": {"auto:output": 2}}], ids=str
+)
+def test_all_ranks_of_a_node_compress_the_same(settings):
+    """Some shards of a bias of 3 are smaller than others, or empty."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 3), torch.nn.Tanh(), torch.nn.Linear(3, 6))
+    model, wrapped = make("adamw", model=model.double(), step_ahead=1, **settings)
+    for step in range(5):
+        take(model, wrapped, step)
+        assert same_on_all_ranks(model.parameters())
+    rates = wrapped.compression.residues.rates
+    found = [rates] * hvd.size()
+    assert hvd.allgather_object(rates, name="rates") == found
+    assert rates["0.bias"] == (1 if "rates" in settings else 5)
+    assert rates["2.weight"] == (2 if "rates" in settings else 5)
+
+
+def test_after_a_refusal_ranks_may_go_on():
+    model, wrapped = make(rate=1, model=make_model(seed=hvd.rank()))
+    other, optimizer = stock()
+    with pytest.raises(RuntimeError, match="different parameters"):
+        take(model, wrapped, 7)
+    model.load_state_dict(make_model().state_dict())
+    for step in range(2):
+        take(model, wrapped, step)
+        take(other, optimizer, step)
+    assert_close(model, other)
+
+
+def test_a_gradient_that_is_not_finite_voids_the_step_on_all_ranks():
+    model, wrapped = make()
+    for step in range(3):
+        take(model, wrapped, step)
+    before = {n: t.residue.clone() for n, t in wrapped.compression.residues.tensors.items()}
+    wrapped.zero_grad()
+    (loss(model, hvd.rank(), 3) * (float("inf") if hvd.rank() == 0 else 1)).backward()
+    wrapped.synchronize()
+    assert all(p.grad.isnan().all() for p in model.parameters())
+    for name, tensor in wrapped.compression.residues.tensors.items():
+        torch.testing.assert_close(tensor.residue, before[name], rtol=1e-5, atol=1e-6)
+    take(model, wrapped, 4)
+    stats = wrapped.compression.stats()
+    assert (stats["step"], stats["skipped_steps"]) == (4, 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"step_ahead": 1, "lookahead": True}], ids=str)
+def test_stopped_and_resumed(settings):
+    model, wrapped = make("adamw", **settings)
+    for step in range(6):
+        take(model, wrapped, step)
+        if step == 2:
+            file = io.BytesIO()
+            parts = model.state_dict(), wrapped.state_dict(), wrapped.compression.state_dict()
+            torch.save(parts, file)
+    file.seek(0)
+    of_model, of_optimizer, of_residues = torch.load(file, weights_only=True)
+    again, second = make("adamw", model=make_model(seed=5), **settings)
+    again.load_state_dict(of_model)
+    second.load_state_dict(of_optimizer)
+    second.compression.load_state_dict(of_residues)
+    for step in range(3, 6):
+        second.zero_grad()
+        loss(again, hvd.rank(), step).backward()
+        second.synchronize()
+        with second.skip_synchronize():
+            second.step()
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_what_cannot_work_is_refused():
+    def wrap(nodes=NODES, **more):
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"compression": hvd.ScaleCom, "nodes": nodes} | more
+        return hvd.DistributedOptimizer(sgd, model.named_parameters(), **settings)
+
+    with pytest.raises(ValueError, match="all . ranks are one node.*give nodes=2"):
+        wrap(nodes=True)
+    with pytest.raises(ValueError, match="nodes=3 does not divide"):
+        wrap(nodes=3)
+    for settings in ({"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"local_steps": 4}):
+        with pytest.raises(ValueError, match=f"with nodes= leave {[*settings][0]}"):
+            wrap(**settings)
+    model = make_model(seed=hvd.rank())
+    model, wrapped = make(model=model)
+    with pytest.raises(RuntimeError, match="different parameters"):
+        take(model, wrapped, 0)
