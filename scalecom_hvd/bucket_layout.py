@@ -120,7 +120,8 @@ class Layout:
         has_scales: whether values are integers (integers.py), whose scales travel with the offsets.
 
     Attributes:
-        scales, offsets: {name: slice, in bytes}, of `offsets_bytes` in all; scales come first.
+        scales, offsets: {name: slice, in bytes}, of `offsets_bytes` in all; scales come first, and
+            are of `scales_bytes`.
         narrow_bytes: how many bytes at the end hold offsets of lanes of at most 16 rows, which
             travel two to a byte.
         message_bytes: how many bytes travel for them all.
@@ -136,6 +137,7 @@ class Layout:
             start = self.offsets_bytes
             self.offsets_bytes += 4 * blocks_of(geometry.k) if has_scales else 0
             self.scales[name] = slice(start, self.offsets_bytes)
+        self.scales_bytes = self.offsets_bytes
         self.narrow_bytes = 0
         # Wider offsets first: every tensor's slice is then aligned.
         for name in sorted(geometries, key=lambda name: -geometries[name].offset_bits):

@@ -83,9 +83,7 @@ class Streams:
 
     def give(self, made: torch.Tensor) -> torch.Tensor:
         """What may have been made on these streams, for the current one to use, and to free."""
-        if self._streams and made.device.type not in _HOSTS and not made.is_sparse:
-            made.record_stream(torch.accelerator.current_stream(made.device))
-        return made
+        return recorded(made) if self._streams else made
 
 
 @contextlib.contextmanager
@@ -105,6 +103,20 @@ def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
         for other in before:
             torch.accelerator.set_stream(other)
         torch.accelerator.set_device_index(index)
+
+
+def recorded(made: torch.Tensor) -> torch.Tensor:
+    """What another stream made, for the current one to use: its memory is not free before that."""
+    if made.device.type not in _HOSTS and not made.is_sparse:
+        made.record_stream(torch.accelerator.current_stream(made.device))
+    return made
+
+
+def stream_id(device: torch.device) -> int:
+    """Which stream is current there: of what is kept for later, another one would need to wait."""
+    if device.type in _HOSTS:
+        return 0
+    return torch.accelerator.current_stream(device).stream_id
 
 
 class Point:

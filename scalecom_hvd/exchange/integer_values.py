@@ -35,18 +35,20 @@ class IntegerValues:
         self.compressed = self._padded[:n_values]
         self.whole: dict[str, torch.Tensor] = {}
         self._sums = torch.empty_like(self._padded, dtype=torch.int32)
+        fields = torch.arange(self._fields, dtype=torch.int32, device=device)
+        self._shifts = (self._bits * fields)[:, None]
 
     def fill(self, grads: object) -> Count:
         """Pack this rank's integers into words; none of them can be wrong."""
-        words = self.buffer[:-1].zero_()
-        for field, integers in enumerate(self._padded.view(self._fields, -1)):
-            words += (integers.int() + self._levels) << (self._bits * field)
+        # All fields in a few launches: on an accelerator those take the time.
+        fields = self._sums.view(self._fields, -1).copy_(self._padded.view(self._fields, -1))
+        fields.add_(self._levels).bitwise_left_shift_(self._shifts)
+        torch.sum(fields, 0, dtype=torch.int32, out=self.buffer[:-1])
         return 0
 
     def sums(self) -> torch.Tensor:
         """(n_values,) int32: the sums of all ranks' integers, once the buffer was summed."""
-        words, mask = self.buffer[:-1], 2**self._bits - 1
-        for field, sums in enumerate(self._sums.view(self._fields, -1)):
-            torch.bitwise_right_shift(words, self._bits * field, out=sums)
-            sums.bitwise_and_(mask).sub_(self._levels * self._ranks)
+        fields = self._sums.view(self._fields, -1)
+        torch.bitwise_right_shift(self.buffer[None, :-1], self._shifts, out=fields)
+        fields.bitwise_and_(2**self._bits - 1).sub_(self._levels * self._ranks)
         return self._sums[: self.compressed.numel()]

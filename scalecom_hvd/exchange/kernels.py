@@ -2,8 +2,8 @@
 
 A kernel is made once for tensors that share their buffers of offsets and values (a `TensorSlot`
 each) and makes every move for all of them at once; kernel_choice.py picks which one does. Every
-kernel gives bit-identical results, and those of reference.py. Imports gradients, lanes, native and
-integers.
+kernel gives bit-identical results, and those of reference.py. Imports devices, gradients, lanes,
+native and integers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from scalecom_hvd import native
+from scalecom_hvd.exchange.devices import stream_id
 from scalecom_hvd.exchange.gradients import limit_of
 from scalecom_hvd.integers import BLOCK, SMALLEST_SCALE, blocks_of, scale_divisor
 from scalecom_hvd.lanes import Lanes, Positions
@@ -343,6 +344,17 @@ def scale_blocks_(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def scale_numbers(counts: Sequence[int]) -> torch.Tensor:
+    """(sum of counts,) int32: which of all scales is that of each value, on the CPU.
+
+    Args:
+        counts: k of tensors whose scales lie one after the other.
+    """
+    lengths = [min(BLOCK, k - first) for k in counts for first in range(0, k, BLOCK)]
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
+    return numbers.repeat_interleave(torch.tensor(lengths, device="cpu"))
+
+
 def _sent(slot: TensorSlot, wire: Wire) -> torch.Tensor:
     """What this rank sent (k,), in its residue's dtype."""
     sent = slot.values(wire.sent).to(slot.residue.dtype, copy=True)
@@ -517,7 +529,9 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _starts_and_strides(geometry: Lanes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _starts_and_strides(
+    geometry: Lanes, device: torch.device, stream: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     starts, strides = geometry.starts_and_strides()
     return (
         torch.from_numpy(np.ascontiguousarray(starts)).to(device),
@@ -527,7 +541,8 @@ def _starts_and_strides(geometry: Lanes, device: torch.device) -> tuple[torch.Te
 
 def positions_of(geometry: Lanes, offsets: torch.Tensor) -> torch.Tensor:
     """The flat positions (k,), int64, that offsets (k,) stand for."""
-    starts, strides = _starts_and_strides(geometry, offsets.device)
+    device = offsets.device
+    starts, strides = _starts_and_strides(geometry, device, stream_id(device))
     return starts + offsets.long() * strides
 
 

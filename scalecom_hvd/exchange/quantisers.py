@@ -4,7 +4,7 @@ A `Quantiser` turns values into bytes and back, whoever chose them; methods/quan
 lets it do so between ranks. Horovod sums nothing narrower than 16 bits, so fewer bits
 are gathered, as long as that is less traffic. Each rank sends its k values of b bits n - 1 times,
 or 2 (n-1)/n times the values of 32 bits, so gathering is less while n b < 64; b is what travels,
-scales included. Imports config only.
+scales included. Imports config and devices.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from scalecom_hvd.config import float16_limit
+from scalecom_hvd.exchange.devices import stream_id
 
 # Values that share a scale, where the quantiser does not ask for fewer: a scale of 32 bits adds a
 # sixteenth of a bit to each.
@@ -95,7 +96,7 @@ class Quantiser:
         Returns:
             uint8.
         """
-        layout = _layout(tuple(counts), self.block, values.device)
+        layout = _layout(counts, self.block, values.device)
         blocks, lengths = layout.spread(values), layout.lengths
 
         def uniform() -> torch.Tensor:
@@ -124,7 +125,7 @@ class Quantiser:
             like: as many values (K,), of the same dtype and device.
             counts: as `pack` was given.
         """
-        layout = _layout(tuple(counts), self.block, like.device)
+        layout = _layout(counts, self.block, like.device)
         cut = len(layout.lengths) * self.scales * like.element_size()
         scales = payload[:cut].view(like.dtype).view(-1, self.scales)
         levels = unpack_levels(payload[cut:], self.bits)[: like.numel()]
@@ -446,7 +447,15 @@ def _check_block(block: int) -> None:
         raise ValueError(f"block must be a whole number of values, at least 1, not {block!r}")
 
 
-_layout = functools.lru_cache(maxsize=256)(BlockLayout)
+def _layout(counts: Sequence[int], block: int, device: torch.device) -> BlockLayout:
+    return _layout_on(stream_id(device), tuple(counts), block, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout_on(
+    stream: int, counts: tuple[int, ...], block: int, device: torch.device
+) -> BlockLayout:
+    return BlockLayout(counts, block, device)
 
 
 def generator(*numbers: int) -> torch.Generator:

@@ -25,7 +25,7 @@ from scalecom_hvd.agreement import Numbers
 from scalecom_hvd.exchange.asynchronous_steps import AsynchronousSteps
 from scalecom_hvd.exchange.bucket_plan import Groups
 from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
-from scalecom_hvd.exchange.devices import Point
+from scalecom_hvd.exchange.devices import Point, recorded
 from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.gradients import as_bytes
 from scalecom_hvd.exchange.local_steps import LocalSteps
@@ -67,7 +67,10 @@ class Meeting:
         """The result, for a rank that brought this tensor."""
         for point in self._points:
             point.let_stream_wait()
-        return own if self.result is None else self.result
+        if self.result is None:
+            return own
+        # It was made on the stream of the rank that came last, which may drop it first.
+        return recorded(self.result)
 
     def finish(self, combine: Combine) -> None:
         """All have come: make the result, or the error."""

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from scalecom_hvd import triton as tiles
-from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot, Wire, choose_scales
+from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot, Wire
+from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import LANES
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING
 
@@ -122,6 +123,9 @@ class _OneDtype:
         table = _tiles(slots)
         self._n_tiles = len(table)
         self._tiles = self._to_device(table)
+        blocks = _blocks(slots)
+        self._n_blocks = len(blocks)
+        self._blocks = self._to_device(blocks)
         self._tensors = self._to_device(np.array([_fields(slot) for slot in slots], np.int64))
         self._grads: Sequence[torch.Tensor] = ()
         self._frozen: Sequence[bool] = ()
@@ -147,8 +151,9 @@ class _OneDtype:
 
     def _measure(self, extra: float, chosen: torch.Tensor) -> None:
         """The scales of integers. A block of values is of several tiles, so it is done apart."""
-        for slot, grad in zip(self._slots, self._grads, strict=True):
-            choose_scales(slot, grad, self._scale, extra, chosen)
+        if self._n_blocks:
+            arguments = self._tensors, self._step, chosen, self._scale, extra
+            self._start(tiles.measure_blocks, self._n_blocks, self._blocks, *arguments)
 
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> torch.Tensor:
         count = self._new_count()
@@ -208,20 +213,15 @@ class _OneDtype:
         self._launch(kernel, self._step, *arguments, **constants, BLOCK=self._block, num_warps=4)
 
     def _launch(self, kernel: Any, step: torch.Tensor, *arguments: Any, **constants: Any) -> None:
-        if self._n_tiles == 0:
-            return
+        if self._n_tiles:
+            arguments = self._tiles, self._tensors, step, *arguments
+            self._start(kernel, self._n_tiles, *arguments, **constants)
+
+    def _start(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         is_cuda = self._device.type == "cuda"
         with torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext():
             # No fused multiply-adds: they round otherwise than all other kernels.
-            kernel[(self._n_tiles,)](
-                self._tiles,
-                self._tensors,
-                step,
-                *arguments,
-                **constants,
-                **self._dtypes,
-                enable_fp_fusion=False,
-            )
+            kernel[(programs,)](*arguments, **constants, **self._dtypes, enable_fp_fusion=False)
 
     def _step_table(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """This step's fields, in scalecom_hvd/triton's order, with the addresses of `tensors`."""
@@ -255,6 +255,14 @@ def _tiles(slots: Sequence[TensorSlot]) -> np.ndarray:
     full_lanes = np.array([slot.geometry.full_lanes for slot in slots])
     order = np.argsort(number * LANES < full_lanes[tensor], kind="stable")
     return np.stack([tensor, number], axis=1).astype(np.int32)[order]
+
+
+def _blocks(slots: Sequence[TensorSlot]) -> np.ndarray:
+    """(blocks, 2), int32: of every scale the tensor, and its number in the tensor."""
+    counts = [blocks_of(slot.geometry.k) if slot.levels else 0 for slot in slots]
+    numbers = [np.arange(count) for count in [*counts, 0]]  # one at least, to be concatenated
+    tensor = np.repeat(np.arange(len(slots)), counts)
+    return np.stack([tensor, np.concatenate(numbers)], axis=1).astype(np.int32)
 
 
 def _fields(slot: TensorSlot) -> tuple[int, ...]:

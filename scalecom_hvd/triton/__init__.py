@@ -34,6 +34,8 @@ CHOOSE_ACCUMULATOR = tl.constexpr(native.CHOOSE_ACCUMULATOR)
 CHOOSE_RESIDUE = tl.constexpr(native.CHOOSE_RESIDUE)
 LANES = tl.constexpr(lanes.LANES)
 VALUES_PER_SCALE = tl.constexpr(integers.BLOCK)
+SMALLEST_SCALE = tl.constexpr(integers.SMALLEST_SCALE)
+LARGEST_SCALE = tl.constexpr(float(np.finfo(np.float32).max))
 LAST_ROW = tl.constexpr(2**31 - 1)
 LARGEST_32 = tl.constexpr(int(np.float32(largest_gradient("float32")).view(np.int32)))
 LARGEST_64 = tl.constexpr(int(np.float64(largest_gradient("float64")).view(np.int64)))
@@ -198,6 +200,47 @@ def scatter_tiles(
         _write(tile, row, value, True, BLOCK)
     else:
         _write(tile, row, value, False, SLOTS)
+
+
+@triton.jit
+def measure_blocks(
+    blocks,
+    tensors,
+    step,
+    chosen,
+    scale: tl.float64,
+    extra: tl.float64,
+    GRAD: tl.constexpr,
+    REAL: tl.constexpr,
+):
+    """The scales of what the chosen places would send, as integers.py has them.
+
+    One program does one block of values, which is of several tiles. blocks: int32 (blocks, 2), the
+    tensor that a block is of, and its number there.
+    """
+    number = tl.program_id(0)
+    tensor, block = tl.load(blocks + 2 * number), tl.load(blocks + 2 * number + 1)
+    fixed, now = tensors + tensor * N_FIELDS, step + tensor * N_STEP_FIELDS
+    k, rows, full = tl.load(fixed + K), tl.load(fixed + ROWS), tl.load(fixed + FULL_LANES)
+    first = block.to(tl.int64) * VALUES_PER_SCALE
+    lane = first + tl.arange(0, VALUES_PER_SCALE)
+    is_lane, in_full_group, column = lane < k, lane < full, lane % LANES
+    start = tl.where(in_full_group, (lane - column) * rows + column, full * rows + lane - full)
+    offsets = chosen + tl.load(fixed + OFFSETS_AT)
+    row = _rows(offsets, tl.load(fixed + OFFSET_WIDTH), lane, is_lane)
+    index = start + row * tl.where(in_full_group, LANES, k - full)
+    m = tl.load(tl.load(fixed + RESIDUE).to(tl.pointer_type(REAL)) + index, mask=is_lane, other=0)
+    g = tl.load(tl.load(now + ADDRESS).to(tl.pointer_type(GRAD)) + index, mask=is_lane, other=0)
+    g, _ = _usable(g, _real(scale, REAL))
+    value = m + g + tl.where(m * g >= 0, _real(extra, REAL) * m, 0)
+    total = tl.sum(tl.where(_is_finite(value), tl.abs(value).to(tl.float64), 0))
+    # Divided as scale_divisor says.
+    count = tl.minimum(k - first, VALUES_PER_SCALE) * (tl.load(fixed + LEVELS) + 1)
+    mean = total / (count.to(tl.float64) / 2)
+    short = tl.minimum(mean, LARGEST_SCALE).to(tl.float32)
+    short = (short.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+    scales = (chosen + tl.load(fixed + SCALES_AT)).to(tl.pointer_type(tl.float32))
+    tl.store(scales + block, tl.where(short >= SMALLEST_SCALE, short, 0))
 
 
 @triton.jit
@@ -440,14 +483,20 @@ def _indices(tile, row):
 
 @triton.jit
 def _load_offsets(buffer, tile):
-    here, at = buffer + tile.offsets_at, tile.lane + tl.arange(0, LANES)
-    if tile.offset_width == 1:
-        row = tl.load(here + at, mask=_is_lane(tile), other=0).to(tl.int32)
-    elif tile.offset_width == 2:
-        row = tl.load(here.to(tl.pointer_type(tl.int16)) + at, mask=_is_lane(tile), other=0)
+    at = tile.lane + tl.arange(0, LANES)
+    return _rows(buffer + tile.offsets_at, tile.offset_width, at, _is_lane(tile))
+
+
+@triton.jit
+def _rows(here, offset_width, at, mask):
+    """The offsets of lanes `at`, of a tensor whose offsets begin here."""
+    if offset_width == 1:
+        row = tl.load(here + at, mask=mask, other=0).to(tl.int32)
+    elif offset_width == 2:
+        row = tl.load(here.to(tl.pointer_type(tl.int16)) + at, mask=mask, other=0)
         row = row.to(tl.int32)
     else:
-        row = tl.load(here.to(tl.pointer_type(tl.int32)) + at, mask=_is_lane(tile), other=0)
+        row = tl.load(here.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
     return row
 
 

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import delayed
+from scalecom_hvd import lanes
+from scalecom_hvd.exchange import kernels, quantisers
 from scalecom_hvd.exchange.devices import HostCopy, Streams
+from scalecom_hvd.exchange.kernels import positions_of
 from scalecom_hvd.exchange.methods import (
     ECQSGD,
     GlobalTopK,
@@ -222,3 +225,27 @@ def test_a_method_works_on_what_it_finds():
     method = ScaleCom(min_numel=0)
     Simulation(1, lambda _: make_parameters("delayed"), compression=lambda: method)
     assert {t.residue.device.type for t in method.residues.tensors.values()} == {"delayed"}
+
+
+@pytest.mark.parametrize("what", ["lanes", "blocks"])
+def test_what_is_kept_for_later_steps_is_of_one_stream(what):
+    """Another exchange's stream would have to wait for the one that made it."""
+
+    def compute():
+        if what == "lanes":
+            offsets = torch.zeros(10, dtype=torch.uint8, device="delayed")
+            return positions_of(lanes.geometry(1000, 100, "lanes"), offsets)
+        layout = quantisers._layout([7, 500], 64, torch.device("delayed", 0))
+        return layout.spread(torch.ones(507, device="delayed"))
+
+    kernels._starts_and_strides.cache_clear()
+    quantisers._layout_on.cache_clear()
+    gate = threading.Event()
+    with Streams([torch.device("delayed", 0)]).entered(joins=False):
+        delayed.enqueue(lambda: gate.wait(5))
+        slow = compute()
+    with Streams([torch.device("delayed", 0)]).entered(joins=False):
+        quick = compute().cpu()
+    gate.set()
+    torch.accelerator.synchronize()
+    assert torch.equal(quick, slow.cpu())

@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # momentum.py, devices.py
+
+import devices
+
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -29,12 +32,11 @@ def pytest_collectstart(collector):
     if framework in started:
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks, which have no Horovod
-        import devices
         import torch
         import torch.distributed as dist
 
-        devices.begin(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(devices.backends(int(os.environ["WORLD_SIZE"])))
+        devices.begin(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        dist.init_process_group(devices.backends())
         torch.set_num_threads(1)
         started[framework] = (torch.manual_seed, dist.barrier)
     elif framework == "torch":
@@ -42,6 +44,7 @@ def pytest_collectstart(collector):
         import torch
 
         hvd.init()
+        devices.begin(hvd.local_rank(), hvd.local_size())
         torch.set_num_threads(1)
         started[framework] = (torch.manual_seed, hvd.barrier)
     else:
@@ -59,12 +62,10 @@ def pytest_collectstart(collector):
 
 def pytest_collection_modifyitems(items):
     """What another device cannot show."""
-    from devices import DEVICE
-
     for item in items:
-        if DEVICE != "cpu" and item.get_closest_marker("on_cpus"):
+        if devices.DEVICE != "cpu" and item.get_closest_marker("on_cpus"):
             item.add_marker(pytest.mark.skip(reason="of CPUs alone"))
-        if DEVICE == "delayed" and "sparse" in item.nodeid:
+        if devices.DEVICE == "delayed" and "sparse" in item.nodeid:
             item.add_marker(pytest.mark.skip(reason="tests/delayed has no sparse tensors"))
 
 

@@ -9,7 +9,14 @@ import sys
 
 import pytest
 import torch
-from test_kernels import all_moves, at_the_limit, kernel_on, new_offsets, residue_dtype
+from test_kernels import (
+    all_moves,
+    at_the_limit,
+    integer_moves,
+    kernel_on,
+    new_offsets,
+    residue_dtype,
+)
 
 from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
@@ -20,6 +27,7 @@ from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.exchange.kernels import TensorSlot, TorchKernel, Wire
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.triton_kernel import TritonKernel
+from scalecom_hvd.integers import levels_of
 from scalecom_hvd.lanes import geometry
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING, CHOOSE_RESIDUE
 
@@ -114,6 +122,26 @@ def test_tensors_of_different_kinds_share_a_kernel(choose):
     geometries = [geometry(*shape, "lanes") for shape in shapes]
     assert {lanes.offset_dtype.itemsize for lanes in geometries} == {1, 2, 4}
     assert_alike(geometries, dtypes, choose, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "rate"), [(2, 1), (3, 2.5), (3, 16), (8, 300)])
+def test_integers_are_those_of_plain_torch_to_the_bit(dtype, bits, rate):
+    torch.manual_seed(bits)
+    shapes = [geometry(numel, rate, "lanes") for numel in (2500, 333)]  # several scales, and one
+    grads = [some(shape.numel, dtype) for shape in shapes]
+    residues = [some(shape.numel, residue_dtype(dtype)) for shape in shapes]
+    residues[0][:300] *= 1e-38  # denormal, where scales are zero
+    grads[0][:300] *= 1e-30
+    grads[0][310], residues[0][320] = float("nan"), float("inf")
+    levels = levels_of(bits)
+    expected = integer_moves(TorchKernel, grads, residues, shapes, 0.3, 0.5, levels, 7 / 3)
+    with torch.device(DEVICE):
+        there = ([tensor.to(DEVICE) for tensor in tensors] for tensors in (grads, residues))
+        ours = integer_moves(TritonKernel, *there, shapes, 0.3, 0.5, levels, 7 / 3)
+    assert ours[0] == expected[0] > 0
+    for mine, plain in zip(ours[1], expected[1], strict=True):
+        assert torch.equal(mine.cpu(), plain)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
