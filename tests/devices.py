@@ -23,9 +23,22 @@ def begin(local_rank: int, ranks: int) -> None:
     else:
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
         share_gpus(local_rank, ranks)
+        for name in ("rand", "randint", "randn", "randperm"):
+            setattr(torch, name, drawn_on_the_cpu(getattr(torch, name)))
     torch.set_default_device(DEVICE)
     to_numpy = torch.Tensor.numpy
     torch.Tensor.numpy = lambda self, **more: to_numpy(self.cpu(), **more)
+
+
+def drawn_on_the_cpu(draw):
+    """The same, which gives a generator's numbers on the device: generators are the CPU's here."""
+
+    def drawn(*sizes, generator=None, device=None, **more):
+        if generator is None or device is not None:
+            return draw(*sizes, generator=generator, device=device, **more)
+        return draw(*sizes, generator=generator, device="cpu", **more).to(DEVICE)
+
+    return drawn
 
 
 def share_gpus(local_rank: int, ranks: int) -> None:

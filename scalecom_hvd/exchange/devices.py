@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 
 
@@ -110,6 +111,16 @@ def recorded(made: torch.Tensor) -> torch.Tensor:
     if made.device.type not in _HOSTS and not made.is_sparse:
         made.record_stream(torch.accelerator.current_stream(made.device))
     return made
+
+
+def uploaded(table: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device, for which the host does not wait.
+
+    Pinned memory is taken anew every time: torch reuses it when the copy is over.
+    """
+    if device.type in _HOSTS:
+        return torch.from_numpy(table)
+    return torch.from_numpy(table).pin_memory().to(device, non_blocking=True)
 
 
 def stream_id(device: torch.device) -> int:

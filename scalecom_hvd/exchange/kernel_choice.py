@@ -27,9 +27,7 @@ def kernel_for(
     SCALECOM_KERNEL=torch asks for plain torch; =native makes a missing library an error, and
     =triton a Triton that cannot be used. Ways to choose other than by lanes are plain torch's.
     """
-    asked = os.environ.get("SCALECOM_KERNEL", "")
-    if asked not in ("", "native", "triton", "torch"):
-        raise ValueError(f"SCALECOM_KERNEL must be 'native', 'triton' or 'torch', not {asked!r}")
+    asked = _asked()
     same_width = (residue_dtype == torch.float64) == (grad_dtype == torch.float64)
     known = same_width and dtype_name(grad_dtype) in native.DTYPES and type(geometry) is Lanes
     if asked == "torch" or not known:
@@ -45,6 +43,20 @@ def kernel_for(
             "then scalecom_hvd again"
         )
     return NativeKernel if library is not None else TorchKernel
+
+
+def is_for_triton(device: torch.device) -> bool:
+    """Whether Triton makes on this device what plain torch would take many launches for."""
+    asked = _asked()
+    wanted = asked == "triton" or (device.type == "cuda" and not asked)
+    return wanted and _why_not_triton(device.type) is None
+
+
+def _asked() -> str:
+    asked = os.environ.get("SCALECOM_KERNEL", "")
+    if asked not in ("", "native", "triton", "torch"):
+        raise ValueError(f"SCALECOM_KERNEL must be 'native', 'triton' or 'torch', not {asked!r}")
+    return asked
 
 
 def _triton_kernel(device_type: str, required: bool) -> type[Kernel]:

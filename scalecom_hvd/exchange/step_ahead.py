@@ -10,7 +10,7 @@ the place of m_i: that is ours, found by trying (docs/results.md).
 Between a training forward and the step, the parameters of a rank are its own, *ahead*. Hooks on the
 model move them, and give everybody else the *common* ones, to the bit: a forward without gradients
 or in evaluation, state_dict(), the optimizer's step, the end of the exchange. Of a sharded model
-each rank moves its own shards. Imports gradients and residue.
+each rank moves its own shards. Imports gradients, moves_ahead and residue.
 """
 
 from __future__ import annotations
@@ -29,19 +29,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scalecom_hvd.exchange.gradients import local_part
+from scalecom_hvd.exchange.moves_ahead import has_direction, make, move_of
 from scalecom_hvd.exchange.residue import Residues
 
 log = logging.getLogger("scalecom_hvd")
-
-# A place that the optimizer has hardly seen has a tiny v, and says nothing of the residue there.
-LARGEST = 10.0
-# a: momentum makes more of a gradient in time than at once, and first moments make less at once.
-# Found by trying; `study.py --only ahead` varies them. With 0.5 an Adam that is tuned, at twice the
-# learning rate, comes apart.
-SGD_SHARE = 1.5
-ADAM_SHARE = 0.3
-# So many elements are worked on at a time that what is made of them stays in a processor's cache.
-BLOCK = 2**16
 
 # Steps in a row whose gradients were not computed ahead, until it is said.
 MISSED = 3
@@ -143,16 +134,18 @@ class StepAhead:
             return
         if self._residues is None or not self._residues.step:
             return
+        factor, names, moves = self.factor * self._ranks, [], []
         for name, parameter, group, state in self._stepped():
             own = local_part(parameter)
             if name not in self._spare:
                 self._spare[name] = torch.empty_like(own)
-            self._spare[name].copy_(own)
             of_node = self._of_node.get(name)
             waits = self._residues.tensors[name].residue if of_node is None else of_node
-            self._add(own, waits, group, state)
-            self._moved[name] = parameter._version
-        self.where, self._was_ahead = Where.AHEAD, bool(self._moved)
+            moves.append(move_of(own, self._spare[name], waits, group, state, factor))
+            names.append(name)
+        make(moves, self._residues.alignment.weight, self._residues.config.beta)
+        self._moved = {name: self._parameters[name]._version for name in names}
+        self.where, self._was_ahead = Where.AHEAD, bool(names)
 
     def note_step(self, step: int) -> None:
         """The step of this number counts. Logs a warning once if several were not ahead."""
@@ -170,8 +163,8 @@ class StepAhead:
             RuntimeError: somebody wrote to them meanwhile.
         """
         if self.where is Where.AHEAD:
-            for name in self._moved:
-                local_part(self._parameters[name]).copy_(self._spare[name])
+            data = [local_part(self._parameters[name]) for name in self._moved]
+            torch._foreach_copy_(data, [self._spare[name] for name in self._moved])
         self.where = Where.COMMON
         moved, self._moved = self._moved, {}
         for name, version in moved.items():
@@ -221,96 +214,10 @@ class StepAhead:
             parameter = self._parameters[name]
             if parameter in known:
                 group, state, optimizer = known[parameter]
-                if _has_direction(state) or isinstance(optimizer, torch.optim.SGD):
+                if has_direction(state) or isinstance(optimizer, torch.optim.SGD):
                     yield name, parameter, group, state
                 elif state:
                     raise RuntimeError(UNKNOWN_OPTIMIZER.format(type(optimizer).__name__))
-
-    def _add(
-        self,
-        parameter: torch.Tensor,
-        residue: torch.Tensor,
-        group: Mapping[str, Any],
-        state: Mapping[str, Any],
-    ) -> None:
-        """parameter <- parameter - lr * a * D(u), where u lies between residue and momentum.
-
-        u = w * m + (1 - w) * |m| / |b| * b, where m is what waits in the residue, b the optimizer's
-        momentum (zero if it has none), and w says how far this worker wants what the others do.
-        """
-        weight, beta = self._residues.alignment.weight, self._residues.config.beta
-        sign = -1 if group.get("maximize") else 1  # momentum is of negative gradients then
-        lr = sign * float(group["lr"]) * self.factor * self._ranks
-        momentum, second = _momentum(state), _second_moment(state, group)
-        tensors = [parameter, residue.view(parameter.shape)]
-        if momentum is not None:
-            # float16 would overflow.
-            dtype = torch.promote_types(momentum.dtype, residue.dtype)
-            norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in (residue, momentum)]
-            length = norms[0] / norms[1]
-            share = (sign * (1 - weight) * length).nan_to_num_(0.0, 0.0, 0.0)
-            tensors.append(momentum)
-        if second is not None:
-            v, power, correction = second
-            tensors.append(v)
-        for own, waits, *others in _blocks(tensors):
-            if second is None:
-                factor = -lr * (SGD_SHARE if group.get("momentum") else 1.0) / beta
-                own.add_(waits, alpha=factor * weight)
-                if momentum is not None:
-                    own.addcmul_(others[0], share, value=factor)
-                continue
-            ahead = waits.mul(weight)
-            if momentum is not None:
-                ahead.addcmul_(others[0], share)
-            scale = others[-1].div(correction).pow_(power).add_(float(group.get("eps", 0.0)))
-            ahead.div_(scale).mul_(1 / beta).nan_to_num_(0.0, LARGEST, -LARGEST)
-            own.add_(ahead.clamp_(-LARGEST, LARGEST), alpha=-lr * ADAM_SHARE)
-
-
-def _blocks(tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of tensors that have one shape, of which a processor's cache holds all."""
-    if all(t.is_contiguous() and t.device.type == "cpu" for t in tensors):
-        yield from zip(*(t.view(-1).split(BLOCK) for t in tensors), strict=True)
-    else:
-        yield tuple(tensors)
-
-
-def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:
-    """The moving average, or sum, of gradients that an optimizer keeps."""
-    momentum = state.get("exp_avg", state.get("momentum_buffer"))
-    # That of RMSprop is of what it has divided already. A sparse one is of sparse gradients, whose
-    # residue is empty.
-    if momentum is None or momentum.is_sparse or "square_avg" in state:
-        return None
-    return local_part(momentum)
-
-
-def _has_direction(state: Mapping[str, Any]) -> bool:
-    return any(key in state for key in ("exp_avg_sq", "square_avg", "sum", "exp_inf"))
-
-
-def _second_moment(
-    state: Mapping[str, Any], group: Mapping[str, Any]
-) -> tuple[torch.Tensor, float, float | torch.Tensor] | None:
-    """What a gradient is divided by: a tensor, and which power of it over which correction.
-
-    None: the optimizer divides by nothing.
-    """
-    if not _has_direction(state):
-        return None
-    if "exp_avg_sq" in state:
-        steps, b2 = state.get("step", 0), float(group["betas"][1])
-        # Zero where it has not begun, as in a state that was loaded and never stepped.
-        if isinstance(steps, torch.Tensor) and steps.device.type != "cpu":
-            correction: Any = 1 - torch.pow(b2, steps.double())  # nobody waits for the device
-            correction = torch.where(correction == 0, 1.0, correction)
-        else:
-            correction = 1 - b2 ** float(steps) or 1.0
-        return local_part(state.get("max_exp_avg_sq", state["exp_avg_sq"])), 0.5, correction
-    if "exp_inf" in state:
-        return local_part(state["exp_inf"]), 1.0, 1.0
-    return local_part(state["square_avg" if "square_avg" in state else "sum"]), 0.5, 1.0
 
 
 class _Hook:

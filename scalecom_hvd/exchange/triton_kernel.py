@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from scalecom_hvd import triton as tiles
+from scalecom_hvd.exchange.devices import uploaded
 from scalecom_hvd.exchange.kernels import Count, Taken, TensorSlot, Wire
 from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import LANES
@@ -122,11 +123,12 @@ class _OneDtype:
         self._block = 32 if real == tl.float32 else 16
         table = _tiles(slots)
         self._n_tiles = len(table)
-        self._tiles = self._to_device(table)
+        self._tiles = uploaded(table, self._device)
         blocks = _blocks(slots)
         self._n_blocks = len(blocks)
-        self._blocks = self._to_device(blocks)
-        self._tensors = self._to_device(np.array([_fields(slot) for slot in slots], np.int64))
+        self._blocks = uploaded(blocks, self._device)
+        fields = np.array([_fields(slot) for slot in slots], np.int64)
+        self._tensors = uploaded(fields, self._device)
         self._grads: Sequence[torch.Tensor] = ()
         self._frozen: Sequence[bool] = ()
         self._scale = 1.0
@@ -229,16 +231,7 @@ class _OneDtype:
         for slot, tensor, frozen in zip(self._slots, tensors, self._frozen, strict=True):
             address = tensor.data_ptr()
             rows.append((address, frozen, (address | slot.residue.data_ptr()) % 16 == 0))
-        return self._to_device(np.array(rows, np.int64))
-
-    def _to_device(self, table: np.ndarray) -> torch.Tensor:
-        """A copy that nobody waits for.
-
-        Pinned memory is taken anew every time: torch reuses it when the copy is over.
-        """
-        if self._device.type != "cuda":
-            return torch.from_numpy(table)
-        return torch.from_numpy(table).pin_memory().to(self._device, non_blocking=True)
+        return uploaded(np.array(rows, np.int64), self._device)
 
     def _new_count(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.int64, device=self._device)

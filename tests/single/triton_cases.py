@@ -20,7 +20,7 @@ from test_kernels import (
 
 from scalecom_hvd import triton as tiles
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.exchange import kernel_choice
+from scalecom_hvd.exchange import kernel_choice, moves_ahead, triton_moves_ahead
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import finished
 from scalecom_hvd.exchange.kernel_choice import kernel_for
@@ -450,3 +450,87 @@ def test_without_triton_plain_torch_serves_cuda_and_says_so(asks, monkeypatch, c
     asks("triton")
     with pytest.raises(RuntimeError, match="SCALECOM_KERNEL=triton, but triton cannot be imported"):
         kernel_for(*what)
+
+
+OPTIMIZERS = {
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AMSGrad, upwards": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, maximize=True),
+    "fused Adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_parameters_are_moved_ahead_as_by_plain_torch(make, dtype, monkeypatch):
+    """Some do not begin on 16 bytes, one has a momentum of zeros, and one a tiny second moment."""
+    monkeypatch.setenv("SCALECOM_KERNEL", "triton")
+    wide = residue_dtype(dtype)
+    torch.manual_seed(1)
+    sizes = [(5000,), (33, 70), (7,)]
+    parameters = [torch.nn.Parameter(torch.randn(size).to(DEVICE, dtype)) for size in sizes]
+    store = torch.randn(sum(p.numel() for p in parameters) + 1).to(DEVICE, wide)
+    residues = store[1:].split([p.numel() for p in parameters])
+    optimizer = make(parameters)
+    for _ in range(2):
+        for i, p in enumerate(parameters):
+            p.grad = torch.randn(p.shape).to(p) * (i < 2 or dtype == torch.float16)
+        parameters[1].grad.view(-1)[:9] = 1e-3 if dtype == torch.float16 else 1e-30
+        optimizer.step()
+
+    def moved(how):
+        moves = [
+            moves_ahead.move_of(
+                p.detach().clone(),
+                torch.zeros_like(p),
+                residue,
+                optimizer.param_groups[0],
+                optimizer.state[p],
+                1.0,
+            )
+            for p, residue in zip(parameters, residues, strict=True)
+        ]
+        how(moves)
+        return [tensor.cpu() for move in moves for tensor in (move.own, move.spare)]
+
+    ours = moved(lambda moves: moves_ahead.make(moves, 0.4, 0.7))
+    monkeypatch.setenv("SCALECOM_KERNEL", "torch")
+    plain = moved(lambda moves: moves_ahead.make(moves, 0.4, 0.7))
+    for mine, other in zip(ours, plain, strict=True):
+        tolerance = 2e-3 if dtype == torch.float16 else 1e-5
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+    for p, own, spare in zip(parameters, ours[::2], ours[1::2], strict=True):
+        assert torch.equal(spare, p.detach().cpu())
+        assert not torch.equal(own, spare)
+
+
+def test_moving_ahead_takes_few_launches(monkeypatch):
+    """As many for a hundred parameters as for one."""
+    monkeypatch.setenv("SCALECOM_KERNEL", "triton")
+    count, launch = [], triton_moves_ahead.move_ahead_blocks.run
+
+    def counted(*arguments, **more):
+        count.append(1)
+        return launch(*arguments, **more)
+
+    monkeypatch.setattr(triton_moves_ahead.move_ahead_blocks, "run", counted)
+    parameters = [torch.nn.Parameter(torch.randn(20).to(DEVICE)) for _ in range(100)]
+    optimizer = torch.optim.AdamW(parameters)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    group, state = optimizer.param_groups[0], optimizer.state
+    moves_ahead.make(
+        [
+            moves_ahead.move_of(
+                p.detach(), torch.empty_like(p), torch.ones_like(p), group, state[p], 1.0
+            )
+            for p in parameters
+        ],
+        1.0,
+        1.0,
+    )
+    assert len(count) == 1

@@ -1,0 +1,184 @@
+"""Where parameters are moved for step-ahead gradients: to x - lr * a * D(u); see step_ahead.py.
+
+u = w * m + (1 - w) * |m| / |b| * b, where m is what waits in the residue, b the optimizer's
+momentum (zero if it has none), and w says how far this worker wants what the others do. D is what
+the optimizer makes of a gradient. On a GPU Triton moves all parameters of a kind in one launch; a
+processor moves them piece by piece. Imports gradients, kernel_choice, and triton_moves_ahead where
+a tensor asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scalecom_hvd.exchange.gradients import local_part
+from scalecom_hvd.exchange.kernel_choice import is_for_triton
+
+# A place that the optimizer has hardly seen has a tiny v, and says nothing of the residue there.
+LARGEST = 10.0
+# a: momentum makes more of a gradient in time than at once, and first moments make less at once.
+# Found by trying; `study.py --only ahead` varies them. With 0.5 an Adam that is tuned, at twice the
+# learning rate, comes apart.
+SGD_SHARE = 1.5
+ADAM_SHARE = 0.3
+# So many elements are worked on at a time that what is made of them stays in a processor's cache.
+BLOCK = 2**16
+
+
+@dataclass(frozen=True)
+class Move:
+    """One parameter's way ahead.
+
+    Attributes:
+        own: the parameter, or this rank's part of it; it is moved in place.
+        spare: like it; takes what it was.
+        residue: (N,) what waits.
+        rate: lr * a, negative where the optimizer maximizes.
+        sign: -1 where it does: momentum is of negative gradients then.
+        momentum: like `own`; None: the optimizer has none.
+        second: like `own`: what a gradient is divided by; None: it is divided by nothing.
+        power: of it which power is taken, divided by its correction.
+        steps: how many steps it is the average of, a number or a tensor; None: no correction.
+        decay: that average's.
+        eps: what is added to what divides.
+    """
+
+    own: torch.Tensor
+    spare: torch.Tensor
+    residue: torch.Tensor
+    rate: float
+    sign: int
+    momentum: torch.Tensor | None = None
+    second: torch.Tensor | None = None
+    power: float = 0.5
+    steps: Any = None
+    decay: float = 0.0
+    eps: float = 0.0
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of one shape: own, spare, residue, and those of the optimizer that are there."""
+        residue = self.residue.view(self.own.shape)
+        others = [t for t in (self.momentum, self.second) if t is not None]
+        return [self.own, self.spare, residue, *others]
+
+
+def has_direction(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state of a parameter says what it divides gradients by."""
+    return any(key in state for key in ("exp_avg_sq", "square_avg", "sum", "exp_inf"))
+
+
+def move_of(
+    own: torch.Tensor,
+    spare: torch.Tensor,
+    residue: torch.Tensor,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    factor: float,
+) -> Move:
+    """The move of a parameter that an optimizer steps.
+
+    Args:
+        own, spare, residue: see Move.
+        group: of the optimizer's parameter groups the parameter's.
+        state: the optimizer's, of the parameter.
+        factor: how much of the way, by how much a sum over ranks is larger than their average.
+    """
+    sign = -1 if group.get("maximize") else 1
+    rate = sign * float(group["lr"]) * factor
+    momentum = _momentum(state)
+    if not has_direction(state):
+        share = SGD_SHARE if group.get("momentum") else 1.0
+        return Move(own, spare, residue, rate * share, sign, momentum)
+    eps = float(group.get("eps", 0.0))
+    move = Move(own, spare, residue, rate * ADAM_SHARE, sign, momentum, eps=eps)
+    if "exp_avg_sq" in state:
+        second = local_part(state.get("max_exp_avg_sq", state["exp_avg_sq"]))
+        decay = float(group["betas"][1])
+        changes = {"second": second, "steps": state.get("step", 0), "decay": decay}
+    elif "exp_inf" in state:
+        changes = {"second": local_part(state["exp_inf"]), "power": 1.0}
+    else:
+        second = state["square_avg" if "square_avg" in state else "sum"]
+        changes = {"second": local_part(second)}
+    return Move(**{**vars(move), **changes})
+
+
+def make(moves: Sequence[Move], weight: float, beta: float) -> None:
+    """Move all these parameters, and keep in `spare` what they were.
+
+    Args:
+        moves: of different parameters.
+        weight: w.
+        beta: that of the low-pass filter.
+    """
+    on_triton: list[Move] = []
+    for move in moves:
+        if is_for_triton(move.own.device) and all(t.is_contiguous() for t in move.tensors):
+            on_triton.append(move)
+        else:
+            _make_in_torch(move, weight, beta)
+    if on_triton:
+        from scalecom_hvd.exchange import triton_moves_ahead
+
+        triton_moves_ahead.make(on_triton, weight, beta)
+
+
+def correction(steps: Any, decay: float) -> Any:
+    """1 - decay ** steps; 1 where the average has not begun, as in a state that was just loaded.
+
+    Args:
+        steps: a number, or a tensor; on a device of any shape, and nobody waits for it.
+        decay: of the average.
+    """
+    if isinstance(steps, torch.Tensor) and steps.device.type != "cpu":
+        share = 1 - torch.pow(decay, steps.double())
+        return torch.where(share == 0, 1.0, share)
+    return 1 - decay ** float(steps) or 1.0
+
+
+def _make_in_torch(move: Move, weight: float, beta: float) -> None:
+    share = torch.zeros(())
+    if move.momentum is not None:
+        # float16 would overflow.
+        dtype = torch.promote_types(move.momentum.dtype, move.residue.dtype)
+        norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in (move.residue, move.momentum)]
+        length = norms[0] / norms[1]
+        share = (move.sign * (1 - weight) * length).nan_to_num_(0.0, 0.0, 0.0)
+    divisor = 1.0 if move.steps is None else correction(move.steps, move.decay)
+    for own, spare, waits, *others in _blocks(move.tensors):
+        spare.copy_(own)
+        if move.second is None:
+            factor = -move.rate / beta
+            own.add_(waits, alpha=factor * weight)
+            if move.momentum is not None:
+                own.addcmul_(others[0], share, value=factor)
+            continue
+        ahead = waits.mul(weight)
+        if move.momentum is not None:
+            ahead.addcmul_(others[0], share)
+        scale = others[-1].div(divisor).pow_(move.power).add_(move.eps)
+        ahead.div_(scale).mul_(1 / beta).nan_to_num_(0.0, LARGEST, -LARGEST)
+        own.add_(ahead.clamp_(-LARGEST, LARGEST), alpha=-move.rate)
+
+
+def _blocks(tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors that have one shape, of which a processor's cache holds all."""
+    if all(t.is_contiguous() and t.device.type == "cpu" for t in tensors):
+        yield from zip(*(t.view(-1).split(BLOCK) for t in tensors), strict=True)
+    else:
+        yield tuple(tensors)
+
+
+def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:
+    """The moving average, or sum, of gradients that an optimizer keeps."""
+    momentum = state.get("exp_avg", state.get("momentum_buffer"))
+    # That of RMSprop is of what it has divided already. A sparse one is of sparse gradients, whose
+    # residue is empty.
+    if momentum is None or momentum.is_sparse or "square_avg" in state:
+        return None
+    return local_part(momentum)

@@ -1,0 +1,74 @@
+"""Parameters moved a step ahead, in Triton: see exchange/moves_ahead.py, whose numbers these are.
+
+Each tensor is read once and written once. Results are those of plain PyTorch, to rounding: nothing
+that ranks share is made of them.
+"""
+
+import triton
+import triton.language as tl
+
+# Of each tensor: five addresses (0: there is none), and how many elements it has.
+N_FIELDS = tl.constexpr(6)
+OWN_AT, SPARE_AT, RESIDUE_AT, MOMENTUM_AT, SECOND_AT, NUMEL = (tl.constexpr(i) for i in range(6))
+
+
+@triton.jit
+def move_ahead_blocks(
+    blocks,
+    tensors,
+    shares,
+    corrections,
+    weight: tl.float64,
+    rate: tl.float64,
+    per_beta: tl.float64,
+    eps: tl.float64,
+    largest: tl.float64,
+    OWN: tl.constexpr,
+    REAL: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    SECOND: tl.constexpr,
+    ROOT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """spare <- own; own <- own - rate * D(weight * residue + share * momentum).
+
+    OWN, MOMENTUM, SECOND: what these are stored in; None: there is none. REAL: the residue's dtype.
+    ROOT: whether the second moment's root divides. ALIGNED: addresses are multiples of 16.
+    """
+    number = tl.program_id(0)
+    tensor, block = tl.load(blocks + 2 * number), tl.load(blocks + 2 * number + 1)
+    fields = tensors + tensor * N_FIELDS
+    begin = block.to(tl.int64) * BLOCK
+    inside = begin + tl.arange(0, BLOCK) < tl.load(fields + NUMEL)
+    own = _elements(fields + OWN_AT, begin, OWN, ALIGNED, BLOCK)
+    before = tl.load(own, mask=inside, other=0)
+    tl.store(_elements(fields + SPARE_AT, begin, OWN, ALIGNED, BLOCK), before, mask=inside)
+    residue = _elements(fields + RESIDUE_AT, begin, REAL, ALIGNED, BLOCK)
+    ahead = tl.load(residue, mask=inside, other=0) * tl.full((), weight, REAL)
+    if MOMENTUM is not None:
+        momentum = _elements(fields + MOMENTUM_AT, begin, MOMENTUM, ALIGNED, BLOCK)
+        share = tl.load(shares + tensor)
+        ahead += tl.load(momentum, mask=inside, other=0).to(REAL) * share
+    if SECOND is not None:
+        second = _elements(fields + SECOND_AT, begin, SECOND, ALIGNED, BLOCK)
+        scale = tl.load(second, mask=inside, other=1).to(REAL) / tl.load(corrections + tensor)
+        if ROOT:
+            scale = tl.sqrt(scale)
+        ahead = ahead / (scale + tl.full((), eps, REAL)) * tl.full((), per_beta, REAL)
+        most = tl.full((), largest, REAL)
+        ahead = tl.where(ahead == ahead, ahead, 0)  # NaN is no direction
+        ahead = tl.where(ahead > most, most, tl.where(ahead < -most, -most, ahead))
+    else:
+        ahead = ahead * tl.full((), per_beta, REAL)
+    after = before.to(REAL) - tl.full((), rate, REAL) * ahead
+    tl.store(own, after.to(OWN), mask=inside)
+
+
+@triton.jit
+def _elements(field, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to a block's elements of the tensor whose address stands here."""
+    start = tl.load(field).to(tl.pointer_type(dtype)) + begin
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return start + tl.arange(0, BLOCK)
