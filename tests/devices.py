@@ -32,11 +32,12 @@ def begin(local_rank: int, ranks: int) -> None:
 
 def drawn_on_the_cpu(draw):
     """The same, which gives a generator's numbers on the device: generators are the CPU's here."""
+    import torch
 
     def drawn(*sizes, generator=None, device=None, **more):
-        if generator is None or device is not None:
-            return draw(*sizes, generator=generator, device=device, **more)
-        return draw(*sizes, generator=generator, device="cpu", **more).to(DEVICE)
+        device = device or torch.get_default_device()
+        where = device if generator is None else generator.device
+        return draw(*sizes, generator=generator, device=where, **more).to(device)
 
     return drawn
 

@@ -333,7 +333,7 @@ class _Reduced:
     """
 
     buffer: torch.Tensor
-    gradients: Mapping[nn.Parameter, torch.Tensor]
+    gradients: dict[nn.Parameter, torch.Tensor]
     node: Node | None = None
     name: str = ""
     given: torch.futures.Future[torch.Tensor] = dataclasses.field(init=False)
@@ -363,7 +363,9 @@ class _Reduced:
         self._is_reported = True
         if self._in_node is not None:
             self._in_node.wait()
-        for stand_in, gradient in self.gradients.items():
+        # In the first backward DDP's only bucket may hold all, in the model's order: from its order
+        # buckets are made, and backward goes the other way.
+        for stand_in, gradient in reversed(self.gradients.items()):
             if self.node is not None:
                 gradient = self.node.shards.cut(names[stand_in], gradient.reshape(-1))
             stand_in.grad = gradient

@@ -412,6 +412,8 @@ def horovod_wheel(
         environment = {
             **os.environ,
             "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
+            # What its headers use and do not include: GCC 12 does that for them, GCC 13 does not.
+            "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -include string -include stdexcept",
             # CMake 4 refuses the policy that the bundled Gloo asks for
             "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
             "MAKEFLAGS": f"-j{os.cpu_count() or 1}",

@@ -258,6 +258,16 @@ def test_two_models_in_one_backward():
         assert same_on_all_ranks([p.grad for p in model.parameters()])
 
 
+def test_buckets_are_in_backwards_order():
+    """In the first backward DDP hands out all gradients at once, in the model's order."""
+    net = nn.Sequential(*[nn.Linear(30, 30) for _ in range(4)])
+    model, state = hooked(10, net, settings={"bits": 3, "bucket_bytes": 4000, "min_numel": 100})
+    model(torch.randn(4, 30)).square().mean().backward()
+    first = [bucket.names[0] for bucket in state.compression.run.averager.buckets]
+    # The bucket of biases is complete when that of the first layer comes.
+    assert first == ["3.weight", "2.weight", "1.weight", "3.bias", "0.weight"]
+
+
 def test_groups_go_with_their_model():
     def threads():
         gc.collect()
@@ -276,6 +286,10 @@ def test_groups_go_with_their_model():
         time.sleep(0.1)
 
 
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="this PyTorch sorts all groups",
+)
 def test_ranks_of_a_group_in_another_order():
     ranks = list(reversed(range(dist.get_world_size())))
     group = dist.new_group(ranks, sort_ranks=False)
