@@ -90,14 +90,14 @@ def gpu_tests(facts: Facts) -> list[Test]:
     """Those of `doctor --gpu`: what a CPU cannot show."""
     gpus = facts.said.get("torch", {}).get("gpus", [])
     none = _why_not_torchrun(facts) or ("" if gpus else "PyTorch sees no GPU")
-    nccl = none or ("" if len(gpus) >= RANKS else "there is one GPU, and NCCL wants one per rank")
     horovod = none or _why_not_on_horovod(facts, "torch") or _why_not_mpirun(facts)
     steps = [sys.executable, "-m", "scalecom_hvd.doctor.gpu_steps"]
     tests = [Test("GPU: steps of simulated ranks", steps, none, ranks=1)]
-    for backend, why in (("gloo", none), ("nccl", nccl)):
-        for face in ("hook", "optimizer", "amp"):
+    faces = ("hook", "optimizer", "amp")
+    for backend, own in (("gloo", faces), ("nccl", (*faces, "overlap"))):
+        for face in own:
             command = [*_torchrun(), face, "cuda", f"cpu:gloo,cuda:{backend}"]
-            tests.append(Test(f"GPU: {face}, torchrun, {backend}", command, why))
+            tests.append(Test(f"GPU: {face}, torchrun, {backend}", command, none))
     command = [*_mpirun(facts), *_rank("torch"), "horovod", "cuda"]
     return [*tests, Test("GPU: PyTorch on Horovod, mpirun", command, horovod)]
 

@@ -1,16 +1,16 @@
 """One rank of the self-test in PyTorch, on Horovod or on torch.distributed, on a CPU or a GPU.
 
 `python -m scalecom_hvd.doctor.torch_rank FACE [DEVICE BACKEND]`, started by self_test.py under a
-launcher. FACE is "horovod", "hook", "optimizer" or "amp" (the hook in mixed precision), DEVICE
-"cpu" or "cuda", BACKEND what torch.distributed takes. Imports rank_check, kernels of exchange/, and
-one of torch/ and ddp/, where it is used.
+launcher. FACE is "horovod", "hook", "optimizer", "amp" (the hook in mixed precision) or "overlap"
+(a profile of it), DEVICE "cpu" or "cuda", BACKEND what torch.distributed takes. Imports rank_check,
+kernels of exchange/, and one of torch/ and ddp/, where it is used.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ KERNELS = {
 
 
 AMP_STEPS = 30
+# Of the model that is profiled.
+WIDTH, LAYERS, BATCH = 2048, 12, 8192
 
 
 def make_model(device: torch.device) -> nn.Module:
@@ -130,9 +132,9 @@ def on_torch_distributed(face: str, device: str, backend: str) -> None:
 
     from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, ScaleComState, scalecom_hook
 
+    own = use_device(device, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend)
     check_size(dist.get_world_size())
-    own = use_device(device, int(os.environ["LOCAL_RANK"]))
     model: nn.Module = make_model(own)
     called: nn.Module = model
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
@@ -176,9 +178,9 @@ def in_mixed_precision(device: str, backend: str) -> None:
 
     from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
+    own = use_device(device, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend)
     check_size(dist.get_world_size())
-    own = use_device(device, int(os.environ["LOCAL_RANK"]))
     for dtype in (torch.float16, torch.bfloat16):
         model = make_model(own)
         wrapped = DistributedDataParallel(model)
@@ -209,6 +211,73 @@ def in_mixed_precision(device: str, backend: str) -> None:
     os._exit(0)
 
 
+def profiled(device: str, backend: str) -> None:
+    """Steps of a model that keeps a GPU busy: whether the exchange works beside backward.
+
+    Raises:
+        AssertionError: it does not begin before backward is over.
+    """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.profiler import ProfilerActivity, profile
+
+    from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+
+    own = use_device(device, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
+    check_size(dist.get_world_size())
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).to(own)
+    wrapped = DistributedDataParallel(model)
+    state = ScaleComState(wrapped)
+    wrapped.register_comm_hook(state, scalecom_hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    inputs = torch.randn(BATCH, WIDTH, device=own)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            wrapped(inputs).square().mean().backward()
+            optimizer.step()
+        torch.accelerator.synchronize()
+
+    steps(4)  # DDP makes its buckets anew, Triton compiles
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
+    with profile(activities=activities) as profiler:
+        steps(3)
+    spans: dict[int, list[tuple[float, float]]] = {}
+    exchange = backward = None
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA":
+            stream, span = event.device_resource_id, event.time_range
+            spans.setdefault(stream, []).append((span.start, span.end))
+            if "take_and_accumulate_tiles" in event.name:
+                exchange = stream
+            elif "gemm" in event.name or "nvjet" in event.name:
+                backward = stream
+    if exchange is None or backward is None:
+        raise AssertionError(f"the profile lacks kernels of both: {spans.keys()}")
+    own_time = sum(end - start for start, end in spans[exchange])
+    both = _common(spans[exchange], spans[backward]) if exchange != backward else 0.0
+    assert both > 0, "the exchange's kernels ran after backward's"
+    sys.stdout.write(
+        f"{PASSED}{own_time / 3e3:.1f} ms of the exchange's kernels a step, {both / own_time:.0%} "
+        "of it beside the model's\n"
+    )
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)
+
+
+def _common(ones: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """How long spans of both lists run at a time; those of a list do not overlap."""
+    return sum(
+        max(0.0, min(end, other_end) - max(start, other_start))
+        for start, end in ones
+        for other_start, other_end in others
+    )
+
+
 def _averages_for_fsdp(device: torch.device) -> str:
     """Whether FSDP2's gradients would be right here; nothing else asks Gloo for averages."""
     from scalecom_hvd.ddp.nodes import check_averages
@@ -226,11 +295,18 @@ def _residue(residues: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def use_device(device: str, local_rank: int) -> torch.device:
-    """Have this rank use a device of its own, or share one if there are fewer."""
+    """Have this rank use a device of its own, or share one if there are fewer.
+
+    NCCL takes ranks that share a GPU only if each says that it is on a machine of its own.
+    """
     if device == "cpu":
         return torch.device("cpu")
-    own = torch.device(device, local_rank % torch.accelerator.device_count())
+    count = torch.accelerator.device_count()
+    own = torch.device(device, local_rank % count)
     torch.accelerator.set_device_index(own)
+    if count < RANKS:
+        os.environ["NCCL_HOSTID"] = f"rank {local_rank}"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     return own
 
 
@@ -250,6 +326,8 @@ def main(face: str, device: str = "cpu", backend: str = "gloo") -> None:
         on_horovod(device)
     elif face == "amp":
         in_mixed_precision(device, backend)
+    elif face == "overlap":
+        profiled(device, backend)
     else:
         on_torch_distributed(face, device, backend)
 

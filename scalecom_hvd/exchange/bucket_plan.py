@@ -59,14 +59,14 @@ def plan_buckets(
     in_order = [name for name in [*arrived, *late] if name in wanted]
     if groups is not None:
         members = [[name for name in group if name in wanted] for group in groups]
-        parts = [part for group in members for part in _split(parameters, residues, group, None)]
-        return _by_their_ends(parts, in_order)
+        asked = [part for group in members for part in _split(parameters, residues, group, None)]
+        return _by_their_ends(asked, in_order)
     if loaded and wanted == {name for names in loaded for name in names}:
         parts = [_split(parameters, residues, names, None) for names in loaded]
         if all(len(part) == 1 for part in parts):
             return [list(names) for names in loaded]
-    parts = _split(parameters, residues, in_order, residues.config.bucket_bytes)
-    return _by_their_ends(parts, in_order)
+    cut = _split(parameters, residues, in_order, residues.config.bucket_bytes)
+    return _by_their_ends(cut, in_order)
 
 
 def _by_their_ends(parts: list[list[str]], in_order: Sequence[str]) -> list[list[str]]:

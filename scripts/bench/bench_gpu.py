@@ -18,11 +18,16 @@ from typing import NamedTuple
 
 import torch
 
+from scalecom_hvd.bucket_layout import Layout
+from scalecom_hvd.exchange import moves_ahead
 from scalecom_hvd.exchange.kernels import Kernel, TensorSlot, TorchKernel, Wire
+from scalecom_hvd.integers import levels_of
 from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING
 
 BETA, EXTRA, LIMIT = 0.5, 1.0, 65504.0
+# The defaults'.
+BITS, FEW_BITS_RATE = 3, 16
 N_TENSORS = 75
 # Read before every move: many times what a cache holds, and long enough to keep the device busy
 # while the host queues the move.
@@ -49,25 +54,75 @@ class Workload:
         ]
         self.grads = [torch.randn(lanes.numel, device=device).to(dtype) for lanes in self.lanes]
         self.residues = [torch.zeros(lanes.numel, device=device) for lanes in self.lanes]
-        n_bytes = sum(lanes.k * lanes.offset_dtype.itemsize for lanes in self.lanes)
-        self.offsets, self.chosen = torch.zeros(2, n_bytes, dtype=torch.uint8, device=device)
-        self.values, self.sent = torch.zeros(2, sum(lanes.k for lanes in self.lanes), device=device)
         self.outputs = [torch.empty_like(grad) for grad in self.grads]
         self.numel = sum(lanes.numel for lanes in self.lanes)
 
     def kernel(self, kind: type[Kernel]) -> Kernel:
         """A kernel for these tensors, in the middle of a step."""
-        slots, offsets_at, values_at = [], 0, 0
-        for residue, lanes in zip(self.residues, self.lanes, strict=True):
-            slots.append(TensorSlot(residue, lanes, offsets_at, values_at))
-            offsets_at, values_at = (
-                offsets_at + lanes.k * lanes.offset_dtype.itemsize,
-                values_at + lanes.k,
-            )
-        kernel = kind(slots, [grad.dtype for grad in self.grads])
-        self.begin(kernel)
+        kernel = self._kernel(kind, has_scales=False)
         kernel.accumulate(BETA, CHOOSE_ACCUMULATOR, self.offsets)
         return kernel
+
+    def _kernel(self, kind: type[Kernel], has_scales: bool) -> Kernel:
+        """The same before its step, and buffers for what it moves."""
+        layout = Layout(dict(zip(map(str, range(N_TENSORS)), self.lanes, strict=True)), has_scales)
+        slots = [
+            TensorSlot(
+                residue,
+                lanes,
+                layout.offsets[str(i)].start,
+                layout.values[str(i)].start,
+                levels_of(BITS) if has_scales else 0,
+                layout.scales[str(i)].start,
+            )
+            for i, (residue, lanes) in enumerate(zip(self.residues, self.lanes, strict=True))
+        ]
+        device = self.residues[0].device
+        self.offsets, self.chosen = torch.zeros(
+            2, layout.offsets_bytes, dtype=torch.uint8, device=device
+        )
+        self.values, self.sent = torch.zeros(2, layout.n_values, device=device)
+        kernel = kind(slots, [grad.dtype for grad in self.grads])
+        self.begin(kernel)
+        return kernel
+
+    def integer_moves(self, kind: type[Kernel], label: str) -> Iterator[Candidate]:
+        """The moves of a step with values of few bits."""
+        kernel = self._kernel(kind, has_scales=True)
+        offsets, once = self.offsets, self.numel * self.grads[0].element_size()
+        integers = torch.zeros(len(self.values), dtype=torch.int8, device=offsets.device)
+        wire = Wire(offsets, integers, integers, LIMIT)
+        kernel.choose(EXTRA, offsets)
+        yield Candidate(
+            f"{label}: choose, and measure",
+            lambda: kernel.choose(EXTRA, offsets),
+            8 * self.numel + once,
+        )
+        yield Candidate(
+            f"{label}: take + accumulate",
+            lambda: kernel.take_and_accumulate(BETA, EXTRA, wire, CHOOSE_NOTHING, None),
+            8 * self.numel + once,
+        )
+
+    def ahead(self) -> Iterator[Candidate]:
+        """Parameters of AdamW that are moved a step ahead, and back."""
+        parameters = [torch.nn.Parameter(torch.randn_like(grad)) for grad in self.grads]
+        optimizer = torch.optim.AdamW(parameters, fused=True)
+        for parameter, grad in zip(parameters, self.grads, strict=True):
+            parameter.grad = grad
+        optimizer.step()
+        spares = [torch.empty_like(parameter) for parameter in parameters]
+        group, state = optimizer.param_groups[0], optimizer.state
+        moves = [
+            moves_ahead.move_of(parameter.detach(), spare, residue, group, state[parameter], 1.0)
+            for parameter, spare, residue in zip(parameters, spares, self.residues, strict=True)
+        ]
+        # Two are read for their norms; four are read, and two written.
+        yield Candidate(
+            "AdamW, a step ahead", lambda: moves_ahead.make(moves, 0.5, BETA), 32 * self.numel
+        )
+        own = [parameter.detach() for parameter in parameters]
+        yield Candidate("and back", lambda: torch._foreach_copy_(own, spares), 8 * self.numel)
 
     def begin(self, kernel: Kernel) -> None:
         kernel.begin(self.grads, [False] * len(self.grads), 1.0)
@@ -102,7 +157,7 @@ class Workload:
 
     def copies(self) -> Iterator[Candidate]:
         """What the moves are held against: the first."""
-        whole, there = torch.randn(2, self.numel, device=self.values.device)
+        whole, there = torch.randn(2, self.numel, device=self.residues[0].device)
         yield Candidate("copy_ of one tensor", lambda: there.copy_(whole), 8 * self.numel)
         yield Candidate(
             "copy_ of the same tensors",
@@ -122,6 +177,9 @@ def candidates(numel: int, rate: float, device: torch.device) -> Iterator[Candid
         yield from halves.moves(
             halves.kernel(TritonKernel), f"Triton, {str(dtype).removeprefix('torch.')}"
         )
+    few = Workload(numel, FEW_BITS_RATE, torch.float32, device)
+    yield from few.integer_moves(TritonKernel, f"Triton, {BITS} bits, rate {FEW_BITS_RATE}")
+    yield from few.ahead()
     yield from work.moves(work.kernel(TorchKernel), "plain torch, float32")
 
 

@@ -214,11 +214,25 @@ LONG = {
     ),
 }
 CUDA = ONE_THREAD | {"TESTS_DEVICE": "cuda"}
+PATIENT = "--timeout=300"  # NCCL's ranks that share a GPU take turns on it
 GPU = {
     "GPU, doctor": Part((sys.executable, "-m", "scalecom_hvd", "doctor", "--gpu"), alone=True),
     "GPU, kernel": Part((sys.executable, *of_pytest("single/test_triton.py", options=[]))),
-    "GPU, torchrun -np 2": on_ranks("torchrun", 2, [*OF_DEVICES, *DDP], environment=CUDA),
-    "GPU, nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES, environment=CUDA),
+    "GPU, Gloo, torchrun -np 2": on_ranks(
+        "torchrun",
+        2,
+        [*OF_DEVICES, *[file for file in DDP if file not in PAGES]],
+        environment=CUDA | {"TESTS_BACKEND": "gloo"},
+    ),
+    "GPU, NCCL, torchrun -np 2": on_ranks(
+        "torchrun",
+        2,
+        [*OF_DEVICES, *named("ddp_hook", "ddp_optimizer", "ddp_step_ahead", "torch_amp")],
+        PATIENT,
+        environment=CUDA,
+    ),
+    # Not over Gloo, where FSDP2 ends the process (PyTorch 2.11).
+    "GPU, NCCL, nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES, PATIENT, environment=CUDA),
 }
 PARTS = SHORT | LONG | GPU
 
