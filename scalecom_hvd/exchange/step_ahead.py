@@ -162,7 +162,7 @@ class StepAhead:
         Raises:
             RuntimeError: somebody wrote to them meanwhile.
         """
-        if self.where is Where.AHEAD:
+        if self.where is Where.AHEAD and self._moved:
             data = [local_part(self._parameters[name]) for name in self._moved]
             torch._foreach_copy_(data, [self._spare[name] for name in self._moved])
         self.where = Where.COMMON

@@ -115,6 +115,19 @@ def test_a_factor_of_zero_is_no_step_ahead():
     assert are_equal(models[0], copies(models[1]))
 
 
+def test_a_run_that_goes_on_with_an_optimizer_that_is_new():
+    """Of parameters that it has not stepped yet nobody knows the direction."""
+    model, wrapped, method = make(optimizer="adamw")
+    for step in range(3):
+        take(model, wrapped, step)
+    saved = method.state_dict()
+    model, wrapped, method = make(optimizer="adamw")
+    method.load_state_dict(saved)
+    for step in range(2):
+        take(model, wrapped, step)
+    assert same_on_all_ranks(model.parameters())
+
+
 def someone_looks(model, optimizer, method):
     """{who: what they see} of those who may look between a forward and the step."""
 
