@@ -3,7 +3,7 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu setup-torch dist docs demo test test-long mutations soak lint accuracy study real-size bench bench-nodes bench-keras bench-kernels bench-gpu test-gpu scaling clean
+.PHONY: setup setup-gpu setup-torch dist docs demo test test-long mutations soak lint accuracy study real-size bench bench-nodes race bench-keras bench-kernels bench-gpu test-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make real-size     a Transformer of 4.8 million parameters on 2 ranks, dense and with ScaleCom (STEPS=2000: an hour)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
 	@echo "make bench-nodes   several ranks on each host: every rank a worker, or every host (root; minutes)"
+	@echo "make race          a language model over slow networks, in all ways; how soon each is done (root; hours)"
 	@echo "make scaling       the scaling model, from what make bench measured"
 	@echo "make bench-keras   step times of Keras on this machine's ranks, dense and with ScaleCom, in one run"
 	@echo "make bench-kernels the kernel's speed against the memory's"
@@ -87,6 +88,9 @@ bench: setup
 
 scaling: setup
 	@$(RUN) scripts/bench/scaling_model.py
+
+race: setup
+	@$(RUN) scripts/race/race.py
 
 bench-nodes: setup
 	@$(RUN) scripts/bench/bench_nodes.py

@@ -66,6 +66,8 @@ LOCAL = {
     )
     for h in rounds
 }
+# What papers train with; the race's. See scalecom_hvd's recipes.
+RECIPES = {"DiLoCo, H = 20": hvd.diloco(20), "SparseLoCo, H = 20": hvd.sparseloco(20)}
 METHODS = ["no communication", "dense", "fp16", "local top-k", *SCALECOM]
 
 
@@ -99,6 +101,7 @@ DDP: dict[str, Callable[..., Any] | None] = {
     "DDP dense": None,
     "DDP fp16 hook": lambda model, **settings: (None, fp16_compress_hook),
     "DDP PowerSGD, rank 1": _power_sgd(1),
+    "DDP PowerSGD, rank 2": _power_sgd(2),
     "DDP PowerSGD, rank 4": _power_sgd(4),
     "DDP ScaleCom cyclic": _scalecom(),
     "DDP ScaleCom look-ahead": _scalecom(**SCALECOM["ScaleCom look-ahead"]),
@@ -135,6 +138,9 @@ class Training:
                 local_steps=self.round,
                 **more,
             )
+        elif method in RECIPES:
+            self.round = RECIPES[method]["local_steps"]
+            self.optimizer = hvd.DistributedOptimizer(self.optimizer, parameters, **RECIPES[method])
         elif method == "local top-k":
             self.local = LocalTopK([p for _, p in parameters], LOCAL_TOP_K_RATE)
             self.reduce = self.local.reduce
@@ -218,7 +224,8 @@ def parts(training: Training, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=bench_cases.CASES, default="transformer")
-    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *LOCAL, *DDP], default=METHODS)
+    known = [*METHODS, *LOCAL, *RECIPES, *DDP]
+    parser.add_argument("--methods", nargs="+", choices=known, default=METHODS)
     parser.add_argument("--mbit", nargs="+", type=float, default=[1000.0], help="0: unshaped")
     parser.add_argument("--seconds", type=float, default=3.0, help="per method and speed")
     parser.add_argument(

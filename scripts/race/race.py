@@ -1,0 +1,238 @@
+"""`make race`: how soon training is done over a slow network, in this way and in others.
+
+    python scripts/race/race.py                        all ways; what was done is not done again
+    python scripts/race/race.py --ways "ScaleCom" "DDP, dense" --seeds 1
+    python scripts/race/race.py --quick                a small model: minutes
+
+Losses over steps are of real runs under torchrun (race_worker.py), of a language model of 5 million
+parameters with AdamW. The learning rate of each way is the best of three, found with seed 0 on half
+the steps. How long a step takes is measured on hosts with a network between them (bench_worker.py),
+where its compute is a pause. Losses over time are their product, from the first step to the last.
+
+A way's score at a speed: how long it takes to the loss with which dense training ends. Where a way
+ends above that, it has half as many steps more. In --output are the runs, the steps' times,
+curves.csv and curves.png. Needs root, for the hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py and pictures.py are
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+
+import bench
+import hosts
+import launch
+import pictures
+import race_tasks
+from race_ways import DENSE, LOCAL_STEPS, OURS, WAYS, Way
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("race_worker.py")
+FACTORS = (0.5, 1.0, 2.0)
+SPEEDS = (100, 1000, 10_000)  # Mbit/s
+Run = dict[str, Any]
+Curve = list[tuple[float, float]]
+"""(seconds, loss): after each evaluation."""
+
+
+class Race:
+    """The runs of one number of workers, and the times of their steps.
+
+    Args:
+        folder: where they are kept.
+        workers: ranks, each on a host of its own.
+        steps: of dense training.
+        tiny: whether the model is a small one.
+    """
+
+    def __init__(self, folder: Path, workers: int, steps: int, tiny: bool) -> None:
+        self.folder, self.workers, self.steps, self.tiny = folder, workers, steps, tiny
+        # Ranks find it, and do not all make it.
+        race_tasks.load_pieces(race_tasks.TINY if tiny else race_tasks.FULL, folder)
+
+    def run(self, way: str, seed: int, factor: float, share: float = 1.0) -> Run:
+        """A run, done now unless it was done before. share: of the steps."""
+        steps = round(self.steps * share)
+        name = f"{way} of {steps} steps, {self.workers} workers, seed {seed}, lr {factor:g}"
+        file = self.folder / "runs" / f"{name.replace(', ', ' ').replace(' ', '-')}.json"
+        if not file.exists():
+            print(name, file=sys.stderr, flush=True)
+            program: list[str] = [str(WORKER), "--way", way, "--steps", str(steps)]
+            program += ["--seed", str(seed), "--factor", str(factor), "--output", str(file)]
+            every = max(1, min(LOCAL_STEPS, steps // 10))
+            program += ["--pieces", str(self.folder), "--every", str(every)]
+            program += ["--tiny"] * self.tiny
+            command = launch.command("torchrun", self.workers, program)
+            environment = launch.environment(OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPTS.parent))
+            if subprocess.run(command, env=environment).returncode:
+                sys.exit(f"{name} failed: a second call goes on from there")
+        return json.loads(file.read_text())
+
+    def factor(self, way: str, tunes: bool) -> float:
+        """The best of the learning rate's factors."""
+        if not tunes:
+            return 1.0
+        ends = {factor: final(self.run(way, 0, factor, 0.5)) for factor in FACTORS}
+        return min(ends, key=lambda factor: ends[factor])
+
+    def step_times(self, ways: Sequence[str]) -> dict[tuple[str, float], float]:
+        """{(what bench_worker.py calls a step, Mbit/s): milliseconds}, measured in one job."""
+        file = self.folder / f"steps-{self.workers}.json"
+        wanted = ["no communication", "dense", *dict.fromkeys(WAYS[way].timed_as for way in ways)]
+        if "DDP dense" not in wanted:
+            wanted.append("DDP dense")
+        if not file.exists():
+            job = bench.Job("language-model", self.workers, SPEEDS, tuple(wanted), 2.0)
+            results = bench.run_all([job], timeout=3600)
+            file.write_text(json.dumps(results, indent=1))
+        return {(r["method"], r["mbit"]): r["step_ms"] for r in json.loads(file.read_text())}
+
+
+def final(run: Run) -> float:
+    """The loss at a run's end."""
+    return list(run["losses"].values())[-1]
+
+
+def mean_end(runs: Sequence[Run]) -> float:
+    """The same of several seeds."""
+    return statistics.mean(map(final, runs))
+
+
+def curve(
+    way: Way, runs: Sequence[Run], times: Mapping[tuple[str, float], float], mbit: float
+) -> Curve:
+    """The mean loss of these runs over time."""
+    compute, dense = times["no communication", mbit], times["DDP dense", mbit]
+    step = times[way.timed_as, mbit] + (way.microbatches - 1) * compute
+    steps = [int(n) for n in runs[0]["losses"]]
+    first = round(way.begins * steps[-1])  # dense ones
+    found = []
+    for n in steps:
+        milliseconds = min(n, first) * dense + max(0, n - first) * step
+        losses = [run["losses"][str(n)] for run in runs]
+        found.append((milliseconds / 1e3, statistics.mean(losses)))
+    return found
+
+
+def time_to(loss: float, points: Curve) -> float | None:
+    """Seconds until a curve is at a loss, between points as on a line; None: it never is."""
+    for (before, above), (after, below) in zip(points, points[1:], strict=False):
+        if below <= loss:
+            share = (above - loss) / (above - below) if above > below else 1.0
+            return before + min(max(share, 0.0), 1.0) * (after - before)
+    return None
+
+
+def loss_at(seconds: float, points: Curve) -> float:
+    """The loss of a curve at a time; that at its end afterwards."""
+    for (before, above), (after, below) in zip(points, points[1:], strict=False):
+        if after >= seconds:
+            return above + (below - above) * (seconds - before) / max(after - before, 1e-9)
+    return points[-1][1]
+
+
+def table(curves: Mapping[tuple[str, float], Curve], ways: Sequence[str]) -> Iterator[str]:
+    """For each speed, how long each way takes to dense training's last loss."""
+    for mbit in SPEEDS:
+        dense = curves[DENSE, mbit]
+        loss, whole = dense[-1][1], dense[-1][0]
+        yield ""
+        yield f"{bench.speed(mbit)}: seconds to the loss with which dense training ends, {loss:.3f}"
+        yield ""
+        yield "| way | seconds | times as soon | whole run, s | last loss | loss at a tenth |"
+        yield "|---|---|---|---|---|---|"
+        for way in ways:
+            points = curves[way, mbit]
+            reached = time_to(loss, points)
+            cells = (
+                ("never", "") if reached is None else (f"{reached:.1f}", f"{whole / reached:.1f}")
+            )
+            tenth = loss_at(whole / 10, points)
+            yield (
+                f"| {way} | {cells[0]} | {cells[1]} | {points[-1][0]:.1f} | {points[-1][1]:.3f} "
+                f"| {tenth:.3f} |"
+            )
+
+
+def write_csv(curves: Mapping[tuple[str, float], Curve], path: Path) -> None:
+    """A row for each way, speed and evaluation; docs/race.csv is such a file."""
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["way", "mbit", "seconds", "loss"])
+        for (way, mbit), points in curves.items():
+            rows.writerows([way, mbit, f"{s:.2f}", f"{loss:.4f}"] for s, loss in points)
+
+
+def plot(curves: Mapping[tuple[str, float], Curve], ways: Sequence[str], path: Path) -> None:
+    """A panel for each speed: losses over time."""
+    figure, axes = pictures.panels([f"{bench.speed(mbit)}" for mbit in SPEEDS])
+    marks = pictures.marks(ways)
+    for axis, mbit in zip(axes, SPEEDS, strict=True):
+        for way in ways:
+            points = curves[way, mbit][1:]
+            style = marks[way].curve(markevery=0.2, label=way)
+            axis.plot([s for s, _ in points], [loss for _, loss in points], **style)
+        axis.set(xlabel="seconds of training", ylabel="loss, nats a piece", xscale="log")
+    axes[0].legend(fontsize=6)
+    pictures.save(figure, path)
+
+
+def main() -> int:
+    args = argument_parser().parse_args()
+    if os.geteuid() == 0:
+        hosts.install()
+    args.output.mkdir(parents=True, exist_ok=True)
+    race = Race(args.output, args.workers, args.steps, args.quick)
+    ways = list(dict.fromkeys([DENSE, OURS, *args.ways]))
+    seeds = range(1, args.seeds + 1)
+    runs: dict[str, list[Run]] = {}
+    for way in ways:
+        factor = race.factor(way, tunes=not args.untuned)
+        for length in WAYS[way].lengths:
+            runs[way] = [race.run(way, seed, factor, length) for seed in seeds]
+            if mean_end(runs[way]) <= mean_end(runs[DENSE]):
+                break
+    try:
+        times = race.step_times(ways)
+    except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:
+        print(f"make race: {error}", file=sys.stderr)
+        return 1
+    curves = {
+        (way, mbit): curve(WAYS[way], runs[way], times, mbit) for mbit in SPEEDS for way in ways
+    }
+    write_csv(curves, args.output / "curves.csv")
+    plot(curves, ways, args.output / "curves.png")
+    told = {run["parameters"] for own in runs.values() for run in own}
+    print(
+        f"{args.workers} workers, {args.steps} steps, {args.seeds} seeds, {max(told):,} parameters"
+    )
+    print("\n".join(table(curves, ways)))
+    print(f"\nwritten to {args.output}: curves.csv, curves.png")
+    return 0
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=400, help="dense; default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--untuned", action="store_true", help="one learning rate for all")
+    parser.add_argument("--quick", action="store_true", help="a small model")
+    parser.add_argument("--output", type=Path, default=Path("race"), help="default: %(default)s")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""How a user may train where the network is slow: the ways that race.
+
+Each is what its documentation advises: PowerSGD begins after a tenth of the steps, as PyTorch's
+example does; a larger batch has a learning rate of its own; ScaleCom has its defaults. DDP's bf16
+hook is left out, as it wants NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import scalecom_hvd.ddp as ddp
+
+Hook = tuple[Any, Any]
+"""A state and a communication hook of DistributedDataParallel."""
+
+# Steps of an inner optimizer between two synchronisations. Papers take 15 to 500; a run of the race
+# has hundreds of steps.
+LOCAL_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        steps: the share of dense training's steps that it takes: with more in a step, fewer.
+        lengths: by what they are multiplied: the first with which it ends where dense training
+            does, or else the last.
+        microbatches: in a step.
+        hook: gives a hook for the model, by how many steps there are; None: DDP's own.
+        local: arguments of DistributedOptimizer, without DDP; None: it is DDP.
+        timed_as: what bench_worker.py calls a step of it.
+        begins: the share of the steps that are dense ones first.
+    """
+
+    timed_as: str
+    steps: float = 1.0
+    lengths: tuple[float, ...] = (1.0, 1.5)
+    microbatches: int = 1
+    hook: Callable[[DistributedDataParallel, int], Hook] | None = None
+    local: Callable[[], dict[str, Any]] | None = None
+    begins: float = 0.0
+
+
+def _power_sgd(rank: int) -> Way:
+    def hook(model: DistributedDataParallel, steps: int) -> Hook:
+        start = max(2, round(POWER_SGD_BEGINS * steps))
+        state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
+        return state, powerSGD_hook
+
+    return Way(f"DDP PowerSGD, rank {rank}", hook=hook, begins=POWER_SGD_BEGINS)
+
+
+POWER_SGD_BEGINS = 0.1
+DENSE, OURS = "DDP, dense", "ScaleCom"
+WAYS = {
+    DENSE: Way("DDP dense", lengths=(1.0,)),
+    OURS: Way(
+        "DDP ScaleCom cyclic",
+        hook=lambda model, steps: (ddp.ScaleComState(model), ddp.scalecom_hook),
+    ),
+    "DDP's fp16 hook": Way(
+        "DDP fp16 hook", hook=lambda model, steps: (None, default_hooks.fp16_compress_hook)
+    ),
+    "PowerSGD, rank 1": _power_sgd(1),
+    "PowerSGD, rank 2": _power_sgd(2),
+    "PowerSGD, rank 4": _power_sgd(4),
+    "dense, 4 times the batch": Way("DDP dense", steps=1 / 2, microbatches=4),
+    "dense, 16 times the batch": Way("DDP dense", steps=1 / 4, microbatches=16),
+    "DiLoCo": Way(f"DiLoCo, H = {LOCAL_STEPS}", local=lambda: ddp.diloco(LOCAL_STEPS)),
+    "SparseLoCo": Way(f"SparseLoCo, H = {LOCAL_STEPS}", local=lambda: ddp.sparseloco(LOCAL_STEPS)),
+}
+
+
+def wrapped(way: Way, model: torch.nn.Module, steps: int) -> torch.nn.Module:
+    """The model as this way calls it."""
+    if way.local is not None:
+        return model
+    # PowerSGD's hook submits collectives when others have ended, which over Gloo may be in another
+    # order on every rank: it dies where there is more than one bucket.
+    one_bucket = {"bucket_cap_mb": 1000} if "PowerSGD" in way.timed_as else {}
+    called = DistributedDataParallel(model, gradient_as_bucket_view=True, **one_bucket)
+    if way.hook is not None:
+        called.register_comm_hook(*way.hook(called, steps))
+    return called

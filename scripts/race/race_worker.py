@@ -1,0 +1,104 @@
+"""One rank of one run of the race: trains in one way, and rank 0 writes the losses as JSON.
+
+Started by race.py under torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import race_tasks
+import torch
+import torch.distributed as dist
+from race_ways import LOCAL_STEPS, WAYS, wrapped
+
+import scalecom_hvd.ddp as ddp
+
+WARMUP = 0.05  # of the steps, in which the learning rate rises
+
+
+def main() -> None:
+    args = argument_parser().parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    result = train(args)
+    if dist.get_rank() == 0:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        partial = args.output.with_suffix(".partial")
+        partial.write_text(json.dumps(result))
+        partial.rename(args.output)
+    dist.barrier()
+    os._exit(0)  # threads of Gloo's may still drop tensors, and PyTorch 2.13 aborts there
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Losses in held-out text, by how many steps were taken."""
+    way, size = WAYS[args.way], race_tasks.TINY if args.tiny else race_tasks.FULL
+    steps = round(args.steps * way.steps)
+    pieces, held_out = race_tasks.load_pieces(size, args.pieces)
+    torch.manual_seed(args.seed)
+    model = race_tasks.Decoder(size)
+    called = wrapped(way, model, steps)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer: Any = torch.optim.AdamW(groups, lr=size.lr * args.factor, betas=(0.9, 0.95))
+    if way.local is not None:
+        optimizer = ddp.DistributedOptimizer(optimizer, model.named_parameters(), **way.local())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
+    random = torch.Generator().manual_seed(1000 * args.seed + dist.get_rank())
+    every = max(1, round(args.every * way.steps))
+    losses, begun = {0: race_tasks.evaluate(model, held_out)}, time.time()
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        for last in reversed(range(way.microbatches)):
+            waits = contextlib.nullcontext() if not last or way.local else called.no_sync()
+            with waits:
+                windows = race_tasks.batch_of(pieces, size.batch, random)
+                (called(windows) / way.microbatches).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % every == 0 or step == steps:
+            losses[step] = race_tasks.evaluate(model, held_out)
+    return {
+        "way": args.way,
+        "seed": args.seed,
+        "factor": args.factor,
+        "ranks": dist.get_world_size(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "losses": losses,
+        "seconds": time.time() - begun,
+    }
+
+
+def share(step: int, steps: int) -> float:
+    """Of the largest learning rate: it rises, then falls to a tenth along a cosine."""
+    begins = max(1, round(WARMUP * steps))
+    if step < begins:
+        return (step + 1) / begins
+    return 0.55 + 0.45 * math.cos(math.pi * (step - begins) / max(1, steps - begins))
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--way", choices=list(WAYS), required=True)
+    parser.add_argument("--steps", type=int, required=True, help="of dense training")
+    parser.add_argument("--every", type=int, default=LOCAL_STEPS, help="steps are evaluated")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--factor", type=float, default=1.0, help="of the learning rate")
+    parser.add_argument("--pieces", type=Path, required=True, help="folder that keeps the text")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

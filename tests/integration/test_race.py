@@ -1,0 +1,25 @@
+"""The race as its reader runs it, in a short form."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+RACE = Path(__file__).resolve().parents[2] / "scripts" / "race" / "race.py"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0, reason="hosts need root")
+def test_a_short_race(run, tmp_path):
+    command = [sys.executable, RACE, "--quick", "--untuned", "--seeds", "1", "--steps", "40"]
+    command += ["--ways", "PowerSGD, rank 2", "DiLoCo", "--output", tmp_path / "race"]
+    told = run(command, limit=600)
+    for way in ("DDP, dense", "ScaleCom", "PowerSGD, rank 2", "DiLoCo"):
+        assert told.count(f"\n| {way} | ") == 3, told
+    files = {path.name for path in (tmp_path / "race").iterdir()}
+    assert {"curves.csv", "curves.png", "steps-2.json", "runs"} <= files
+    runs = {path: path.stat().st_mtime_ns for path in (tmp_path / "race" / "runs").iterdir()}
+    again = run(command, limit=200)
+    assert again.split("2 workers")[-1] == told.split("2 workers")[-1]
+    assert runs == {path: path.stat().st_mtime_ns for path in runs}

@@ -1,0 +1,76 @@
+"""The race's numbers, on losses and step times that are known."""
+
+import race
+import race_tasks
+import torch
+from pytest import approx
+from race_ways import WAYS, Way
+
+TIMES = {("no communication", 100): 10.0, ("DDP dense", 100): 200.0, ("quick", 100): 30.0}
+
+
+def run(*losses):
+    return {"losses": {str(10 * i): loss for i, loss in enumerate(losses)}}
+
+
+def test_a_step_takes_what_was_measured():
+    points = race.curve(Way("quick"), [run(6.0, 5.0, 4.0)], TIMES, 100)
+    assert points == [(0.0, 6.0), (approx(0.3), 5.0), (approx(0.6), 4.0)]
+
+
+def test_microbatches_take_compute_and_no_network():
+    points = race.curve(Way("DDP dense", microbatches=4), [run(6.0, 5.0)], TIMES, 100)
+    assert points[-1] == (approx(10 * (0.2 + 3 * 0.01)), 5.0)
+
+
+def test_dense_steps_come_first():
+    points = race.curve(Way("quick", begins=0.1), [run(6.0, 5.0, 4.0)], TIMES, 100)
+    assert [seconds for seconds, _ in points] == [0, approx(0.4 + 0.24), approx(0.4 + 0.54)]
+
+
+def test_losses_are_means_of_seeds():
+    points = race.curve(Way("quick"), [run(6.0, 5.0), run(7.0, 4.0)], TIMES, 100)
+    assert [loss for _, loss in points] == [6.5, 4.5]
+
+
+def test_when_a_loss_is_reached():
+    points = [(0.0, 6.0), (10.0, 4.0), (20.0, 4.5), (30.0, 3.0)]
+    assert race.time_to(5.0, points) == 5.0
+    assert race.time_to(4.0, points) == 10.0
+    assert race.time_to(3.75, points) == 25.0
+    assert race.time_to(2.0, points) is None
+
+
+def test_what_a_loss_is_at_a_time():
+    points = [(0.0, 6.0), (10.0, 4.0)]
+    assert race.loss_at(5.0, points) == 5.0
+    assert race.loss_at(50.0, points) == 4.0
+
+
+def test_every_way_is_timed_by_a_name_that_the_bench_knows():
+    import bench_worker
+
+    known = {*bench_worker.METHODS, *bench_worker.DDP, *bench_worker.RECIPES}
+    assert {way.timed_as for way in WAYS.values()} <= known
+
+
+def test_the_text_comes_back_from_its_pieces(tmp_path):
+    size = race_tasks.TINY
+    train, held_out = race_tasks.load_pieces(size, tmp_path)
+    assert int(train.max()) < size.vocabulary
+    assert 0.01 * len(train) < len(held_out) < 0.2 * len(train)
+    again, _ = race_tasks.load_pieces(size, tmp_path)
+    assert torch.equal(train, again)
+
+
+def test_the_model_sees_only_what_came_before():
+    torch.manual_seed(0)
+    model = race_tasks.Decoder(race_tasks.TINY)
+    windows = torch.randint(512, (1, race_tasks.CONTEXT + 1))
+    x = model.embedding(windows[:, :-1]).detach().requires_grad_()
+    seen = x
+    for block in model.blocks:
+        seen = block(seen)
+    seen[0, 10].sum().backward()
+    assert x.grad[0, :11].abs().sum(1).all()
+    assert not x.grad[0, 11:].any()
