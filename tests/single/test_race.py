@@ -1,9 +1,9 @@
 """The race's numbers, on losses and step times that are known."""
 
+import pytest
 import race
 import race_tasks
 import torch
-from pytest import approx
 from race_ways import WAYS, Way
 
 TIMES = {("no communication", 100): 10.0, ("DDP dense", 100): 200.0, ("quick", 100): 30.0}
@@ -15,17 +15,21 @@ def run(*losses):
 
 def test_a_step_takes_what_was_measured():
     points = race.curve(Way("quick"), [run(6.0, 5.0, 4.0)], TIMES, 100)
-    assert points == [(0.0, 6.0), (approx(0.3), 5.0), (approx(0.6), 4.0)]
+    assert points == [(0.0, 6.0), (pytest.approx(0.3), 5.0), (pytest.approx(0.6), 4.0)]
 
 
 def test_microbatches_take_compute_and_no_network():
     points = race.curve(Way("DDP dense", microbatches=4), [run(6.0, 5.0)], TIMES, 100)
-    assert points[-1] == (approx(10 * (0.2 + 3 * 0.01)), 5.0)
+    assert points[-1] == (pytest.approx(10 * (0.2 + 3 * 0.01)), 5.0)
 
 
 def test_dense_steps_come_first():
     points = race.curve(Way("quick", begins=0.1), [run(6.0, 5.0, 4.0)], TIMES, 100)
-    assert [seconds for seconds, _ in points] == [0, approx(0.4 + 0.24), approx(0.4 + 0.54)]
+    assert [seconds for seconds, _ in points] == [
+        0,
+        pytest.approx(0.4 + 0.24),
+        pytest.approx(0.4 + 0.54),
+    ]
 
 
 def test_losses_are_means_of_seeds():
