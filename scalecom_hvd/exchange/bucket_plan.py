@@ -42,9 +42,9 @@ def plan_buckets(
     """Names per bucket.
 
     These are the groups that were asked for; or the buckets of the loaded state, if they still
-    fit; or tensors in the order of arrival, cut where a bucket is full. Buckets are in the order in
-    which they are complete: on a channel none begins before the one in front of it, and the bucket
-    of biases, which come from all layers, would keep all others until backward's end.
+    fit; or tensors in the order of arrival, cut where a bucket is full. These are then in the order
+    in which they are complete: on a channel none begins before the one in front of it, and the
+    bucket of biases, which come from all layers, would keep all others until backward's end.
 
     Args:
         parameters: {name: parameter} of all that are trained, in the model's order.
@@ -59,20 +59,14 @@ def plan_buckets(
     in_order = [name for name in [*arrived, *late] if name in wanted]
     if groups is not None:
         members = [[name for name in group if name in wanted] for group in groups]
-        asked = [part for group in members for part in _split(parameters, residues, group, None)]
-        return _by_their_ends(asked, in_order)
+        return [part for group in members for part in _split(parameters, residues, group, None)]
     if loaded and wanted == {name for names in loaded for name in names}:
         parts = [_split(parameters, residues, names, None) for names in loaded]
         if all(len(part) == 1 for part in parts):
             return [list(names) for names in loaded]
-    cut = _split(parameters, residues, in_order, residues.config.bucket_bytes)
-    return _by_their_ends(cut, in_order)
-
-
-def _by_their_ends(parts: list[list[str]], in_order: Sequence[str]) -> list[list[str]]:
-    """Buckets in the order in which their last gradients arrive."""
     place = {name: i for i, name in enumerate(in_order)}
-    return sorted(parts, key=lambda names: max(place[name] for name in names))
+    cut = _split(parameters, residues, in_order, residues.config.bucket_bytes)
+    return sorted(cut, key=lambda names: max(place[name] for name in names))
 
 
 def _split(
