@@ -42,7 +42,7 @@ class Size:
     layers: int = 5
     megabytes: float = 8.0
     batch: int = 4
-    lr: float = 2e-3
+    lr: float = 1e-3
 
 
 FULL = Size()
