@@ -190,7 +190,7 @@ def hold_to_the_oracle(
         for name, parameter in model.items():
             want = averages[name].astype(np.float64) * (n if op == hvd.Sum else 1)
             half_sums = method is hvd.RandomK and isinstance(compressor.quantiser, hvd.Float16)
-            # Of sums between 8 and 16 the last bit is 1/128: a rank's addition is off by half of it.
+            # Of sums from 8 to 16 the last bit is 1/128: each addition is off by half of it.
             tolerance = 6e-3 if half_sums else {"half": 2e-3, "double": 1e-12}.get(name, 2e-6)
             np.testing.assert_allclose(
                 parameter.grad.double().numpy(),
