@@ -97,6 +97,7 @@ class ScaleComState:
         self._names: dict[str, nn.Parameter] = {}
         self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
         self._names_of: dict[nn.Parameter, str] = {}
+        self._places: dict[nn.Parameter, int] = {}
         self._alone = False
         self._node: Node | None = None
         self._exchange: Exchange | None = None
@@ -167,6 +168,7 @@ class ScaleComState:
         self._names = parameters
         self._stand_ins = {p: stand_ins[name] for name, p in parameters.items()}
         self._names_of = {stand_in: name for name, stand_in in stand_ins.items()}
+        self._places = {stand_in: place for place, stand_in in enumerate(self._names_of)}
         self._missing = set(stand_ins.values())
 
     def stats(self) -> dict[str, Any]:
@@ -201,7 +203,10 @@ class ScaleComState:
             )
         if self._alone and self._node is None:  # there is nothing to average
             return _Reduced(buffer, {}).given_back()
-        gradients = dict(self._with_gradients(bucket))
+        # In the first backward DDP's only bucket may hold all, in the model's order. Ours are made
+        # by the order in which gradients come, and backward goes the other way.
+        given = dict(self._with_gradients(bucket))
+        gradients = {p: given[p] for p in sorted(given, key=self._places.__getitem__, reverse=True)}
         if not self._missing.issuperset(gradients):
             self._give_up()  # DDP is asked to go on after an error, and begins anew
         if not self._reduced:
@@ -333,7 +338,7 @@ class _Reduced:
     """
 
     buffer: torch.Tensor
-    gradients: dict[nn.Parameter, torch.Tensor]
+    gradients: Mapping[nn.Parameter, torch.Tensor]
     node: Node | None = None
     name: str = ""
     given: torch.futures.Future[torch.Tensor] = dataclasses.field(init=False)
@@ -363,9 +368,7 @@ class _Reduced:
         self._is_reported = True
         if self._in_node is not None:
             self._in_node.wait()
-        # In the first backward DDP's only bucket may hold all, in the model's order: from its order
-        # buckets are made, and backward goes the other way.
-        for stand_in, gradient in reversed(self.gradients.items()):
+        for stand_in, gradient in self.gradients.items():
             if self.node is not None:
                 gradient = self.node.shards.cut(names[stand_in], gradient.reshape(-1))
             stand_in.grad = gradient

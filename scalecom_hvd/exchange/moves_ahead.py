@@ -27,6 +27,10 @@ SGD_SHARE = 1.5
 ADAM_SHARE = 0.3
 # So many elements are worked on at a time that what is made of them stays in a processor's cache.
 BLOCK = 2**16
+# What Triton moves.
+KNOWN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""What was moved, or a piece of it, and what it was before."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +119,33 @@ def make(moves: Sequence[Move], weight: float, beta: float) -> None:
         moves: of different parameters.
         weight: w.
         beta: that of the low-pass filter.
+
+    Raises:
+        Exception: what PyTorch or Triton raises. Nothing is moved then.
     """
     on_triton: list[Move] = []
-    for move in moves:
-        if is_for_triton(move.own.device) and all(t.is_contiguous() for t in move.tensors):
-            on_triton.append(move)
-        else:
-            _make_in_torch(move, weight, beta)
-    if on_triton:
-        from scalecom_hvd.exchange import triton_moves_ahead
+    made: list[Pair] = []
+    try:
+        for move in moves:
+            if _is_for_triton(move):
+                on_triton.append(move)
+            else:
+                _make_in_torch(move, weight, beta, made)
+        if on_triton:
+            from scalecom_hvd.exchange import triton_moves_ahead
 
-        triton_moves_ahead.make(on_triton, weight, beta)
+            triton_moves_ahead.make(on_triton, weight, beta, made)
+    except BaseException:
+        for own, spare in made:
+            own.copy_(spare)
+        raise
+
+
+def _is_for_triton(move: Move) -> bool:
+    device = move.own.device
+    return is_for_triton(device) and all(
+        t.is_contiguous() and t.device == device and t.dtype in KNOWN for t in move.tensors
+    )
 
 
 def correction(steps: Any, decay: float) -> Any:
@@ -141,7 +161,7 @@ def correction(steps: Any, decay: float) -> Any:
     return 1 - decay ** float(steps) or 1.0
 
 
-def _make_in_torch(move: Move, weight: float, beta: float) -> None:
+def _make_in_torch(move: Move, weight: float, beta: float, made: list[Pair]) -> None:
     share = torch.zeros(())
     if move.momentum is not None:
         # float16 would overflow.
@@ -152,6 +172,7 @@ def _make_in_torch(move: Move, weight: float, beta: float) -> None:
     divisor = 1.0 if move.steps is None else correction(move.steps, move.decay)
     for own, spare, waits, *others in _blocks(move.tensors):
         spare.copy_(own)
+        made.append((own, spare))
         if move.second is None:
             factor = -move.rate / beta
             own.add_(waits, alpha=factor * weight)

@@ -148,7 +148,8 @@ class _OneDtype:
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
         # Nothing is added to residues. What a leader's gradients hold is counted when it takes.
         arguments = chosen, self._new_count(), 0.0, self._scale
-        self._launch_pass(tiles.accumulate_tiles, *arguments, CHOOSE=CHOOSE_ACCUMULATOR)
+        choice = {"CHOOSE": CHOOSE_ACCUMULATOR, "STORES": False}
+        self._launch_pass(tiles.accumulate_tiles, *arguments, **choice)
         self._measure(extra, chosen)
 
     def _measure(self, extra: float, chosen: torch.Tensor) -> None:

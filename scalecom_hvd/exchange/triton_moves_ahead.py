@@ -20,7 +20,7 @@ from scalecom_hvd.exchange.moves_ahead import LARGEST, correction
 from scalecom_hvd.triton.moves_ahead import move_ahead_blocks
 
 if TYPE_CHECKING:
-    from scalecom_hvd.exchange.moves_ahead import Move
+    from scalecom_hvd.exchange.moves_ahead import Move, Pair
 
 # Elements that one program moves.
 BLOCK = 2048
@@ -32,13 +32,17 @@ _TYPES = {
 }
 
 
-def make(moves: Sequence[Move], weight: float, beta: float) -> None:
-    """See moves_ahead.make. All tensors are contiguous."""
+def make(moves: Sequence[Move], weight: float, beta: float, made: list[Pair]) -> None:
+    """See moves_ahead.make. All tensors are contiguous, on one device each, and of known dtypes.
+
+    made: takes what was moved.
+    """
     kinds: dict[Any, list[Move]] = {}
     for move in moves:
         kinds.setdefault(_kind(move), []).append(move)
     for alike in kinds.values():
         _make_alike(alike, weight, beta)
+        made += [(move.own, move.spare) for move in alike]
 
 
 def _kind(move: Move) -> tuple[Any, ...]:
@@ -88,9 +92,10 @@ def _scalars(
     shares = corrections = ones
     if first.momentum is not None:
         residues, momenta = [m.residue for m in moves], [m.momentum for m in moves]
-        norms = [torch.stack(torch._foreach_norm(t, 2, dtype=dtype)) for t in (residues, momenta)]
+        wide = torch.promote_types(first.momentum.dtype, dtype)
+        norms = [torch.stack(torch._foreach_norm(t, 2, dtype=wide)) for t in (residues, momenta)]
         lengths = norms[0] / norms[1]
-        shares = (first.sign * (1 - weight) * lengths).nan_to_num_(0.0, 0.0, 0.0)
+        shares = (first.sign * (1 - weight) * lengths).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
     if first.steps is not None:
         steps = [m.steps for m in moves]
         if all(isinstance(own, torch.Tensor) and own.device.type != "cpu" for own in steps):

@@ -98,15 +98,17 @@ def accumulate_tiles(
     GRAD: tl.constexpr,
     REAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    STORES: tl.constexpr = True,
 ):
     """m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest element.
 
     That is the largest |m_old + g|, |m_new|, or |m_new + g|. Adds to `count` how many
     elements of g are bad: NaN, or larger than config.largest_gradient. Those count as zero.
+    STORES: whether m changes at all.
     """
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     unused = tl.zeros((LANES,), REAL)
-    winner, bad = _pass(tile, beta, scale, unused, unused, False, CHOOSE, BLOCK)
+    winner, bad = _pass(tile, beta, scale, unused, unused, False, CHOOSE, BLOCK, STORES)
     if CHOOSE != CHOOSE_NOTHING:
         _store_offsets(chosen, tile, winner)
     _add(count, bad)
@@ -174,7 +176,7 @@ def take_and_accumulate_tiles(
     unit = _scale_of(offsets, tile, values.dtype.element_ty)
     rest, not_sent = _send(tile, row, unit, values, sent, beta, scale, 0.0, 1.0, extra, limit, True)
     tl.debug_barrier()  # all threads have read m[I] before one writes there
-    winner, bad = _pass(tile, beta, scale, row, rest, True, CHOOSE, BLOCK)
+    winner, bad = _pass(tile, beta, scale, row, rest, True, CHOOSE, BLOCK, True)
     if CHOOSE != CHOOSE_NOTHING:
         _store_offsets(chosen, tile, winner)
     _add(count, bad + not_sent)
@@ -265,7 +267,7 @@ def roll_back_tiles(
     m += _unless_frozen(tile, beta) * was_sent
     tl.debug_barrier()  # all threads have read m[I] before one writes there
     # Subtracting is adding the negative, to the bit.
-    _pass(tile, -accumulated, scale, row, m, True, CHOOSE_NOTHING, BLOCK)
+    _pass(tile, -accumulated, scale, row, m, True, CHOOSE_NOTHING, BLOCK, True)
 
 
 @triton.jit
@@ -305,6 +307,7 @@ def _pass(
     CHANGED: tl.constexpr,
     CHOOSE: tl.constexpr,
     BLOCK: tl.constexpr,
+    STORES: tl.constexpr,
 ):
     """m <- m + beta * g; CHANGED: in every lane, `instead` stands for m in row `changed`.
 
@@ -312,9 +315,13 @@ def _pass(
     """
     beta, scale = _unless_frozen(tile, beta), _real(scale, tile.residue.dtype.element_ty)
     if tile.wide:
-        winner, bad = _pass_rows(tile, beta, scale, changed, instead, True, CHANGED, CHOOSE, BLOCK)
+        winner, bad = _pass_rows(
+            tile, beta, scale, changed, instead, True, CHANGED, CHOOSE, BLOCK, STORES
+        )
     else:
-        winner, bad = _pass_rows(tile, beta, scale, changed, instead, False, CHANGED, CHOOSE, SLOTS)
+        winner, bad = _pass_rows(
+            tile, beta, scale, changed, instead, False, CHANGED, CHOOSE, SLOTS, STORES
+        )
     return winner, bad
 
 
@@ -329,6 +336,7 @@ def _pass_rows(
     CHANGED: tl.constexpr,
     CHOOSE: tl.constexpr,
     BLOCK: tl.constexpr,
+    STORES: tl.constexpr,
 ):
     """`_pass` for one kind of tile."""
     # Rows that lie SLOTS apart are compared within a thread, and share what is kept; threads ask
@@ -346,7 +354,8 @@ def _pass_rows(
         if CHANGED:
             m = tl.where(row[:, None] == changed[None, :], instead[None, :], m)
         updated = m + beta * g
-        tl.store(residue, updated, mask=exists)
+        if STORES:
+            tl.store(residue, updated, mask=exists)
         if CHOOSE != CHOOSE_NOTHING:
             key = m if CHOOSE == CHOOSE_ACCUMULATOR else updated
             if CHOOSE != CHOOSE_RESIDUE:

@@ -140,6 +140,8 @@ def resnet(seed: int) -> tuple[torch.nn.Module, Loss]:
     return model, lambda model: torch.nn.functional.cross_entropy(model(images), labels)
 
 
+# Whose state moves ahead, too, and costs time; others have plain SGD.
+WITH_ADAMW = ("language-model",)
 CASES = {
     "transformer": paused_transformer,
     "gpt2": gpt2,

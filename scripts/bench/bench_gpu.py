@@ -96,7 +96,7 @@ class Workload:
         yield Candidate(
             f"{label}: choose, and measure",
             lambda: kernel.choose(EXTRA, offsets),
-            8 * self.numel + once,
+            4 * self.numel + once,
         )
         yield Candidate(
             f"{label}: take + accumulate",

@@ -108,12 +108,14 @@ def profiled(step: Any) -> dict[str, float]:
     spans: dict[int, list[tuple[float, float]]] = {}
     own = None
     for event in profiler.events() or ():
-        if event.device_type.name == "CUDA":
-            span = event.time_range
-            spans.setdefault(event.device_resource_id, []).append((span.start, span.end))
-            if "take_" in event.name and "tiles" in event.name:
-                own = event.device_resource_id
-    if own is None:
+        if event.device_type.name != "CUDA":
+            continue
+        stream, span = event.device_resource_id, event.time_range
+        if event.is_user_annotation:  # a range, from its first kernel to its last
+            own = stream if event.name.startswith("scalecom.take") else own
+        else:
+            spans.setdefault(stream, []).append((span.start, span.end))
+    if own not in spans:
         return {}
     model = max((stream for stream in spans if stream != own), key=lambda s: len(spans[s]))
     both = sum(

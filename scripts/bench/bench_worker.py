@@ -68,6 +68,8 @@ LOCAL = {
 }
 # What papers train with; the race's. See scalecom_hvd's recipes.
 RECIPES = {"DiLoCo, H = 20": hvd.diloco(20), "SparseLoCo, H = 20": hvd.sparseloco(20)}
+# What a microbatch costs that no step follows.
+NO_STEP = "forward and backward"
 METHODS = ["no communication", "dense", "fp16", "local top-k", *SCALECOM]
 
 
@@ -99,6 +101,7 @@ def _nothing_sent(state, bucket):  # whose annotations DDP would not take as str
 DDP: dict[str, Callable[..., Any] | None] = {
     "DDP nothing sent": lambda model, **settings: (None, _nothing_sent),
     "DDP dense": None,
+    "DDP dense, one bucket": None,
     "DDP fp16 hook": lambda model, **settings: (None, fp16_compress_hook),
     "DDP PowerSGD, rank 1": _power_sgd(1),
     "DDP PowerSGD, rank 2": _power_sgd(2),
@@ -115,7 +118,10 @@ class Training:
         self.model, self.loss = bench_cases.CASES[case](hvd.rank())
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         parameters = list(self.model.named_parameters())
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        has_adamw = case in bench_cases.WITH_ADAMW
+        kind = torch.optim.AdamW if has_adamw else torch.optim.SGD
+        self.optimizer = kind(self.model.parameters(), lr=1e-4)
+        self._steps = method != NO_STEP
         self.reduce: Callable[[], None] = lambda: None
         self.local: LocalTopK | None = None
         # Steps of which one is unlike the others.
@@ -123,7 +129,8 @@ class Training:
         if method in DDP:
             # PowerSGD's hook submits collectives when others have ended, which over Gloo may be in
             # another order on every rank: it dies where there is more than one bucket.
-            one_bucket = {"bucket_cap_mb": 1000} if "PowerSGD" in method else {}
+            whole = "PowerSGD" in method or method.endswith("one bucket")
+            one_bucket = {"bucket_cap_mb": 1000} if whole else {}
             self.model = DistributedDataParallel(
                 self.model, gradient_as_bucket_view=True, **one_bucket
             )
@@ -144,7 +151,7 @@ class Training:
         elif method == "local top-k":
             self.local = LocalTopK([p for _, p in parameters], LOCAL_TOP_K_RATE)
             self.reduce = self.local.reduce
-        elif method != "no communication":
+        elif method not in ("no communication", NO_STEP):
             kind = {"dense": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(method)
             settings = SCALECOM.get(method, {}) | options
             compression = kind or hvd.ScaleCom(model=self.model, **settings)
@@ -156,7 +163,8 @@ class Training:
         self.optimizer.zero_grad()
         self.loss(self.model).backward()
         self.reduce()
-        self.optimizer.step()
+        if self._steps:
+            self.optimizer.step()
 
     def close(self) -> None:
         if self.local is not None:
@@ -224,7 +232,7 @@ def parts(training: Training, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=bench_cases.CASES, default="transformer")
-    known = [*METHODS, *LOCAL, *RECIPES, *DDP]
+    known = [*METHODS, NO_STEP, *LOCAL, *RECIPES, *DDP]
     parser.add_argument("--methods", nargs="+", choices=known, default=METHODS)
     parser.add_argument("--mbit", nargs="+", type=float, default=[1000.0], help="0: unshaped")
     parser.add_argument("--seconds", type=float, default=3.0, help="per method and speed")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,27 +66,33 @@ def load_pieces(size: Size, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return train, held_out
 
 
-def _cut(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+def vocabulary(texts: Sequence[str], size: int) -> Any:
+    """A SentencePieceProcessor of byte-pair encoding, made from these texts."""
     import sentencepiece
 
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in texts for line in text.splitlines()),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=size,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        user_defined_symbols=["\n", "\t"],
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def _cut(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
     texts, total = [], 0.0
     for path in standard_library():
         texts.append(path.read_text(encoding="ascii", errors="ignore"))
         total += len(texts[-1]) / 1e6
         if total > size.megabytes:
             break
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in texts for line in text.splitlines()),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=size.vocabulary,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        user_defined_symbols=["\n"],
-        minloglevel=2,
-    )
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    pieces = vocabulary(texts, size.vocabulary)
     # One file in so many is held out, as in the example.
     parts: list[list[int]] = [[], []]
     for i, text in enumerate(texts):

@@ -38,7 +38,9 @@ class Way:
         hook: gives a hook for the model, by how many steps there are; None: DDP's own.
         local: arguments of DistributedOptimizer, without DDP; None: it is DDP.
         timed_as: what bench_worker.py calls a step of it.
-        begins: the share of the steps that are dense ones first.
+        begins: the share of the steps that are dense ones first, in one bucket.
+        rate: by what the learning rates that are tried are multiplied: a batch m times as large
+            has sqrt(m) times the rate with AdamW, where noise decides.
     """
 
     timed_as: str
@@ -48,6 +50,18 @@ class Way:
     hook: Callable[[DistributedDataParallel, int], Hook] | None = None
     local: Callable[[], dict[str, Any]] | None = None
     begins: float = 0.0
+    rate: float = 1.0
+
+    @property
+    def trains_as(self) -> tuple[Any, ...]:
+        """What a run of it follows from, besides its name."""
+        return self.steps, self.microbatches, self.begins, LOCAL_STEPS if self.local else 0
+
+    @property
+    def timed(self) -> list[str]:
+        """What must be measured for it."""
+        more = ["DDP dense, one bucket"] * (self.begins > 0)
+        return [self.timed_as, *more, *["forward and backward"] * (self.microbatches > 1)]
 
 
 def _power_sgd(rank: int) -> Way:
@@ -73,8 +87,8 @@ WAYS = {
     "PowerSGD, rank 1": _power_sgd(1),
     "PowerSGD, rank 2": _power_sgd(2),
     "PowerSGD, rank 4": _power_sgd(4),
-    "dense, 4 times the batch": Way("DDP dense", steps=1 / 2, microbatches=4),
-    "dense, 16 times the batch": Way("DDP dense", steps=1 / 4, microbatches=16),
+    "dense, 4 times the batch": Way("DDP dense", steps=1 / 2, microbatches=4, rate=2.0),
+    "dense, 16 times the batch": Way("DDP dense", steps=1 / 4, microbatches=16, rate=4.0),
     "DiLoCo": Way(f"DiLoCo, H = {LOCAL_STEPS}", local=lambda: ddp.diloco(LOCAL_STEPS)),
     "SparseLoCo": Way(f"SparseLoCo, H = {LOCAL_STEPS}", local=lambda: ddp.sparseloco(LOCAL_STEPS)),
 }

@@ -49,7 +49,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer: Any = torch.optim.AdamW(groups, lr=size.lr * args.factor, betas=(0.9, 0.95))
+    optimizer: Any = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     if way.local is not None:
         optimizer = ddp.DistributedOptimizer(optimizer, model.named_parameters(), **way.local())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
@@ -71,7 +71,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "way": args.way,
         "seed": args.seed,
-        "factor": args.factor,
+        "lr": args.lr,
         "ranks": dist.get_world_size(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "losses": losses,
@@ -93,7 +93,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, required=True, help="of dense training")
     parser.add_argument("--every", type=int, default=LOCAL_STEPS, help="steps are evaluated")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--factor", type=float, default=1.0, help="of the learning rate")
+    parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--pieces", type=Path, required=True, help="folder that keeps the text")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")

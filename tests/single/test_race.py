@@ -1,12 +1,18 @@
 """The race's numbers, on losses and step times that are known."""
 
 import pytest
-import race
 import race_tasks
 import torch
 from race_ways import WAYS, Way
 
-TIMES = {("no communication", 100): 10.0, ("DDP dense", 100): 200.0, ("quick", 100): 30.0}
+import race
+
+TIMES = {
+    ("forward and backward", 100): 10.0,
+    ("DDP dense", 100): 200.0,
+    ("DDP dense, one bucket", 100): 400.0,
+    ("quick", 100): 30.0,
+}
 
 
 def run(*losses):
@@ -37,6 +43,10 @@ def test_losses_are_means_of_seeds():
     assert [loss for _, loss in points] == [6.5, 4.5]
 
 
+def test_a_run_that_came_apart_is_no_best_one():
+    assert race.final(run(6.0, float("nan"))) == float("inf")
+
+
 def test_when_a_loss_is_reached():
     points = [(0.0, 6.0), (10.0, 4.0), (20.0, 4.5), (30.0, 3.0)]
     assert race.time_to(5.0, points) == 5.0
@@ -54,11 +64,17 @@ def test_what_a_loss_is_at_a_time():
 def test_every_way_is_timed_by_a_name_that_the_bench_knows():
     import bench_worker
 
-    known = {*bench_worker.METHODS, *bench_worker.DDP, *bench_worker.RECIPES}
-    assert {way.timed_as for way in WAYS.values()} <= known
+    known = {*bench_worker.METHODS, bench_worker.NO_STEP, *bench_worker.DDP, *bench_worker.RECIPES}
+    assert {name for way in WAYS.values() for name in way.timed} <= known
 
 
 def test_the_text_comes_back_from_its_pieces(tmp_path):
+    text = "def f(x):\n    return x\n\n\tif  y:  # two\n"
+    pieces = race_tasks.vocabulary([text * 40], 40)
+    assert pieces.decode(pieces.encode(text)) == text
+
+
+def test_the_text_is_cut_once(tmp_path):
     size = race_tasks.TINY
     train, held_out = race_tasks.load_pieces(size, tmp_path)
     assert int(train.max()) < size.vocabulary

@@ -507,6 +507,49 @@ def test_parameters_are_moved_ahead_as_by_plain_torch(make, dtype, monkeypatch):
         assert not torch.equal(own, spare)
 
 
+@pytest.mark.parametrize("kernel", ["triton", "torch"])
+def test_a_move_that_fails_leaves_all_parameters_where_they_are(kernel, monkeypatch):
+    monkeypatch.setenv("SCALECOM_KERNEL", kernel)
+    parameters = [torch.nn.Parameter(torch.randn(n).to(DEVICE)) for n in (70_000, 50)]
+    optimizer = torch.optim.AdamW(parameters)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["eps"] = 0.0
+    before = [p.detach().clone() for p in parameters]
+    groups = [optimizer.param_groups[0], {**optimizer.param_groups[0], "betas": (0.9, 0.5)}]
+    moves = [
+        moves_ahead.move_of(
+            p.detach(), torch.empty_like(p), torch.ones_like(p), group, optimizer.state[p], 1.0
+        )
+        for p, group in zip(parameters, groups, strict=True)
+    ]
+
+    def correction(steps, decay):
+        if decay == 0.5:
+            raise MemoryError
+        return 1.0
+
+    monkeypatch.setattr(moves_ahead, "correction", correction)
+    monkeypatch.setattr(triton_moves_ahead, "correction", correction)
+    with pytest.raises(MemoryError):
+        moves_ahead.make(moves, 0.5, 0.5)
+    assert all(torch.equal(p, other) for p, other in zip(parameters, before, strict=True))
+
+
+def test_a_momentum_that_is_wider_than_its_residue(monkeypatch):
+    p, momentum = torch.randn(30).to(DEVICE), torch.randn(30, dtype=torch.float64).to(DEVICE)
+    group, state = {"lr": 0.1, "momentum": 0.9}, {"momentum_buffer": momentum}
+    ends = []
+    for kernel in ("triton", "torch"):
+        monkeypatch.setenv("SCALECOM_KERNEL", kernel)
+        own = p.clone()
+        moved = moves_ahead.move_of(own, p.clone(), torch.ones_like(p), group, state, 1.0)
+        moves_ahead.make([moved], 0.5, 0.5)
+        ends.append(own)
+    torch.testing.assert_close(*ends)
+
+
 def test_moving_ahead_takes_few_launches(monkeypatch):
     """As many for a hundred parameters as for one."""
     monkeypatch.setenv("SCALECOM_KERNEL", "triton")
