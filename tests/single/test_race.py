@@ -33,8 +33,8 @@ def test_dense_steps_come_first():
     points = race.curve(Way("quick", begins=0.1), [run(6.0, 5.0, 4.0)], TIMES, 100)
     assert [seconds for seconds, _ in points] == [
         0,
-        pytest.approx(0.4 + 0.24),
-        pytest.approx(0.4 + 0.54),
+        pytest.approx(0.8 + 0.24),
+        pytest.approx(0.8 + 0.54),
     ]
 
 
