@@ -3,6 +3,7 @@ GPU what the interpreter does not.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,12 +56,14 @@ run, compiled = JITFunction.run, {}
 
 def compile_only(self, *arguments, warmup, **options):
     kernel = run(self, *arguments, warmup=True, **options)
-    compiled[kernel.hash] = self.__name__, options["GRAD"], kernel.asm
+    dtype = options["GRAD"] if "GRAD" in options else options["OWN"]
+    compiled[kernel.hash] = self.__name__, dtype, kernel.asm
 
 JITFunction.run = compile_only
 
 sys.path.insert(0, sys.argv[1])
-from test_kernels import DTYPES, all_moves, residue_dtype
+from test_kernels import DTYPES, all_moves, integer_moves, residue_dtype
+from scalecom_hvd.exchange import moves_ahead
 from scalecom_hvd.exchange.triton_kernel import TritonKernel
 from scalecom_hvd.lanes import geometry
 
@@ -69,21 +72,35 @@ for dtype in DTYPES:
     for choose, wire in ((0, torch.float16), (1, residue.dtype), (2, torch.float16)):
         lanes = [geometry(900, 7, "lanes")]
         all_moves(TritonKernel, [residue.to(dtype)], [residue], lanes, 0.3, 0.5, choose, wire)
+    integer_moves(TritonKernel, [residue.to(dtype)], [residue], lanes, 0.3, 0.5, 3, 1.0)
+    parameter = torch.nn.Parameter(torch.zeros(900, dtype=dtype))
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        optimizer = make([parameter], lr=0.1)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        moved = torch.zeros_like(parameter), torch.zeros_like(parameter), residue
+        state = optimizer.state[parameter]
+        move = moves_ahead.move_of(*moved, optimizer.param_groups[0], state, 1.0)
+        moves_ahead.make([move], 0.5, 0.5)
 
 for name, grad, asm in compiled.values():
+    rounds_freely = name == "move_ahead_blocks"  # nothing that ranks share is made of it
     if kind == "hip":
         code = asm["amdgcn"]
         # Of float16 alone: it rounds a product once, where other devices round it twice.
         fused = set(re.findall(r"v_(?:pk_)?(?:fma|mad|mac|fmac)[a-z_]*_f[0-9]+", code))
+        if "v_div_fixup" in code:  # a division, which is rounded right by them
+            fused = {own for own in fused if not re.fullmatch("v_fma[cs]?_f(32|64)", own)}
+        fused = set() if rounds_freely else fused
         assert fused <= {"v_fma_mixlo_f16", "v_fma_mixhi_f16"}, f"{name} for {grad} has {fused}"
         assert not fused or str(grad) == "fp16", f"{name} for {grad} has {fused}"
         assert not re.search(r"[vs]gpr_spill_count: *[1-9]", code), f"{name} for {grad} spills"
         continue
     ptx = asm["ptx"]
-    assert "fma." not in ptx, f"{name} for {grad} has a fused multiply-add"
+    assert rounds_freely or "fma." not in ptx, f"{name} for {grad} has a fused multiply-add"
     assert ".ftz" not in ptx, f"{name} for {grad} flushes denormals"
     wide = {"fp32": "v4.b32", "fp64": "v2.b64"}.get(str(grad), "v2.b32")
-    moves_wide = name == "take_tiles" or f"global.{wide}" in ptx
+    moves_wide = name in ("take_tiles", "measure_blocks") or f"global.{wide}" in ptx
     assert moves_wide, f"{name} for {grad} does not move {wide}"
 print(len(compiled), "kernels")
 """
@@ -94,14 +111,18 @@ def test_it_compiles_for_gpus_to_wide_moves_without_fused_multiply_adds_or_spill
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
+        "SCALECOM_KERNEL": "triton",
         "TRITON_CACHE_DIR": str(tmp_path),
         "TRITON_DUMP_PTXAS_LOG": "1",
     }
     command = [sys.executable, "-c", COMPILE, str(Path(__file__).parent), *target.split()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
-    spilled = done.stdout.count(" 0 bytes spill stores") if "cuda" in target else 36
-    assert spilled == int(done.stdout.split()[-2]) == 36
+    assert int(done.stdout.split()[-2]) == 52
+    if "cuda" in target:
+        stores = re.findall(r"(\d+) bytes spill stores", done.stdout)
+        assert len(stores) >= 40
+        assert set(stores) == {"0"}
 
 
 def test_it_is_not_imported_where_nobody_asks_for_it():
