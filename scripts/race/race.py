@@ -100,14 +100,15 @@ class Race:
             tried = [best / 2] * (best == lowest) + [best * 2] * (best == highest)
         return best
 
-    def step_times(self) -> dict[tuple[str, float], float]:
-        """{(what bench_worker.py calls a step, Mbit/s): milliseconds}, of all ways in one job."""
+    def step_times(self, ways: Sequence[str]) -> dict[tuple[str, float], float]:
+        """{(what bench_worker.py calls a step, Mbit/s): milliseconds}, of these ways in one job."""
         wanted = ["no communication", "dense"]
-        wanted += dict.fromkeys(name for way in WAYS.values() for name in way.timed)
+        wanted += dict.fromkeys(name for way in ways for name in WAYS[way].timed)
         file = self.folder / f"steps-{self.workers}.json"
         results = json.loads(file.read_text()) if file.exists() else []
         if not {result["method"] for result in results}.issuperset(wanted):
-            job = bench.Job("language-model", self.workers, SPEEDS, tuple(wanted), 2.0)
+            seconds = 0.5 if self.tiny else 2.0
+            job = bench.Job("language-model", self.workers, SPEEDS, tuple(wanted), seconds)
             results = bench.run_all([job], timeout=3600)
             file.write_text(json.dumps(results, indent=1))
         return {(r["method"], r["mbit"]): r["step_ms"] for r in results}
@@ -213,13 +214,14 @@ def main() -> int:
         return 1
     hosts.install()
     folder.mkdir(parents=True, exist_ok=True)
+    ways = list(dict.fromkeys([DENSE, OURS, *args.ways]))
     race = Race(folder, args.workers, args.steps, args.quick)
     try:
-        times = race.step_times()  # first: it fails soon if it fails
+        # First: it fails soon if it fails. All ways, so that they are of one job.
+        times = race.step_times(ways if args.quick else list(WAYS))
     except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"make race: {error}", file=sys.stderr)
         return 1
-    ways = list(dict.fromkeys([DENSE, OURS, *args.ways]))
     runs: dict[str, list[Run]] = {}
     for way in ways:
         factor = race.factor(way, tunes=not args.untuned)
