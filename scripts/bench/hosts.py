@@ -48,6 +48,7 @@ PROGRAMS = {
     "unshare": "util-linux",
 }
 POLICY = Path("/usr/sbin/policy-rc.d")
+WAIT_FOR_ALL = 'for pid in "${pids[@]}"; do wait "$pid" || code=$?; done'
 
 # The first process of a cluster; $1: the number of hosts. Prints "<host> <PID outside>" for each
 # host that is up, then waits to be ended.
@@ -255,15 +256,16 @@ class Hosts:
         )
 
     def _torchrun_everywhere(self, program: list[str], ranks_per_host: int) -> str:
-        """A script that starts torchrun on every host, as people do, and ends with the first."""
+        """A script that starts torchrun on every host, as people do, and waits for all."""
         lines = []
         for number, name in enumerate(self.names):
             torchrun = [sys.executable, "-m", "torch.distributed.run"]
             torchrun += ["--nnodes", str(len(self.names)), "--node-rank", str(number)]
             torchrun += ["--nproc-per-node", str(ranks_per_host)]
             torchrun += ["--master-addr", "10.0.0.1", "--master-port", "29500", *program]
-            lines.append(shlex.join(self.enter(name, torchrun)) + " &")
-        return "\n".join([*lines, "code=0", *["wait -n || code=$?"] * len(lines), "exit $code"])
+            lines.append(shlex.join(self.enter(name, torchrun)) + " & pids+=($!)")
+        # By their numbers: `wait -n` does not find one that ended while it waited for another.
+        return "\n".join([*lines, "code=0", WAIT_FOR_ALL, "exit $code"])
 
     def run(
         self,
