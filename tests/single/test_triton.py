@@ -122,8 +122,8 @@ def test_it_compiles_for_gpus_to_wide_moves_without_fused_multiply_adds_or_spill
     if "cuda" in target:
         stores = re.findall(r"(\d+) bytes spill stores", done.stdout)
         assert len(stores) >= 40
-        # One kernel spills a single register.
-        assert sum(map(int, stores)) <= 4
+        # Two registers of one kernel, or one.
+        assert sum(map(int, stores)) <= 8
 
 
 def test_it_is_not_imported_where_nobody_asks_for_it():
