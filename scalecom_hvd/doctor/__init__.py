@@ -6,6 +6,7 @@
     self_test.py  starts two ranks with each launcher, and on GPUs
     torch_rank.py, tensorflow_rank.py    what these run: steps that are held to the reference
     gpu_steps.py  steps on a GPU that are held to those on the CPU
+    gpu_overlap.py   what a profile tells of the exchange's kernels beside the model's
     rank_check.py    what both check
     children.py   how other processes are started, with a time limit
 

@@ -3,19 +3,20 @@
 `python -m scalecom_hvd.doctor.torch_rank FACE [DEVICE BACKEND]`, started by self_test.py under a
 launcher. FACE is "horovod", "hook", "optimizer", "amp" (the hook in mixed precision) or "overlap"
 (a profile of it), DEVICE "cpu" or "cuda", BACKEND what torch.distributed takes. Imports rank_check,
-kernels of exchange/, and one of torch/ and ddp/, where it is used.
+gpu_overlap, kernels of exchange/, and one of torch/ and ddp/, where it is used.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch import nn
 
+from scalecom_hvd.doctor.gpu_overlap import overlap_of
 from scalecom_hvd.doctor.rank_check import (
     CONFIG,
     LEARNING_RATE,
@@ -245,38 +246,17 @@ def profiled(device: str, backend: str) -> None:
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
     with profile(activities=activities) as profiler:
         steps(3)
-    spans: dict[int, list[tuple[float, float]]] = {}
-    exchange = None
-    for event in profiler.events() or ():
-        if event.device_type.name != "CUDA":
-            continue
-        stream = event.device_resource_id
-        if event.is_user_annotation:  # a range of ours, from its first kernel to its last
-            exchange = stream if event.name.startswith("scalecom.take") else exchange
-        else:
-            spans.setdefault(stream, []).append((event.time_range.start, event.time_range.end))
-    if exchange not in spans or len(spans) < 2:
-        raise AssertionError(f"the profile lacks kernels of the model, or ours: {spans.keys()}")
-    model_stream = max(spans.keys() - {exchange}, key=lambda stream: len(spans[stream]))
-    own_time = sum(end - start for start, end in spans[exchange])
-    both = _common(spans[exchange], spans[model_stream])
-    assert both > 0, "the exchange's kernels ran after backward's"
+    told = overlap_of(profiler.events() or ())
+    if told is None:
+        raise AssertionError("the profile lacks kernels of the model, or of the exchange")
+    assert told.beside > 0, "the exchange's kernels ran after backward's"
     sys.stdout.write(
-        f"{PASSED}{own_time / 3e3:.1f} ms of the exchange's kernels a step, {both / own_time:.0%} "
-        "of it beside the model's\n"
+        f"{PASSED}{told.milliseconds / 3:.1f} ms of the exchange's kernels a step, "
+        f"{told.beside:.0%} of it beside the model's\n"
     )
     sys.stdout.flush()
     dist.barrier()
     os._exit(0)
-
-
-def _common(ones: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """How long spans of both lists run at a time; those of a list do not overlap."""
-    return sum(
-        max(0.0, min(end, other_end) - max(start, other_start))
-        for start, end in ones
-        for other_start, other_end in others
-    )
 
 
 def _averages_for_fsdp(device: torch.device) -> str:

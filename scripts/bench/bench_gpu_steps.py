@@ -102,29 +102,16 @@ def profiled(step: Any) -> dict[str, float]:
     """
     from torch.profiler import ProfilerActivity, profile
 
+    from scalecom_hvd.doctor.gpu_overlap import overlap_of
+
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
         step()
-    spans: dict[int, list[tuple[float, float]]] = {}
-    own = None
-    for event in profiler.events() or ():
-        if event.device_type.name != "CUDA":
-            continue
-        stream, span = event.device_resource_id, event.time_range
-        if event.is_user_annotation:  # a range, from its first kernel to its last
-            own = stream if event.name.startswith("scalecom.take") else own
-        else:
-            spans.setdefault(stream, []).append((span.start, span.end))
-    if own not in spans:
+    told = overlap_of(profiler.events() or ())
+    if told is None:
         return {}
-    model = max((stream for stream in spans if stream != own), key=lambda s: len(spans[s]))
-    both = sum(
-        max(0.0, min(end, other_end) - max(start, other_start))
-        for start, end in spans[own]
-        for other_start, other_end in spans[model]
-    )
-    busy = sum(end - start for start, end in spans[own])
-    return {"kernels": len(spans[own]) / 2, "kernels_ms": busy / 2e3, "beside": both / busy}
+    milliseconds = told.milliseconds / 2
+    return {"kernels": told.kernels / 2, "kernels_ms": milliseconds, "beside": told.beside}
 
 
 def measured(way: str, steps: int) -> Mapping[str, float]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from scalecom_hvd import doctor
 from scalecom_hvd.__main__ import main
 from scalecom_hvd.doctor import children, facts, findings, rank_check, self_test
 from scalecom_hvd.doctor.facts import Facts, Interface, Program
+from scalecom_hvd.doctor.gpu_overlap import overlap_of
 from scalecom_hvd.reference import ScaleComReference
 
 BUILT = {"mpi": True, "gloo": True, "nccl": False, "cuda": False}
@@ -444,3 +446,26 @@ def test_what_is_tested_on_gpus(gpus, why):
     for test in tests:
         assert test.left_out == why, test.name
         assert all(isinstance(word, str) for word in test.command)
+
+
+def event(stream, start, end, name="kernel", device="CUDA"):
+    return SimpleNamespace(
+        name=name,
+        device_type=SimpleNamespace(name=device),
+        device_resource_id=stream,
+        time_range=SimpleNamespace(start=start, end=end),
+        is_user_annotation=name.startswith("scalecom."),
+    )
+
+
+def test_what_a_profile_tells_of_kernels_beside_each_other():
+    events = [
+        event(7, 0, 100),
+        event(7, 200, 300),
+        event(7, 400, 401),
+        event(1, 0, 9, device="CPU"),
+    ]
+    events += [event(20, 50, 150), event(20, 350, 450), event(24, 0, 500)]
+    assert overlap_of(events) is None
+    events.append(event(20, 0, 500, "scalecom.take_and_accumulate"))
+    assert overlap_of(events) == (2, 0.2, 51 / 200)
