@@ -1,11 +1,10 @@
 """The race's numbers, on losses and step times that are known."""
 
 import pytest
+import race
 import race_tasks
 import torch
 from race_ways import WAYS, Way
-
-import race
 
 TIMES = {
     ("forward and backward", 100): 10.0,
