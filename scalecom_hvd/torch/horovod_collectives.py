@@ -68,9 +68,10 @@ class Restarts:
 class HorovodWork:
     """A collective that was submitted to Horovod. See `Work`."""
 
-    def __init__(self, collectives: HorovodCollectives, handle: int) -> None:
+    def __init__(self, collectives: HorovodCollectives, handle: int, owner: torch.Tensor) -> None:
         self._collectives = collectives
         self._handle: int | None = handle
+        self._owner: torch.Tensor | None = owner
         self._result: torch.Tensor | None = None
         self._error: Exception | None = None
 
@@ -109,6 +110,7 @@ class HorovodWork:
                 if "join" in str(error).lower():
                     self._error = RuntimeError(JOIN_REFUSED)
                     self._error.__cause__ = error
+            self._owner = None
         if self._error is not None:
             raise self._error
         return self._result
@@ -193,10 +195,27 @@ class HorovodCollectives:
             horovod.allgather_async, tensor, name=name, process_set=self._process_set
         )
 
-    def _submit(self, collective: Callable[..., int], *arguments: Any, **more: Any) -> HorovodWork:
+    def _submit(
+        self, collective: Callable[..., int], tensor: torch.Tensor, *arguments: Any, **more: Any
+    ) -> HorovodWork:
+        owner = _owner_in_cpp(tensor)
         try:
-            return HorovodWork(self, collective(*arguments, **more))
+            return HorovodWork(self, collective(tensor, *arguments, **more), owner)
         except ValueError as error:
             if "same name" in str(error):
                 raise RuntimeError(TWO_THREADS) from error
             raise
+
+
+def _owner_in_cpp(tensor: torch.Tensor) -> torch.Tensor:
+    """An object that owns the tensor in C++, as long as it lives.
+
+    When a rank ends or is lost, the others' Horovod drops all pending tensors under a lock that
+    whoever submits wants too (0.28.1, process_set.cc, ProcessSetTable::Finalize). Since PyTorch
+    2.13 at the latest, whoever drops the last owner in C++ of a tensor that Python has too takes
+    Python's lock, and whoever submits has that one: both wait for ever. So Horovod's must not be
+    the last.
+    """
+    owner = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    owner.grad = tensor
+    return owner

@@ -34,6 +34,12 @@ def test_a_rank_takes_a_step_more_than_the_others(launched, launcher):
     assert "nothing was lost" in output
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_rank_ends_while_another_submits(launched, launcher):
+    """Horovod's lock and Python's, each held by a thread that waits for the other's."""
+    assert "the other rank has ended" in launched(launcher, 2, [WORKER, "submits"], limit=60)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_a_script_ends_while_averages_travel(launched, launcher):

@@ -1,4 +1,6 @@
-"""Run on every rank by test_faults.py: "late SECONDS" or "longer"; rank 0 prints the result."""
+"""Run on every rank by test_faults.py: "late SECONDS", "longer" or "submits"; rank 0 prints the
+result.
+"""
 
 import sys
 import time
@@ -7,6 +9,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 
 hvd.init()
 
@@ -49,6 +52,19 @@ if sys.argv[1] == "late":
     assert all(torch.equal(a, b) for a, b in zip(in_time, late, strict=True))
     if hvd.rank() == 0:
         print(f"waited {waited:.0f} s, and everything is as if it had not")
+elif sys.argv[1] == "submits":
+    tensors = [torch.zeros(1) for _ in range(40_000)]
+    hvd.allreduce(torch.zeros(1))
+    if hvd.rank() == 1:
+        time.sleep(0.2)
+    else:
+        collectives, works = HorovodCollectives(), []
+        try:
+            for number, tensor in enumerate(tensors):
+                works.append(collectives.all_reduce(tensor, f"tensor {number}"))
+            works[0].wait()
+        except HorovodInternalError:
+            print(f"the other rank has ended: {len(works)} were submitted")
 else:
     model, optimizer = make()
     for number in range(5):
