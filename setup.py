@@ -13,8 +13,8 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-LIBRARIES = {"_lanes": "lanes.c", "_tensorflow_ops": "tensorflow_ops.c"}
-HEADERS = ("lanes", "lanes_template", "tensorflow_c_api")
+LIBRARIES = {"_lanes": ["lanes.c", "moves_ahead.c"], "_tensorflow_ops": ["tensorflow_ops.c"]}
+HEADERS = ("lanes", "lanes_template", "moves_ahead", "target_clones", "tensorflow_c_api")
 # Never -ffast-math: it drops NaN tests, and at link time it sets flush-to-zero for the whole
 # process. -ffp-contract=off: a fused multiply-add would round otherwise than NumPy and the plain
 # kernels of the frameworks.
@@ -68,12 +68,12 @@ setup(
     ext_modules=[
         Extension(
             f"scalecom_hvd.native.{library}",
-            [f"scalecom_hvd/native/{source}"],
+            [f"scalecom_hvd/native/{source}" for source in sources],
             extra_compile_args=FLAGS,
             depends=[f"scalecom_hvd/native/{header}.h" for header in HEADERS],
             optional=True,
         )
-        for library, source in LIBRARIES.items()
+        for library, sources in LIBRARIES.items()
     ],
     cmdclass={"build_ext": BuildKernel, "bdist_wheel": AnyPythonWheel},
 )

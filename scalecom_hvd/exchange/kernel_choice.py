@@ -45,6 +45,11 @@ def kernel_for(
     return NativeKernel if library is not None else TorchKernel
 
 
+def is_for_c(device: torch.device) -> bool:
+    """Whether the C kernel makes on this device what plain torch would take many passes for."""
+    return device.type == "cpu" and _asked() in ("", "native") and native.library() is not None
+
+
 def is_for_triton(device: torch.device) -> bool:
     """Whether Triton makes on this device what plain torch would take many launches for."""
     asked = _asked()

@@ -2,9 +2,9 @@
 
 u = w * m + (1 - w) * |m| / |b| * b, where m is what waits in the residue, b the optimizer's
 momentum (zero if it has none), and w says how far this worker wants what the others do. D is what
-the optimizer makes of a gradient. On a GPU Triton moves all parameters of a kind in one launch; a
-processor moves them piece by piece. Imports gradients, kernel_choice, and triton_moves_ahead where
-a tensor asks for it.
+the optimizer makes of a gradient. The C kernel moves float32 parameters of a processor, Triton all
+of a kind on a GPU in one launch, and plain PyTorch what these do not know, piece by piece. Imports
+gradients, kernel_choice, native, and triton_moves_ahead where a tensor asks for it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from scalecom_hvd import native
 from scalecom_hvd.exchange.gradients import local_part
-from scalecom_hvd.exchange.kernel_choice import is_for_triton
+from scalecom_hvd.exchange.kernel_choice import is_for_c, is_for_triton
 
 # A place that the optimizer has hardly seen has a tiny v, and says nothing of the residue there.
 LARGEST = 10.0
@@ -123,14 +125,18 @@ def make(moves: Sequence[Move], weight: float, beta: float) -> None:
     Raises:
         Exception: what PyTorch or Triton raises. Nothing is moved then.
     """
+    in_c: list[Move] = []
     on_triton: list[Move] = []
     made: list[Pair] = []
     try:
         for move in moves:
-            if _is_for_triton(move):
+            if _is_for_c(move):
+                in_c.append(move)
+            elif _is_for_triton(move):
                 on_triton.append(move)
             else:
                 _make_in_torch(move, weight, beta, made)
+        _make_in_c(in_c, weight, beta, made)
         if on_triton:
             from scalecom_hvd.exchange import triton_moves_ahead
 
@@ -139,6 +145,13 @@ def make(moves: Sequence[Move], weight: float, beta: float) -> None:
         for own, spare in made:
             own.copy_(spare)
         raise
+
+
+def _is_for_c(move: Move) -> bool:
+    return is_for_c(move.own.device) and all(
+        t.is_contiguous() and t.dtype == torch.float32 and t.device.type == "cpu"
+        for t in move.tensors
+    )
 
 
 def _is_for_triton(move: Move) -> bool:
@@ -159,6 +172,22 @@ def correction(steps: Any, decay: float) -> Any:
         share = 1 - torch.pow(decay, steps.double())
         return torch.where(share == 0, 1.0, share)
     return 1 - decay ** float(steps) or 1.0
+
+
+def _make_in_c(moves: Sequence[Move], weight: float, beta: float, made: list[Pair]) -> None:
+    library = native.library()
+    if library is None or not moves:
+        return
+    rows = []
+    for move in moves:
+        parts = move.own, move.spare, move.residue, move.momentum, move.second
+        addresses = [0 if part is None else part.data_ptr() for part in parts]
+        divisor = 1.0 if move.steps is None else correction(move.steps, move.decay)
+        numbers = move.rate, move.sign, 1 / divisor, move.eps, LARGEST, move.power == 0.5
+        rows.append((*addresses, move.own.numel(), *numbers))
+    table = np.array(rows, native.MOVE)
+    library.scalecom_move_ahead(table.ctypes.data, len(moves), weight, beta)
+    made += [(move.own, move.spare) for move in moves]
 
 
 def _make_in_torch(move: Move, weight: float, beta: float, made: list[Pair]) -> None:

@@ -1,7 +1,8 @@
-"""The C lane kernel (lanes.c), loaded through ctypes.
+"""The C kernels, loaded through ctypes: of lanes (lanes.c), and of moves ahead (moves_ahead.c).
 
-It takes raw addresses, so any framework can call it, and the GIL is released. It knows lanes only:
-a tensor's `width` in TENSOR is never 0, so nobody puts the positions of exact selection there.
+They take raw addresses, so any framework can call them, and the GIL is released. That of lanes
+knows lanes only: a tensor's `width` in TENSOR is never 0, so nobody puts the positions of exact
+selection there.
 OPERATIONS is the file with the same kernel as operations of TensorFlow (tensorflow_ops.c), which
 tensorflow/kernels.py loads. Imports no framework.
 """
@@ -48,6 +49,13 @@ TENSOR = np.dtype(
     [(name, np.int64) for name in _LONG_FIELDS] + [(name, np.int32) for name in _INT_FIELDS]
 )
 
+# One parameter's move as moves_ahead.c reads it (`move` in moves_ahead.h).
+MOVE = np.dtype(
+    [(name, np.int64) for name in ("own", "spare", "residue", "momentum", "second", "numel")]
+    + [(name, np.float32) for name in ("rate", "sign", "per_correction", "eps", "largest")]
+    + [("root", np.int32)]
+)
+
 _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _TENSORS = [_POINTER, _LONG]
 _VALUES = [_POINTER, _POINTER, _POINTER, _INT, _REAL]  # offsets, values, sent, wire_float16, limit
@@ -58,12 +66,13 @@ _SIGNATURES = {
     "scalecom_take_and_accumulate": [*_TENSORS, *[_REAL] * 3, *_VALUES, _INT, _POINTER],
     "scalecom_scatter": [*_TENSORS, _REAL, _POINTER, _POINTER, _INT],
     "scalecom_roll_back": [*_TENSORS, _REAL, _REAL, _INT, _POINTER, _POINTER, _INT],
+    "scalecom_move_ahead": [_POINTER, _LONG, _REAL, _REAL],
 }
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The functions of lanes.h, or None, with one warning, if they were not built.
+    """The functions of both headers, or None, with one warning, if they were not built.
 
     An installation without a compiler has none.
     """

@@ -15,14 +15,12 @@
 #include <string.h>
 
 #include "lanes.h"
+#include "target_clones.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__)
+#ifdef HAS_CLONES
 #include <immintrin.h>
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 /* Half as wide, such stores take half as long again. */
 #define STREAMS __attribute__((target("avx2")))
-#else
-#define CLONES
 #endif
 
 static inline float float_of(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }

@@ -130,7 +130,7 @@ def compile_kernel(folder: Path, name: str) -> None:
     from scalecom_hvd import native
 
     (folder / name).mkdir()
-    for path in Path(native.__file__).parent.glob("lanes*.[ch]"):
+    for path in Path(native.__file__).parent.glob("*.[ch]"):
         text = path.read_text()
         for test, nothing in TESTS.get(path.name, []):
             if test not in text:
@@ -140,9 +140,8 @@ def compile_kernel(folder: Path, name: str) -> None:
                 )
             text = text if name == "checked" else text.replace(test, nothing)
         (folder / name / path.name).write_text(text)
-    subprocess.run(
-        ["cc", *FLAGS, "-o", folder / name / "lanes.so", folder / name / "lanes.c"], check=True
-    )
+    sources = [folder / name / source for source in ("lanes.c", "moves_ahead.c")]
+    subprocess.run(["cc", *FLAGS, "-o", folder / name / "lanes.so", *sources], check=True)
 
 
 def loaded(folder: Path, name: str) -> ctypes.CDLL:

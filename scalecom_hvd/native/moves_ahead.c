@@ -1,0 +1,70 @@
+/* Parameters moved a step ahead on a CPU: see exchange/moves_ahead.py, whose numbers these are, to
+ * rounding. Nothing that ranks share is made of them, so nothing here is held to the bit.
+ */
+#include <math.h>
+#include <stdint.h>
+
+#include "moves_ahead.h"
+#include "target_clones.h"
+
+/* Elements whose squares are added up in float32; sums of these are added up in float64. */
+enum { SQUARES = 4096, COLUMNS = 16 };
+
+CLONES static double norm_of(const float *x, int64_t numel) {
+    double total = 0;
+    for (int64_t begin = 0; begin < numel; begin += SQUARES) {
+        int64_t end = begin + SQUARES < numel ? begin + SQUARES : numel, at = begin;
+        float sums[COLUMNS] = {0};
+        for (; at + COLUMNS <= end; at += COLUMNS)
+            for (int i = 0; i < COLUMNS; i++) sums[i] += x[at + i] * x[at + i];
+        for (; at < end; at++) sums[0] += x[at] * x[at];
+        for (int i = 0; i < COLUMNS; i++) total += sums[i];
+    }
+    return sqrt(total);
+}
+
+/* What momentum is multiplied by: as long as the residue, where it has a length. */
+static float share_of(const move *m, double weight) {
+    if (!m->momentum || weight == 1) return 0;
+    double share = m->sign * (1 - weight) * norm_of(m->residue, m->numel) /
+                   norm_of(m->momentum, m->numel);
+    return isfinite(share) ? (float)share : 0;
+}
+
+/* The last three are constants where this is called, so each caller is a loop of its own. */
+static inline __attribute__((always_inline)) void
+move_elements(const move *m, float weight, float share, float per_beta, int follows, int divides,
+              int root) {
+    float *own = m->own, *spare = m->spare;
+    const float *residue = m->residue, *momentum = m->momentum, *second = m->second;
+    float rate = m->rate, eps = m->eps, per_correction = m->per_correction, most = m->largest;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < m->numel; i++) {
+        float before = own[i], ahead = residue[i] * weight;
+        if (follows) ahead += momentum[i] * share;
+        if (divides) {
+            float scale = second[i] * per_correction;
+            ahead = ahead / ((root ? sqrtf(scale) : scale) + eps) * per_beta;
+            ahead = ahead == ahead ? ahead : 0; /* NaN is no direction */
+            ahead = ahead > most ? most : ahead < -most ? -most : ahead;
+        } else
+            ahead *= per_beta;
+        spare[i] = before;
+        own[i] = before - rate * ahead;
+    }
+}
+
+CLONES int64_t scalecom_move_ahead(const move *moves, int64_t count, double weight, double beta) {
+    float w = (float)weight, per_beta = (float)(1 / beta);
+    for (int64_t i = 0; i < count; i++) {
+        const move *m = moves + i;
+        float share = share_of(m, weight);
+        if (!m->second && share == 0) move_elements(m, w, share, per_beta, 0, 0, 0);
+        else if (!m->second) move_elements(m, w, share, per_beta, 1, 0, 0);
+        else if (share == 0 && m->root) move_elements(m, w, share, per_beta, 0, 1, 1);
+        else if (share == 0) move_elements(m, w, share, per_beta, 0, 1, 0);
+        else if (m->root) move_elements(m, w, share, per_beta, 1, 1, 1);
+        else move_elements(m, w, share, per_beta, 1, 1, 0);
+    }
+    return 0;
+}

@@ -1,0 +1,106 @@
+"""Moves ahead in C are those of plain PyTorch, to rounding."""
+
+import pytest
+import torch
+
+from scalecom_hvd import native
+from scalecom_hvd.exchange import moves_ahead
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "AdamW, maximizing": lambda p: torch.optim.AdamW(p, 0.01, maximize=True),
+    "AMSGrad": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, 0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+}
+# Around what the kernel's loops take at a time.
+SHAPES = [(1,), (15,), (16,), (17, 1), (4095,), (4097,), (300, 70)]
+
+
+def stepped(make, dtype=torch.float32):
+    """Parameters, their residues and an optimizer that has stepped them."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    residues = [torch.randn(p.numel()) for p in parameters]
+    optimizer = make(parameters)
+    for _ in range(3):
+        for p in parameters:
+            # Some places have never had a gradient.
+            p.grad = torch.randn(p.shape).to(dtype) * (torch.rand(p.shape) < 0.7)
+        optimizer.step()
+    return parameters, residues, optimizer
+
+
+def moved(parameters, residues, optimizer, weight):
+    group = optimizer.param_groups[0]
+    moves = [
+        moves_ahead.move_of(
+            p.detach().clone(), torch.zeros_like(p), residue, group, optimizer.state[p], 1.0
+        )
+        for p, residue in zip(parameters, residues, strict=True)
+    ]
+    moves_ahead.make(moves, weight, 0.7)
+    return moves
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many moves each call of the C kernel was given."""
+    library, counts = native.library(), []
+
+    class Counted:
+        def scalecom_move_ahead(self, table, count, *numbers):
+            counts.append(count)
+            return library.scalecom_move_ahead(table, count, *numbers)
+
+    monkeypatch.setattr(native, "library", Counted)
+    return counts
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_kernel_in_c_moves_as_plain_torch_does(name, weight, calls, monkeypatch):
+    trained = stepped(OPTIMIZERS[name])
+    ours = moved(*trained, weight)
+    assert calls == [len(SHAPES)]
+    monkeypatch.setenv("SCALECOM_KERNEL", "torch")
+    plain = moved(*trained, weight)
+    assert len(calls) == 1
+    for mine, other, parameter in zip(ours, plain, trained[0], strict=True):
+        torch.testing.assert_close(mine.own, other.own, rtol=1e-5, atol=1e-6)
+        assert torch.equal(mine.spare, parameter)
+        assert not torch.equal(mine.own, parameter)
+
+
+def test_momenta_and_second_moments_of_zero(calls, monkeypatch):
+    parameter, residue = torch.ones(40), torch.linspace(-2, 2, 40)
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 0.0}
+    state = {"exp_avg": torch.zeros(40), "exp_avg_sq": torch.zeros(40), "step": 3}
+    ends = []
+    for kernel in ("native", "torch"):
+        monkeypatch.setenv("SCALECOM_KERNEL", kernel)
+        own = parameter.clone()
+        move = moves_ahead.move_of(own, torch.empty(40), residue, group, state, 1.0)
+        moves_ahead.make([move], 0.5, 1.0)
+        ends.append(own)
+    torch.testing.assert_close(*ends)
+    most = 0.1 * moves_ahead.ADAM_SHARE * moves_ahead.LARGEST
+    assert torch.allclose((1 - ends[0]).abs(), torch.full((40,), most))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_and_strides_are_plain_torch_s(dtype, calls):
+    trained = stepped(OPTIMIZERS["AdamW"], dtype)
+    for move, parameter in zip(moved(*trained, 1.0), trained[0], strict=True):
+        assert not torch.equal(move.own, parameter)
+        assert torch.equal(move.spare, parameter)
+    own = torch.randn(6, 8).t()
+    group, state = {"lr": 0.1, "momentum": 0.9}, {"momentum_buffer": torch.ones(8, 6)}
+    move = moves_ahead.move_of(own, torch.empty(8, 6), torch.ones(48), group, state, 1.0)
+    moves_ahead.make([move], 1.0, 1.0)
+    torch.testing.assert_close(own, move.spare - 0.1 * moves_ahead.SGD_SHARE)
+    assert not calls
