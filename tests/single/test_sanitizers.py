@@ -41,7 +41,8 @@ def run(tmp_path_factory):
     if not asan.is_absolute() or not asan.exists():
         pytest.skip(f"{compiler} has no libasan.so")
     library = tmp_path_factory.mktemp("sanitized") / "kernel.so"
-    sources = [SOURCES / "lanes.c", SOURCES / "tensorflow_ops.c", HERE / "tensorflow_stub.c"]
+    ours = [SOURCES / name for name in ("lanes.c", "moves_ahead.c", "tensorflow_ops.c")]
+    sources = [*ours, HERE / "tensorflow_stub.c"]
     command = [compiler, *SANITIZE, *AS_INSTALLED, f"-I{SOURCES}", *sources, "-o", library]
     subprocess.run(command, check=True, timeout=110)
     environment = {
