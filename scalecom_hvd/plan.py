@@ -1,7 +1,7 @@
 """`python -m scalecom_hvd plan`: what each method would cost a step of your training, what to set.
 
 The numbers are predictions of scaling.py: the command runs nothing, and needs no framework. Every
-function here gives values or text, and __main__ writes. Imports config, scaling and
+function here gives values or text, and __main__ writes. Imports config, model_sizes, scaling and
 training_warnings.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.model_sizes import KNOWN, parameters_of
 from scalecom_hvd.scaling import (
     FITTED,
     LOCAL_METHODS,
@@ -46,6 +47,8 @@ AVERAGING = {
     "ScaleCom staggered": "ScaleCom",
     "ScaleCom look-ahead": "ScaleCom, lookahead=True",
 }
+# So many batches whose gradients are added up before they are averaged.
+ACCUMULATED = (4, 16)
 LOCAL = {"local SGD": "local steps, dense", "ScaleCom local": "local steps, ScaleCom"}
 
 
@@ -57,7 +60,7 @@ class Row:
         method: the model's name.
         label: what the user knows it by.
         megabytes: that a worker sends in a step, on average.
-        milliseconds: of a step, on average.
+        milliseconds: of a step, on average; of larger batches, for each of those that are added up.
         speed_up: times as fast as a dense step.
         memory: megabytes of residues, and copies of parameters, on each worker.
     """
@@ -83,6 +86,18 @@ def count(text: str) -> float:
             f"must be a number from 1 to 100T, such as 25000000, 350M or 1.3B, not {text!r}"
         )
     return number * factor
+
+
+def model(text: str) -> float:
+    """A number of parameters: that of a model by its name, or of a file with a state_dict.
+
+    Raises:
+        ArgumentTypeError: there is no such model, or the file holds none.
+    """
+    try:
+        return float(parameters_of(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def positive(text: str) -> float:
@@ -123,7 +138,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Tell a parser what `plan` asks for."""
     add = parser.add_argument
     workers = whole_number(2, " (a single worker sends nothing)")
-    add("--parameters", type=count, required=True, metavar="N", help="of the model: 350M, 1.3B")
+    sizes = parser.add_mutually_exclusive_group(required=True)
+    sizes.add_argument("--parameters", type=count, metavar="N", help="of the model: 350M, 1.3B")
+    sizes.add_argument(
+        "--model",
+        type=model,
+        dest="parameters",
+        metavar="NAME",
+        help=f"in the place of --parameters: {', '.join(KNOWN)}, or a file with its state_dict",
+    )
     add("--workers", type=workers, required=True, metavar="N", help="that train together")
     add(
         "--mbit",
@@ -242,13 +265,19 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
         for method, label in LOCAL.items()
         for h in local_steps
     ]
-    dense = predict("dense", s, c)
+    dense, whole = predict("dense", s, c), bytes_a_step("dense", s) / MEGABYTE
     rows = []
+    for batches in ACCUMULATED:
+        # Forward and backward of all but the last are alone.
+        time = s.compute + (dense - s.compute) / batches
+        label = f"dense, {batches} times the batch"
+        rows.append(Row("accumulated", label, whole / batches, time, dense / time, 0.0))
     for method, label, there in at:
         time = predict(method, there, c)
         megabytes = bytes_a_step(method, there) / MEGABYTE
         rows.append(Row(method, label, megabytes, time, dense / time, memory(method, there)))
-    return rows
+    # Dense first, then what else a dense run may do.
+    return sorted(rows, key=lambda row: (row.method != "dense", row.method != "accumulated"))
 
 
 def memory(method: str, s: Setting) -> float:
@@ -324,8 +353,8 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
         yield from _fewer_averages(choice, rows)
         return
     yield (
-        f"Set {choice.label}: steps are {_times(choice.speed_up)} as fast as dense ones, and so is "
-        "the run."
+        f"Set {choice.label}: steps are {_times(choice.speed_up)} as fast as dense ones."
+        + (_whole_run(choice, rows, steps) if steps else "")
     )
     yield ""
     yield from _snippet(choice, s, steps)
@@ -412,6 +441,17 @@ def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     yield "    )"
 
 
+def _whole_run(choice: Row, rows: list[Row], steps: int) -> str:
+    """What all steps take, and send."""
+    dense = next(row for row in rows if row.method == "dense")
+    times = [_duration(steps * row.milliseconds / 1e3) for row in (choice, dense)]
+    sent = [_digits(steps * row.megabytes / 1e3) for row in (choice, dense)]
+    return (
+        f" A run of {steps:,} takes {times[0]} in the place of {times[1]}, and a worker sends "
+        f"{sent[0]} GB in the place of {sent[1]}."
+    )
+
+
 def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     if s.rate is None and s.bits is None:
         yield (
@@ -462,6 +502,14 @@ def _fewer_averages(choice: Row, rows: list[Row]) -> Iterator[str]:
             f"- Faster still: {local.label}, {_digits(local.milliseconds)} ms a step. They cost "
             "accuracy, less of it with hvd.sparseloco(H): docs/local_steps.md."
         )
+
+
+def _duration(seconds: float) -> str:
+    """3.2 hours."""
+    for length, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * length:
+            return f"{_digits(seconds / length)} {name}"
+    return f"{_digits(seconds)} seconds"
 
 
 def _count(number: float) -> str:

@@ -2,10 +2,12 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from scalecom_hvd import plan
 from scalecom_hvd.__main__ import main
@@ -124,6 +126,61 @@ def test_short_runs_are_warned(said):
     assert "Train dense." in said(f"{SLOW} --steps 6")
 
 
+def test_models_have_names(said):
+    words = "--workers 4 --mbit 1000 --compute-ms 400"
+    by_name = said(f"--model gpt2 {words}")
+    assert by_name.startswith("124.4 M parameters")
+    assert by_name == said(f"--parameters 124439808 {words}")
+
+
+@pytest.mark.parametrize("key", ["", "model", "state_dict"])
+def test_files_tell_how_large_a_model_is(key, said, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 20), torch.nn.Linear(20, 50, bias=False))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {key: model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    torch.save(state if key else model.state_dict(), tmp_path / "saved.pt")
+    words = "--workers 4 --mbit 1000 --compute-ms 400"
+    assert said(f"--model {tmp_path}/saved.pt {words}").startswith("1 k parameters")
+
+
+def test_safetensors_tell_how_large_a_model_is(said, tmp_path):
+    shapes = {"a": {"shape": [1000, 2]}, "b": {"shape": []}, "__metadata__": {"format": "pt"}}
+    header = json.dumps(shapes).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    said_of = said(f"--model {tmp_path}/m.safetensors --workers 4 --mbit 1000 --compute-ms 400")
+    assert said_of.startswith("2.001 k parameters")
+
+
+def test_files_that_hold_no_model_are_refused(refused, tmp_path):
+    torch.save({"step": 3}, tmp_path / "step.pt")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
+    (tmp_path / "words.pt").write_text("words")
+    (tmp_path / "words.safetensors").write_text("words of some length")
+    words = "--workers 4 --mbit 1000 --compute-ms 400"
+    assert "holds no state_dict" in refused(f"--model {tmp_path}/step.pt {words}")
+    assert "model.state_dict(), not the model" in refused(f"--model {tmp_path}/whole.pt {words}")
+    assert "cannot be read" in refused(f"--model {tmp_path}/words.pt {words}")
+    assert "no safetensors file" in refused(f"--model {tmp_path}/words.safetensors {words}")
+    assert "one of bert-base, bert-large, gpt2," in refused(f"--model gpt5 {words}")
+    assert "not allowed with" in refused(f"--model gpt2 --parameters 2M {words}")
+
+
+def test_larger_batches_and_the_whole_run_are_told(said):
+    text = said(f"{SLOW} --steps 100000")
+    dense, four = (
+        float(re.search(rf"^{label} +\S+ +(\S+)", text, re.M)[1].replace(",", ""))
+        for label in (r"dense \(no compression\)", "dense, 4 times the batch")
+    )
+    assert four == pytest.approx(200 + (dense - 200) / 4, rel=0.01)
+    took = re.search(r"takes (\S+) (\w+) in the place of (\S+) (\w+)", " ".join(text.split()))
+    seconds = {"minutes": 60, "hours": 3600, "days": 86400}
+    ours, others = (float(took[i]) * seconds[took[i + 1]] for i in (1, 3))
+    said_speed = float(re.search(r"steps are (\S+) times", text)[1])
+    assert others / ours == pytest.approx(said_speed, rel=0.02)
+    assert others == pytest.approx(100_000 * dense / 1e3, rel=0.02)
+
+
 def test_local_steps_of_ones_own(said):
     assert "local steps, dense, H = 50" in said(f"{SLOW} --local-steps 50")
 
@@ -151,7 +208,7 @@ def test_wrong_input_is_refused_with_what_to_write(refused, wrong, error):
 
 
 def test_without_words_it_says_what_it_wants(refused):
-    assert "--parameters, --workers, --mbit, --compute-ms" in refused("")
+    assert "--workers, --mbit, --compute-ms" in refused("")
 
 
 def test_numbers_have_three_digits():
