@@ -5,12 +5,14 @@
     python scripts/race/race.py --quick                a small model: minutes
 
 Losses over steps are of real runs under torchrun (race_worker.py), of a language model of 5 million
-parameters with AdamW. The learning rate of each way is the best of three, found with seed 0 on half
-the steps. How long a step takes is measured on hosts with a network between them (bench_worker.py),
-where its compute is a pause. Losses over time are their product, from the first step to the last.
+parameters with AdamW. The learning rate of each way is the best of three, found with seed 0 on a
+quarter of the steps. How long a step takes is measured on hosts with a network between them
+(bench_worker.py), where its compute is a pause. Losses over time are their product, from the first
+step to the last.
 
 A way's score at a speed: how long it takes to the loss with which dense training ends, to 0.01
-nats. Where a way ends above that, a run of half as many steps more is tried. In --output are the
+nats. Where a way ends above that, runs of a quarter and of half as many steps
+more are tried. In --output are the
 runs, the steps' times, curves.csv and curves.png. Needs root, for the hosts.
 """
 
@@ -42,6 +44,7 @@ from race_ways import DENSE, LOCAL_STEPS, OURS, WAYS, Way
 SCRIPTS = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("race_worker.py")
 FACTORS = (0.5, 1.0, 2.0)
+TUNING = 0.25  # of the steps
 SPEEDS = (100, 1000, 10_000)  # Mbit/s
 # Nats by which a loss may be above dense training's and still be the same.
 NEAR = 0.01
@@ -94,7 +97,7 @@ class Race:
         ends: dict[float, float] = {}
         tried = [factor * own for factor in FACTORS]
         while tried:
-            ends |= {factor: final(self.run(way, 0, factor, 0.5)) for factor in tried}
+            ends |= {factor: final(self.run(way, 0, factor, TUNING)) for factor in tried}
             best = min(ends, key=lambda factor: ends[factor])
             lowest, highest = min(ends), max(ends)
             tried = [best / 2] * (best == lowest) + [best * 2] * (best == highest)
@@ -249,7 +252,7 @@ def main() -> int:
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=400, help="dense; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=1000, help="dense; default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--untuned", action="store_true", help="one learning rate for all")

@@ -21,6 +21,8 @@ import scalecom_hvd.ddp as ddp
 Hook = tuple[Any, Any]
 """A state and a communication hook of DistributedDataParallel."""
 
+# Steps in which the learning rate rises; of short runs a quarter.
+WARMUP = 100
 # Steps of an inner optimizer between two synchronisations. Papers take 15 to 500; a run of the race
 # has hundreds of steps.
 LOCAL_STEPS = 20
@@ -45,7 +47,7 @@ class Way:
 
     timed_as: str
     steps: float = 1.0
-    lengths: tuple[float, ...] = (1.0, 1.5)
+    lengths: tuple[float, ...] = (1.0, 1.25, 1.5)
     microbatches: int = 1
     hook: Callable[[DistributedDataParallel, int], Hook] | None = None
     local: Callable[[], dict[str, Any]] | None = None
@@ -55,7 +57,13 @@ class Way:
     @property
     def trains_as(self) -> tuple[Any, ...]:
         """What a run of it follows from, besides its name."""
-        return self.steps, self.microbatches, self.begins, LOCAL_STEPS if self.local else 0
+        return (
+            self.steps,
+            self.microbatches,
+            self.begins,
+            LOCAL_STEPS if self.local else 0,
+            WARMUP,
+        )
 
     @property
     def timed(self) -> list[str]:

@@ -17,11 +17,9 @@ from typing import Any
 import race_tasks
 import torch
 import torch.distributed as dist
-from race_ways import LOCAL_STEPS, WAYS, wrapped
+from race_ways import LOCAL_STEPS, WARMUP, WAYS, wrapped
 
 import scalecom_hvd.ddp as ddp
-
-WARMUP = 0.05  # of the steps, in which the learning rate rises
 
 
 def main() -> None:
@@ -81,7 +79,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def share(step: int, steps: int) -> float:
     """Of the largest learning rate: it rises, then falls to a tenth along a cosine."""
-    begins = max(1, round(WARMUP * steps))
+    begins = max(1, min(WARMUP, steps // 4))
     if step < begins:
         return (step + 1) / begins
     return 0.55 + 0.45 * math.cos(math.pi * (step - begins) / max(1, steps - begins))
