@@ -11,9 +11,8 @@ quarter of the steps. How long a step takes is measured on hosts with a network 
 step to the last.
 
 A way's score at a speed: how long it takes to the loss with which dense training ends, to 0.01
-nats. Where a way ends above that, runs of a quarter and of half as many steps
-more are tried. In --output are the
-runs, the steps' times, curves.csv and curves.png. Needs root, for the hosts.
+nats. Where a way ends above that, runs of a quarter and of half as many steps more are tried. In
+--output are the runs, the steps' times, curves.csv and curves.png. Needs root, for the hosts.
 """
 
 from __future__ import annotations
