@@ -5,8 +5,8 @@
     python scripts/race/race.py --quick                a small model: minutes
 
 Losses over steps are of real runs under torchrun (race_worker.py), of a language model of 5 million
-parameters with AdamW. The learning rate of each way is the best of three, found with seed 0 on a
-quarter of the steps. How long a step takes is measured on hosts with a network between them
+parameters with AdamW. The learning rate of each way is the best of three, found with seed 0 on half
+the steps. How long a step takes is measured on hosts with a network between them
 (bench_worker.py), where its compute is a pause. Losses over time are their product, from the first
 step to the last.
 
@@ -43,7 +43,7 @@ from race_ways import DENSE, LOCAL_STEPS, OURS, WAYS, Way
 SCRIPTS = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("race_worker.py")
 FACTORS = (0.5, 1.0, 2.0)
-TUNING = 0.25  # of the steps
+TUNING = 0.5  # of the steps
 SPEEDS = (100, 1000, 10_000)  # Mbit/s
 # Nats by which a loss may be above dense training's and still be the same.
 NEAR = 0.01

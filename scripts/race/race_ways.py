@@ -37,7 +37,8 @@ class Way:
         lengths: by what they are multiplied: the first with which it ends where dense training
             does, or else the last.
         microbatches: in a step.
-        hook: gives a hook for the model, by how many steps there are; None: DDP's own.
+        hook: gives a hook for the model, by how many steps there are, and with settings of
+            ScaleCom; None: DDP's own.
         local: arguments of DistributedOptimizer, without DDP; None: it is DDP.
         timed_as: what bench_worker.py calls a step of it.
         begins: the share of the steps that are dense ones first, in one bucket.
@@ -49,7 +50,7 @@ class Way:
     steps: float = 1.0
     lengths: tuple[float, ...] = (1.0, 1.25, 1.5)
     microbatches: int = 1
-    hook: Callable[[DistributedDataParallel, int], Hook] | None = None
+    hook: Callable[..., Hook] | None = None
     local: Callable[[], dict[str, Any]] | None = None
     begins: float = 0.0
     rate: float = 1.0
@@ -73,7 +74,7 @@ class Way:
 
 
 def _power_sgd(rank: int) -> Way:
-    def hook(model: DistributedDataParallel, steps: int) -> Hook:
+    def hook(model: DistributedDataParallel, steps: int, **settings: Any) -> Hook:
         start = max(2, round(POWER_SGD_BEGINS * steps))
         state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
         return state, powerSGD_hook
@@ -87,10 +88,14 @@ WAYS = {
     DENSE: Way("DDP dense", lengths=(1.0,)),
     OURS: Way(
         "DDP ScaleCom cyclic",
-        hook=lambda model, steps: (ddp.ScaleComState(model), ddp.scalecom_hook),
+        hook=lambda model, steps, **settings: (
+            ddp.ScaleComState(model, **settings),
+            ddp.scalecom_hook,
+        ),
     ),
     "DDP's fp16 hook": Way(
-        "DDP fp16 hook", hook=lambda model, steps: (None, default_hooks.fp16_compress_hook)
+        "DDP fp16 hook",
+        hook=lambda model, steps, **settings: (None, default_hooks.fp16_compress_hook),
     ),
     "PowerSGD, rank 1": _power_sgd(1),
     "PowerSGD, rank 2": _power_sgd(2),
@@ -102,8 +107,10 @@ WAYS = {
 }
 
 
-def wrapped(way: Way, model: torch.nn.Module, steps: int) -> torch.nn.Module:
-    """The model as this way calls it."""
+def wrapped(
+    way: Way, model: torch.nn.Module, steps: int, settings: dict[str, Any]
+) -> torch.nn.Module:
+    """The model as this way calls it. settings: of ScaleCom."""
     if way.local is not None:
         return model
     # PowerSGD's hook submits collectives when others have ended, which over Gloo may be in another
@@ -111,5 +118,5 @@ def wrapped(way: Way, model: torch.nn.Module, steps: int) -> torch.nn.Module:
     one_bucket = {"bucket_cap_mb": 1000} if "PowerSGD" in way.timed_as else {}
     called = DistributedDataParallel(model, gradient_as_bucket_view=True, **one_bucket)
     if way.hook is not None:
-        called.register_comm_hook(*way.hook(called, steps))
+        called.register_comm_hook(*way.hook(called, steps, **settings))
     return called

@@ -43,14 +43,16 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     pieces, held_out = race_tasks.load_pieces(size, args.pieces)
     torch.manual_seed(args.seed)
     model = race_tasks.Decoder(size)
-    called = wrapped(way, model, steps)
+    called = wrapped(way, model, steps, args.options)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer: Any = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     if way.local is not None:
         optimizer = ddp.DistributedOptimizer(optimizer, model.named_parameters(), **way.local())
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: share(step, steps, args.warmup)
+    )
     random = torch.Generator().manual_seed(1000 * args.seed + dist.get_rank())
     every = max(1, round(args.every * way.steps))
     losses, begun = {0: race_tasks.evaluate(model, held_out)}, time.time()
@@ -77,9 +79,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def share(step: int, steps: int) -> float:
+def share(step: int, steps: int, warmup: int) -> float:
     """Of the largest learning rate: it rises, then falls to a tenth along a cosine."""
-    begins = max(1, min(WARMUP, steps // 4))
+    begins = max(1, min(warmup, steps // 4))
     if step < begins:
         return (step + 1) / begins
     return 0.55 + 0.45 * math.cos(math.pi * (step - begins) / max(1, steps - begins))
@@ -95,6 +97,10 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pieces", type=Path, required=True, help="folder that keeps the text")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument(
+        "--warmup", type=int, default=WARMUP, help="steps in which the learning rate rises"
+    )
+    parser.add_argument("--options", type=json.loads, default={}, help="ScaleCom's, as JSON")
     return parser
 
 
