@@ -27,6 +27,8 @@ LARGEST = 10.0
 # learning rate, comes apart.
 SGD_SHARE = 1.5
 ADAM_SHARE = 0.3
+# What optimizers keep of gradients' sizes, by which they divide: see move_of.
+SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
 # So many elements are worked on at a time that what is made of them stays in a processor's cache.
 BLOCK = 2**16
 # What Triton moves.
@@ -73,9 +75,18 @@ class Move:
         return [self.own, self.spare, residue, *others]
 
 
-def has_direction(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state of a parameter says what it divides gradients by."""
-    return any(key in state for key in ("exp_avg_sq", "square_avg", "sum", "exp_inf"))
+def has_direction(state: Mapping[str, Any], own: torch.Tensor) -> bool:
+    """Whether an optimizer's state says what it divides each element of a parameter's gradient by.
+
+    Args:
+        state: of the parameter.
+        own: the parameter, or this rank's part of it. Some optimizers have one number for a whole
+            layer, or moments of something smaller.
+    """
+    kept = [state[key] for key in SECOND_MOMENTS if key in state]
+    if kept and "exp_avg" in state:
+        kept.append(state["exp_avg"])
+    return bool(kept) and all(local_part(moment).shape == own.shape for moment in kept)
 
 
 def move_of(
@@ -97,7 +108,7 @@ def move_of(
     sign = -1 if group.get("maximize") else 1
     rate = sign * float(group["lr"]) * factor
     momentum = _momentum(state)
-    if not has_direction(state):
+    if not has_direction(state, own):
         share = SGD_SHARE if group.get("momentum") else 1.0
         return Move(own, spare, residue, rate * share, sign, momentum)
     eps = float(group.get("eps", 0.0))
@@ -148,16 +159,26 @@ def make(moves: Sequence[Move], weight: float, beta: float) -> None:
 
 
 def _is_for_c(move: Move) -> bool:
-    return is_for_c(move.own.device) and all(
-        t.is_contiguous() and t.dtype == torch.float32 and t.device.type == "cpu"
-        for t in move.tensors
-    )
+    return is_for_c(move.own.device) and _is_plain(move, (torch.float32,))
 
 
 def _is_for_triton(move: Move) -> bool:
-    device = move.own.device
-    return is_for_triton(device) and all(
-        t.is_contiguous() and t.device == device and t.dtype in KNOWN for t in move.tensors
+    return is_for_triton(move.own.device) and _is_plain(move, KNOWN)
+
+
+def _is_plain(move: Move, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether a kernel may read all of it by its addresses.
+
+    Some optimizers have one second moment for a whole layer, or states in few bits whose class says
+    that they are float32.
+    """
+    own = move.own
+    return all(
+        type(t) in (torch.Tensor, torch.nn.Parameter)
+        and (t.shape, t.device) == (own.shape, own.device)
+        and t.dtype in dtypes
+        and t.is_contiguous()
+        for t in move.tensors
     )
 
 
@@ -184,10 +205,12 @@ def _make_in_c(moves: Sequence[Move], weight: float, beta: float, made: list[Pai
         addresses = [0 if part is None else part.data_ptr() for part in parts]
         divisor = 1.0 if move.steps is None else correction(move.steps, move.decay)
         numbers = move.rate, move.sign, 1 / divisor, move.eps, LARGEST, move.power == 0.5
-        rows.append((*addresses, move.own.numel(), *numbers))
+        rows.append((*addresses, move.own.numel(), *numbers, False))
     table = np.array(rows, native.MOVE)
-    library.scalecom_move_ahead(table.ctypes.data, len(moves), weight, beta)
-    made += [(move.own, move.spare) for move in moves]
+    try:
+        library.scalecom_move_ahead(table.ctypes.data, len(moves), weight, beta)
+    finally:  # a signal that came meanwhile is raised here
+        made += [(moves[i].own, moves[i].spare) for i in np.flatnonzero(table["moved"])]
 
 
 def _make_in_torch(move: Move, weight: float, beta: float, made: list[Pair]) -> None:

@@ -214,7 +214,8 @@ class StepAhead:
             parameter = self._parameters[name]
             if parameter in known:
                 group, state, optimizer = known[parameter]
-                if has_direction(state) or isinstance(optimizer, torch.optim.SGD):
+                is_sgd = isinstance(optimizer, torch.optim.SGD)
+                if is_sgd or has_direction(state, local_part(parameter)):
                     yield name, parameter, group, state
                 elif state:
                     raise RuntimeError(UNKNOWN_OPTIMIZER.format(type(optimizer).__name__))

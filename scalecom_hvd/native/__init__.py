@@ -53,7 +53,8 @@ TENSOR = np.dtype(
 MOVE = np.dtype(
     [(name, np.int64) for name in ("own", "spare", "residue", "momentum", "second", "numel")]
     + [(name, np.float32) for name in ("rate", "sign", "per_correction", "eps", "largest")]
-    + [("root", np.int32)]
+    + [("root", np.int32), ("moved", np.int32)],
+    align=True,
 )
 
 _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double

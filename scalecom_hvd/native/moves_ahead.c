@@ -54,10 +54,10 @@ move_elements(const move *m, float weight, float share, float per_beta, int foll
     }
 }
 
-CLONES int64_t scalecom_move_ahead(const move *moves, int64_t count, double weight, double beta) {
+CLONES int64_t scalecom_move_ahead(move *moves, int64_t count, double weight, double beta) {
     float w = (float)weight, per_beta = (float)(1 / beta);
     for (int64_t i = 0; i < count; i++) {
-        const move *m = moves + i;
+        move *m = moves + i;
         float share = share_of(m, weight);
         if (!m->second && share == 0) move_elements(m, w, share, per_beta, 0, 0, 0);
         else if (!m->second) move_elements(m, w, share, per_beta, 1, 0, 0);
@@ -65,6 +65,7 @@ CLONES int64_t scalecom_move_ahead(const move *moves, int64_t count, double weig
         else if (share == 0) move_elements(m, w, share, per_beta, 0, 1, 0);
         else if (m->root) move_elements(m, w, share, per_beta, 1, 1, 1);
         else move_elements(m, w, share, per_beta, 1, 1, 0);
+        m->moved = 1;
     }
     return 0;
 }

@@ -104,3 +104,66 @@ def test_other_dtypes_and_strides_are_plain_torch_s(dtype, calls):
     moves_ahead.make([move], 1.0, 1.0)
     torch.testing.assert_close(own, move.spare - 0.1 * moves_ahead.SGD_SHARE)
     assert not calls
+
+
+def test_moments_of_another_shape_are_not_for_the_kernel():
+    """As of an optimizer with one second moment for a whole layer."""
+    own, whole = torch.zeros(70_000), torch.ones(70_000)
+    assert moves_ahead.has_direction({"exp_avg": whole, "exp_avg_sq": whole, "step": 3}, own)
+    for state in (
+        {"exp_avg": whole, "exp_avg_sq": torch.ones(()), "step": 3},
+        {"exp_avg": torch.ones(70, 4), "exp_avg_sq": torch.ones(70, 4), "step": 3},
+    ):
+        assert not moves_ahead.has_direction(state, own)
+    move = moves_ahead.Move(own, torch.empty_like(own), whole, 0.1, 1, second=torch.ones(()))
+    assert not moves_ahead._is_for_c(move)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as of an optimizer's states in few bits."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
+        inner = [a.inner if isinstance(a, cls) else a for a in arguments]
+        made = function(*inner, **(named or {}))
+        return cls(made) if function is torch.ops.aten.detach.default else made
+
+
+def test_a_state_without_memory_of_its_own_is_not_for_the_kernel(calls):
+    group, ends = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}, []
+    for kind in (Wrapped, torch.Tensor.clone):
+        state = {"exp_avg": torch.ones(40), "exp_avg_sq": kind(torch.full((40,), 0.04)), "step": 3}
+        own = torch.zeros(40)
+        move = moves_ahead.move_of(own, torch.empty(40), torch.ones(40), group, state, 1.0)
+        moves_ahead.make([move], 1.0, 1.0)
+        ends.append(own)
+    torch.testing.assert_close(*ends)
+    assert calls == [1]  # of the plain one
+
+
+def test_a_signal_in_the_kernel_leaves_parameters_where_they_are(monkeypatch):
+    library = native.library()
+
+    class Interrupted:
+        def scalecom_move_ahead(self, *arguments):
+            library.scalecom_move_ahead(*arguments)
+            raise KeyboardInterrupt  # Python raises a signal's when the kernel has come back
+
+    monkeypatch.setattr(native, "library", Interrupted)
+    trained = stepped(OPTIMIZERS["AdamW"])
+    before = [p.detach().clone() for p in trained[0]]
+    moves = []
+    original = moves_ahead.move_of
+    monkeypatch.setattr(
+        moves_ahead, "move_of", lambda *given: moves.append(original(*given)) or moves[-1]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        moved(*trained, 0.5)
+    assert all(torch.equal(move.own, p) for move, p in zip(moves, before, strict=True))
