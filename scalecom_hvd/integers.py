@@ -30,8 +30,13 @@ def levels_of(bits: int) -> int:
 
 
 def scale_divisor(levels: int) -> float:
-    """What the mean magnitude of a block is divided by to be its scale: 1, 2, 4 for 1, 3, 7."""
-    return (levels + 1) / 2
+    """What the mean magnitude of a block is divided by to be its scale.
+
+    1 and 2 for 1 and 3 levels, so that none is seldom used. With more, the largest integer stands
+    for 3.5 (7 levels) to 8 times the mean: at low rates the places that are sent have values of
+    many sizes, and what is cut off comes late.
+    """
+    return min((levels + 1) / 2, max(2.0, (levels + 1) / 8))
 
 
 def blocks_of(k: int) -> int:

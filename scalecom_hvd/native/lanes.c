@@ -148,10 +148,16 @@ static inline int may_stream(const void *to, int64_t bytes) {
 #endif
 }
 
+/* integers.scale_divisor. */
+static inline double scale_divisor(int levels) {
+    double half = (levels + 1) / 2.0, least = half / 4 > 2 ? half / 4 : 2;
+    return half < least ? half : least;
+}
+
 /* The scale of a block, of the sum of its magnitudes: a float32 of 8 significant bits, so that no
  * product with an integer is rounded, and that the order of summands does not show. */
 static inline float scale_of(double total, int64_t count, int levels) {
-    double mean = total / ((double)count * ((levels + 1) / 2.0));
+    double mean = total / ((double)count * scale_divisor(levels));
     float scale = float_of(bits_of(mean < FLT_MAX ? (float)mean : FLT_MAX) & 0xffff0000u);
     return scale >= 0x1p-100f ? scale : 0;
 }

@@ -237,8 +237,9 @@ def measure_blocks(
     value = m + g + tl.where(m * g >= 0, _real(extra, REAL) * m, 0)
     total = tl.sum(tl.where(_is_finite(value), tl.abs(value).to(tl.float64), 0))
     # Divided as scale_divisor says.
-    count = tl.minimum(k - first, VALUES_PER_SCALE) * (tl.load(fixed + LEVELS) + 1)
-    mean = total / (count.to(tl.float64) / 2)
+    half = (tl.load(fixed + LEVELS) + 1).to(tl.float64) / 2
+    divisor = tl.minimum(half, tl.maximum(half / 4, 2.0))
+    mean = total / (tl.minimum(k - first, VALUES_PER_SCALE).to(tl.float64) * divisor)
     short = tl.minimum(mean, LARGEST_SCALE).to(tl.float32)
     short = (short.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
     scales = (chosen + tl.load(fixed + SCALES_AT)).to(tl.pointer_type(tl.float32))

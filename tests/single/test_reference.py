@@ -6,7 +6,7 @@ import pytest
 from scalecom_hvd import ScaleComConfig
 from scalecom_hvd.config import largest_gradient
 from scalecom_hvd.lanes import Lanes
-from scalecom_hvd.reference import ScaleComReference, select
+from scalecom_hvd.reference import ScaleComReference, integers, scales, select
 
 SHAPES = {"w": (50, 40), "b": (7,)}
 
@@ -196,3 +196,17 @@ def test_gradients_of_zero_change_nothing(lookahead):
         assert not any(average.any() for average in averages.values())
     assert reference.step_number == 3
     assert not any(residues["w"].any() for residues in reference.residues)
+
+
+@pytest.mark.parametrize(("levels", "reach"), [(1, 1), (3, 1.5), (7, 3.5), (15, 7.5), (127, 7.9)])
+def test_more_bits_reach_further(levels, reach):
+    """The largest integer stands for so many times the mean; less is met to half a scale."""
+    values = np.ones(512, np.float32)
+    values[:50] = np.linspace(0, 12, 50)
+    values /= values.mean()
+    scale = scales(values, levels)
+    found = integers(values, scale, levels) * scale
+    assert found.max() == pytest.approx(reach, rel=0.01)
+    inside = values <= 0.99 * reach
+    assert inside.sum() > 400
+    assert np.abs(found - values)[inside].max() <= 0.5 * scale[0]
