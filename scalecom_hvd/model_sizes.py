@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,19 +31,27 @@ KEYS = ("model", "state_dict", "model_state_dict")
 def parameters_of(model: str) -> int:
     """How many elements a model has.
 
+    Of a file all floating-point tensors count: a few that are no parameters, such as the running
+    means of batch norm, are among them.
+
     Args:
         model: one of KNOWN, or a file: a state_dict that torch.save wrote, or a checkpoint that
             holds one as "model", "state_dict" or "model_state_dict", or *.safetensors.
 
     Raises:
-        ValueError: there is no such model or file, or the file holds no tensors.
+        ValueError: there is no such model or file, or the file holds no tensors, or is one of
+            several that hold them.
     """
     if model in KNOWN:
         return KNOWN[model]
     path = Path(model)
-    if not path.is_file():
-        raise ValueError(f"must be a file, or one of {', '.join(KNOWN)}, not {model!r}")
-    count = _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch(path)
+    if re.search(r"-of-\d+", path.name):
+        raise ValueError(f"{model} has a part of a model: give --parameters")
+    try:
+        count = _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch(path)
+    except OSError as error:
+        names = ", ".join(KNOWN)
+        raise ValueError(f"must be one of {names}, or a file, not {model!r} ({error})") from error
     if not count:
         raise ValueError(
             f"{model} holds no state_dict, neither itself nor as {', '.join(map(repr, KEYS))}"
@@ -51,20 +61,29 @@ def parameters_of(model: str) -> int:
 
 def _of_safetensors(path: Path) -> int:
     # The format: 8 bytes say how long the JSON is that follows (huggingface/safetensors, README).
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(min(length, path.stat().st_size))
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, path.stat().st_size)))
-        return sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
+        header = json.loads(text)
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        floats = [t["shape"] for t in tensors if "F" in t["dtype"]]  # F32, BF16, F8_E4M3
+        return sum(math.prod(map(abs, shape)) for shape in floats)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no safetensors file: {error}") from error
 
 
 def _of_torch(path: Path) -> int:
-    import torch
-
+    with path.open("rb"):  # what cannot be opened is told apart from what cannot be read
+        pass
     try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
+        import torch
+    except ImportError as error:
+        raise ValueError(f"PyTorch reads {path}, and is not here: give --parameters") from error
+    try:
+        # Files of old versions are no zip files, and are read whole.
+        mmap = zipfile.is_zipfile(path)
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # pickle's, zipfile's, torch's own
         raise ValueError(
             f"{path} cannot be read as a state_dict ({type(error).__name__}): save "
@@ -72,8 +91,15 @@ def _of_torch(path: Path) -> int:
         ) from error
     if not isinstance(loaded, Mapping):
         return 0
-    state = next((loaded[key] for key in KEYS if isinstance(loaded.get(key), Mapping)), loaded)
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    # A tied embedding stands there twice.
-    own = {(t.untyped_storage().data_ptr(), t.storage_offset()): t.numel() for t in tensors}
-    return sum(own.values())
+    for state in (*(loaded.get(key) for key in KEYS), loaded):
+        if isinstance(state, Mapping):
+            tensors = [t for t in state.values() if isinstance(t, torch.Tensor)]
+            # A tied embedding stands there twice, with one storage.
+            own = {
+                (t.untyped_storage().data_ptr(), t.storage_offset()): t.numel()
+                for t in tensors
+                if t.is_floating_point() and t.layout == torch.strided
+            }
+            if own:
+                return sum(own.values())
+    return 0

@@ -49,6 +49,7 @@ AVERAGING = {
 }
 # So many batches whose gradients are added up before they are averaged.
 ACCUMULATED = (4, 16)
+LARGER_BATCH = "larger batch"
 LOCAL = {"local SGD": "local steps, dense", "ScaleCom local": "local steps, ScaleCom"}
 
 
@@ -145,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=model,
         dest="parameters",
         metavar="NAME",
-        help=f"in the place of --parameters: {', '.join(KNOWN)}, or a file with its state_dict",
+        help=f"instead of --parameters: {', '.join(KNOWN)}, or a file with its state_dict",
     )
     add("--workers", type=workers, required=True, metavar="N", help="that train together")
     add(
@@ -186,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=whole_number(1, ""),
         metavar="N",
-        help="of the whole run: is it long enough for the rate?",
+        help="of the whole run: what does it take, and is it long enough for the rate?",
     )
     add("--nccl", action="store_true", help="gradients are summed on GPUs, not on processors")
     add("--json", action="store_true", help="the same numbers for a program")
@@ -271,13 +272,16 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
         # Forward and backward of all but the last are alone.
         time = s.compute + (dense - s.compute) / batches
         label = f"dense, {batches} times the batch"
-        rows.append(Row("accumulated", label, whole / batches, time, dense / time, 0.0))
+        name = f"{LARGER_BATCH} {batches}"
+        rows.append(Row(name, label, whole / batches, time, dense / time, 0.0))
     for method, label, there in at:
         time = predict(method, there, c)
         megabytes = bytes_a_step(method, there) / MEGABYTE
         rows.append(Row(method, label, megabytes, time, dense / time, memory(method, there)))
     # Dense first, then what else a dense run may do.
-    return sorted(rows, key=lambda row: (row.method != "dense", row.method != "accumulated"))
+    return sorted(
+        rows, key=lambda row: (row.method != "dense", not row.method.startswith(LARGER_BATCH))
+    )
 
 
 def memory(method: str, s: Setting) -> float:
@@ -348,6 +352,7 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
         yield (
             "Leave compression out: averaging less in every step is not "
             f"{WORTH_IT:g} times as fast here, and dense training costs no accuracy."
+            + (f" A run of {steps:,} steps takes {_run_time(rows[0], steps)}." if steps else "")
         )
         yield from _where_it_would_pay(s, c)
         yield from _fewer_averages(choice, rows)
@@ -379,6 +384,10 @@ def caveats(s: Setting, c: Constants) -> Iterator[str]:
         yield "With NCCL nothing was measured: sums are taken to cost nothing."
     link = "Each worker has a link and" if s.per_node == 1 else "Each node has a link, each worker"
     yield f"{link} processors of its own, and gradients fill {buckets} of 25 MiB (bucket_bytes)."
+    yield (
+        "With m times the batch a step here is one of the m batches whose gradients are added up: "
+        "of the same data there are m times fewer updates."
+    )
     if s.per_node > 1:
         yield "Links inside a node are taken to cost nothing (docs/nodes.md)."
 
@@ -444,12 +453,16 @@ def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
 def _whole_run(choice: Row, rows: list[Row], steps: int) -> str:
     """What all steps take, and send."""
     dense = next(row for row in rows if row.method == "dense")
-    times = [_duration(steps * row.milliseconds / 1e3) for row in (choice, dense)]
+    times = [_run_time(row, steps) for row in (choice, dense)]
     sent = [_digits(steps * row.megabytes / 1e3) for row in (choice, dense)]
     return (
-        f" A run of {steps:,} takes {times[0]} in the place of {times[1]}, and a worker sends "
-        f"{sent[0]} GB in the place of {sent[1]}."
+        f" A run of {steps:,} takes {times[0]} instead of {times[1]}, and a worker sends "
+        f"{sent[0]} GB instead of {sent[1]}."
     )
+
+
+def _run_time(row: Row, steps: int) -> str:
+    return _duration(steps * row.milliseconds / 1e3)
 
 
 def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:

@@ -35,7 +35,7 @@ class Way:
     Attributes:
         steps: the share of dense training's steps that it takes: with more in a step, fewer.
         lengths: by what they are multiplied: the first with which it ends where dense training
-            does, or else the last.
+            does; where none does, the first of all.
         microbatches: in a step.
         hook: gives a hook for the model, by how many steps there are, and with settings of
             ScaleCom; None: DDP's own.

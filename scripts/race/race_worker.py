@@ -17,13 +17,16 @@ from typing import Any
 import race_tasks
 import torch
 import torch.distributed as dist
-from race_ways import LOCAL_STEPS, WARMUP, WAYS, wrapped
+from race_ways import LOCAL_STEPS, OURS, WARMUP, WAYS, wrapped
 
 import scalecom_hvd.ddp as ddp
 
 
 def main() -> None:
-    args = argument_parser().parse_args()
+    parser = argument_parser()
+    args = parser.parse_args()
+    if args.options and args.way != OURS:
+        parser.error(f"--options are ScaleCom's, not those of {args.way}")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     result = train(args)

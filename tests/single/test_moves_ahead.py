@@ -49,6 +49,7 @@ def moved(parameters, residues, optimizer, weight):
 @pytest.fixture
 def calls(monkeypatch):
     """How many moves each call of the C kernel was given."""
+    monkeypatch.delenv("SCALECOM_KERNEL", raising=False)
     library, counts = native.library(), []
 
     class Counted:

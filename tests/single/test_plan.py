@@ -138,6 +138,7 @@ def test_files_tell_how_large_a_model_is(key, said, tmp_path):
     model = torch.nn.Sequential(torch.nn.Embedding(50, 20), torch.nn.Linear(20, 50, bias=False))
     model[1].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters())
+    model.register_buffer("mask", torch.ones(70, dtype=torch.bool))
     state = {key: model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
     torch.save(state if key else model.state_dict(), tmp_path / "saved.pt")
     words = "--workers 4 --mbit 1000 --compute-ms 400"
@@ -145,8 +146,9 @@ def test_files_tell_how_large_a_model_is(key, said, tmp_path):
 
 
 def test_safetensors_tell_how_large_a_model_is(said, tmp_path):
-    shapes = {"a": {"shape": [1000, 2]}, "b": {"shape": []}, "__metadata__": {"format": "pt"}}
-    header = json.dumps(shapes).encode()
+    tensors = {"a": {"dtype": "BF16", "shape": [1000, 2]}, "b": {"dtype": "F32", "shape": []}}
+    tensors |= {"mask": {"dtype": "BOOL", "shape": [70]}, "__metadata__": {"format": "pt"}}
+    header = json.dumps(tensors).encode()
     (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     said_of = said(f"--model {tmp_path}/m.safetensors --workers 4 --mbit 1000 --compute-ms 400")
     assert said_of.startswith("2.001 k parameters")
@@ -162,6 +164,9 @@ def test_files_that_hold_no_model_are_refused(refused, tmp_path):
     assert "model.state_dict(), not the model" in refused(f"--model {tmp_path}/whole.pt {words}")
     assert "cannot be read" in refused(f"--model {tmp_path}/words.pt {words}")
     assert "no safetensors file" in refused(f"--model {tmp_path}/words.safetensors {words}")
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("")
+    first = refused(f"--model {tmp_path}/model-00001-of-00002.safetensors {words}")
+    assert "a part of a model: give --parameters" in first
     assert "one of bert-base, bert-large, gpt2," in refused(f"--model gpt5 {words}")
     assert "not allowed with" in refused(f"--model gpt2 --parameters 2M {words}")
 
@@ -173,12 +178,16 @@ def test_larger_batches_and_the_whole_run_are_told(said):
         for label in (r"dense \(no compression\)", "dense, 4 times the batch")
     )
     assert four == pytest.approx(200 + (dense - 200) / 4, rel=0.01)
-    took = re.search(r"takes (\S+) (\w+) in the place of (\S+) (\w+)", " ".join(text.split()))
+    took = re.search(r"takes (\S+) (\w+) instead of (\S+) (\w+)", " ".join(text.split()))
     seconds = {"minutes": 60, "hours": 3600, "days": 86400}
     ours, others = (float(took[i]) * seconds[took[i + 1]] for i in (1, 3))
     said_speed = float(re.search(r"steps are (\S+) times", text)[1])
     assert others / ours == pytest.approx(said_speed, rel=0.02)
     assert others == pytest.approx(100_000 * dense / 1e3, rel=0.02)
+    assert "Leave compression out" in (dense_is_best := said(f"{FAST} --steps 100000"))
+    assert re.search(r"A run of 100,000 steps takes \S+ hours", " ".join(dense_is_best.split()))
+    names = [row["method"] for row in json.loads(said(f"{SLOW} --json"))["methods"]]
+    assert names[:3] == ["dense", "larger batch 4", "larger batch 16"]
 
 
 def test_local_steps_of_ones_own(said):
