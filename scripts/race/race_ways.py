@@ -1,8 +1,8 @@
 """How a user may train where the network is slow: the ways that race.
 
 Each is what its documentation advises: PowerSGD begins after a tenth of the steps, as PyTorch's
-example does; a larger batch has a learning rate of its own; ScaleCom has its defaults. DDP's bf16
-hook is left out, as it wants NCCL.
+example does; a larger batch has a learning rate of its own; ScaleCom has its defaults, and for
+short runs more places in more bits. DDP's bf16 hook is left out, as it wants NCCL.
 """
 
 from __future__ import annotations
@@ -90,6 +90,13 @@ WAYS = {
         "DDP ScaleCom cyclic",
         hook=lambda model, steps, **settings: (
             ddp.ScaleComState(model, **settings),
+            ddp.scalecom_hook,
+        ),
+    ),
+    "ScaleCom, rate 4, 4 bits": Way(
+        "DDP ScaleCom, rate 4, 4 bits",
+        hook=lambda model, steps, **settings: (
+            ddp.ScaleComState(model, rate=4, bits=4),
             ddp.scalecom_hook,
         ),
     ),
