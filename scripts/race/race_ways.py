@@ -93,10 +93,10 @@ WAYS = {
             ddp.scalecom_hook,
         ),
     ),
-    "ScaleCom, rate 4, 4 bits": Way(
-        "DDP ScaleCom, rate 4, 4 bits",
+    "ScaleCom, rate 8, 4 bits": Way(
+        "DDP ScaleCom, rate 8, 4 bits",
         hook=lambda model, steps, **settings: (
-            ddp.ScaleComState(model, rate=4, bits=4),
+            ddp.ScaleComState(model, rate=8, bits=4),
             ddp.scalecom_hook,
         ),
     ),
