@@ -49,7 +49,6 @@ AVERAGING = {
 }
 # So many batches whose gradients are added up before they are averaged.
 ACCUMULATED = (4, 16)
-LARGER_BATCH = "larger batch"
 LOCAL = {"local SGD": "local steps, dense", "ScaleCom local": "local steps, ScaleCom"}
 
 
@@ -266,22 +265,22 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
         for method, label in LOCAL.items()
         for h in local_steps
     ]
-    dense, whole = predict("dense", s, c), bytes_a_step("dense", s) / MEGABYTE
+    dense = predict("dense", s, c)
     rows = []
-    for batches in ACCUMULATED:
-        # Forward and backward of all but the last are alone.
-        time = s.compute + (dense - s.compute) / batches
-        label = f"dense, {batches} times the batch"
-        name = f"{LARGER_BATCH} {batches}"
-        rows.append(Row(name, label, whole / batches, time, dense / time, 0.0))
     for method, label, there in at:
         time = predict(method, there, c)
         megabytes = bytes_a_step(method, there) / MEGABYTE
         rows.append(Row(method, label, megabytes, time, dense / time, memory(method, there)))
-    # Dense first, then what else a dense run may do.
-    return sorted(
-        rows, key=lambda row: (row.method != "dense", not row.method.startswith(LARGER_BATCH))
-    )
+    return [rows[0], *_larger_batches(rows[0], s.compute), *rows[1:]]
+
+
+def _larger_batches(dense: Row, compute: float) -> Iterator[Row]:
+    """What dense training may do instead. Forward and backward of all but the last are alone."""
+    for batches in ACCUMULATED:
+        time = compute + (dense.milliseconds - compute) / batches
+        label = f"dense, {batches} times the batch"
+        megabytes, speed_up = dense.megabytes / batches, dense.milliseconds / time
+        yield Row(f"larger batch {batches}", label, megabytes, time, speed_up, 0.0)
 
 
 def memory(method: str, s: Setting) -> float:
@@ -452,9 +451,8 @@ def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
 
 def _whole_run(choice: Row, rows: list[Row], steps: int) -> str:
     """What all steps take, and send."""
-    dense = next(row for row in rows if row.method == "dense")
-    times = [_run_time(row, steps) for row in (choice, dense)]
-    sent = [_digits(steps * row.megabytes / 1e3) for row in (choice, dense)]
+    times = [_run_time(row, steps) for row in (choice, rows[0])]
+    sent = [_digits(steps * row.megabytes / 1e3) for row in (choice, rows[0])]
     return (
         f" A run of {steps:,} takes {times[0]} instead of {times[1]}, and a worker sends "
         f"{sent[0]} GB instead of {sent[1]}."
