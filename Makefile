@@ -27,7 +27,7 @@ help:
 	@echo "make bench-keras   step times of Keras on this machine's ranks, dense and with ScaleCom, in one run"
 	@echo "make bench-kernels the kernel's speed against the memory's"
 	@echo "make bench-gpu     the same on a GPU"
-	@echo "make docs          docs/_build/html: the pages as a site"
+	@echo "make docs          docs/_build/html: the pages as a site (a minute; without Horovod)"
 	@echo "make dist          dist/: an sdist, and one wheel for Python 3 on any Linux with glibc (needs a C compiler; a minute)"
 
 # The script itself finds out what is missing; a second call takes well under a second.
@@ -47,9 +47,16 @@ dist:
 	@command -v $(PYTHON) >/dev/null || { echo "make dist failed: $(PYTHON) is not on the PATH. Install Python 3.10 to 3.13, or name it: make dist PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) scripts/setup/make_dist.py
 
-docs: setup
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -r scripts/setup/requirements-docs.txt
-	@TF_CPP_MIN_LOG_LEVEL=3 $(RUN) -m sphinx -b html -W --keep-going -q docs docs/_build/html
+# An environment of its own: the site needs neither Horovod nor a framework.
+.venv-docs/installed: scripts/setup/requirements-docs.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make docs failed: $(PYTHON) is not on the PATH. Install Python 3.11 or later, or name it: make docs PYTHON=/path/to/python3.12"; exit 1; }
+	@echo "make docs: making .venv-docs, once; a minute"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+docs: .venv-docs/installed
+	@.venv-docs/bin/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 demo: setup
@@ -105,4 +112,4 @@ bench-kernels: setup
 	@$(RUN) scripts/bench/bench_kernels.py
 
 clean:
-	rm -rf $(VENV) .venv-torch .venv-dist dist docs/_build build *.egg-info demo bench study mutations scalecom_hvd/native/_*.so
+	rm -rf $(VENV) .venv-torch .venv-dist .venv-docs dist docs/_build build *.egg-info demo bench study mutations scalecom_hvd/native/_*.so

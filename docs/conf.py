@@ -1,25 +1,25 @@
-"""How Sphinx makes pages of docs/: `make docs`. A warning is an error there."""
+"""How Sphinx makes a site of docs/: `make docs`. A warning is an error there.
 
-from scalecom_hvd import __version__
+Nothing of the package is imported: the reference is written by scripts/checks/reference_pages.py.
+"""
+
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "scalecom_hvd"
 
 project = "scalecom_hvd"
 author = "scalecom_hvd contributors"
-release = version = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+release = version = re.search(r'__version__ = "(.+)"', (PACKAGE / "__init__.py").read_text())[1]
+extensions = ["myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
-nitpicky = False  # docstrings name Horovod's, PyTorch's and TensorFlow's classes
 
 myst_enable_extensions = ["colon_fence", "deflist"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 
-# Docstrings are plain text: `x` is code.
-default_role = "literal"
-autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # signatures and docstrings say it, and once is enough
-autodoc_preserve_defaults = True
-napoleon_numpy_docstring = False
-napoleon_use_ivar = True
-napoleon_custom_sections = ["Returns"]  # prose, in which a colon ends no type
+# What is copied of an example is what a reader types.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
 html_title = f"scalecom_hvd {release}"

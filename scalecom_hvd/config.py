@@ -143,11 +143,11 @@ class ScaleComConfig:
     bits: int = cast(int, None)
     """How many bits a value that is sent has.
 
-    2 to 8: an integer times a scale that the leader gives to every 512 values (of 3 bits, -3 to 3
-    times half of their mean magnitude), so that many more values travel at the same cost: 3 bits at
-    rate 16 cost what 32 do at rate 78, with four workers. What rounding leaves stays in the
+    2 to 8: an integer times a scale that the leader gives to every 512 values (of 4 bits, -7 to 7
+    times half of their mean magnitude), so that many more values travel at the same cost: 4 bits at
+    rate 16 cost what 32 do at rate 68, with four workers. What rounding leaves stays in the
     residue. The bytes grow with the logarithm of the number of workers. 32: as the residue has it,
-    the paper's form. None: 3, and 32 with wire_dtype, a quantiser or a method that knows no bits.
+    the paper's form. None: 4, and 32 with wire_dtype, a quantiser or a method that knows no bits.
     """
 
     wire_dtype: Literal["float16"] | None = None
@@ -250,7 +250,7 @@ class ScaleComConfig:
         few_bits = self.bits is not None and self.bits < 32
         if few_bits and not 2 <= self.bits <= 8 or not few_bits and self.bits not in (None, 32):
             raise ValueError(
-                f"bits must be from 2 to 8, or 32 (values as they are), not {self.bits}: 3 are the "
+                f"bits must be from 2 to 8, or 32 (values as they are), not {self.bits}: 4 are the "
                 "best for most"
             )
         if few_bits and self.wire_dtype is not None:
@@ -301,7 +301,7 @@ class ScaleComConfig:
         if None not in (rate, bits, ahead, beta):  # asked for by every bucket, in every step
             return self
         if bits is None:
-            bits = 3 if knows_bits and self.wire_dtype is None else 32
+            bits = 4 if knows_bits and self.wire_dtype is None else 32
         if rate is None:
             rate = 16.0 if bits < 32 else 100.0
         if ahead is None:

@@ -93,10 +93,10 @@ WAYS = {
             ddp.scalecom_hook,
         ),
     ),
-    "ScaleCom, rate 8, 4 bits": Way(
-        "DDP ScaleCom, rate 8, 4 bits",
+    "ScaleCom, rate 8": Way(
+        "DDP ScaleCom, rate 8",
         hook=lambda model, steps, **settings: (
-            ddp.ScaleComState(model, rate=8, bits=4),
+            ddp.ScaleComState(model, rate=8),
             ddp.scalecom_hook,
         ),
     ),

@@ -5,6 +5,8 @@ with. (What others show trains on ranks: tests/parallel/test_*_pages.py.)
 import csv
 import re
 import statistics
+import subprocess
+import sys
 from collections import defaultdict
 
 import pages
@@ -75,6 +77,14 @@ def rows_of(page, heading):
         first, *others = (cell.strip().replace("**", "") for cell in line.strip("|").split("|"))
         found[first] = others
     return columns, found
+
+
+def test_the_reference_says_what_the_code_says():
+    """Every docstring and signature, and every option; written anew by the command it names."""
+    pytest.importorskip("horovod.tensorflow", exc_type=ImportError)
+    command = [sys.executable, pages.ROOT / "scripts/checks/reference_pages.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_numbers_of_the_study_are_those_of_its_file():

@@ -1,0 +1,298 @@
+"""Write the reference from docstrings: docs/api.md, and the options in docs/options.md.
+
+    python scripts/checks/reference_pages.py            write both
+    python scripts/checks/reference_pages.py --check    exit with 1 if a page is out of date
+
+The pages are kept in the repository, so that they can be read there, and so that `make docs` needs
+neither Horovod nor a framework. A test runs --check. What users import is listed in CONTENTS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import itertools
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+BY = "python scripts/checks/reference_pages.py"
+MARK = f"<!-- from here on written by: {BY} -->"
+WIDTH = 100
+
+Groups = dict[str, dict[str, str]]
+"""{heading, or "" for none: {name: its members, separated by spaces; "*": all that are public}}"""
+
+STATE = "stats state_dict load_state_dict"
+# {module: (a sentence on it, its groups)}
+CONTENTS: dict[str, tuple[str, Groups]] = {
+    "scalecom_hvd": (
+        "The fields of `ScaleComConfig` have a [page of their own](options.md).",
+        {"": {"ScaleComConfig": "from_env from_file replace"}},
+    ),
+    "scalecom_hvd.torch": (
+        "This module has all of `horovod.torch`, and the names below. `scalecom_hvd.ddp` has the "
+        "same methods, quantisers, `Diagnostics`, `Monitor`, `diloco` and `sparseloco`.",
+        {
+            "": {
+                "DistributedOptimizer": "",
+                "ScaleCom": STATE,
+                "broadcast_parameters": "",
+                "join": "",
+                "diloco": "",
+                "sparseloco": "",
+                "Monitor": "step",
+                "Diagnostics": "",
+                "rates_from_flops": "",
+            },
+            "Other methods": dict.fromkeys(
+                ("RandomK", "LocalTopK", "GTopK", "GlobalTopK", "ECQSGD"), ""
+            ),
+            "Quantisers": dict.fromkeys(("QSGD", "Sign", "BinMeans", "Float16"), ""),
+            "To make your own": {
+                "Method": "init init_method step settings equal_state",
+                "State": "",
+                "BucketCollectives": "*",
+                "Quantiser": "*",
+            },
+        },
+    ),
+    "scalecom_hvd.ddp": (
+        "For `torch.distributed`, without Horovod.",
+        {
+            "": {
+                "ScaleComState": f"attach {STATE}",
+                "scalecom_hook": "",
+                "DistributedOptimizer": "",
+                "broadcast_parameters": "",
+                "PerRank": "",
+            }
+        },
+    ),
+    "scalecom_hvd.tensorflow": (
+        "This module has all of `horovod.tensorflow`, and the names below.",
+        {
+            "": {
+                "DistributedOptimizer": "",
+                "DistributedGradientTape": "",
+                "PartialDistributedGradientTape": "",
+                "join": "",
+                "ScaleCom": STATE,
+            }
+        },
+    ),
+    "scalecom_hvd.tensorflow.keras": (
+        "This module has all of `horovod.tensorflow.keras`, `ScaleCom`, and the names below.",
+        {
+            "": {
+                "DistributedOptimizer": "",
+                "PartialDistributedOptimizer": "",
+                "load_model": "",
+                "MonitorCallback": "",
+            }
+        },
+    ),
+    "scalecom_hvd.exchange": (
+        "What new frameworks, transports and studies are built on.",
+        {"": {"Simulation": "*", "Exchange": "*", "Collectives": "*", "LocalSteps": ""}},
+    ),
+    "scalecom_hvd.reference": (
+        "The algorithm in NumPy, to which every framework and kernel is held.",
+        {"": {"ScaleComReference": "*"}},
+    ),
+}
+ITEM = re.compile(r"(\**\w[\w.]*(?:, \**\w[\w.]*)*): (.*)")
+SECTION = re.compile(r"(\w+):$")
+# What Markdown would take for the beginning of a list, a heading or a quotation.
+MARKUP = re.compile(r"^(?=[-+#>=]|\d+[.)] )")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    args = parser.parse_args()
+    stale = 0
+    for file, make in PAGES.items():
+        text = make()
+        if file.read_text() == text:
+            continue
+        if args.check:
+            stale += 1
+            print(f"{file.name} is not what the code says: run {BY}", file=sys.stderr)
+        else:
+            file.write_text(text)
+            print(f"written: {file.relative_to(ROOT)}")
+    return 1 if stale else 0
+
+
+def api() -> str:
+    """docs/api.md."""
+    lines = ["# API", "", "What users import, with the docstrings of the code.", "", MARK]
+    for module_name, (sentence, groups) in CONTENTS.items():
+        module = importlib.import_module(module_name)
+        lines += ["", f"## {module_name}", "", *wrapped(sentence)]
+        for heading, names in groups.items():
+            if heading:
+                lines += ["", f"### {heading}"]
+            for name, members in names.items():
+                lines += entry(getattr(module, name), name, "####" if heading else "###")
+                lines += methods(getattr(module, name), name, members.split())
+    return "\n".join(lines) + "\n"
+
+
+def options() -> str:
+    """docs/options.md: what stands above the mark is kept."""
+    from scalecom_hvd import ScaleComConfig
+
+    kept = (DOCS / "options.md").read_text().partition(MARK)[0].rstrip()
+    lines = [kept, "", MARK]
+    for name in fields(ScaleComConfig):
+        lines += field(ScaleComConfig, name, f"## {name}")
+    return "\n".join(lines) + "\n"
+
+
+PAGES: dict[Path, Callable[[], str]] = {DOCS / "api.md": api, DOCS / "options.md": options}
+
+
+def entry(thing: Any, name: str, heading: str) -> Iterator[str]:
+    """A function, class, method or property: its heading, how it is called, what it says."""
+    yield from ["", f"{heading} {name}", ""]
+    called = signature(thing, name)
+    if called:
+        yield from ["```", *called, "```", ""]
+    yield from markdown(inspect.getdoc(thing) or "")
+
+
+def methods(cls: Any, name: str, wanted: list[str]) -> Iterator[str]:
+    """Members of a class, each with a heading of its own."""
+    if wanted == ["*"]:
+        wanted = [m for m in vars(cls) if not m.startswith("_") and is_documented(vars(cls)[m])]
+    for member in wanted:
+        if member in fields(cls):
+            yield from field(cls, member, f"#### {name}.{member}")
+        else:
+            yield from entry(inspect.getattr_static(cls, member), f"{name}.{member}", "####")
+
+
+def fields(cls: Any) -> dict[str, tuple[ast.AnnAssign, str]]:
+    """The attributes of a class that have a text of their own, which stands behind each."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    return {
+        assigned.target.id: (assigned, inspect.cleandoc(text.value.value))
+        for assigned, text in itertools.pairwise(body)
+        if isinstance(assigned, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def field(cls: Any, name: str, heading: str) -> Iterator[str]:
+    """An attribute: its heading, type and default, and what it says."""
+    assigned, text = fields(cls)[name]
+    default = assigned.value
+    if isinstance(default, ast.Call):  # cast(float, None)
+        default = default.args[1]
+    kind = ast.unparse(assigned.annotation).replace("'", '"')
+    yield from ["", heading, "", f"`{kind}`, by default `{ast.unparse(default)}`", ""]
+    yield from markdown(text)
+
+
+def is_documented(member: Any) -> bool:
+    """Whether a member of a class is a method or a property, and says what it does."""
+    kinds = (FunctionType, property, classmethod, staticmethod)
+    return isinstance(member, kinds) and bool(inspect.getdoc(member))
+
+
+def signature(thing: Any, name: str) -> list[str]:
+    """How it is called, without types, which docstrings say; nothing for properties, and classes
+    that nobody makes.
+    """
+    if isinstance(thing, property):
+        return []
+    thing = getattr(thing, "__func__", thing)
+    if inspect.isclass(thing):
+        thing = thing.__init__
+        if not inspect.isfunction(thing) or thing.__qualname__.startswith("_"):
+            return []
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))
+    except OSError:  # a dataclass's
+        return []
+    function = ast.parse(source).body[0]
+    arguments = function.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        argument.annotation = None
+    for argument in (arguments.vararg, arguments.kwarg):
+        if argument is not None:
+            argument.annotation = None
+    first = [*arguments.posonlyargs, *arguments.args][:1]
+    if first and first[0].arg in ("self", "cls"):
+        (arguments.posonlyargs or arguments.args).pop(0)
+    return textwrap.wrap(
+        f"{name}({ast.unparse(arguments)})", WIDTH, subsequent_indent="    ", break_on_hyphens=False
+    )
+
+
+def markdown(docstring: str) -> list[str]:
+    """A docstring in Google's style as Markdown."""
+    lines: list[str] = []
+    rest = docstring.splitlines()
+    while rest:
+        line = rest.pop(0)
+        block: list[str] = []
+        while rest and (not rest[0].strip() or rest[0].startswith(" ")):
+            if not block and not rest[0].strip() and not line.endswith("::"):
+                break
+            block.append(rest.pop(0))
+        block = textwrap.dedent("\n".join(block)).strip("\n").splitlines()
+        section = SECTION.match(line)
+        if section and block:
+            lines += [*section_of(section[1], block), ""]
+        elif line.endswith("::"):
+            lines += [prose(line[:-1]), "", "```", *block, "```", ""]
+        else:
+            lines += [prose(line), *map(prose, block)]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def section_of(name: str, block: list[str]) -> Iterator[str]:
+    """Args, Returns, ..., and what stands under it."""
+    if block[0].startswith(">>>"):
+        yield from [f"**{name}**", "", "```pycon", *block, "```"]
+        return
+    yield from [f"**{name}**", ""]
+    for line in block:
+        item = ITEM.match(line)
+        if item and name != "Returns":
+            yield from wrapped(f"- `{item[1]}`: {prose(item[2])}")
+        else:
+            yield prose(line.strip(), indent=line.startswith(" "))
+
+
+def prose(line: str, indent: bool = False) -> str:
+    """A line of text, such that Markdown says the same."""
+    parts = re.split(r"(`[^`]*`)", line)
+    text = "".join(
+        part if part.startswith("`") else re.sub(r"([*<])", r"\\\1", part) for part in parts
+    )
+    return ("  " if indent else "") + MARKUP.sub(r"\\", text, count=1) if text else text
+
+
+def wrapped(text: str) -> list[str]:
+    """Lines of at most WIDTH columns; those of a list's item are indented."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
