@@ -54,11 +54,11 @@ def test_every_example_says_what_it_is_run_with():
 def test_what_pages_name_is_there():
     """Scripts, tests and commands of make that the pages send a reader to."""
     targets = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), re.M))
-    for page in EVERY_PAGE:
+    for page in [*EVERY_PAGE, *pages.ROOT.glob(".github/**/*.*")]:
         text = page.read_text()
         for path in re.findall(r"\b((?:scripts|tests|scalecom_hvd)/[\w/.]+\.\w+)", text):
             assert (pages.ROOT / path).exists(), (page.name, path)
-        commands = set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.M))
+        commands = set(re.findall(r"(?:`|^|run: )make ([a-z-]+)", text, re.M))
         assert commands <= targets, (page.name, commands - targets)
 
 
