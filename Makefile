@@ -3,7 +3,7 @@ PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
 
-.PHONY: setup setup-gpu setup-torch dist docs demo test test-long mutations soak lint accuracy study real-size bench bench-nodes race bench-keras bench-kernels bench-gpu test-gpu scaling clean
+.PHONY: setup setup-gpu setup-torch dist docs demo demo-torch test test-long mutations soak lint accuracy study real-size bench bench-nodes race bench-keras bench-kernels bench-gpu test-gpu scaling clean
 .DEFAULT_GOAL := help
 
 help:
@@ -11,6 +11,7 @@ help:
 	@echo "make setup-gpu     the same for GPUs: torch for CUDA, NCCL, no TensorFlow (CUDA=12: not nvcc's version)"
 	@echo "make setup-torch   .venv-torch with PyTorch and this package alone (any Python from 3.10 to 3.13)"
 	@echo "make demo          trains a ResNet, a Keras ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
+	@echo "make demo-torch    trains the ResNet on 2 ranks by torchrun, without Horovod (two minutes)"
 	@echo "make test          ruff, mypy and the tests, on 1, 2 and 4 ranks (ten minutes on two cores)"
 	@echo "make test-long     what takes longer: kills, hosts, elastic jobs, random programs, study (half an hour)"
 	@echo "make test-gpu      the doctor's tests of GPUs, the kernel's, and those of torchrun's ranks on a GPU"
@@ -58,6 +59,9 @@ dist:
 docs: .venv-docs/installed
 	@.venv-docs/bin/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+demo-torch: setup-torch
+	@.venv-torch/bin/python scripts/examples/demo.py --torch-alone
 
 demo: setup
 	@$(RUN) scripts/examples/demo.py

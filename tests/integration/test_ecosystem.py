@@ -1,7 +1,8 @@
-"""The examples for Lightning, Accelerate and Hugging Face's Trainer, in an environment that has
-these and no Horovod: trained, stopped, and gone on with.
+"""The demo, and the examples for Lightning, Accelerate and Hugging Face's Trainer, in an
+environment that has these and no Horovod: trained, stopped, and gone on with.
 """
 
+import json
 import re
 import subprocess
 
@@ -75,3 +76,12 @@ def test_trainer_goes_on_as_if_it_had_not_been_stopped(torchrun, tmp_path):
 def test_one_process_trains_without_a_hook(run):
     command = [launch.TORCH_ALONE, EXAMPLES / "train_accelerate.py", "--epochs", 2]
     assert accuracy_in(run(command, limit=120)) > 0.8
+
+
+def test_the_demo_without_horovod(run, tmp_path):
+    demo = [launch.TORCH_ALONE, EXAMPLES / "demo.py", "--torch-alone", "--output", tmp_path]
+    assert "ResNet on digits, 30 steps" in run([*demo, "--length", 0.05], limit=240)
+    dense, ours = json.loads((tmp_path / "results.json").read_text())
+    assert (dense["method"], ours["method"]) == ("none", "scalecom")
+    assert ours["ratio"] > 20
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
