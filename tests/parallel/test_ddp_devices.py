@@ -29,8 +29,8 @@ def the_defaults(monkeypatch):
     monkeypatch.delenv("SCALECOM_BITS")
     monkeypatch.delenv("SCALECOM_STEP_AHEAD")
     if DEVICE == "delayed":
-        # Its kernel is plain PyTorch. The C kernel moves ahead to rounding only, and what is compared
-        # to the bit is to be the same on all processors.
+        # This device's kernel is plain PyTorch. The C kernel's moves ahead round differently, so it
+        # cannot be compared with this device to the bit.
         monkeypatch.setenv("SCALECOM_KERNEL", "torch")
 
 
