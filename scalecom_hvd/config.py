@@ -44,130 +44,130 @@ class ScaleComConfig:
     rate: float = cast(float, None)
     """One element in `rate` is sent (N/k).
 
-    What counts is how often a place is sent, steps / rate. Under about 5 times everything loses
-    accuracy: lower the rate for short runs. None: 16 with few bits, 100 with 32.
+    What counts is how often each place is sent: steps / rate times. Below about 5 times every
+    method loses accuracy, so lower the rate for short runs. None: 16 with few bits, 100 with 32.
     """
 
     beta: float = cast(float, None)
     """The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1.
 
-    The share of what waits at a chosen place that is sent at once. 1 is classic error feedback,
-    which sends all of it, however stale, and breaks training without batch norm, unless gradients
-    are computed a step ahead. Lower is stabler, but what was not sent arrives later, over up to
-    rate / beta steps. None: 1 with step_ahead, and 0.2 without.
+    It is the share of what waits at a chosen place that is sent at once. 1 is classic error
+    feedback: it sends everything, however stale, and breaks training without batch norm unless
+    gradients are computed a step ahead. A lower beta is more stable, but what was not sent arrives
+    later, over up to rate / beta steps. None: 1 with step_ahead, and 0.2 without.
     """
 
     step_ahead: float = cast(float, None)
-    """How far ahead gradients are computed; 0: where the parameters are.
+    """How far ahead gradients are computed. PyTorch only, and only if the model is known.
 
-    1: where this rank's residue would take the parameters, by the optimizer's own direction: 1.5 *
-    lr * m for SGD with momentum, 0.3 * lr * m / (sqrt(v) + eps) for Adam's family. In ScaleCom,
-    the less this rank's values agree with the others', the more the optimizer's momentum stands for
-    m; with other methods, and quantisers, take 0 where ranks have unlike data. What waits has then
-    been reckoned with, and needs no low-pass filter. PyTorch only, and only where the model is
-    known. None: 1 where the model is known, as ScaleComState knows it, and
-    ScaleCom(model=model) elsewhere; 0 where it is not.
+    0: at the parameters themselves. 1: where this rank's residue would take the parameters, by the
+    optimizer's own direction: 1.5 * lr * m for SGD with momentum, 0.3 * lr * m / (sqrt(v) + eps)
+    for Adam and its relatives. Such gradients already allow for what waits, so no low-pass filter
+    is needed. In ScaleCom the optimizer's momentum replaces part of m, the more so the less this
+    rank's values agree with the others'. Other methods, and quantisers, do not do this: give them 0
+    if ranks have unlike data. None: 1 if the model is known, as ScaleComState and
+    ScaleCom(model=model) know it, and 0 if not.
     """
 
     flush: bool = True
-    """Whether all that waits is sent where the new gradient does not point against it.
+    """Whether everything that waits is sent where the new gradient does not point against it.
 
-    True: there all of it, and `beta` of it elsewhere, so that a low beta costs short runs little.
+    True: all of it there, and `beta` of it elsewhere, so that a low beta costs short runs little.
     False: `beta` of it everywhere, which is the paper's filter.
     """
 
     min_numel: int = 2048
-    """Tensors with fewer elements are sent whole. Biases and norms cost little, and matter much."""
+    """Tensors with fewer elements are sent whole. Biases and norms cost little and matter much."""
 
     dense: Sequence[str] = ()
     """Globs on the names of parameters that are sent whole. They win over `rates`.
 
-    "auto:output" and "auto:first" stand for the last and the first layer, by the order of
-    `named_parameters`; here a model of one layer has neither. Where the output layer's weight is
-    the embedding's, it is not listed last: name it, `dense=["embedding.*"]`. With 32 bits the
-    output layer matters most.
+    "auto:output" and "auto:first" stand for the last and the first layer, in the order of
+    `named_parameters`; a model of one layer has neither. If the output layer shares its weight
+    with the embedding, that weight is not listed last: name it, `dense=["embedding.*"]`. With 32
+    bits the output layer matters most.
     """
 
     rates: Mapping[str, float] | None = None
     """Rates of some parameters, by globs on their names.
 
-    Such as {"conv*": 25, "embed.*": 400}; the first match wins, and others get `rate`. The last
-    and the first layer have names here too: `rates={"auto:output": 4}`.
-    `rates_from_flops(model, example_inputs, batch_size)` gives those of the paper's guide, which is
-    for 32 bits.
+    An example is {"conv*": 25, "embed.*": 400}. The first match wins, and other parameters get
+    `rate`. "auto:output" and "auto:first" are names here too: `rates={"auto:output": 4}`.
+    `rates_from_flops(model, example_inputs, batch_size)` computes the rates of the paper's guide,
+    which is meant for 32 bits.
     """
 
     total_steps: int | None = None
-    """How many steps the whole run will have, of all its parts.
+    """How many steps the whole run will have, with all its parts.
 
-    A warning follows from it where the steps are too few for the rate. A run that turns out longer
-    resumes with the new number.
+    If there are too few steps for the rate, a warning is logged. If a run becomes longer than
+    planned, resume with the new number.
     """
 
     warmup_steps: int = 0
-    """That many first steps are the warm-up.
+    """How many first steps are the warm-up.
 
-    They cost traffic, and few bits do not need them. With 32 bits a tenth of the run's steps is
-    better.
+    A warm-up costs traffic, and few bits do not need one. With 32 bits, take a tenth of the run's
+    steps.
     """
 
     warmup_rate: float = 1
-    """The rate during the warm-up, where a tensor's own is higher. 1: all is sent whole.
+    """The rate during the warm-up, for tensors whose own rate is higher. 1: all is sent whole.
 
-    Higher: less traffic at the start. What the warm-up did not send waits in the residues for the
-    steps after it.
+    A higher rate saves traffic at the start. What the warm-up does not send waits in the residues
+    for the steps after it.
     """
 
     selection: Literal["lanes", "exact"] = "lanes"
     """How the leader chooses.
 
     "lanes": the largest element of each lane, which is fast. "exact": the true top-k, which is
-    slow, and for studies.
+    slow, and meant for studies.
     """
 
     leader: Literal["cyclic", "staggered"] = "cyclic"
     """Who leads at step t.
 
     "cyclic": one leader for all buckets, t mod n. "staggered": (t + b) mod n for bucket b, so that
-    all ranks share the choosing.
+    all ranks share the work of choosing.
     """
 
     lookahead: bool = False
     """Whether the leader chooses for step t + 1 at the end of step t.
 
-    Then the broadcast hides behind forward and backward: the fastest. The choice knows nothing of
-    the step's own gradient, which without batch norm costs accuracy: the lower beta, the less
-    (0.1); with beta near 1 it breaks such training, and the log warns.
+    The broadcast then hides behind forward and backward, so this is the fastest form. The choice
+    does not know the step's own gradient, which costs accuracy without batch norm: less with a
+    lower beta (0.1). With beta near 1 it breaks such training, and the log warns.
     """
 
     bits: int = cast(int, None)
-    """How many bits a value that is sent has.
+    """How many bits a sent value has.
 
-    2 to 8: an integer times a scale that the leader gives to every 512 values (of 4 bits, -7 to 7
-    times half of their mean magnitude), so that many more values travel at the same cost: 4 bits at
-    rate 16 cost what 32 do at rate 68, with four workers. What rounding leaves stays in the
-    residue. The bytes grow with the logarithm of the number of workers. 32: as the residue has it,
-    the paper's form. None: 4, and 32 with wire_dtype, a quantiser or a method that knows no bits.
+    2 to 8: a value is an integer times a scale. The leader gives every 512 values one scale (with 4
+    bits the integers are -7 to 7, and the scale is half of the values' mean magnitude). Many more
+    values then travel at the same cost: with four workers, 4 bits at rate 16 cost as much as 32
+    bits at rate 68. The rounding error stays in the residue. Bytes grow with the logarithm of the
+    number of workers. 32: values travel as the residue has them, which is the paper's form. None:
+    4, or 32 with wire_dtype, a quantiser, or a method that knows no bits.
     """
 
     wire_dtype: Literal["float16"] | None = None
-    """What values travel as.
+    """The dtype in which values travel.
 
-    None: as the residue. "float16": in half the bytes, summed so, and divided in float32. Their
-    rounding error stays in the residue; that of the sum, 2^-11 of it, is lost. On processors it
-    pays on slow networks only. Not for Horovod's own optimizer, which divides in float16; nor for
-    Gloo in Horovod 0.28.1, which drops some float16 sums: the log warns.
+    None: the residue's. "float16": values take half the bytes, are summed in float16, and divided
+    in float32. Their rounding error stays in the residue; that of the sum, 2^-11 of it, is lost. On
+    CPUs this pays only on slow networks. Horovod's own optimizer refuses it, because it divides in
+    float16. Gloo in Horovod 0.28.1 drops some float16 sums: the log warns.
     """
 
     bucket_bytes: int = 25 * 2**20
     """Gradient bytes per bucket.
 
-    Fewer: more buckets, which overlap better with backward. More: fewer buckets, which cost fewer
-    negotiations.
+    Smaller buckets overlap better with backward. Larger ones need fewer negotiations.
     """
 
     residue_dtype: Literal["float32", "float64"] | None = None
-    """What residues are kept in.
+    """The dtype in which residues are kept.
 
     None: float64 for float64 gradients, float32 for all others. "float64": less rounding, twice the
     memory, and twice the bytes of values.

@@ -109,6 +109,8 @@ CONTENTS: dict[str, tuple[str, Groups]] = {
         {"": {"ScaleComReference": "*"}},
     ),
 }
+# The options that an ordinary user meets; all others are advanced.
+FRONT = ("rate", "bits", "total_steps", "rates", "dense")
 ITEM = re.compile(r"(\**\w[\w.]*(?:, \**\w[\w.]*)*): (.*)")
 SECTION = re.compile(r"(\w+):$")
 # What Markdown would take for the beginning of a list, a heading or a quotation.
@@ -154,8 +156,12 @@ def options() -> str:
 
     kept = (DOCS / "options.md").read_text().partition(MARK)[0].rstrip()
     lines = [kept, "", MARK]
-    for name in fields(ScaleComConfig):
+    for name in FRONT:
         lines += field(ScaleComConfig, name, f"## {name}")
+    lines += ["", "## Advanced", "", "The defaults suit nearly everybody."]
+    for name in fields(ScaleComConfig):
+        if name not in FRONT:
+            lines += field(ScaleComConfig, name, f"### {name}")
     return "\n".join(lines) + "\n"
 
 

@@ -34,6 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py and
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
 import bench
+import code_version
 import hosts
 import launch
 import pictures
@@ -65,6 +66,11 @@ class Race:
     def __init__(self, folder: Path, workers: int, steps: int, tiny: bool) -> None:
         self.folder, self.workers, self.steps, self.tiny = folder, workers, steps, tiny
         self.size = race_tasks.TINY if tiny else race_tasks.FULL
+        own = [SCRIPTS / "race" / f"race_{name}.py" for name in ("tasks", "ways", "worker")]
+        own += [SCRIPTS / "bench" / f"bench_{name}.py" for name in ("cases", "worker")]
+        self.code = code_version.of(own)
+        # By what code each result in use was made.
+        self.codes: dict[Path, str | None] = {}
         # Ranks find it, and do not all make it.
         race_tasks.load_pieces(self.size, folder)
 
@@ -86,7 +92,10 @@ class Race:
             environment = launch.environment(OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPTS.parent))
             if subprocess.run(command, env=environment).returncode:
                 sys.exit(f"{name} failed: a second call goes on from there")
-        return json.loads(file.read_text())
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"code": self.code}))
+        run = json.loads(file.read_text())
+        self.codes[file] = run.get("code")
+        return run
 
     def factor(self, way: str, tunes: bool) -> float:
         """The best of the learning rate's factors; more are tried while the best is at an end."""
@@ -107,13 +116,14 @@ class Race:
         wanted = ["no communication", "dense"]
         wanted += dict.fromkeys(name for way in ways for name in WAYS[way].timed)
         file = self.folder / f"steps-{self.workers}.json"
-        results = json.loads(file.read_text()) if file.exists() else []
-        if not {result["method"] for result in results}.issuperset(wanted):
+        found = json.loads(file.read_text()) if file.exists() else {"results": []}
+        if not {result["method"] for result in found["results"]}.issuperset(wanted):
             seconds = 0.5 if self.tiny else 2.0
             job = bench.Job("language-model", self.workers, SPEEDS, tuple(wanted), seconds)
-            results = bench.run_all([job], timeout=3600)
-            file.write_text(json.dumps(results, indent=1))
-        return {(r["method"], r["mbit"]): r["step_ms"] for r in results}
+            found = {"code": self.code, "results": bench.run_all([job], timeout=3600)}
+            file.write_text(json.dumps(found, indent=1))
+        self.codes[file] = found["code"]
+        return {(r["method"], r["mbit"]): r["step_ms"] for r in found["results"]}
 
 
 def final(run: Run) -> float:
@@ -244,6 +254,7 @@ def main() -> int:
         f"{args.workers} workers, {args.steps} steps, {args.seeds} seeds, {max(told):,} parameters"
     )
     print("\n".join(table(curves, ways)))
+    code_version.tell_stale(race.codes.values(), race.code, folder)
     print(f"\nwritten to {folder}: curves.csv, curves.png")
     return 0
 

@@ -25,6 +25,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where code_version.py is
+
+import code_version
 import study_cases
 import study_pictures
 import study_results
@@ -70,13 +73,8 @@ def study(args: argparse.Namespace) -> None:
     best = study_results.Study(cases, results).best("trials")
     cases += study_cases.rivals(best, args.seeds, args.quick)
     results = trained(cases, folder, args.processes)
-    stale = sum(result.get("code") != study_run.fingerprint() for result in results.values())
-    if stale:
-        print(
-            f"{stale} of {len(results)} results were made by another version of the code: remove "
-            f"{folder} to make them anew",
-            file=sys.stderr,
-        )
+    codes = [result.get("code") for result in results.values()]
+    code_version.tell_stale(codes, study_run.fingerprint(), folder)
     found = study_results.Study(cases, results)
     study_pictures.draw(found, args.output)
     study_results.write_csv(found, args.output / "results.csv")

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # where code_version.py is
+
+import code_version
 import study_demo
 import study_powersgd
 import study_tasks
@@ -355,7 +359,6 @@ def norms_of(
 @functools.cache
 def fingerprint() -> str:
     """Of the code that a result depends on."""
-    root = Path(hvd.__file__).resolve().parents[1]
     own = [
         study_tasks.EXAMPLES.parent / f"{name}.py"
         for name in (
@@ -364,8 +367,7 @@ def fingerprint() -> str:
             "examples/training_torch",
         )
     ]
-    sources = [path for path in sorted(root.rglob("*")) if path.suffix in (".py", ".c", ".h")]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, *own])).hexdigest()[:16]
+    return code_version.of(own)
 
 
 def start_process() -> None:
