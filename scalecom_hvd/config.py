@@ -143,12 +143,12 @@ class ScaleComConfig:
     bits: int = cast(int, None)
     """How many bits a sent value has.
 
-    2 to 8: a value is an integer times a scale. The leader gives every 512 values one scale (with 4
-    bits the integers are -7 to 7, and the scale is half of the values' mean magnitude). Many more
-    values then travel at the same cost: with four workers, 4 bits at rate 16 cost as much as 32
-    bits at rate 68. The rounding error stays in the residue. Bytes grow with the logarithm of the
+    2 to 8: a value is an integer times a scale. The leader gives every 512 values one scale (with 3
+    bits the integers are -3 to 3, and 3 stands for twice the values' mean magnitude). Many more
+    values then travel at the same cost: with four workers, 3 bits at rate 16 cost as much as 32
+    bits at rate 78. The rounding error stays in the residue. Bytes grow with the logarithm of the
     number of workers. 32: values travel as the residue has them, which is the paper's form. None:
-    4, or 32 with wire_dtype, a quantiser, or a method that knows no bits.
+    3, or 32 with wire_dtype, a quantiser, or a method that knows no bits.
     """
 
     wire_dtype: Literal["float16"] | None = None
@@ -250,7 +250,7 @@ class ScaleComConfig:
         few_bits = self.bits is not None and self.bits < 32
         if few_bits and not 2 <= self.bits <= 8 or not few_bits and self.bits not in (None, 32):
             raise ValueError(
-                f"bits must be from 2 to 8, or 32 (values as they are), not {self.bits}: 4 are the "
+                f"bits must be from 2 to 8, or 32 (values as they are), not {self.bits}: 3 are the "
                 "best for most"
             )
         if few_bits and self.wire_dtype is not None:
@@ -301,7 +301,7 @@ class ScaleComConfig:
         if None not in (rate, bits, ahead, beta):  # asked for by every bucket, in every step
             return self
         if bits is None:
-            bits = 4 if knows_bits and self.wire_dtype is None else 32
+            bits = 3 if knows_bits and self.wire_dtype is None else 32
         if rate is None:
             rate = 16.0 if bits < 32 else 100.0
         if ahead is None:

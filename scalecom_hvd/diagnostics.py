@@ -59,23 +59,24 @@ QUANTILE_PAIRS = 8
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Which steps are looked at, on how much of the model, and where the numbers go.
+    """Says which steps are looked at, how much of the model is, and where the numbers go.
 
-    They go to stats()["diagnostics"], and to files if you name some. Only the rank at position 0
-    writes files; give every optimizer files of its own. `every` and `sample` must be the same on
-    all ranks.
+    The numbers go to stats()["diagnostics"], and to files if you name some. Only the rank at
+    position 0 writes files. Give every optimizer files of its own. `every` and `sample` must be the
+    same on all ranks.
 
     Args:
-        every: look at step 0, every, 2 every, ...: those that are not sent whole.
-        csv: a file to which one row per look is appended, below one line of names.
-        tensorboard: a directory for TensorBoard, where the numbers are called scalecom/<name>.
-        sample: about how many elements are looked at, spread over all compressed tensors; all of
-            them, if there are no more. Every rank gathers two floats per element and rank.
+        every: look at steps 0, every, 2 every, ..., except those that are sent whole.
+        csv: a file to which each look appends one row. The file's first line has the column names.
+        tensorboard: a directory for TensorBoard. There the numbers are called scalecom/<name>.
+        sample: about how many elements are looked at, spread over all compressed tensors. If there
+            are no more than that, all are looked at. Every rank gathers two floats per element and
+            rank.
 
     Raises:
-        ImportError: TensorBoard is asked for and not installed.
+        ImportError: TensorBoard is asked for, but not installed.
         TypeError: a setting has a type that cannot work.
-        ValueError: a setting has a value that cannot work, such as a file of other columns.
+        ValueError: a setting has a value that cannot work, such as a file with other columns.
     """
 
     every: int = 50

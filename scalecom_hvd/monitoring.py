@@ -37,23 +37,25 @@ class ScalarWriter(Protocol):
 class Monitor:
     """Writes the numbers of `stats()` every so many steps.
 
-    Rank 0 alone looks and writes; the others only count. stats() reads all residues, which takes
-    about as long as one pass of the kernel, so it is not called in other steps.
+    Only rank 0 reads and writes the numbers. The other ranks only count steps. stats() reads all
+    residues, which takes about as long as one pass of the kernel, so it is not called in other
+    steps.
 
     Args:
         source: the optimizer, its `compression`, or the hook's ScaleComState.
-        every: look in every so many calls of `step`.
-        tensorboard: a directory for TensorBoard, where the numbers are called scalecom/<name>:
-            bytes_traffic (a rank's, in a step), rate, residue_norm, residue_ratio, skipped_steps,
-            leader, as in stats().
-        writer: a writer of yours beside it: what has add_scalar(name, number, step).
+        every: the numbers are read once in this many calls of `step`.
+        tensorboard: a directory for TensorBoard. There the numbers are called scalecom/<name>:
+            bytes_traffic (of one rank, in one step), rate, residue_norm, residue_ratio,
+            skipped_steps and leader, as in stats().
+        writer: a writer of your own, besides TensorBoard's. It must have add_scalar(name, number,
+            step).
 
     Attributes:
-        line: the last look as a short text, for a progress bar. Empty before the first look, and on
-            ranks other than 0. The log has it at level INFO.
+        line: the last numbers as a short text, for a progress bar. It is empty before the first
+            look, and on ranks other than 0. It is also logged at level INFO.
 
     Raises:
-        ImportError: TensorBoard is asked for and not installed.
+        ImportError: TensorBoard is asked for, but not installed.
         TypeError: `source` has no stats().
         ValueError: `every` is less than one step.
 
@@ -93,7 +95,7 @@ class Monitor:
         self._board = None if tensorboard is None else Board(tensorboard, self._open_tensorboard)
 
     def step(self) -> None:
-        """A step is over; call it after every one, on any ranks."""
+        """Count a step. Call it after every step; not all ranks have to."""
         self._calls += 1
         if self._calls % self._every == 0 and self._rank() == 0:
             self._look()

@@ -175,7 +175,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="one element in so many is sent (default: 16 by ScaleCom, 100 by others)",
     )
-    add("--bits", type=whole_number(2, ""), metavar="N", help="of ScaleCom's values (default: 4)")
+    add("--bits", type=whole_number(2, ""), metavar="N", help="of ScaleCom's values (default: 3)")
     add(
         "--local-steps",
         type=whole_number(1, ""),

@@ -45,18 +45,19 @@ class ScaleComReference:
 
     Args:
         n_workers: n.
-        shapes: {name: shape} in the order of the model's layers.
+        shapes: {name: shape}, in the order of the model's layers.
         config: the settings.
-        buckets: lists of names, by which staggered leaders are counted; None: one bucket with
-            everything.
+        buckets: lists of names, one per bucket. Staggered leaders are counted by them. None: one
+            bucket with everything.
 
     Attributes:
         residues: m, one {name: array shaped like the tensor} per worker.
         step_number: t, the number of steps taken.
         selections: I, {name: flat indices (k,)} of the last step's compressed tensors.
-        products: (n, 3) of the last step: with v̂ all that a worker sent, and o the sum of what the
-            others sent there, v̂ · o, v̂ · v̂ and o · o.
-        alignments: of each worker, the moving average of the cosine of v̂ and o; 1 at the start.
+        products: (n, 3) of the last step: v̂ · o, v̂ · v̂ and o · o. Here v̂ is all that a worker
+            sent, and o is the sum of what the others sent at the same places.
+        alignments: for each worker, the moving average of the cosine of v̂ and o. It is 1 at the
+            start.
     """
 
     def __init__(
@@ -81,22 +82,22 @@ class ScaleComReference:
         self._chosen_ahead: dict[str, tuple[Indices, Array | None]] = {}
 
     def leader(self, name: str, step: int) -> int:
-        """j: who selects for this tensor at this step: t mod n, or (t + b) mod n for bucket b."""
+        """j, the worker that selects for this tensor: t mod n, or (t + b) mod n for bucket b."""
         bucket = self.bucket_of[name] if self.config.leader == "staggered" else 0
         return (step + bucket) % self.n_workers
 
     def step(self, grads: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-        """One step.
+        """Take one step.
 
         Args:
-            grads: every worker's {name: gradient}. Of tensors that are left out, for all workers,
-                nothing is sent, and residues stay.
+            grads: every worker's {name: gradient}. A tensor that all workers leave out sends
+                nothing, and its residues stay.
 
         Returns:
-            g, {name: average}, of the gradients' shapes and dtypes. If any element of any worker is
-            bad, it is NaN everywhere, and the step never happened. What is sent whole is bad where
-            it is not finite. What a residue is to take up is bad also where it is larger than
-            config.largest_gradient.
+            g, {name: average}, with the gradients' shapes and dtypes. If any element of any worker
+            is bad, the average is NaN everywhere, and the step never happened. An element is bad if
+            it is not finite. An element that a residue is to take up is also bad if it is larger
+            than config.largest_gradient.
         """
         names = [name for name in self.shapes if name in grads[0]]
         everyone = [{name: np.asarray(worker[name]) for name in names} for worker in grads]

@@ -31,7 +31,7 @@ class HasState(Protocol):
 
 
 class PerRank:
-    """Every rank's own state, for torch.distributed.checkpoint, which saves and loads it.
+    """Lets torch.distributed.checkpoint save and load every rank's own state.
 
     Args:
         state: a ScaleComState, or `optimizer.compression`.

@@ -37,30 +37,30 @@ from scalecom_hvd.saved_state import Saved
 
 
 class ScaleComState:
-    """What `scalecom_hook` keeps of a model: the method, and this rank's residues.
+    """What `scalecom_hook` keeps for a model: the method, and this rank's residues.
 
-    Every rank has to make one at the same time, and for each model one.
+    Make one for each model, on all ranks at the same time.
 
     Args:
         model: the model, wrapped by DistributedDataParallel or not.
-        compression: a method's class, or an instance: ScaleCom, RandomK, LocalTopK, GTopK,
-            GlobalTopK, ECQSGD.
-        process_group: default: that of DDP's wrapper, or all ranks.
-        collectives: how ranks reach each other: a transport of your own (see
-            scalecom_hvd.exchange.Collectives), among the ranks of DDP's group. None:
-            torch.distributed's.
-        mesh: of nodes times the ranks of each, with dimensions named "replicate" and "shard":
-            gradients are averaged whole inside a node, and compressed between nodes. A residue is
-            1 / (ranks of a node) of its parameter, and all of it where gradients are computed a
-            step ahead. None: every rank is a node of its own.
-        **settings: what the class takes: fields of ScaleComConfig, config=, loss_scale= (a
+        compression: a method (its class or an instance): ScaleCom, RandomK, LocalTopK, GTopK,
+            GlobalTopK or ECQSGD.
+        process_group: default: the group of DDP's wrapper, or all ranks.
+        collectives: a transport of your own by which ranks reach each other (see
+            scalecom_hvd.exchange.Collectives). Its ranks are those of DDP's group. None:
+            torch.distributed's transport.
+        mesh: a mesh of nodes times the ranks of each node, with dimensions named "replicate" and
+            "shard". Gradients are averaged whole inside a node and compressed between nodes. A
+            residue has 1 / (ranks of a node) of its parameter's elements, or all of them if
+            gradients are computed a step ahead. None: every rank is a node of its own.
+        **settings: what the method's class takes: fields of ScaleComConfig, config=, loss_scale= (a
             GradScaler), diagnostics=, quantiser=.
 
     Attributes:
         compression: the method.
 
     Raises:
-        ValueError, TypeError: settings that cannot work, torch.distributed was not started, or the
+        ValueError, TypeError: a setting cannot work, torch.distributed was not started, or the
             model is sharded (FSDP, DTensor).
 
     Example:
@@ -115,11 +115,12 @@ class ScaleComState:
         collectives: Collectives | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Serve a model: this is done already, unless the state was unpickled.
+        """Serve a model. This is needed only for a state that was unpickled.
+
+        All ranks must call this together.
 
         Args:
-            model, process_group, loss_scale, collectives, mesh: as when it is made. All ranks do
-                so together.
+            model, process_group, loss_scale, collectives, mesh: as in the constructor.
         """
         wrapper = _wrapper_of(model)
         check_model(model, wrapper)
@@ -178,13 +179,13 @@ class ScaleComState:
     def state_dict(self) -> Saved:
         """This rank's residues, step and settings, for its checkpoint; see Method.state_dict.
 
-        After a backward that failed they are those from before it.
+        If a backward failed, they are as they were before it.
         """
         self._give_up()
         return self.compression.state_dict()
 
     def load_state_dict(self, state: Saved) -> None:
-        """Take up what this rank saved, by whatever face; see Method.load_state_dict."""
+        """Load what this rank saved, through whichever interface; see Method.load_state_dict."""
         self._give_up()
         self.compression.load_state_dict(state)
 
@@ -303,11 +304,11 @@ def scalecom_hook(
     """Average a bucket's gradients by the state's method.
 
     Args:
-        state: made for this model.
-        bucket: DDP's.
+        state: the ScaleComState of this model.
+        bucket: DDP's bucket.
 
     Raises:
-        TypeError: it was not DDP that called, or not with a ScaleComState.
+        TypeError: the caller is not DDP, or `state` is not a ScaleComState.
     """
     if isinstance(bucket, tuple):
         raise TypeError(

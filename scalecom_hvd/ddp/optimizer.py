@@ -66,54 +66,56 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> torch.optim.Optimizer:
     """An optimizer that averages gradients over ranks, compressed, before each of its steps.
 
-    The model must not be wrapped by DistributedDataParallel, and must begin with the same
-    parameters on all ranks: `broadcast_parameters` sees to that. Every rank has to make the
-    optimizer at the same time.
+    The model must not be wrapped by DistributedDataParallel. It must begin with the same parameters
+    on all ranks, which `broadcast_parameters` ensures. Make the optimizer on all ranks at the same
+    time.
 
     Args:
-        optimizer: any of PyTorch's; its state is kept.
+        optimizer: any of PyTorch's optimizers. Its state is kept.
         named_parameters: model.named_parameters().
-        compression: a method's class or an instance; None: everything is sent whole.
+        compression: a method (its class or an instance). None: everything is sent whole.
         backward_passes_per_step: how many backward passes add up before gradients are averaged.
         op: dist.ReduceOp.AVG, or SUM.
-        groups: how many buckets, or lists of parameters that share one; default: by bucket_bytes.
-        sparse_as_dense: whether sparse gradients are made dense; otherwise they are refused.
+        groups: how many buckets there are, or lists of parameters that share one. Default: buckets
+            are made by bucket_bytes.
+        sparse_as_dense: whether sparse gradients are made dense. If not, they are refused.
         process_group: default: all ranks.
-        local_steps: H, or {first step: H}. Every rank takes H steps on its own
-            parameters; then their change goes through the method and is averaged (Basu et al.,
-            2019, arXiv 1906.02367). None: every step averages gradients.
+        local_steps: H, or {first step: H}. Every rank takes H steps on its own parameters. The
+            method then averages the ranks' changes (Basu et al., 2019, arXiv 1906.02367). None:
+            every step averages gradients.
         outer: with local steps, a function that makes an optimizer of the common parameters, such
-            as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True). All ranks step it
-            alike, with the averaged change as the gradient (DiLoCo, Douillard et al., 2023, arXiv
-            2311.08105). None: the average is subtracted.
-        overlap: with local steps, how many steps are taken while an average travels; fewer than
-            local_steps. What a rank did meanwhile is part of its next change (after Streaming
-            DiLoCo, Douillard et al., 2025, arXiv 2501.18512). 0: ranks wait for it.
-        fragments: with local steps, into how many parts of about the same size the model is cut.
-            They synchronise in turn, each once in every local_steps steps, so that less travels at
-            a time (from the same paper). An `overlap` is then less than local_steps // fragments.
-        clip_changes: with local steps, how many times the median norm of all ranks' changes each
-            may have, such as 2; longer ones are cut to that. Then a rank that went astray moves
-            the others less. None: any length.
-        collectives: how ranks reach each other: a transport of your own (see
-            scalecom_hvd.exchange.Collectives), with ranks and sums of its own: leave out `op` and
-            process_group. Begin with the same parameters on all ranks by a seed, or by its
-            `broadcast`. None: torch.distributed's.
-        mesh: of nodes times the ranks of each, with dimensions named "replicate" and "shard", for a
-            model that fully_shard (FSDP2) sharded over mesh["shard"]. FSDP2 averages gradients
-            whole inside a node, and they are compressed between nodes. p.grad is the average when
-            backward returns, so that nothing need be synchronized. None: each rank has the whole
-            model.
+            as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True). All ranks take the
+            same step with it, and its gradient is the averaged change (DiLoCo, Douillard et al.,
+            2023, arXiv 2311.08105). None: the average is subtracted.
+        overlap: with local steps, how many steps a rank takes while an average travels; fewer than
+            local_steps. What these steps change is part of the rank's next change (after Streaming
+            DiLoCo, Douillard et al., 2025, arXiv 2501.18512). 0: ranks wait for the average.
+        fragments: with local steps, how many parts of about equal size the model is cut into. The
+            parts synchronise in turn, each once in every local_steps steps, so less travels at a
+            time (also from Streaming DiLoCo). `overlap` must then be less than
+            local_steps // fragments.
+        clip_changes: with local steps, the largest norm that a rank's change may have, as a
+            multiple of the median norm of all ranks' changes, such as 2. Larger changes are scaled
+            down to it, so a rank that diverges moves the others less. None: no limit.
+        collectives: a transport of your own by which ranks reach each other (see
+            scalecom_hvd.exchange.Collectives). It defines the ranks, and whether they sum, so leave
+            out `op` and process_group. Make the parameters the same on all ranks by a seed, or by
+            the transport's `broadcast`. None: torch.distributed's transport.
+        mesh: a mesh of nodes times the ranks of each node, with dimensions named "replicate" and
+            "shard", for a model that fully_shard (FSDP2) sharded over mesh["shard"]. FSDP2 averages
+            gradients whole inside a node, and this optimizer compresses them between nodes. p.grad
+            is the average when backward returns, so nothing has to be synchronized. None: each rank
+            has the whole model.
 
     Returns:
-        An optimizer with `compression`, the method with this rank's residues: its `state_dict()`
-        belongs into checkpoints; `synchronize()`, which averages gradients now, for instance to
-        clip them, with `skip_synchronize()` around the step that follows;
-        `synchronize_parameters()`, which ends a round of local steps early, on all ranks at once;
-        and `outer`, the outer optimizer.
+        An optimizer with these additions. `compression` is the method with this rank's residues:
+        save its `state_dict()` in checkpoints. `synchronize()` averages gradients now, for instance
+        to clip them; put `skip_synchronize()` around the step that follows.
+        `synchronize_parameters()` ends a round of local steps early: call it on all ranks at once.
+        `outer` is the outer optimizer.
 
     Raises:
-        ValueError, TypeError: settings that cannot work, or fit no parameter.
+        ValueError, TypeError: a setting cannot work, or fits no parameter.
 
     Example:
         >>> from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, broadcast_parameters
@@ -235,20 +237,21 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Give all ranks the parameters and buffers of one of them.
+    """Give all ranks the parameters and buffers of one rank.
 
-    Where a rank's loaded state is in the middle of a round of local steps, the root sends the
-    common parameters to ranks without a state. Those with one have their own again afterwards.
+    If a rank's loaded state is from the middle of a round of local steps, the root sends the common
+    parameters. Ranks without a state begin from these. Ranks with a state get their own parameters
+    back afterwards.
 
     Args:
-        model: the same on every rank but for its numbers; or its state_dict(), or a list of (name,
-            tensor) or of tensors.
-        root_rank: whose, by its place in the group.
-        process_group: default: all ranks. Of a sharded model give those that have the same shards,
-            mesh.get_group("replicate").
+        model: the model, which may differ between ranks only in its numbers; or its state_dict(),
+            or a list of (name, tensor) or of tensors.
+        root_rank: the rank that sends, by its place in the group.
+        process_group: default: all ranks. For a sharded model, give the ranks that have the same
+            shards, mesh.get_group("replicate").
 
     Raises:
-        ValueError: the model is sharded, and ranks of different shards would get the same.
+        ValueError: the model is sharded, and ranks of different shards would get the same values.
     """
     state = model.state_dict() if isinstance(model, torch.nn.Module) else model
     items = state.values() if isinstance(state, dict) else state

@@ -45,34 +45,36 @@ class Work(Protocol):
 class Collectives(Protocol):
     """The collectives of one set of ranks.
 
-    Which meet: those of one name. Every rank must submit each, with buffers of equal dtype and
-    shape. Those of several buckets may be submitted in another order on each rank (`channel`), from
-    any thread, but not two of one name at a time: a name is used again when this rank's
-    `Work.wait` has returned, which may be before another's has.
+    Which calls meet: those with the same name. Every rank must submit each collective, with buffers
+    of equal dtype and shape. Collectives of several buckets may be submitted in a different order
+    on each rank (`channel`), and from any thread. No two with the same name may be under way at a
+    time. A rank uses a name again when its own `Work.wait` has returned, which may be before
+    another rank's has.
 
-    Which block: none. Only `Work.wait` does, so a rank that may wait for others calls that, and
-    must be sure that all of them submit the collective without waiting for something that this
-    rank does later. Of an accelerator's tensors `wait` may have the current stream wait, and return
-    at once; then `done` is true from the start.
+    Which calls block: only `Work.wait`. A rank that calls it must be sure that all ranks submit the
+    collective without waiting for something that this rank does later. For an accelerator's
+    tensors, `wait` may make the current stream wait, and return at once. `done` is then true from
+    the start.
 
-    Who owns a buffer: from `broadcast` and `all_reduce` until the work is done the transport does;
-    nobody reads or writes it. `gather` leaves its tensor as it is, and so must the caller until
-    then; the result may be one that ranks share, and is not written to.
+    Who owns a buffer: after `broadcast` or `all_reduce`, the transport owns the buffer until the
+    work is done, and nobody else reads or writes it. `gather` leaves its tensor as it is, and the
+    caller must leave it as it is until the work is done. Ranks may share the result of `gather`, so
+    nobody writes to it.
 
-    What travels: contiguous tensors, on the parameters' device or on the CPU, some of them views.
-    `all_reduce` is asked for float16, float32, float64 and int32, `broadcast` for bytes (uint8),
-    floats and what a method brings, `gather` for these and int64.
+    What travels: contiguous tensors, on the parameters' device or on the CPU. Some of them are
+    views. `all_reduce` is asked for float16, float32, float64 and int32. `broadcast` is asked for
+    bytes (uint8), floats and what a method brings. `gather` is asked for these and int64.
 
-    When a rank fails, the `wait` of all others must raise an error, such as CollectiveError: they
-    would wait for ever. A time limit for ranks that hang is the transport's affair, and so is its
-    end, after the last step on all ranks.
+    When a rank fails, the `wait` of all others must raise an error, such as CollectiveError.
+    Otherwise they would wait for ever. The transport itself decides on a time limit for ranks that
+    hang. It also decides how it ends, after the last step on all ranks.
 
     Attributes:
-        spins: set by the exchange, False before: whether waiting may keep a core busy. That is
-            quickest, but takes the core from kernels, and from the thread that is to send. A
-            transport may ignore it.
-        is_ordered: whether collectives meet in the order in which ranks submit them, those of all
-            channels together, as on an accelerator's streams. Buckets then take turns.
+        spins: whether waiting may keep a core busy. The exchange sets it, and it is False before
+            that. Busy waiting is quickest, but takes the core from kernels and from the thread that
+            has to send. A transport may ignore `spins`.
+        is_ordered: whether collectives of all channels together meet in the order in which ranks
+            submit them, as on an accelerator's streams. Buckets then take turns.
     """
 
     spins: bool
@@ -80,7 +82,7 @@ class Collectives(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are; 0 where this process is none of them."""
+        """How many ranks there are; 0 if this process is none of them."""
         ...
 
     @property
@@ -102,28 +104,29 @@ class Collectives(Protocol):
     def numbers(self) -> Numbers:
         """Counts the exchanges of this process, so that each has names of its own.
 
-        `agreement.NUMBERS`; where several ranks live in one process, a `Numbers()` for each.
+        It is `agreement.NUMBERS`. If several ranks live in one process, each has its own
+        `Numbers()`.
         """
         ...
 
     def channel(self) -> Collectives:
         """The same ranks, for the collectives of some buckets' steps.
 
-        In these, every rank submits the same ones in the same order, so that a transport need not
-        look at names. All ranks ask for it together. It may be this object.
+        On a channel, every rank submits the same collectives in the same order, so a transport need
+        not look at names. All ranks ask for a channel together. The channel may be this object.
         """
         ...
 
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> Work:
-        """Send the buffer of the rank at position `root` to all, in place."""
+        """Send the buffer of the rank at position `root` to all ranks, in place."""
         ...
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> Work:
         """Multiply the sum of all ranks' buffers by `share`, in place.
 
-        Of SUMMED it is the sum itself, and the caller multiplies when it has made other numbers of
-        it: dividing in float16 would lose what is small for good, and words of fields
-        (integers.py) cannot be divided. Their sums may wrap around: a word has no sign.
+        For the dtypes of SUMMED, give the sum itself. The caller converts it to other numbers, and
+        then multiplies. Dividing in float16 would lose small values for good, and words of fields
+        (integers.py) cannot be divided. Sums of words may wrap around: a word has no sign.
         """
         ...
 
@@ -134,7 +137,7 @@ class Collectives(Protocol):
     def restarts(self) -> Callable[[], bool]:
         """A function that tells whether ranks were started anew since it was last called.
 
-        Then there may be other ranks, and nothing is under way any more (elastic runs).
+        If they were, there may be other ranks, and nothing is under way any more (elastic runs).
         """
         ...
 

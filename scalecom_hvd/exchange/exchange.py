@@ -61,36 +61,36 @@ from scalecom_hvd.schedule import leader
 
 
 class Exchange(Averager):
-    """The exchange of one optimizer's gradients. Every rank's submits the same collectives.
+    """The exchange of one optimizer's gradients. All ranks submit the same collectives.
 
     Args:
         parameters: {name: parameter} of all that are trained, in the model's order.
-        method: how compressed tensors are averaged. It begins to serve these parameters.
-        collectives: the other ranks.
-        groups: names that are to share a bucket; None: buckets of about config.bucket_bytes in the
-            order in which gradients arrive on rank 0.
+        method: how compressed tensors are averaged. From now on the method serves these parameters.
+        collectives: how this rank reaches the others.
+        groups: lists of names that share a bucket. None: buckets of about config.bucket_bytes, in
+            the order in which gradients arrive on rank 0.
         sparse_as_dense: whether sparse gradients are made dense.
-        send_sparse: averages one that is not.
-        settings: what ranks must have in common besides the method's.
-        asks_for_news: whether a step begins only where some rank has new gradients
-            (`must_exchange`).
-        asks_for_use: whether a tensor that no rank has a gradient for sends nothing, so that its
-            residue waits: where averages of such tensors are thrown away. Takes one more
+        send_sparse: a function that averages a gradient that stays sparse.
+        settings: what ranks must have in common, besides the method's settings.
+        asks_for_news: whether a step begins only if some rank has new gradients (`must_exchange`).
+        asks_for_use: whether a tensor sends nothing if no rank has a gradient for it. Its residue
+            then waits. Use this if averages of such tensors are thrown away. It takes one more
             collective per bucket.
         is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
-        node: the ranks of this node, where each of them holds a part of every gradient: they are
-            asked whether a step counts, between "are all buckets sound" and the commit. None:
-            this rank has whole gradients.
-        part_of: the averager that makes this exchange a part of itself, and begins the method's
-            run when it is complete; None: this exchange does.
+        node: the ranks of this node, if each of them holds a part of every gradient. They are asked
+            whether a step counts, after "are all buckets sound" and before the commit. None: this
+            rank has whole gradients.
+        part_of: the averager that this exchange is a part of. That averager begins the method's run
+            when it is complete. None: this exchange begins the run.
         compares_parameters: whether ranks that begin with different parameters are refused.
 
     Attributes:
         trained: the parameters.
         has_sent: whether values left residues in the last step.
         has_counted: whether the last step counted, on all ranks of all nodes.
-        part: what the step that comes is about, the same on all ranks; None: all, always.
-        streams: on which it works.
+        part: which tensors the coming step is about, the same on all ranks. None: always all of
+            them.
+        streams: the streams on which the exchange works.
 
     Raises:
         ValueError, TypeError: see Run.begin.
@@ -177,15 +177,15 @@ class Exchange(Averager):
     def must_exchange(self, fresh: bool) -> bool:
         """Whether a synchronize() that begins now has gradients to exchange.
 
-        The optimizer then reports all of them, and asks for results. Where backward gave none to
-        any rank, gradients become what Horovod's average (or sum) of them is, and residues,
-        leader and step stay as they are.
+        If so, the optimizer reports all of them, and asks for results. If backward gave no rank any
+        gradient, gradients become what Horovod's average (or sum) of them is. Residues, leader and
+        step then stay as they are.
 
         Args:
-            fresh: whether backward gave this rank any since the last exchange.
+            fresh: whether backward gave this rank any gradient since the last exchange.
 
         Raises:
-            RuntimeError: gradients were changed on some rank since they came; on all ranks.
+            RuntimeError: on all ranks, if gradients were changed on some rank after they arrived.
         """
         with self._or_forgotten():
             has_gradients = self._ask_all(fresh)
@@ -254,14 +254,15 @@ class Exchange(Averager):
         return bool(changed)
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """A gradient is complete on this rank. Called from backward's hooks: waits for nothing.
+        """Report a complete gradient of this rank. Backward's hooks call this, so it never waits.
 
         Args:
-            parameter: one of those given; its .grad is read, and filled with zeros if it is None.
+            parameter: one of the trained parameters. Its .grad is read. If it is None, it becomes
+                zeros.
 
         Raises:
-            RuntimeError: gradients of other sizes than their parameters had; or what failed on
-                the background thread meanwhile. The step is rolled back.
+            RuntimeError: a gradient has another size than its parameter had, or something has
+                failed on the background thread meanwhile. The step is rolled back.
         """
         name = self._name_of[parameter]
         with self._or_forgotten(joins=False):
@@ -285,25 +286,26 @@ class Exchange(Averager):
             self._advance()
 
     def mark(self, name: str) -> None:
-        """A gradient is on its way from now on; what a script does to it would be lost."""
+        """Note that a gradient is on its way. What a script does to it now would be lost."""
         if self._news is not None:
             with self.streams.left():
                 self._news.mark(name)
 
     def result(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The averaged gradient. Called when every gradient of this rank was reported.
+        """The averaged gradient. Call it when every gradient of this rank has been reported.
 
         The first call of a step waits for all ranks.
 
         Args:
-            parameter: each reported one once.
+            parameter: each reported parameter, once.
 
         Returns:
-            What .grad must become: of its shape and dtype; NaN in a step that does not count.
+            What .grad must become, with its shape and dtype. It is NaN in a void (skipped) step.
 
         Raises:
-            RuntimeError: ranks were started differently; at the first step, on all of them.
-            Exception: what the transport raises where a collective failed. The step is rolled back.
+            RuntimeError: ranks were started differently. It is raised at the first step, on all
+                ranks.
+            Exception: a collective failed, and the transport raised this. The step is rolled back.
         """
         name = self._name_of[parameter]
         with self._lock:
@@ -313,9 +315,9 @@ class Exchange(Averager):
             return self.streams.give(self._outputs.pop(name))
 
     def finish(self) -> None:
-        """Wait for everything, and commit the step, or roll it back, as `result` does.
+        """Wait for everything. Then commit the step, or roll it back, as `result` does.
 
-        If everything was sent (`send`), this waits for no other rank's script.
+        If `send` has sent everything, this waits for no other rank's script.
         """
         ending = self.node.ending_a_step() if self.node else contextlib.nullcontext()
         with self._or_forgotten(), ending:
@@ -339,12 +341,12 @@ class Exchange(Averager):
                 self._sampler.look(step, self.collectives, self.names("diagnostics"))
 
     def send(self) -> None:
-        """Have all that was reported travel, for who takes long between `ready` and `result`.
+        """Send all that was reported, for callers that take long between `ready` and `result`.
 
-        All ranks are here: at the first step they agree. From then on none waits for another's
-        script. What follows on what other ranks send is submitted on the background thread, also
-        where a script drops its optimizer meanwhile, which ranks do at different times. It raises
-        what `result` raises.
+        All ranks make this call. At the first step, ranks agree here. From then on, no rank waits
+        for another rank's script. Collectives that depend on what other ranks send are submitted on
+        the background thread. This also holds if a script drops its optimizer meanwhile, which
+        ranks may do at different times. The call raises what `result` raises.
         """
         with self._or_forgotten(joins=False):  # `finish` joins
             if not self._agreed:
@@ -358,14 +360,14 @@ class Exchange(Averager):
         return bool(self._arrived)
 
     def complete_state(self) -> None:
-        """Wait for what the method's state lacks; every rank submitted it in its last step."""
+        """Wait for what the method's state lacks. Every rank submitted it in its last step."""
         with self._lock, self.streams.entered():
             self._notice_restart()
             for step in self._steps.all:
                 step.complete_state()
 
     def agree_anew(self) -> None:
-        """Other residues were loaded: ranks compare, and make buckets, at the next step."""
+        """Make ranks compare, and make buckets, at the next step: other residues were loaded."""
         with self._lock:
             self.buckets = []
             self._steps = BucketSteps([], [], self._bucket_step)
@@ -381,17 +383,17 @@ class Exchange(Averager):
             self.node.load_state_dict(state)
 
     def start_over(self) -> None:
-        """The optimizer's state was loaded: the step in progress is forgotten, if there is one."""
+        """Forget the step in progress, if there is one: the optimizer's state was loaded."""
         if self.in_step():
             self.abort()
 
     def abort(self) -> None:
-        """Forget the step in progress: it is rolled back, so residues lose nothing."""
+        """Forget the step in progress. It is rolled back, so residues lose nothing."""
         with self._lock, self.streams.entered():
             self._abort()
 
     def watch(self, diagnostics: Diagnostics) -> None:
-        """Look at steps from now on; `stats` then tells what was seen."""
+        """Look at steps from now on. `stats` then reports what was seen."""
         self._sampler = Sampler(diagnostics)
         self._settings |= diagnostics.settings
 
@@ -498,7 +500,7 @@ class Exchange(Averager):
         return State(now, own, dict(run.method_state), now + 1 < self.residues.whole_steps)
 
     def leader_at(self, step: int, bucket: int) -> int:
-        """The position of the rank that chooses for a bucket at a step."""
+        """The position of the rank that chooses for a bucket in a step."""
         return leader(step, bucket, self.collectives.size, self.config.leader == "staggered")
 
     def _finish(self) -> None:

@@ -21,23 +21,24 @@ GUIDE_BATCH = 32
 def rates_from_flops(
     model: torch.nn.Module, example_inputs: object, batch_size: int
 ) -> dict[str, float]:
-    """A rate for every trained parameter of the model, to be passed as ScaleCom(rates=...).
+    """A rate for every trained parameter of the model. Pass the rates as ScaleCom(rates=...).
 
-    A layer is a module with parameters of its own. Its FLOPs are those of its forward pass, counted
-    by torch.utils.flop_counter on the CPU or wherever the model is. A module that is never called
-    itself (the output projection of nn.MultiheadAttention) counts as part of the one around it.
+    A layer is a module that has parameters of its own. Its FLOPs are those of its forward pass.
+    torch.utils.flop_counter counts them, on the CPU or wherever the model is. If a module is never
+    called itself, it counts as part of the module around it. An example is the output projection of
+    nn.MultiheadAttention.
 
     Args:
-        model: the model; it is run once, forward only, without gradients.
-        example_inputs: one batch as the model takes it: a tensor, a tuple of positional or a dict
-            of keyword arguments.
+        model: the model. It is run once, forward only, without gradients.
+        example_inputs: one batch as the model takes it: a tensor, a tuple of positional arguments,
+            or a dict of keyword arguments.
         batch_size: how many samples the batch holds. FLOPs are scaled from it to the guide's 32.
 
     Returns:
-        A dict of parameters' names and their rates, 25, 50 or 400, and 1 for the first layer.
+        {parameter's name: rate}. Rates are 25, 50 or 400, and 1 for the first layer.
 
     Raises:
-        ValueError: the batch has no samples, or the model no parameters that are trained.
+        ValueError: the batch has no samples, or the model has no parameters that are trained.
 
     Example:
         >>> rates = hvd.rates_from_flops(model, images, batch_size=len(images))

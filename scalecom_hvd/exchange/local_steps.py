@@ -71,35 +71,37 @@ log = logging.getLogger("scalecom_hvd")
 
 
 class LocalSteps(Averager):
-    """The local steps of one optimizer on this rank, and the Exchange that joins them.
+    """The local steps of one optimizer on this rank, and the Exchange that averages them.
 
     Args:
         parameters: {name: parameter} of all that are trained, in the model's order.
         method: how changes are averaged.
-        collectives: the other ranks.
+        collectives: how this rank reaches the others.
         schedule: when ranks synchronise, and how many fragments the model is cut into.
         groups: see Exchange.
-        start_anew: makes this rank's optimizer forget its momentum and the like, after its
-            parameters had to go back.
-        outer: makes the optimizer that steps the common parameters with the averaged change; the
-            same on every rank. None: the average is subtracted.
+        start_anew: a function that makes this rank's optimizer forget its momentum and the like. It
+            is called after this rank's parameters had to go back.
+        outer: a function that makes the optimizer of the common parameters. The optimizer's
+            gradient is the averaged change. The function is the same on every rank. None: the
+            average is subtracted.
         overlap: tau, how many steps are taken while an average travels.
-        clip_changes: how many times the median norm of all ranks' changes each may have; None: any.
+        clip_changes: the largest norm of a rank's change, as a multiple of the median norm of all
+            ranks' changes. None: no limit.
 
     Attributes:
-        common: {name: x}, float32 or float64, the same on all ranks once they agreed.
-        exchange: averages the changes.
+        common: {name: x}, float32 or float64, the same on all ranks once they have agreed.
+        exchange: the Exchange that averages the changes.
         taken: how many steps were taken.
-        skipped: how many of them were left out on this rank, for a bad gradient.
-        newcomer: whether this rank has taken no step yet, here or in a loaded state.
+        skipped: how many of them were left out on this rank, because of a bad gradient.
+        newcomer: whether this rank has taken no step yet, neither here nor in a loaded state.
         outer: the outer optimizer, or None.
         own: this rank's parameters, held while it resumes in the middle of a round.
 
     Raises:
-        ValueError: an overlap longer than a round, or its share where there are fragments; more
-            fragments than tensors, or groups of them.
-        TypeError: `outer` gives no optimizer of the common parameters; the overlap, or
-            clip_changes, is no number.
+        ValueError: the overlap does not fit into a round (with fragments, into a fragment's share
+            of it), or there are more fragments than tensors, or than groups of them.
+        TypeError: `outer` gives no optimizer of the common parameters, or the overlap or
+            clip_changes is no number.
     """
 
     def __init__(

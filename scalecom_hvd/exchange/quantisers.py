@@ -26,15 +26,16 @@ BLOCK = 512
 class Quantiser:
     """Turns values (K,), float32 or float64, into bytes, and bytes into values of the same dtype.
 
-    A subclass says what a block becomes, by `quantise` and `restore`.
+    A subclass defines `quantise` and `restore`, which say what a block becomes.
 
     Attributes:
-        bits: per value: 1, 2, 4 or 8.
-        block: how many values of one tensor share scales, which travel with them in their dtype.
-        scales: how many a block has.
-        seed: of random rounding, which differs from rank to rank.
+        bits: bits per value: 1, 2, 4 or 8.
+        block: how many values of one tensor share scales. The scales travel with the values, in the
+            values' dtype.
+        scales: how many scales a block has.
+        seed: the seed of random rounding, which differs from rank to rank.
         rounds: whether values change at all.
-        sums_halves: whether ranks that chose the same places sum float16.
+        sums_halves: whether ranks that chose the same places sum float16 values.
     """
 
     rounds: bool = True
@@ -49,52 +50,52 @@ class Quantiser:
 
         Args:
             payload: the bytes, uint8.
-            sent: the values (K,) that they stand for.
-            ranks: how many there are.
+            sent: the values (K,) that the bytes stand for.
+            ranks: how many ranks there are.
         """
         return ranks * payload.numel() < 2 * sent.numel() * sent.element_size()
 
     def quantise(
         self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What blocks become.
+        """Turn blocks of values into scales and levels.
 
         Args:
             blocks: the values (blocks, block).
-            counts: (blocks,) how many values of each block there are; the others are zero.
-            random: gives uniform numbers in [0, 1), shaped like the blocks.
+            counts: (blocks,), how many values each block has. The rest of a block is zero.
+            random: a function that returns uniform numbers in [0, 1), shaped like the blocks.
 
         Returns:
-            Scales (blocks,), or (blocks, scales) where there are several; and levels
+            Scales (blocks,), or (blocks, scales) if a block has several; and levels
             (blocks, block), int8, that fit into `bits` bits.
         """
         raise NotImplementedError
 
     def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        """The values that blocks stand for.
+        """The values that scales and levels stand for.
 
         Args:
             scales: (blocks, scales).
             levels: (blocks, block).
 
         Returns:
-            (blocks, block), in the scales' dtype.
+            The values (blocks, block), in the scales' dtype.
         """
         raise NotImplementedError
 
     def pack(
         self, values: torch.Tensor, counts: Sequence[int], random: torch.Generator, ranks: int
     ) -> torch.Tensor:
-        """The bytes that travel: scales, then levels.
+        """Turn values into the bytes that travel: scales, then levels.
 
         Args:
             values: (K,).
-            counts: how many of the values are each tensor's.
-            random: where random numbers are drawn from.
+            counts: how many of the values belong to each tensor.
+            random: the generator of random numbers.
             ranks: how many ranks send.
 
         Returns:
-            uint8.
+            The bytes, uint8.
         """
         layout = _layout(counts, self.block, values.device)
         blocks, lengths = layout.spread(values), layout.lengths
@@ -118,12 +119,12 @@ class Quantiser:
     def unpack(
         self, payload: torch.Tensor, like: torch.Tensor, counts: Sequence[int]
     ) -> torch.Tensor:
-        """The values that bytes of `pack` stand for.
+        """The values that the bytes of `pack` stand for.
 
         Args:
             payload: the bytes.
-            like: as many values (K,), of the same dtype and device.
-            counts: as `pack` was given.
+            like: a tensor of as many values (K,), of the same dtype and device.
+            counts: the same as for `pack`.
         """
         layout = _layout(counts, self.block, like.device)
         cut = len(layout.lengths) * self.scales * like.element_size()
@@ -132,7 +133,7 @@ class Quantiser:
         return layout.collect(self.restore(scales, layout.spread(levels)))
 
     def summands(self, payload: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
-        """What ranks sum instead of gathering: the values `sent` that the bytes stand for."""
+        """The values that ranks sum instead of gathering: `sent`, which the bytes stand for."""
         return sent
 
     def __repr__(self) -> str:
@@ -141,20 +142,20 @@ class Quantiser:
 
 
 class QSGD(Quantiser):
-    """2s + 1 levels of the block's norm, rounded up or down at random.
+    """Rounds to 2s + 1 levels of the block's norm, up or down at random.
 
     From Alistarh et al., 2017, arXiv 1610.02132.
 
     Args:
-        levels: s, at most 127; they travel in the 2, 4 or 8 bits that hold them.
-        norm: what the levels divide: "max", the block's largest magnitude (as that paper's
-            experiments do), or 2, its Euclidean norm.
-        block: values that share a norm (32 bits). None: 64 to 512, as many as keep the variance
-            below the values' energy (see `variance`), or 64 if none do.
-        scaled: whether values are divided by 1 + `variance`. That makes any s a contraction,
-            without which error feedback can grow without bound, and it makes what is sent smaller
-            than right on average (Basu et al., 2019, section 2). None: where variance >= 1.
-        seed: of the rounding.
+        levels: s, at most 127. Levels travel in the 2, 4 or 8 bits that hold them.
+        norm: the norm that the levels divide. "max": the block's largest magnitude, as in that
+            paper's experiments. 2: the block's Euclidean norm.
+        block: how many values share a norm (32 bits). None: 64 to 512, the most that keep the
+            variance below the values' energy (see `variance`), or 64 if none do.
+        scaled: whether values are divided by 1 + `variance`. This makes any s a contraction;
+            without one, error feedback can grow without bound. It also makes what is sent smaller
+            than right on average (Basu et al., 2019, section 2). None: only if variance >= 1.
+        seed: the seed of the rounding.
 
     Raises:
         ValueError: an argument has a value that cannot work.
@@ -230,14 +231,15 @@ class QSGD(Quantiser):
 class Sign(Quantiser):
     """The sign, in one bit, times the mean magnitude in the block.
 
-    With a top-k choice this is Qsparse's SignTop-k (Basu et al., 2019, arXiv 1906.02367, section 2,
-    with the 1-norm). It is not random, and wrong on average: residues see to that.
+    With a top-k choice, this is Qsparse's SignTop-k (Basu et al., 2019, arXiv 1906.02367, section
+    2, with the 1-norm). Its rounding is not random, and wrong on average. Residues make up for
+    that.
 
     Args:
-        block: values that share a mean.
+        block: how many values share a mean.
 
     Raises:
-        ValueError: block is no whole number of values.
+        ValueError: `block` is not a whole number of values.
     """
 
     bits = 1
@@ -260,14 +262,15 @@ class Sign(Quantiser):
 class BinMeans(Quantiser):
     """The mean of a value's bin, in two bits: its sign, and whether it is large in the block.
 
-    A magnitude is large above the block's mean. The four means travel as scales. As in SparseLoCo
-    (Sarfi et al., 2025, arXiv 2508.15706) levels follow the values; its bins are others.
+    A value is large if its magnitude is above the block's mean. The four means travel as scales. As
+    in SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706), levels follow the values, but the bins are
+    not the paper's.
 
     Args:
-        block: values that share the means.
+        block: how many values share the means.
 
     Raises:
-        ValueError: block is no whole number of values.
+        ValueError: `block` is not a whole number of values.
     """
 
     bits, scales = 2, 4
@@ -298,9 +301,9 @@ class BinMeans(Quantiser):
 class Float16(Quantiser):
     """Half precision.
 
-    Values are summed in it where ranks chose the same places (as with ScaleCom's
-    wire_dtype="float16"), else gathered. What is too large for n such values to have a finite sum
-    is cut off, and stays in the residue.
+    If ranks chose the same places, values are summed in half precision, as with ScaleCom's
+    wire_dtype="float16". If not, they are gathered. A value that is so large that n such values
+    would have no finite sum is cut off, and the rest stays in the residue.
     """
 
     bits, sums_halves = 16, True

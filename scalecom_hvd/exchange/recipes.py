@@ -27,14 +27,16 @@ def everything_whole() -> Method:
 def diloco(local_steps: int | Mapping[int, int] = 500) -> Arguments:
     """DiLoCo (Douillard et al., 2023, arXiv 2311.08105), for DistributedOptimizer.
 
-    Every rank takes H steps of its own, with AdamW in the paper. The averaged change, sent whole,
-    is the gradient of an outer SGD with Nesterov's momentum 0.9 and a learning rate of 0.7.
+    Every rank takes H steps of its own, with AdamW in the paper. The ranks' changes are sent whole
+    and averaged. The average is the gradient of an outer SGD with Nesterov's momentum 0.9 and a
+    learning rate of 0.7.
 
     Args:
-        local_steps: H, 500 in most of the paper; see DistributedOptimizer.
+        local_steps: H, which is 500 in most of the paper; see DistributedOptimizer.
 
     Returns:
-        Its arguments compression, local_steps and outer, to be changed as you like.
+        The arguments compression, local_steps and outer of DistributedOptimizer. You may change
+        them.
 
     Example:
         >>> optimizer = hvd.DistributedOptimizer(
@@ -53,20 +55,21 @@ def diloco(local_steps: int | Mapping[int, int] = 500) -> Arguments:
 def sparseloco(local_steps: int | Mapping[int, int] = 30, rate: float = 64) -> Arguments:
     """SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706), for DistributedOptimizer.
 
-    Every rank takes H steps of its own, with AdamW in the paper. Of its change, and 0.95 of what
-    it did not send before, it sends its own largest elements, in two bits. Their average, over
-    those who sent something at a place, is subtracted: residues take the place of the outer
-    momentum. All tensors from min_numel on are compressed.
+    Every rank takes H steps of its own, with AdamW in the paper. It adds its change to 0.95 of what
+    it has not sent before. Of the sum, it sends the largest elements, which it chooses by itself,
+    in two bits. At each place, the average over the ranks that sent something there is subtracted.
+    Residues replace the outer momentum. All tensors with at least min_numel elements are
+    compressed.
 
-    It is not to the letter: of every `rate` elements the largest is sent, where the paper sends the
-    64 largest of every 4096; and the two bits' levels are those of BinMeans.
+    Two details differ from the paper. Of every `rate` elements, the largest is sent; the paper
+    sends the 64 largest of every 4096. The levels of the two bits are those of BinMeans.
 
     Args:
-        local_steps: H, 15 to 250 in the paper; see DistributedOptimizer.
-        rate: one element in so many is sent; 33 to 100 in the paper.
+        local_steps: H, which is 15 to 250 in the paper; see DistributedOptimizer.
+        rate: one in `rate` elements is sent. The paper uses 33 to 100.
 
     Returns:
-        Its arguments compression and local_steps, to be changed as you like.
+        The arguments compression and local_steps of DistributedOptimizer. You may change them.
 
     Example:
         >>> optimizer = hvd.DistributedOptimizer(

@@ -340,29 +340,30 @@ def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Simulation:
-    """n ranks, each with its parameters, its method and its Exchange.
+    """n simulated ranks, each with its parameters, its method and its Exchange.
 
-    With many ranks, torch.set_num_threads(1) is much faster: otherwise every rank's thread has a
-    pool of its own.
+    With many ranks, torch.set_num_threads(1) is much faster, because otherwise every rank's thread
+    has a thread pool of its own.
 
     Args:
-        n: how many.
-        make_parameters: gives a rank's {name: torch.nn.Parameter}, in the model's order; called
-            with the rank.
-        sums: whether gradients are summed, not averaged.
+        n: the number of ranks.
+        make_parameters: a function that is called with a rank, and returns its
+            {name: torch.nn.Parameter} in the model's order.
+        sums: whether gradients are summed instead of averaged.
         predivide: Horovod's gradient_predivide_factor.
         groups, sparse_as_dense: see Exchange.
         compression: the method's class.
-        local_steps, outer, overlap, fragments, clip_changes: as in DistributedOptimizer. Then
-            `take_steps` takes the place of `step`, and every rank needs parameters of its own.
-            local_steps may also be a list of every rank's own H (see asynchronous_steps.py),
-            without any of the others.
-        **settings: what the class takes: config=, loss_scale=, and fields of ScaleComConfig.
+        local_steps, outer, overlap, fragments, clip_changes: as in DistributedOptimizer. With local
+            steps, call `take_steps` instead of `step`, and give every rank parameters of its own.
+            local_steps may also be a list with each rank's own H (see asynchronous_steps.py). Then
+            leave out outer, overlap, fragments and clip_changes.
+        **settings: what the method's class takes: config=, loss_scale=, and fields of
+            ScaleComConfig.
 
     Attributes:
-        parameters, compressors, collectives, exchanges: each rank's parameters, method,
-            collectives and Exchange.
-        locals: each rank's LocalSteps, or AsynchronousSteps; empty without local steps.
+        parameters, compressors, collectives, exchanges: each rank's parameters, method, collectives
+            and Exchange.
+        locals: each rank's LocalSteps, or AsynchronousSteps. Empty without local steps.
 
     Example:
         >>> simulation = Simulation(4, lambda rank: dict(make_model().named_parameters()))
@@ -428,17 +429,18 @@ class Simulation:
         """Take one step on all ranks.
 
         Args:
-            grads: every rank's gradients. The tensors become p.grad, and hold the averages then.
-                One that is None, or not there, did not arrive on this rank.
-            order: the names in whose order each rank's gradients arrive; default: as in backward,
-                the last layer first.
+            grads: every rank's gradients. The tensors become p.grad, and then hold the averages. A
+                gradient that is None, or missing, did not arrive on this rank.
+            order: for each rank, the names in the order in which gradients arrive. Default: as in
+                backward, the last layer first.
 
         Returns:
-            Every rank's averages; NaN where some gradient was not finite.
+            Every rank's averages. They are NaN if some gradient was not finite.
 
         Raises:
-            Exception: that of any rank. It ends the step on all, which is rolled back.
-            RuntimeError: ranks have different averages, as a method of one's own may give them.
+            Exception: what any rank raised. It ends the step on all ranks, and the step is rolled
+                back.
+            RuntimeError: ranks have different averages, which a method of your own may give them.
         """
         n = self.network.n
         orders = [list(reversed(self.parameters[0]))] * n if order is None else order
@@ -457,10 +459,10 @@ class Simulation:
         """Take one local step on all ranks, and synchronise them if that is due.
 
         Args:
-            takes: every rank's own optimizer's step.
+            takes: for each rank, the step of its own optimizer.
 
         Returns:
-            What each gave.
+            What each rank's step returned.
         """
         steps = zip(self.locals, takes, strict=True)
         return self._run([functools.partial(local.step, take) for local, take in steps])
@@ -470,9 +472,10 @@ class Simulation:
         self._run([local.synchronise for local in self.locals])
 
     def collect(self) -> None:
-        """Wait on all ranks for averages that travel, as their state_dict() does by itself.
+        """Wait on all ranks for averages that travel.
 
-        Call it before: simulated ranks cannot wait outside of a step.
+        Call this before state_dict(). On real ranks state_dict() waits by itself, but simulated
+        ranks cannot wait outside a step.
         """
         self._run([local.collect for local in self.locals if isinstance(local, LocalSteps)])
 

@@ -150,8 +150,9 @@ static inline int may_stream(const void *to, int64_t bytes) {
 
 /* integers.scale_divisor. */
 static inline double scale_divisor(int levels) {
-    double half = (levels + 1) / 2.0, least = half / 4 > 2 ? half / 4 : 2;
-    return half < least ? half : least;
+    double few = (levels + 3) / 4.0, many = (levels + 1) / 8.0;
+    if (few > 2) few = 2;
+    return few > many ? few : many;
 }
 
 /* The scale of a block, of the sum of its magnitudes: a float32 of 8 significant bits, so that no

@@ -38,7 +38,7 @@ def join() -> int:
     """Horovod's join.
 
     Raises:
-        RuntimeError: this process uses ScaleCom, whose gathers of offsets it would break.
+        RuntimeError: this process uses ScaleCom, and join would break its gathers of offsets.
     """
     if _all_exchanges():
         raise RuntimeError(_JOIN_REFUSED)

@@ -139,22 +139,23 @@ class _Bound:
 class ScaleCom(Tracked, Compressor):
     """Cyclic local top-k compression with low-pass filtered residues (Chen et al., NeurIPS 2020).
 
-    Make one object, outside of the training step: it keeps the residues. It may serve an optimizer,
-    or the tapes of all steps, and is tracked by tf.train.Checkpoint. Globs in `dense` and `rates`
-    match variables' names without ":0", such as "dense/kernel".
+    Make one object outside the training step, because it keeps the residues. It may serve an
+    optimizer, or the tapes of all steps. tf.train.Checkpoint tracks it. Globs in `dense` and
+    `rates` match variables' names without ":0", such as "dense/kernel".
 
     Args:
-        config: default: the defaults overridden by SCALECOM_RATE, SCALECOM_BETA, ... of the
-            environment.
-        loss_scale: where gradients arrive scaled, as in
+        config: the settings. Default: the default settings, overridden by SCALECOM_RATE,
+            SCALECOM_BETA, ... of the environment.
+        loss_scale: for gradients that arrive scaled, as in
             LossScaleOptimizer(hvd.DistributedOptimizer(...)): a Keras LossScaleOptimizer, or a
-            callable that gives the current scale (in a traced function: as a tensor or variable).
+            callable that returns the current scale (in a traced function: as a tensor or variable).
             Residues are then kept in unscaled units.
-        fields: any field of ScaleComConfig, over `config`.
+        fields: any fields of ScaleComConfig. They override `config`.
 
     Raises:
-        ValueError, TypeError: settings that cannot work; or this is in a traced function: ranks
-            may trace it again at different times, and each time it would be another object.
+        ValueError, TypeError: a setting cannot work, or the object is made in a traced function.
+            Ranks may trace that function again at different times, and each time it would be
+            another object.
     """
 
     def __init__(
@@ -352,20 +353,22 @@ class ScaleCom(Tracked, Compressor):
         return list(self._bound.exchanges.values())
 
     def stats(self) -> dict[str, int | float | None]:
-        """Numbers of this rank. Calling it sends nothing, so not all ranks must.
+        """Numbers of this rank. The call sends nothing, so not all ranks have to make it.
 
-        Not to be called in a traced function. Of several exchanges (the two models of a GAN), step,
-        rate, leader and residue_ratio are the largest, and the rest is summed.
+        Do not call it in a traced function. If there are several exchanges (such as for the two
+        models of a GAN), step, rate, leader and residue_ratio are the largest, and the rest is
+        summed.
 
         Returns:
-            A dict. "step" and "skipped_steps": steps, and those that a gradient which was not
-            finite made void. "leader": the position of the rank that chose last, for the first
-            bucket. "bytes_offsets", "bytes_values", "bytes_dense": handed to Horovod in the last
-            step; "bytes_traffic": what this rank sent for them on a ring, on average over ranks.
-            "rate": elements of the model per element sent. "collectives": how many, per step.
-            "residue_norm": Euclidean, over all residues (reads them all). "residue_ratio": the norm
-            of residues / beta, what waits, to that of gradients, when it was last looked at, every
-            100 steps; None before.
+            A dict. "step": how many steps have counted. "skipped_steps": how many were void
+            (skipped), because a gradient was not finite. "leader": the position of the rank that
+            chose last, for the first bucket. "bytes_offsets", "bytes_values" and "bytes_dense": the
+            bytes handed to Horovod in the last step. "bytes_traffic": what this rank sent for them
+            on a ring, averaged over ranks. "rate": elements of the model per element sent.
+            "collectives": how many there are per step. "residue_norm": the Euclidean norm of all
+            residues. Computing it reads them all. "residue_ratio": the norm of residues / beta,
+            which is what waits, divided by the norm of gradients. It is measured every 100 steps,
+            and is None before the first measurement.
         """
         numbers = dict(_NOTHING_SENT)
         for n, exchange in enumerate(self.exchanges()):
@@ -380,14 +383,15 @@ class ScaleCom(Tracked, Compressor):
         return numbers | {"residue_norm": math.hypot(*norms)}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residues and steps, to be saved by every rank with the model.
+        """This rank's residues and steps. Every rank has to save them with the model.
 
-        By numpy.savez, pickle, ...; tf.train.Checkpoint(scalecom=compression) saves the same.
+        Save them with numpy.savez, pickle or the like. tf.train.Checkpoint(scalecom=compression)
+        saves the same.
 
         Returns:
             Arrays and numbers: {"version", "step", "config", "settings": the method's, "residues":
-            {name: array shaped like the variable}, "exchanges": what each needs besides}, and
-            where there are residues "rank" and "ranks": whose.
+            {name: array shaped like the variable}, "exchanges": what else each exchange needs}. If
+            there are residues, "rank" and "ranks" say whose they are.
         """
         # What was loaded and nobody has needed yet is still to be saved.
         loaded = self._bound.loaded or {"step": 0, "residues": {}}
@@ -412,14 +416,14 @@ class ScaleCom(Tracked, Compressor):
         } | _place(bool(loaded["residues"] or residues))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what this rank saved. Call it on every rank, before training goes on.
+        """Load what this rank saved. Call it on every rank, before training continues.
 
         Args:
             state: what `state_dict` gave.
 
         Raises:
-            ValueError: what does not fit, by name: another model, other settings, another version,
-                residues that are not finite.
+            ValueError: the state does not fit. The error names what is wrong: another model, other
+                settings, another version, or residues that are not finite.
         """
         state = check_state(state, self.config, SETTINGS)
         saved = dict(state["residues"])

@@ -37,14 +37,14 @@ class Monitor(monitoring.Monitor):  # noqa: D101 (it is that one's)
 
 
 class MonitorCallback(tf.keras.callbacks.Callback):
-    """A Monitor of what model.fit trains.
+    """A Monitor for model.fit.
 
     Args:
-        compression: the ScaleCom; default: that of the model's optimizer.
+        compression: the ScaleCom. Default: that of the model's optimizer.
         every, tensorboard, writer: as in Monitor.
 
     Attributes:
-        monitor: it, once training has begun.
+        monitor: the Monitor, once training has begun.
 
     Raises:
         ImportError, TypeError, ValueError: as in Monitor, when training begins.

@@ -63,21 +63,22 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     process_set: horovod.ProcessSet = horovod.global_process_set,
     scale_local_gradients: bool = True,
 ) -> AnyOptimizer:
-    """Horovod's DistributedOptimizer, which besides its compressors takes `ScaleCom`.
+    """Horovod's DistributedOptimizer, which also takes `ScaleCom`.
 
     Args:
-        compression: ScaleCom, the class or an instance. With any other this is Horovod's own
-            function, untouched.
+        compression: ScaleCom, the class or an instance. With any other compression, this calls
+            Horovod's own function unchanged.
         groups: which variables share a bucket.
 
-    All other arguments mean what they mean in Horovod.
+    All other arguments work as in Horovod.
 
     Returns:
-        Horovod's optimizer with one attribute more, `compression`: the ScaleCom with this rank's
+        Horovod's optimizer with one more attribute, `compression`: the ScaleCom with this rank's
         residues.
 
     Raises:
-        ValueError: what ScaleCom cannot do (Adasum, operations other than Average and Sum).
+        ValueError: ScaleCom does not support an argument (Adasum, operations other than Average and
+            Sum).
     """
     given = dict(locals())
     check_optimizer(optimizer, compression)
@@ -154,22 +155,24 @@ def DistributedGradientTape(  # noqa: N802 (Horovod's name)
     process_set: horovod.ProcessSet = horovod.global_process_set,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """Horovod's DistributedGradientTape, which besides its compressors takes `ScaleCom`.
+    """Horovod's DistributedGradientTape, which also takes `ScaleCom`.
 
-    Tapes are made anew for every step, and the ScaleCom keeps the residues: make one, outside of
-    the step, and pass it to every tape. A persistent tape may be asked for several gradients of the
-    same variables in a step: the second, third, ... of every step have residues of their own.
+    Tapes are made anew for every step, and the ScaleCom keeps the residues. Make one ScaleCom
+    outside the step, and pass it to every tape. A persistent tape may be asked for several
+    gradients of the same variables in a step. The second, third, ... gradient of every step then
+    has residues of its own.
 
     Args:
-        compression: ScaleCom, the class or an instance. The bare class stands for one object that
-            all tapes of the process share. With any other this is Horovod's own function,
-            untouched.
+        compression: ScaleCom, the class or an instance. If it is the class, all tapes of the
+            process share one object. With any other compression, this calls Horovod's own function
+            unchanged.
         groups: which variables share a bucket.
 
-    All other arguments mean what they mean in Horovod.
+    All other arguments work as in Horovod.
 
     Raises:
-        ValueError: what ScaleCom cannot do (Adasum, operations other than Average and Sum).
+        ValueError: ScaleCom does not support an argument (Adasum, operations other than Average and
+            Sum).
     """
     return _tape(horovod.DistributedGradientTape, dict(locals()))
 
@@ -189,15 +192,16 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     local_layers: tf.keras.layers.Layer | Iterable[tf.keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """Horovod's PartialDistributedGradientTape, which besides its compressors takes `ScaleCom`.
+    """Horovod's PartialDistributedGradientTape, which also takes `ScaleCom`.
 
     Args:
         local_layers: layers whose gradients stay on their rank.
 
-    All other arguments mean what they mean in DistributedGradientTape.
+    All other arguments work as in DistributedGradientTape.
 
     Raises:
-        ValueError: what ScaleCom cannot do (Adasum, operations other than Average and Sum).
+        ValueError: ScaleCom does not support an argument (Adasum, operations other than Average and
+            Sum).
     """
     return _tape(horovod.PartialDistributedGradientTape, dict(locals()))
 

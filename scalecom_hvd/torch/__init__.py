@@ -45,7 +45,7 @@ globals().update(_named_collectives())
 
 
 def join(device: int = -1) -> int:
-    """Horovod's join, where no optimizer of this process uses ScaleCom.
+    """Horovod's join, for processes in which no optimizer uses ScaleCom.
 
     Args:
         device: as in Horovod.
@@ -54,7 +54,7 @@ def join(device: int = -1) -> int:
         The rank that joined last.
 
     Raises:
-        RuntimeError: an optimizer uses ScaleCom, whose broadcasts this would break.
+        RuntimeError: an optimizer uses ScaleCom, and join would break its broadcasts.
     """
     # Of optimizers that were dropped while averages travelled: where only some ranks have submitted
     # a collective, Horovod 0.28.1's join() ends in a segmentation fault.

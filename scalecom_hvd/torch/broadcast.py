@@ -13,14 +13,15 @@ from scalecom_hvd.exchange.optimizers import common_parameters
 
 
 def broadcast_parameters(params: dict[str, Any] | list[Any], root_rank: int) -> None:
-    """horovod.torch.broadcast_parameters, for models with local steps too.
+    """horovod.torch.broadcast_parameters, which also works for models with local steps.
 
-    Where a rank's loaded state is in the middle of a round of local steps, the root sends the
-    common parameters to ranks without a state. Those with one have their own again afterwards.
+    If a rank's loaded state is from the middle of a round of local steps, the root sends the common
+    parameters. Ranks without a state begin from these. Ranks with a state get their own parameters
+    back afterwards.
 
     Args:
         params: a state_dict, or a list of (name, tensor) or of tensors.
-        root_rank: whose parameters are sent.
+        root_rank: the rank whose parameters are sent.
     """
     with common_parameters(params):
         functions.broadcast_parameters(params, root_rank)

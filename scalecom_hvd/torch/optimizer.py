@@ -70,53 +70,55 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """horovod.torch.DistributedOptimizer, which also takes ScaleCom and other methods.
 
     The methods are ScaleCom, RandomK, LocalTopK, GTopK, GlobalTopK and ECQSGD. With any other
-    compression, and no local steps, this is Horovod's own function, untouched.
+    compression and no local steps, this calls Horovod's own function unchanged.
 
-    Arguments that are not named below are as in Horovod.
+    Arguments that are not listed below work as in Horovod.
 
     Args:
-        compression: a method, its class or an instance; or one of Horovod's compressors.
-        op: with a method hvd.Average or hvd.Sum.
-        groups: as in Horovod; it says which tensors share a bucket.
-        local_steps: H, or {first step: H}. Every rank takes H steps on its own
-            parameters, with its own gradients and its own state of the optimizer. Then the change
-            since the last time goes through the method and is averaged, and every rank goes on
-            from the same parameters (Basu et al., 2019, arXiv 1906.02367). It works with
-            Compression.none too. None: every step averages gradients, as in Horovod.
+        compression: a method (its class or an instance), or one of Horovod's compressors.
+        op: with a method, hvd.Average or hvd.Sum.
+        groups: as in Horovod. It says which tensors share a bucket.
+        local_steps: H, or {first step: H}. Every rank takes H steps on its own parameters, with its
+            own gradients and its own optimizer state. The method then averages the ranks' changes
+            since the last synchronisation, and every rank continues from the same parameters (Basu
+            et al., 2019, arXiv 1906.02367). This also works with Compression.none. None: every step
+            averages gradients, as in Horovod.
         outer: with local steps, a function that makes an optimizer of the common parameters, such
-            as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True). All ranks step it
-            alike, with the averaged change as the gradient (DiLoCo, Douillard et al., 2023, arXiv
-            2311.08105). None: the average is subtracted.
-        overlap: with local steps, how many steps are taken while an average travels; fewer than
-            local_steps. What a rank did meanwhile is part of its next change (after Streaming
-            DiLoCo, Douillard et al., 2025, arXiv 2501.18512). 0: ranks wait for it.
-        fragments: with local steps, into how many parts of about the same size the model is cut.
-            They synchronise in turn, each once in every local_steps steps, so that less travels at
-            a time (from the same paper). An `overlap` is then less than local_steps // fragments.
-        clip_changes: with local steps, how many times the median norm of all ranks' changes each
-            may have, such as 2; longer ones are cut to that. Then a rank that went astray moves
-            the others less. None: any length.
-        collectives: with a method, how ranks reach each other: a transport of your own (see
-            scalecom_hvd.exchange.Collectives), with ranks and sums of its own: leave out `op`,
-            gradient_predivide_factor and process_set. None: Horovod's.
-        nodes: with a method, True averages gradients whole among the ranks of a host, and
-            compresses them between hosts; each rank exchanges 1 / (ranks of a host) of each tensor.
-            A number is that of the nodes, of consecutive ranks. It needs
-            hvd.init(process_sets="dynamic"). False: every rank is a node of its own.
+            as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True). All ranks take the
+            same step with it, and its gradient is the averaged change (DiLoCo, Douillard et al.,
+            2023, arXiv 2311.08105). None: the average is subtracted.
+        overlap: with local steps, how many steps a rank takes while an average travels; fewer than
+            local_steps. What these steps change is part of the rank's next change (after Streaming
+            DiLoCo, Douillard et al., 2025, arXiv 2501.18512). 0: ranks wait for the average.
+        fragments: with local steps, how many parts of about equal size the model is cut into. The
+            parts synchronise in turn, each once in every local_steps steps, so less travels at a
+            time (also from Streaming DiLoCo). `overlap` must then be less than
+            local_steps // fragments.
+        clip_changes: with local steps, the largest norm that a rank's change may have, as a
+            multiple of the median norm of all ranks' changes, such as 2. Larger changes are scaled
+            down to it, so a rank that diverges moves the others less. None: no limit.
+        collectives: with a method, a transport of your own by which ranks reach each other (see
+            scalecom_hvd.exchange.Collectives). It defines the ranks, and whether they sum, so leave
+            out `op`, gradient_predivide_factor and process_set. None: Horovod's transport.
+        nodes: with a method, which ranks form a node. True: the ranks of a host. A number: that
+            many nodes, of consecutive ranks. Gradients are averaged whole inside a node and
+            compressed between nodes. Each rank exchanges 1 / (ranks of a node) of each tensor.
+            Nodes need hvd.init(process_sets="dynamic"). False: every rank is a node of its own.
 
     Returns:
-        An optimizer as Horovod's, with more. `compression` is the method with this rank's
-        residues: its `state_dict()` belongs into checkpoints, its `stats()` tell what was sent.
-        `synchronize_parameters()`, called on all ranks at once, ends a round of local steps early,
-        before the model is evaluated or saved. `outer` is the outer optimizer.
+        An optimizer like Horovod's, with these additions. `compression` is the method with this
+        rank's residues: save its `state_dict()` in checkpoints, and read from its `stats()` what
+        was sent. `synchronize_parameters()` ends a round of local steps early: call it on all ranks
+        at once, before the model is evaluated or saved. `outer` is the outer optimizer.
 
-        With local steps `synchronize()` and `skip_synchronize()` do nothing, so scripts that clip
-        between them clip local gradients.
+        With local steps, `synchronize()` and `skip_synchronize()` do nothing, so a script that
+        clips between them clips local gradients.
 
     Raises:
-        ValueError: what a method cannot do (Adasum, operations other than Average and Sum), and
-            settings that fit no parameter.
-        TypeError: complex or sharded parameters; no optimizer, or no compression.
+        ValueError: the method does not support an argument (Adasum, operations other than Average
+            and Sum), or a setting fits no parameter.
+        TypeError: parameters are complex or sharded, `optimizer` is no optimizer, or `compression`
+            is no compression.
 
     Example:
         >>> import scalecom_hvd.torch as hvd

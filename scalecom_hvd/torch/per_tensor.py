@@ -66,14 +66,14 @@ class ScaleCom(methods.ScaleCom):
     __doc__ = (
         methods.ScaleCom.__doc__
         + """
-    In Horovod's own optimizer besides:
+    In Horovod's own optimizer, ScaleCom takes two more arguments:
 
     Args:
-        named_parameters: needed there: an iterable of (name, parameter), as
-            model.named_parameters() gives.
+        named_parameters: an iterable of (name, parameter), such as model.named_parameters(). It is
+            required there.
         process_set: the process set given to the optimizer.
 
-    There it works with look-ahead, and takes no quantiser, no wire_dtype and no diagnostics.
+    There, ScaleCom works with look-ahead, and takes no quantiser, wire_dtype or diagnostics.
     """
     )
 

@@ -237,8 +237,8 @@ def measure_blocks(
     value = m + g + tl.where(m * g >= 0, _real(extra, REAL) * m, 0)
     total = tl.sum(tl.where(_is_finite(value), tl.abs(value).to(tl.float64), 0))
     # Divided as scale_divisor says.
-    half = (tl.load(fixed + LEVELS) + 1).to(tl.float64) / 2
-    divisor = tl.minimum(half, tl.maximum(half / 4, 2.0))
+    levels = tl.load(fixed + LEVELS).to(tl.float64)
+    divisor = tl.maximum((levels + 1) / 8, tl.minimum((levels + 3) / 4, 2.0))
     mean = total / (tl.minimum(k - first, VALUES_PER_SCALE).to(tl.float64) * divisor)
     short = tl.minimum(mean, LARGEST_SCALE).to(tl.float32)
     short = (short.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)

@@ -85,8 +85,7 @@ def setting_of(result: dict[str, Any]) -> Setting:
     # gives stands for it.
     gbit = (result["mbit"] or 40_000) / 1000
     local_steps = int(result["method"].partition(", H = ")[2] or 1)
-    # The tables in docs/ were measured with 3 bits.
-    return Setting(result["hosts"], gbit, result["compute_ms"], bits=3, local_steps=local_steps)
+    return Setting(result["hosts"], gbit, result["compute_ms"], local_steps=local_steps)
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], int | None]:

@@ -260,7 +260,7 @@ def test_which_tensors_are_compressed():
 
 def test_the_defaults_are_those_the_study_supports():
     config = ScaleComConfig().resolved()
-    assert (config.bits, config.rate, config.dense) == (4, 16, ())
+    assert (config.bits, config.rate, config.dense) == (3, 16, ())
     assert (config.beta, config.step_ahead, config.warmup_steps) == (0.2, 0, 0)
     knows_model = ScaleComConfig().resolved(knows_model=True)
     assert (knows_model.step_ahead, knows_model.beta) == (1, 1)
@@ -277,7 +277,7 @@ def test_the_defaults_are_those_the_study_supports():
         ScaleComConfig(wire_dtype="float16").resolved(),
     ):
         assert (whole.bits, whole.rate) == (32, 100)
-    assert ScaleComConfig(rate=50).resolved().bits == 4
+    assert ScaleComConfig(rate=50).resolved().bits == 3
 
 
 def test_layers_in_the_names_of_either_framework():

@@ -198,7 +198,7 @@ def test_gradients_of_zero_change_nothing(lookahead):
     assert not any(residues["w"].any() for residues in reference.residues)
 
 
-@pytest.mark.parametrize(("levels", "reach"), [(1, 1), (3, 1.5), (7, 3.5), (15, 7.5), (127, 7.9)])
+@pytest.mark.parametrize(("levels", "reach"), [(1, 1), (3, 2), (7, 3.5), (15, 7.5), (127, 7.9)])
 def test_more_bits_reach_further(levels, reach):
     """The largest integer stands for so many times the mean; less is met to half a scale."""
     values = np.ones(512, np.float32)

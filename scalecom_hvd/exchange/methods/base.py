@@ -39,19 +39,21 @@ TensorStates = Mapping[str, Mapping[str, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a method knows of one bucket from the steps before.
+    """What a method knows about one bucket from earlier steps.
 
-    `Method.step` is given one, and gives the next one: it changes nothing in place, since the
-    step may turn out not to count. Then the next one is dropped.
+    `Method.step` is given a State, and returns the next one. It changes nothing in place, because
+    the step may turn out to be void (skipped). The next State is dropped then.
 
     Attributes:
         step: the number of this step.
-        tensors: {name: {what: tensor}} of this bucket's compressed tensors. In the next state, a
-            tensor that is left out keeps what it has.
+        tensors: {name: {what: tensor}} of this bucket's compressed tensors. A tensor that is
+            missing from the next State keeps what it has.
         method: {what: tensor or number} of the whole method. All buckets of a step are given the
-            same. Where several change it, the last bucket's counts: so `steps + 1` counts steps.
-        whole_next: whether the next step is sent whole. Look-ahead chooses for it only if not.
-        arrives: the collective that completes the state in the next step, if the method left one
+            same. If several buckets change it, the last bucket's values are kept, so `steps + 1`
+            counts steps.
+        whole_next: whether the next step is sent whole. If it is, look-ahead does not choose for
+            it.
+        arrives: the collective that completes the State in the next step, if the method left one
             under way, as look-ahead does.
     """
 
@@ -70,22 +72,24 @@ class Method:
     """A way to average gradients with error feedback. One object serves one optimizer.
 
     Args:
-        config: the settings; default: the defaults overridden by SCALECOM_RATE, SCALECOM_BETA,
-            ... of the environment.
-        loss_scale: a torch.amp.GradScaler, or a callable that gives the current scale, so that
-            residues are kept in unscaled units.
-        diagnostics: a number of steps, or Diagnostics: every so many steps see how alike workers
-            are, and how good the choice is.
-        quantiser: what the sent values become, None or one of quantisers.py.
+        config: the settings. Default: the default settings, overridden by SCALECOM_RATE,
+            SCALECOM_BETA, ... of the environment.
+        loss_scale: a torch.amp.GradScaler, or a callable that returns the current scale. Residues
+            are then kept in unscaled units.
+        diagnostics: a number of steps, or Diagnostics. Once every so many steps, ranks measure how
+            alike workers are, and how good the choice is.
+        quantiser: what rounds the sent values: None, or one of quantisers.py.
         model: the model that is trained, so that its gradients can be computed a step ahead (see
-            ScaleComConfig.step_ahead). It is the one that the script calls. ScaleComState knows it.
-        **fields: any field of ScaleComConfig, over `config`.
+            ScaleComConfig.step_ahead). Give the model that the script calls. ScaleComState gives
+            its own model to the method that it makes.
+        **fields: any fields of ScaleComConfig. They override `config`.
 
     Attributes:
-        ahead: moves the model's parameters ahead; None: gradients are computed where they are.
+        ahead: moves the model's parameters ahead. None: gradients are computed at the parameters
+            themselves.
 
     Raises:
-        ValueError, TypeError: settings that cannot work, or mean nothing to the method.
+        ValueError, TypeError: a setting cannot work, or means nothing to the method.
     """
 
     unused: ClassVar[tuple[str, ...]] = _LEADERS_SETTINGS
@@ -101,8 +105,8 @@ class Method:
     always_gathers: bool = False
     """Whether ranks choose different places, so that no sum can be made of their values."""
     equal_state: ClassVar[tuple[str, ...]] = ()
-    """What of its state, its tensors' or its own, is the same on all ranks. Where it is not,
-    because one of them comes from another step, all ranks begin it anew."""
+    """The parts of the method's state, and of its tensors' states, that are the same on all ranks.
+    If they differ, because some come from another step, all ranks begin them anew."""
 
     def __init__(
         self,
@@ -145,12 +149,14 @@ class Method:
     ) -> Step[State | None]:
         """Average a bucket's compressed tensors over ranks.
 
-        Say what the bucket sends and receives (see bucket.py), the same on every rank, and yield
-        what is waited for: `yield from` moves and collectives do so. What was not sent stays in
-        the residue. A step may turn out not to count, so change nothing but the bucket.
+        Tell the bucket what it sends and what it receives (see bucket.py). Every rank must receive
+        the same. Yield what must be waited for: `yield from` does so for moves and collectives.
+        What is not sent stays in the residue. A step may turn out to be void (skipped), so change
+        nothing but the bucket.
 
         Returns:
-            The next State, by dataclasses.replace(state, tensors=...), or None: it stays.
+            The next State, made by dataclasses.replace(state, tensors=...). None keeps the current
+            one.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define step(self, bucket, collectives, state)"
@@ -169,10 +175,11 @@ class Method:
         yield  # which makes it a generator
 
     def init(self, tensor: CompressedTensor) -> dict[str, torch.Tensor]:
-        """The state of a tensor at the start, {what: tensor}; the shapes are the same later on.
+        """The state of a tensor at the start, {what: tensor}. Shapes stay the same later on.
 
         Args:
-            tensor: tensor.residue is m (N,), tensor.geometry its lanes, tensor.name its name.
+            tensor: has the residue m (N,) as tensor.residue, its lanes as tensor.geometry, and its
+                name as tensor.name.
         """
         return {}
 
@@ -186,9 +193,9 @@ class Method:
 
     @property
     def settings(self) -> Settings:
-        """What ranks, and a state and who loads it, must have in common besides the config.
+        """What must be the same on all ranks, and in a loaded state, besides the config.
 
-        JSON values. A method adds its own to these: super().settings | {"mu": self.mu}.
+        The values are JSON. A method adds its own to them: super().settings | {"mu": self.mu}.
         """
         return {"method": type(self).__name__} | self._quantiser_settings
 
@@ -244,58 +251,61 @@ class Method:
         return self.run.residues
 
     def stats(self) -> Stats:
-        """Numbers of this rank; all ranks need not call it, and calling it sends nothing.
+        """Numbers of this rank. The call sends nothing, so not all ranks have to make it.
 
         Returns:
-            step, skipped_steps (a gradient was not finite); leader, where there is one: the
-            position of the rank that chose last (for the first bucket).
+            A dict. step: how many steps have counted. skipped_steps: how many were void (skipped),
+            because a gradient was not finite. leader, if the method has one: the position of the
+            rank that chose last (for the first bucket).
 
-            bytes_offsets, bytes_values, bytes_dense, bytes_gathered: handed over in the last
-            step, to be broadcast, all-reduced and (by some methods) gathered; bytes_traffic: what
-            this rank sent for them on a ring, on average over ranks; rate: elements of the model
-            per element sent; collectives per step (besides two of 8 bytes, by which ranks tell
-            that there are gradients).
+            bytes_offsets, bytes_values, bytes_dense and bytes_gathered: the bytes handed over in
+            the last step, to be broadcast, all-reduced and (by some methods) gathered.
+            bytes_traffic: what this rank sent for them on a ring, averaged over ranks. rate:
+            elements of the model per element sent. collectives: how many there are per step, not
+            counting two of 8 bytes by which ranks tell each other that there are gradients.
 
-            residue_norm: Euclidean, over all residues (reads them all); residue_ratio: that of
-            residues / beta, what waits, to that of gradients, when it was last looked at (every
-            100 steps; None before).
+            residue_norm: the Euclidean norm of all residues. Computing it reads them all.
+            residue_ratio: the norm of residues / beta, which is what waits, divided by the norm of
+            gradients. It is measured every 100 steps, and is None before the first measurement.
 
-            diagnostics, where they were asked for: the numbers of the last look, as
-            diagnostics.look gives them, and its step (None before the first), the same on all
-            ranks; what ranks gather for them is not counted in the bytes above.
+            If diagnostics were asked for: diagnostics, which are the numbers of the last look, as
+            diagnostics.look gives them, and its step. These are the same on all ranks, and None
+            before the first look. The bytes above do not include what ranks gather for diagnostics.
 
-            local_steps, steps_taken, steps_skipped, with local steps: the schedule, this rank's
-            steps, and those of them left out because a gradient was not finite; changes_clipped,
-            where they are: how many of this rank's. `step` counts synchronisations then, with
-            fragments rounds, and bytes are those of the last one, or of the last fragment.
+            With local steps: local_steps (the schedule), steps_taken (by this rank) and
+            steps_skipped (how many of those were left out because a gradient was not finite). If
+            changes are clipped: changes_clipped (how many of this rank's were). `step` then counts
+            synchronisations, or rounds if there are fragments. The bytes are those of the last
+            synchronisation, or of the last fragment.
 
-            quantiser, where there is one, and values: whether its values were "gathered" or
-            "averaged" in the last step, or in some buckets this and in others that; None where
-            all was sent whole.
+            If there is a quantiser: quantiser, and values, which says how its values travelled in
+            the last step: "gathered", "averaged", or "gathered and averaged" if buckets differed.
+            It is None if all was sent whole.
         """
         return self.run.stats()
 
     def state_dict(self) -> Saved:
-        """This rank's residues, step and state, to be saved by every rank with the model.
+        """This rank's residues, step and state. Every rank has to save them with the model.
 
-        Tensors are the ones in use, not copies; torch.load(..., weights_only=True) reads it.
+        The tensors are the ones in use, not copies. torch.load(..., weights_only=True) can read
+        them.
 
         Returns:
             {"version", "step", "config", "settings": the method's name and its own settings,
-            "residues": {name: tensor shaped like the parameter}}, and what the method and local
-            steps need.
+            "residues": {name: tensor shaped like the parameter}}, and what else the method and
+            local steps need.
 
         Raises:
-            RuntimeError: called between backward() and step().
+            RuntimeError: it was called between backward() and step().
         """
         return self.run.state_dict()
 
     def load_state_dict(self, state: Saved) -> None:
-        """Take up what this rank saved. Call it on every rank, before training goes on.
+        """Load what this rank saved. Call it on every rank, before training continues.
 
         Raises:
-            ValueError: it does not fit: another model, method, setting, or version. Nothing is
-                changed then.
+            ValueError: the state does not fit, because it has another model, method, setting or
+                version. Nothing is changed then.
         """
         self.run.load_state_dict(state)
 

@@ -19,17 +19,17 @@ from scalecom_hvd.exchange.collectives import LAST, Collectives, Result, Wait, W
 class BucketCollectives:
     """The collectives of one bucket's step, for a method.
 
-    Each is submitted when it is called, and waited for by `yield from`:
-    `averages = yield from collectives.average(values)`. Every rank must ask for the same ones in
-    the same order. Bytes are counted in `submitted`.
+    A call submits a collective, and `yield from` waits for it:
+    `averages = yield from collectives.average(values)`. Every rank must ask for the same
+    collectives in the same order. Their bytes are counted in `submitted`.
 
     Attributes:
         bucket: the bucket's number.
-        step: the step's.
-        size, position: the number of ranks, and this one's place.
-        share: what a sum over ranks is multiplied by: 1 / size, or 1 for sums. `average` does it;
-            a method that adds up what was gathered must do it itself.
-        waits: all that was submitted.
+        step: the step's number.
+        size, position: the number of ranks, and this rank's place among them.
+        share: what a sum over ranks is multiplied by: 1 / size, or 1 for sums. `average` does this.
+            A method that adds up gathered values must do it itself.
+        waits: everything that was submitted.
     """
 
     def __init__(
@@ -51,26 +51,27 @@ class BucketCollectives:
         self.share = collectives.share
 
     def leader(self, later: int = 0) -> int:
-        """The position of the rank that chooses for this bucket, now or so many steps later."""
+        """The position of the rank that chooses for this bucket, now or `later` steps on."""
         return self._leader_at(self.step + later, self.bucket)
 
     def leads(self, later: int = 0) -> bool:
-        """Whether that is this rank."""
+        """Whether this rank is the one that chooses, now or `later` steps on."""
         return self.leader(later) == self.position
 
     def broadcast(self, offsets: torch.Tensor, root: int) -> Wait[torch.Tensor]:
-        """The offsets, or anything else, of the rank at position `root`, in place.
+        """Send offsets, or anything else, from the rank at position `root` to all, in place.
 
-        The other ranks bring a buffer of the same size and dtype, which is overwritten. Only one
-        broadcast can be under way, since it has a fixed name.
+        The other ranks pass a buffer of the same size and dtype, which is overwritten. Only one
+        broadcast can be under way, because its name is fixed.
         """
         work = self._collectives.broadcast(offsets, root, self._name(f"offsets.{self.bucket}"))
         return self._wait("offsets", work, "offsets", offsets)
 
     def broadcast_choice(self, choice: torch.Tensor, root: int) -> Wait[torch.Tensor]:
-        """The choice of the rank at position `root`, in place: offsets, and scales of integers.
+        """Send the choice of the rank at position `root` to all, in place.
 
-        The other ranks bring `bucket.new_offsets()`.
+        A choice is offsets, and the scales of integers. The other ranks pass
+        `bucket.new_offsets()`.
         """
         message = self._bucket.pack(choice)
         work = self._collectives.broadcast(message, root, self._name(f"offsets.{self.bucket}"))
@@ -81,13 +82,14 @@ class BucketCollectives:
     def average(
         self, values: torch.Tensor, name: str = "values", dtype: torch.dtype = torch.float32
     ) -> Wait[torch.Tensor]:
-        """The average over ranks, or their sum where the optimizer asks for sums, in place.
+        """Average values over ranks, in place. If the optimizer asks for sums, sum them.
 
         Args:
-            values: any that need not be kept.
-            name: one that no other collective of this step has.
-            dtype: float16 is summed in float16, which no division would survive, so the result is
-                a new tensor of this dtype. Values of other dtypes keep theirs.
+            values: values that need not be kept.
+            name: a name that no other collective of this step has.
+            dtype: the dtype of the result if the values are float16. They are summed in float16, in
+                which no division would be safe, so the result is a new tensor. Values of other
+                dtypes keep their dtype.
         """
 
         def divided(total: torch.Tensor) -> torch.Tensor:
@@ -97,10 +99,10 @@ class BucketCollectives:
         return self._wait(name, work, "values", values, divided)
 
     def average_taken(self) -> Wait[torch.Tensor]:
-        """The average of what `bucket.take` gave, in place; tensors sent whole travel behind it.
+        """Average what `bucket.take` gave, in place. Tensors sent whole travel behind it.
 
-        Values in float16, and integers, are only summed: the bucket multiplies them by `share`.
-        Give the result to `bucket.receive`.
+        Float16 values and integers are only summed: the bucket multiplies them by `share`. Pass the
+        result to `bucket.receive`.
         """
         bucket, works = self._bucket, []
         for ending, buffer in bucket.fill().items():
@@ -117,10 +119,10 @@ class BucketCollectives:
         return wait
 
     def gather(self, tensor: torch.Tensor, name: str) -> Wait[list[torch.Tensor]]:
-        """Every rank's tensor, all of one shape, in order of position.
+        """Every rank's tensor, in order of position. All have one shape.
 
         Raises:
-            ValueError: ranks brought tensors of other lengths.
+            ValueError: ranks passed tensors of different lengths.
         """
 
         def parts(joined: torch.Tensor) -> list[torch.Tensor]:

@@ -16,21 +16,23 @@ from scalecom_hvd.exchange.quantisers import BLOCK, QSGD
 class ECQSGD(Method):
     """Error-compensated quantised SGD (Wu et al., 2018, arXiv 1806.08054).
 
-    All of the error is fed back (the paper's alpha = beta = 1). An element becomes one of 2s + 1
-    levels, s = 2**(bits-1) - 1, of the largest magnitude in its block of 512, rounded up or down
-    at random so that it is right on average; what rounding changed stays in the residue.
+    All of the error is fed back (the paper's alpha = beta = 1). With s = 2**(bits-1) - 1, an
+    element becomes one of 2s + 1 levels of the largest magnitude in its block of 512. It is rounded
+    up or down at random, so that it is right on average. The rounding error stays in the residue.
 
-    Traffic: (n-1) N bits, gathered, since Horovod sums nothing narrower than 16 bits; where that
-    is no less than dense's, from n bits = 64 on, the rounded values are summed as they are.
+    Traffic: (n-1) N values of `bits` bits. They are gathered, since Horovod sums nothing narrower
+    than 16 bits. If gathering is no less traffic than dense, which is so from n * bits = 64 on, the
+    rounded values are summed as they are.
 
     Args:
         bits: 2, 4 or 8.
-        seed: of the rounding, which differs from rank to rank.
-        **fields: of ScaleComConfig; rate and rates only say, by being above 1, which tensors are
-            quantised; leader, lookahead, wire_dtype and selection mean nothing.
+        seed: the seed of the rounding, which differs from rank to rank.
+        **fields: fields of ScaleComConfig. rate and rates only say which tensors are quantised:
+            those with a rate above 1. leader, lookahead, wire_dtype and selection mean nothing
+            here.
 
     Raises:
-        ValueError: other bits, or settings that mean nothing.
+        ValueError: `bits` is another number, or a setting means nothing here.
     """
 
     unused = (*Method.unused, "selection")

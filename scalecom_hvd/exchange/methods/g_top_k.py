@@ -15,18 +15,19 @@ from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 class GTopK(Method):
     """gTop-k S-SGD (Shi et al., 2019, arXiv 1901.04359).
 
-    Ranks' top-k are added pairwise along a tree, and each sum keeps its k largest. The k of a
-    bucket is that of all its tensors together, wherever in the bucket they are.
+    The ranks' top-k are added pairwise along a tree, and each sum keeps its k largest elements. The
+    k of a bucket is that of all its tensors together. The k elements may be anywhere in the bucket.
 
-    Departures: the paper sends each merge to the next rank, 2 k log2(n) places and values in all.
-    Horovod has no messages between two ranks, so here all choices are gathered and every rank
-    merges them alike; the result is the paper's, the traffic, (n-1) k of both, is not. And in the
-    paper what a merge drops is kept by its rank only if nobody else's value of that place gets
-    through; here always, so that nothing is lost.
+    Two things differ from the paper. First, the paper sends each merge to the next rank:
+    2 k log2(n) places and values in all. Horovod has no messages between two ranks, so all choices
+    are gathered here, and every rank merges them in the same way. The result is the paper's, but
+    the traffic is (n-1) k places and values. Second, in the paper a rank keeps what a merge drops
+    only if no other rank's value of that place gets through. Here the rank always keeps it, so
+    nothing is lost.
 
     Args:
-        **fields: of ScaleComConfig; leader, lookahead, wire_dtype and selection (always exact)
-            mean nothing here.
+        **fields: fields of ScaleComConfig. leader, lookahead, wire_dtype and selection (always
+            exact) mean nothing here.
     """
 
     unused = (*Method.unused, "selection")

@@ -10,14 +10,15 @@ from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 
 
 class GlobalTopK(Method):
-    """In every tensor the k places where the average over ranks of m + g is largest in magnitude.
+    """Chooses in every tensor the k places where the average of m + g is largest in magnitude.
 
-    An oracle for studies, not for use: all accumulators are averaged whole to find them, which is
-    dense traffic, 2(n-1)/n of 4N bytes. `rate` says how much of the average is then used.
+    The average is over ranks. This is an oracle for studies, not for use. To find the places, all
+    accumulators are averaged whole, which is dense traffic: 2(n-1)/n of 4N bytes. `rate` says how
+    much of the average is then used.
 
     Args:
-        **fields: of ScaleComConfig; leader, lookahead, wire_dtype and selection (always exact)
-            mean nothing here.
+        **fields: fields of ScaleComConfig. leader, lookahead, wire_dtype and selection (always
+            exact) mean nothing here.
     """
 
     unused = (*Method.unused, "selection")

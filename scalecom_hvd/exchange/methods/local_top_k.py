@@ -16,27 +16,28 @@ from scalecom_hvd.exchange.methods.quantised_values import rounded
 
 
 class LocalTopK(Method):
-    """Each rank's own choice, joined by an all-gather (Aji and Heafield, 2017, arXiv 1704.05021).
+    """Every rank sends its own choice, in an all-gather (Aji and Heafield, 2017, arXiv 1704.05021).
 
-    It chooses by lanes or exactly (`selection`). It is not the same as Deep Gradient Compression,
+    A rank chooses by lanes or exactly (`selection`). The method is not Deep Gradient Compression,
     which adds momentum correction.
 
-    Traffic: (n-1) times k values and offsets, which grows with the number of ranks n: it is the
+    Traffic: (n-1) times k values and offsets. It grows with the number of ranks n. This is the
     build-up that ScaleCom avoids.
 
     Args:
-        quantiser: of the values, None or one of quantisers.py; with Sign it is Qsparse's SignTop-k
-            (Basu et al., 2019, arXiv 1906.02367).
-        decay: what residues are multiplied by before a gradient, or change, is added, so that what
-            waits long fades: acc = decay * m + g (SparseLoCo, Sarfi et al., 2025, arXiv
-            2508.15706). The rest of it is lost. Below 1 it needs beta=1.
-        average: over whom values of a place are averaged: "all" ranks, or the "contributors" that
-            sent one that is not zero there. With these a place that one rank chose moves n times as
-            far, so that what is sent and kept no longer adds up to what came in.
-        **fields: of ScaleComConfig; leader, lookahead and wire_dtype mean nothing here.
+        quantiser: what rounds the values: None, or one of quantisers.py. With Sign, the method is
+            Qsparse's SignTop-k (Basu et al., 2019, arXiv 1906.02367).
+        decay: what residues are multiplied by before a gradient or change is added:
+            `acc = decay * m + g` (SparseLoCo, Sarfi et al., 2025, arXiv 2508.15706). What waits
+            long fades, and the part that fades is lost. A decay below 1 needs beta=1.
+        average: over which ranks the values of a place are averaged: "all" ranks, or the
+            "contributors", which sent a value other than zero there. With "contributors", a place
+            that one rank chose moves n times as far, so what is sent and kept no longer adds up to
+            what came in.
+        **fields: fields of ScaleComConfig. leader, lookahead and wire_dtype mean nothing here.
 
     Raises:
-        ValueError, TypeError: settings that cannot work.
+        ValueError, TypeError: a setting cannot work.
     """
 
     takes_quantiser = always_gathers = True

@@ -19,20 +19,21 @@ from scalecom_hvd.lanes import Lanes, Positions
 
 
 class RandomK(Method):
-    """Every step k places drawn at random, and one all-reduce of the values there.
+    """Averages the values at k random places in one all-reduce. Every step draws new places.
 
-    One place of each lane; with selection="exact", any k places. Values are not scaled up to be
-    unbiased: residues see to what is not sent (Stich et al., *Sparsified SGD with Memory*, 2018,
-    arXiv 1809.07599, has it as rand_k).
+    One place is drawn from each lane. With selection="exact", any k places are drawn. Values are
+    not scaled up to be unbiased, because residues keep what is not sent. Stich et al. call this
+    rand_k (*Sparsified SGD with Memory*, 2018, arXiv 1809.07599).
 
-    Traffic: 2(n-1)/n of 4k bytes, no offsets; (n-1) 4k if not shared; less with a quantiser.
+    Traffic: 2(n-1)/n of 4k bytes, and no offsets. If not shared: (n-1) 4k bytes. A quantiser lowers
+    it.
 
     Args:
-        seed: the same on all ranks.
-        shared: whether all ranks have the same places. False draws others for each rank, which
-            all ranks can draw; their values are gathered.
-        quantiser: of the values, None or one of quantisers.py.
-        **fields: of ScaleComConfig; leader, lookahead and wire_dtype mean nothing here.
+        seed: the seed of the draw, which must be the same on all ranks.
+        shared: whether all ranks use the same places. False: each rank has other places, which all
+            ranks can draw, and values are gathered.
+        quantiser: what rounds the values: None, or one of quantisers.py.
+        **fields: fields of ScaleComConfig. leader, lookahead and wire_dtype mean nothing here.
     """
 
     takes_quantiser = True

@@ -27,8 +27,8 @@ from scalecom_hvd.exchange.quantisers import quantiser_of
 class ScaleCom(Method):
     """Cyclic local top-k compression with low-pass filtered residues.
 
-    At step t, with n workers, of which j = t mod n is the leader, worker i with its residue m_i
-    and its gradient g_i does::
+    At step t, with n workers, worker j = t mod n is the leader. Every worker i has a residue m_i
+    and a gradient g_i, and does::
 
         (1)  acc_i = m_i + g_i                    the accumulator
         (2)  I     = top-k of |acc_j|             the leader's choice; its offsets are broadcast
@@ -36,28 +36,29 @@ class ScaleCom(Method):
         (4)  g     = (1/n) sum_i v_i at I         one all-reduce; zero elsewhere
         (5)  m_i   = (1 - beta) m_i + beta (acc_i - v_i)        the low-pass filter (eq. 5)
 
-    (5) takes two moves that need no accumulator: m <- m + beta g, in one pass in which the leader
-    chooses; then v = m + (1 - beta) g at I, which equals acc there, and m <- m - beta v at I.
+    Step (5) is computed in two moves that need no accumulator. The first is m <- m + beta g, and
+    the leader chooses in the same pass. The second is v = m + (1 - beta) g at I, which equals acc
+    there, and m <- m - beta v at I.
 
-    A residue holds beta times what waits to be sent, and v_i is g_i and beta times what waits. With
-    `flush`, which is not of the paper, it is g_i and all that waits where m_i and g_i do not point
-    apart: beta then damps only what training has turned against since.
+    A residue holds beta times what waits to be sent, so v_i is g_i plus beta times what waits. With
+    `flush`, which is not in the paper, v_i is g_i plus all that waits, at places where m_i and g_i
+    do not have opposite signs. Beta then damps only what training has turned against since.
 
-    With `bits` below 32, the default, which is not of the paper either, v_i is an integer times a
-    scale, the leader's, that is broadcast with the offsets, and the all-reduce sums the integers
-    (integers.py). What rounding leaves stays in m_i by (5).
+    With `bits` below 32, which is the default and not in the paper either, v_i is an integer times
+    a scale. The scale is the leader's and is broadcast with the offsets. The all-reduce sums the
+    integers (integers.py). By (5), rounding errors stay in m_i.
 
-    With look-ahead the leader of step t + 1 chooses at the end of step t, by its new residue and
-    the gradient it has, and the broadcast hides behind the next forward and backward.
+    With look-ahead, the leader of step t + 1 chooses at the end of step t, from its new residue and
+    the gradient that it has. The broadcast then hides behind the next forward and backward.
 
     Args:
         config, loss_scale, diagnostics, fields: see `Method`.
-        quantiser: what the values become before they travel: QSGD, Sign (of less than 16 bits:
-            gathered, while that is less traffic; without look-ahead), or Float16, which is
-            wire_dtype="float16".
+        quantiser: what rounds values before they travel: QSGD, Sign or Float16. QSGD and Sign send
+            less than 16 bits per value. Their values are gathered as long as that is less traffic,
+            and they exclude look-ahead. Float16 is the same as wire_dtype="float16".
 
     Raises:
-        ValueError, TypeError: settings that cannot work.
+        ValueError, TypeError: a setting cannot work.
 
     Example:
         >>> ScaleCom(model=model)

@@ -46,21 +46,21 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     process_set: _horovod_tensorflow.ProcessSet = _horovod_tensorflow.global_process_set,
     scale_local_gradients: bool = True,
 ) -> _KerasOptimizer:
-    """Horovod's DistributedOptimizer, which besides its compressors takes `ScaleCom`.
+    """Horovod's DistributedOptimizer, which also takes `ScaleCom`.
 
     Args:
-        compression: ScaleCom, the class or an instance. With any other this is Horovod's own
-            function, untouched.
+        compression: ScaleCom, the class or an instance. With any other compression, this calls
+            Horovod's own function unchanged.
         groups: which variables share a bucket.
 
-    All other arguments mean what they mean in Horovod.
+    All other arguments work as in Horovod.
 
     Returns:
-        Horovod's optimizer with one attribute more, `compression`: the ScaleCom with this rank's
+        Horovod's optimizer with one more attribute, `compression`: the ScaleCom with this rank's
         residues.
 
     Raises:
-        ValueError: what ScaleCom cannot do (operations other than Average and Sum).
+        ValueError: ScaleCom does not support an argument (operations other than Average and Sum).
     """
     given = dict(locals())
     _check_optimizer(optimizer, compression)
@@ -74,14 +74,14 @@ def PartialDistributedOptimizer(  # noqa: N802 (of horovod.keras; horovod.tensor
     local_layers: tf.keras.layers.Layer | Iterable[tf.keras.layers.Layer] | None = None,
     **kwargs: Any,
 ) -> _KerasOptimizer:
-    """DistributedOptimizer that keeps gradients of some layers to their rank.
+    """DistributedOptimizer, with some layers whose gradients stay on their rank.
 
     Args:
         optimizer, args, kwargs: as in DistributedOptimizer.
-        local_layers: these layers, built.
+        local_layers: the layers whose gradients stay on their rank. They must be built.
 
     Raises:
-        ValueError: they are no layers; or as in DistributedOptimizer.
+        ValueError: `local_layers` are no layers; or as in DistributedOptimizer.
     """
     one = isinstance(local_layers, tf.keras.layers.Layer)
     layers: list[tf.keras.layers.Layer] = [local_layers] if one else list(local_layers or ())
@@ -101,10 +101,10 @@ def load_model(
     compression: type[Compressor] | Compressor = Compression.none,
     legacy_opts: bool = False,
 ) -> tf.keras.Model:
-    """Horovod's load_model, which besides its compressors takes `ScaleCom`.
+    """Horovod's load_model, which also takes `ScaleCom`.
 
-    The model comes with its optimizer wrapped, and with that optimizer's state. Residues are loaded
-    apart (ScaleCom.load_state_dict, tf.train.Checkpoint).
+    The model's optimizer comes wrapped, with its state. Load the residues separately
+    (ScaleCom.load_state_dict, tf.train.Checkpoint).
     """
 
     def wrap(optimizer_class: type) -> Any:
