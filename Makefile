@@ -11,7 +11,7 @@ help:
 	@echo "make setup-gpu     the same for GPUs: torch for CUDA, NCCL, no TensorFlow (CUDA=12: not nvcc's version)"
 	@echo "make setup-torch   .venv-torch with PyTorch and this package alone (any Python from 3.10 to 3.13)"
 	@echo "make demo          trains a ResNet, a Keras ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
-	@echo "make demo-torch    trains the ResNet on 2 ranks by torchrun, without Horovod (two minutes)"
+	@echo "make demo-torch    trains the ResNet on 2 ranks by torchrun, without Horovod (three minutes)"
 	@echo "make test          ruff, mypy and the tests, on 1, 2 and 4 ranks (ten minutes on two cores)"
 	@echo "make test-long     what takes longer: kills, hosts, elastic jobs, random programs, study (half an hour)"
 	@echo "make test-gpu      the doctor's tests of GPUs, the kernel's, and those of torchrun's ranks on a GPU"
@@ -51,17 +51,18 @@ dist:
 # An environment of its own: the site needs neither Horovod nor a framework.
 .venv-docs/installed: scripts/setup/requirements-docs.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make docs failed: $(PYTHON) is not on the PATH. Install Python 3.11 or later, or name it: make docs PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make docs failed: it needs Python 3.11 or later, and $(PYTHON) is older: make docs PYTHON=/path/to/python3.12"; exit 1; }
 	@echo "make docs: making .venv-docs, once; a minute"
-	@$(PYTHON) -m venv .venv-docs
+	@$(PYTHON) -m venv --clear .venv-docs
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 docs: .venv-docs/installed
-	@.venv-docs/bin/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
+	@.venv-docs/bin/python -m sphinx -b html -E -a -W --keep-going -q docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 demo-torch: setup-torch
-	@.venv-torch/bin/python scripts/examples/demo.py --torch-alone
+	@.venv-torch/bin/python scripts/examples/demo.py --torch-alone --output demo/torch
 
 demo: setup
 	@$(RUN) scripts/examples/demo.py

@@ -16,6 +16,7 @@ exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
+smartquotes = False  # a reader copies what stands in quotes
 
 # What is copied of an example is what a reader types.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

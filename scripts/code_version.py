@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "scalecom_hvd"
@@ -16,13 +16,14 @@ def of(scripts: Iterable[Path]) -> str:
     return hashlib.sha256(b"".join(p.read_bytes() for p in [*sources, *scripts])).hexdigest()[:16]
 
 
-def tell_stale(codes: Iterable[str | None], current: str, folder: Path) -> None:
-    """Say how many of these results other code made, and where they lie."""
-    codes = list(codes)
-    stale = sum(code != current for code in codes)
-    if stale:
-        print(
-            f"{stale} of {len(codes)} results were made by another version of the code: remove "
-            f"{folder} to make them anew",
-            file=sys.stderr,
-        )
+def tell_stale(codes: Mapping[Path, str | None], current: str) -> None:
+    """Say which of these results other code made. codes: {file: by which code}."""
+    stale = [path for path, code in codes.items() if code != current]
+    if not stale:
+        return
+    named = ", ".join(path.name for path in stale[:4]) + ", ..." * (len(stale) > 4)
+    print(
+        f"{len(stale)} of {len(codes)} results were made by another version of the code. To make "
+        f"them anew, remove them from {stale[0].parent}: {named}",
+        file=sys.stderr,
+    )

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from scalecom_hvd.exchange.quantisers import BLOCK
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 BY = "python scripts/checks/reference_pages.py"
@@ -40,7 +42,8 @@ CONTENTS: dict[str, tuple[str, Groups]] = {
     ),
     "scalecom_hvd.torch": (
         "This module has all of `horovod.torch`, and the names below. `scalecom_hvd.ddp` has the "
-        "same methods, quantisers, `Diagnostics`, `Monitor`, `diloco` and `sparseloco`.",
+        "same methods, quantisers, `Monitor`, `Diagnostics`, `diloco`, `sparseloco`, "
+        "`rates_from_flops`, and what you need to make your own.",
         {
             "": {
                 "DistributedOptimizer": "",
@@ -78,7 +81,7 @@ CONTENTS: dict[str, tuple[str, Groups]] = {
         },
     ),
     "scalecom_hvd.tensorflow": (
-        "This module has all of `horovod.tensorflow`, and the names below.",
+        "This module has all of `horovod.tensorflow`, `Monitor`, and the names below.",
         {
             "": {
                 "DistributedOptimizer": "",
@@ -102,7 +105,17 @@ CONTENTS: dict[str, tuple[str, Groups]] = {
     ),
     "scalecom_hvd.exchange": (
         "What new frameworks, transports and studies are built on.",
-        {"": {"Simulation": "*", "Exchange": "*", "Collectives": "*", "LocalSteps": ""}},
+        {
+            "": {
+                "Simulation": "*",
+                "Exchange": "*",
+                "Collectives": "*",
+                "Work": "*",
+                "Numbers": "",
+                "CollectiveError": "",
+                "LocalSteps": "",
+            }
+        },
     ),
     "scalecom_hvd.reference": (
         "The algorithm in NumPy, to which every framework and kernel is held.",
@@ -114,7 +127,7 @@ FRONT = ("rate", "bits", "total_steps", "rates", "dense")
 ITEM = re.compile(r"(\**\w[\w.]*(?:, \**\w[\w.]*)*): (.*)")
 SECTION = re.compile(r"(\w+):$")
 # What Markdown would take for the beginning of a list, a heading or a quotation.
-MARKUP = re.compile(r"^(?=[-+#>=]|\d+[.)] )")
+MARKUP = re.compile(r"^(?:(?=[-+#>=])|(\d+)(?=[.)] ))")
 
 
 def main() -> int:
@@ -171,9 +184,11 @@ PAGES: dict[Path, Callable[[], str]] = {DOCS / "api.md": api, DOCS / "options.md
 def entry(thing: Any, name: str, heading: str) -> Iterator[str]:
     """A function, class, method or property: its heading, how it is called, what it says."""
     yield from ["", f"{heading} {name}", ""]
-    called = signature(thing, name)
-    if called:
-        yield from ["```", *called, "```", ""]
+    if isinstance(thing, property):
+        yield from ["A property.", ""]
+    lines = signature(thing, name)
+    if lines:
+        yield from ["```", *lines, "```", ""]
     yield from markdown(inspect.getdoc(thing) or "")
 
 
@@ -202,9 +217,10 @@ def field(cls: Any, name: str, heading: str) -> Iterator[str]:
     """An attribute: its heading, type and default, and what it says."""
     assigned, text = fields(cls)[name]
     default = assigned.value
+    kind = ast.unparse(assigned.annotation).replace("'", '"')
     if isinstance(default, ast.Call):  # cast(float, None)
         default = default.args[1]
-    kind = ast.unparse(assigned.annotation).replace("'", '"')
+        kind += " | None"
     yield from ["", heading, "", f"`{kind}`, by default `{ast.unparse(default)}`", ""]
     yield from markdown(text)
 
@@ -216,21 +232,24 @@ def is_documented(member: Any) -> bool:
 
 
 def signature(thing: Any, name: str) -> list[str]:
-    """How it is called, without types, which docstrings say; nothing for properties, and classes
-    that nobody makes.
-    """
-    if isinstance(thing, property):
+    """How it is called: arguments without types, which docstrings say, and what it returns."""
+    if isinstance(thing, property) or is_protocol(thing):
         return []
     thing = getattr(thing, "__func__", thing)
-    if inspect.isclass(thing):
+    is_class = inspect.isclass(thing)
+    if is_class:
+        if not inspect.isfunction(thing.__init__):
+            return [f"{name}()"]
         thing = thing.__init__
-        if not inspect.isfunction(thing) or thing.__qualname__.startswith("_"):
-            return []
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))
     except OSError:  # a dataclass's
-        return []
+        parameters = list(inspect.signature(thing).parameters.values())[1:]
+        return called(
+            f"{name}({', '.join(str(p.replace(annotation=p.empty)) for p in parameters)})"
+        )
     function = ast.parse(source).body[0]
+    returns = "" if is_class or function.returns is None else ast.unparse(function.returns)
     arguments = function.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
         argument.annotation = None
@@ -240,9 +259,18 @@ def signature(thing: Any, name: str) -> list[str]:
     first = [*arguments.posonlyargs, *arguments.args][:1]
     if first and first[0].arg in ("self", "cls"):
         (arguments.posonlyargs or arguments.args).pop(0)
-    return textwrap.wrap(
-        f"{name}({ast.unparse(arguments)})", WIDTH, subsequent_indent="    ", break_on_hyphens=False
-    )
+    text = f"{name}({ast.unparse(arguments)})"
+    return called(text if returns in ("", "None") else f"{text} -> {returns}")
+
+
+def called(text: str) -> list[str]:
+    """Lines of code. Names that are private, or those of constants, mean nothing to a reader."""
+    text = text.replace("_horovod_tensorflow.", "horovod.").replace("=BLOCK", f"={BLOCK}")
+    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def is_protocol(thing: Any) -> bool:
+    return inspect.isclass(thing) and getattr(thing, "_is_protocol", False)
 
 
 def markdown(docstring: str) -> list[str]:
@@ -289,7 +317,11 @@ def prose(line: str, indent: bool = False) -> str:
     text = "".join(
         part if part.startswith("`") else re.sub(r"([*<])", r"\\\1", part) for part in parts
     )
-    return ("  " if indent else "") + MARKUP.sub(r"\\", text, count=1) if text else text
+    return (
+        ("  " if indent else "") + MARKUP.sub(lambda m: f"{m[1] or ''}\\", text, count=1)
+        if text
+        else text
+    )
 
 
 def wrapped(text: str) -> list[str]:

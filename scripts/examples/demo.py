@@ -5,7 +5,8 @@ Starts train_image.py, train_keras.py and train_char_lm.py by `horovodrun -np 2`
 first by torchrun too, shows their progress, prints a table, and writes demo/results.json and
 demo/curves.png. Needs no download. Run it with the Python of the environment that holds Horovod.
 
-`make demo-torch` gives --torch-alone: the ResNet by torchrun, without Horovod, in two minutes.
+`make demo-torch` is --torch-alone: it trains the ResNet only, by torchrun, with the Python of an
+environment that needs no Horovod.
 """
 
 from __future__ import annotations
@@ -278,9 +279,7 @@ def plot(results: list[dict[str, Any]], tasks: Sequence[Task], path: Path, ranks
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Train with Horovod, dense and with ScaleCom, and compare."
-    )
+    parser = argparse.ArgumentParser(description="Train dense and with ScaleCom, and compare.")
     parser.add_argument(
         "--output",
         type=Path,

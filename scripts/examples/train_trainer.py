@@ -45,7 +45,8 @@ class ScaleComCallback(transformers.TrainerCallback):
         self.state = ScaleComState(model, **self.settings)
         model.register_comm_hook(self.state, scalecom_hook)
         if state.global_step:  # resumed
-            self.state.load_state_dict(torch.load(self.file(args, state)))
+            saved = torch.load(self.file(args, state), weights_only=True)
+            self.state.load_state_dict(saved)
 
     def on_save(
         self,

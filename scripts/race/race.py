@@ -67,7 +67,7 @@ class Race:
         self.folder, self.workers, self.steps, self.tiny = folder, workers, steps, tiny
         self.size = race_tasks.TINY if tiny else race_tasks.FULL
         own = [SCRIPTS / "race" / f"race_{name}.py" for name in ("tasks", "ways", "worker")]
-        own += [SCRIPTS / "bench" / f"bench_{name}.py" for name in ("cases", "worker")]
+        own += [SCRIPTS / "bench" / f"{n}.py" for n in ("bench_cases", "bench_worker", "hosts")]
         self.code = code_version.of(own)
         # By what code each result in use was made.
         self.codes: dict[Path, str | None] = {}
@@ -87,12 +87,11 @@ class Race:
             program += ["--seed", str(seed), "--lr", str(lr), "--output", str(file)]
             every = max(1, min(LOCAL_STEPS, steps // 10))
             program += ["--pieces", str(self.folder), "--every", str(every)]
-            program += ["--tiny"] * self.tiny
+            program += ["--tiny"] * self.tiny + ["--code", self.code]
             command = launch.command("torchrun", self.workers, program)
             environment = launch.environment(OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPTS.parent))
             if subprocess.run(command, env=environment).returncode:
                 sys.exit(f"{name} failed: a second call goes on from there")
-            file.write_text(json.dumps(json.loads(file.read_text()) | {"code": self.code}))
         run = json.loads(file.read_text())
         self.codes[file] = run.get("code")
         return run
@@ -116,7 +115,9 @@ class Race:
         wanted = ["no communication", "dense"]
         wanted += dict.fromkeys(name for way in ways for name in WAYS[way].timed)
         file = self.folder / f"steps-{self.workers}.json"
-        found = json.loads(file.read_text()) if file.exists() else {"results": []}
+        found = json.loads(file.read_text()) if file.exists() else []
+        if isinstance(found, list):  # as it was written before it said by what code
+            found = {"code": None, "results": found}
         if not {result["method"] for result in found["results"]}.issuperset(wanted):
             seconds = 0.5 if self.tiny else 2.0
             job = bench.Job("language-model", self.workers, SPEEDS, tuple(wanted), seconds)
@@ -254,7 +255,7 @@ def main() -> int:
         f"{args.workers} workers, {args.steps} steps, {args.seeds} seeds, {max(told):,} parameters"
     )
     print("\n".join(table(curves, ways)))
-    code_version.tell_stale(race.codes.values(), race.code, folder)
+    code_version.tell_stale(race.codes, race.code)
     print(f"\nwritten to {folder}: curves.csv, curves.png")
     return 0
 

@@ -79,6 +79,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "losses": losses,
         "seconds": time.time() - begun,
+        "code": args.code,
     }
 
 
@@ -103,6 +104,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--warmup", type=int, default=WARMUP, help="steps in which the learning rate rises"
     )
+    parser.add_argument("--code", help="what made this; see code_version.py")
     parser.add_argument("--options", type=json.loads, default={}, help="ScaleCom's, as JSON")
     return parser
 

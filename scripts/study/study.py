@@ -73,8 +73,8 @@ def study(args: argparse.Namespace) -> None:
     best = study_results.Study(cases, results).best("trials")
     cases += study_cases.rivals(best, args.seeds, args.quick)
     results = trained(cases, folder, args.processes)
-    codes = [result.get("code") for result in results.values()]
-    code_version.tell_stale(codes, study_run.fingerprint(), folder)
+    codes = {folder / f"{name}.json": result.get("code") for name, result in results.items()}
+    code_version.tell_stale(codes, study_run.fingerprint())
     found = study_results.Study(cases, results)
     study_pictures.draw(found, args.output)
     study_results.write_csv(found, args.output / "results.csv")
