@@ -1,8 +1,8 @@
 """What ranks must have in common, and what cannot be asked of ScaleCom at all.
 
-Ranks compare what they were started with, once, before a difference could hang or diverge.
+Ranks compare what they were started with once, before a difference could make them hang or diverge.
 Framework-free: the caller gathers every rank's plain description and passes the list in. All ranks
-see the same list, so all raise or none. Imports no other room.
+see the same list, so either all raise or none. Imports no other room.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ JOIN_REFUSED = (
     "compression=hvd.Compression.none"
 )
 
-# The collective by which ranks first meet in step(), whether they average gradients or local steps:
-# by two names those that were started differently would wait for each other for ever.
+# The collective by which ranks first meet in step(), whether they average gradients or take local
+# steps. With two names, ranks that were started differently would wait for each other forever.
 FIRST_MEETING = "agreement.first"
 
 
@@ -49,7 +49,7 @@ class Numbers:
         return self._next - 1
 
     def use(self, number: int) -> None:
-        """Every rank uses this one, so that only larger ones are claimed from here on."""
+        """Note that every rank uses this number: from now on, only larger ones are claimed."""
         self._next = max(self._next, number + 1)
 
 
@@ -58,9 +58,9 @@ NUMBERS = Numbers()
 
 
 class Names:
-    """The names of one exchange's collectives: they carry its number, so that two never collide.
+    """The names of one exchange's collectives. They carry its number, so no two exchanges collide.
 
-    Ranks claim a number each, agree on the largest, and use that.
+    Each rank claims a number. All ranks agree on the largest, and use it.
 
     Args:
         numbers: of this process's exchanges.
@@ -82,7 +82,7 @@ class Names:
         return self._numbers.claim()
 
     def use(self, number: int) -> None:
-        """All ranks agreed on this number."""
+        """Take this number, on which all ranks agreed."""
         self._numbers.use(number)
         self.number = number
 
@@ -90,26 +90,26 @@ class Names:
 def is_elastic() -> bool:
     """Whether ranks may come and go, by the environment's HOROVOD_ELASTIC.
 
-    horovodrun sets it to 1. As for Horovod's core, any whole number but 0 means yes, and what is no
-    number means no.
+    horovodrun sets it to 1. As in Horovod's core, any whole number but 0 means yes. Anything that
+    is not a number means no.
     """
     value = os.environ.get("HOROVOD_ELASTIC", "0")
     return value.isdecimal() and int(value) != 0
 
 
 def check_arguments(optimizer: object, has: str, framework: str, compression: object) -> None:
-    """Check what an optimizer is made of, on one rank as on many.
+    """Check the arguments of a DistributedOptimizer, on one rank as on many.
 
-    Horovod finds out at the first gradient that it sends, which a single process never does.
+    Horovod notices wrong ones when it sends the first gradient, which a single process never does.
 
     Args:
-        optimizer: to be wrapped.
+        optimizer: the one to wrap.
         has: an attribute of the framework's optimizers.
         framework: its name.
         compression: a method, or one of Horovod's compressors.
 
     Raises:
-        TypeError: they are something else.
+        TypeError: an argument is something else.
     """
     if not hasattr(optimizer, has):
         kind = type(optimizer)
@@ -122,7 +122,7 @@ def check_arguments(optimizer: object, has: str, framework: str, compression: ob
 
 
 def check_compression(compression: object) -> None:
-    """Raise TypeError for what is no method and no compressor, such as "scalecom"."""
+    """Raise TypeError for anything but a method or a compressor, for example for "scalecom"."""
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise TypeError(
             f"compression must be hvd.ScaleCom, hvd.ScaleCom(rate=...), or a compressor of "
@@ -156,17 +156,17 @@ def check_operation(op: object, predivide: float, horovod: ModuleType) -> None:
 
 
 def warn_of_half_sums(sums_halves: bool, on_gpus: bool, horovod: ModuleType) -> None:
-    """Log a warning where Gloo sums float16 values.
+    """Log a warning if Gloo sums float16 values.
 
-    Horovod 0.28.1 uses it without MPI, but for GPUs' values where it has NCCL.
+    Horovod 0.28.1 uses Gloo if it runs without MPI, except for values on GPUs if it has NCCL.
 
-    Gloo takes a sum for nothing new when its value is the first summand's bit pattern read as a
-    whole number, and drops it: 2**-24 + 1 is 2**-24 there. Of a million pairs of random magnitudes
-    two are hit, of normally distributed ones none. What is dropped is in no residue.
+    If a sum's value is the first summand's bit pattern read as a whole number, Gloo takes the sum
+    for nothing new, and drops it: 2**-24 + 1 is 2**-24 there. This hits two in a million pairs of
+    random magnitudes, and no pair of normally distributed ones. What is dropped is in no residue.
 
     Args:
         sums_halves: whether float16 values are summed at all.
-        on_gpus: whether all of them are GPUs'.
+        on_gpus: whether all of them are on GPUs.
         horovod: Horovod's module for the framework.
     """
     by_nccl = on_gpus and horovod.nccl_built()
@@ -179,7 +179,7 @@ def warn_of_half_sums(sums_halves: bool, on_gpus: bool, horovod: ModuleType) -> 
 
 
 def digest_of(offsets: Mapping[str, NDArray[Any]]) -> str | None:
-    """The same for the same arrays by the same names, for ranks to compare; None for none."""
+    """A digest of arrays and their names, for ranks to compare. None if there are no arrays."""
     if not offsets:
         return None
     digest = hashlib.sha256()
@@ -198,7 +198,7 @@ def describe(
 
     Args:
         config: the ScaleComConfig as a dict.
-        settings: what must be the same besides.
+        settings: what else must be the same.
         tensors: {name: shape, dtype, rate, ...}.
 
     Returns:
@@ -212,13 +212,13 @@ def describe(
 
 
 def agree(everyone: Sequence[Mapping[str, Any]], topics: Sequence[str], names: Names) -> int:
-    """All ranks told each other about one exchange: check that it is the same, and name it.
+    """Check that all ranks have described the same exchange, and name it.
 
     Args:
         everyone: every rank's description: the topics, its "name" (a number that it claimed) and
             its "step".
         topics: keys that must be equal on all ranks.
-        names: of this exchange; they take the number that is new to all ranks.
+        names: of this exchange. They take a number that is new to all ranks.
 
     Returns:
         The step at which all ranks go on.
@@ -232,10 +232,10 @@ def agree(everyone: Sequence[Mapping[str, Any]], topics: Sequence[str], names: N
 
 
 def latest_step(steps: Sequence[int]) -> int:
-    """The step at which all ranks go on: the latest. Logs a warning where they differ.
+    """The step at which all ranks go on: the latest. Logs a warning if ranks' steps differ.
 
     Args:
-        steps: where each rank has come.
+        steps: the step of each rank.
     """
     if len(set(steps)) > 1:
         log.warning(
@@ -271,7 +271,7 @@ def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) 
 
 
 def check_residues_of(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no two ranks have taken up the residues of one.
+    """Check that no two ranks have loaded the residues of the same rank.
 
     Args:
         everyone: every rank's description, in which "residues_of" is the rank whose residues it
@@ -305,7 +305,7 @@ _NUMBERED = (
 
 
 def _numbered_otherwise(first: object, other: object) -> bool:
-    """Whether these are tensors that have the same names but for the numbers of Keras' layers."""
+    """Whether these are tensors whose names differ only in the numbers of Keras' layers."""
     if not (isinstance(first, dict) and isinstance(other, dict)) or first.keys() == other.keys():
         return False
     plain = [sorted(re.sub(r"_\d+/", "/", name) for name in names) for names in (first, other)]

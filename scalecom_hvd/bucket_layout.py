@@ -1,7 +1,7 @@
 """How tensors share collectives: which go into one bucket, where they lie in it, what it costs.
 
-Framework-free: every exchange, of PyTorch and of TensorFlow, cuts, groups and counts alike.
-Imports lanes and integers only.
+Framework-free: all exchanges, of PyTorch and of TensorFlow, cut, group and count in the same way.
+Imports only lanes and integers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def group_names(
     """Horovod's `groups` as lists of names.
 
     Args:
-        groups: a number of groups, or lists of keys of `names`; None for none. What is in no list
-            is a group of its own, and what has no name is left out.
+        groups: a number of groups, or lists of keys of `names`. None: no groups. A key in no list
+            becomes a group of its own, and a key without a name is left out.
         names: {key: name} of all tensors, in the model's order.
     """
     if groups is None:
@@ -48,13 +48,13 @@ def split(
     bytes_of: Callable[[str], int],
     limit: int | None,
 ) -> list[list[str]]:
-    """Names per bucket, tensors of one kind in each: one device and one dtype on the wire.
+    """The names in each bucket. Its tensors are of one kind: one device, one dtype on the wire.
 
     Args:
         names: in the order in which gradients arrive.
         kind_of: equal for tensors that may share a bucket.
         bytes_of: the size of a tensor's gradient.
-        limit: about how many bytes a bucket has; None: one bucket of each kind.
+        limit: about how many bytes a bucket has; None: one bucket for each kind.
     """
     kinds: dict[Hashable, list[str]] = {}
     for name in names:
@@ -65,10 +65,10 @@ def split(
 
 
 def cut(sizes: Sequence[int], names: Sequence[str], limit: int) -> list[list[str]]:
-    """Names in order, cut where the next does not fit into `limit`, nor into half of what is left.
+    """Names in order. A part ends before it would exceed `limit`, or half of what is left.
 
-    No part is much smaller than an eighth of the limit. The last parts are smaller than the
-    others: what arrives last has nothing to hide behind.
+    No part is much smaller than an eighth of the limit. The last parts are smaller than the others,
+    because there is nothing left to hide their collectives behind.
     """
     buckets: list[list[str]] = []
     left, filled = sum(sizes), 0
@@ -84,10 +84,10 @@ def cut(sizes: Sequence[int], names: Sequence[str], limit: int) -> list[list[str
 
 
 def divide(sizes: Sequence[int], units: Sequence[Unit], count: int) -> list[list[Unit]]:
-    """Units in order, cut into so many fragments of about the same size, none of them empty.
+    """Units in order, cut into `count` fragments of about the same size. None is empty.
 
     Args:
-        sizes: of each unit.
+        sizes: the size of each unit.
         units: tensors, or groups of them.
         count: how many fragments.
 
@@ -103,7 +103,7 @@ def divide(sizes: Sequence[int], units: Sequence[Unit], count: int) -> list[list
     for left in range(count, 0, -1):
         share = sum(sizes[begin:]) / left
         end, filled = begin + 1, sizes[begin]
-        # To the nearest cut, and one unit at least stays for each fragment to come.
+        # Go to the nearest cut, and leave at least one unit for each fragment to come.
         while end <= len(units) - left and filled + sizes[end] / 2 <= share:
             filled += sizes[end]
             end += 1
@@ -117,14 +117,14 @@ class Layout:
 
     Args:
         geometries: {name: lanes} of the tensors.
-        has_scales: whether values are integers (integers.py), whose scales travel with the offsets.
+        has_scales: whether values are integers (integers.py). Their scales travel with the offsets.
 
     Attributes:
-        scales, offsets: {name: slice, in bytes}, of `offsets_bytes` in all; scales come first, and
-            are of `scales_bytes`.
+        scales, offsets: {name: slice, in bytes}, of `offsets_bytes` in all. Scales come first, and
+            take `scales_bytes`.
         narrow_bytes: how many bytes at the end hold offsets of lanes of at most 16 rows, which
             travel two to a byte.
-        message_bytes: how many bytes travel for them all.
+        message_bytes: how many bytes travel for all scales and offsets.
         values: {name: slice, in elements}, of `n_values` in all.
     """
 
@@ -154,7 +154,7 @@ class Layout:
 def pack_halves(rows: Array, packed: Array) -> None:
     """packed (ceil(n / 2),) <- offsets below 16 (n,), two to a byte: row l and row l + ceil(n / 2).
 
-    Both are uint8, arrays of NumPy's or tensors.
+    Both are uint8, NumPy arrays or tensors.
     """
     half = len(packed)
     packed[:] = rows[:half]
@@ -188,14 +188,14 @@ def step_stats(
     collectives: int,
     **handed_over: int,
 ) -> Stats:
-    """What `stats()` says of the last step, for every exchange alike.
+    """What `stats()` says about the last step, the same for every exchange.
 
     Args:
         n_workers: how many ranks there are.
         leader: the position of the rank that chose.
         elements: {name: elements} of all dense gradients.
-        chosen: {name: elements sent} of those of them that were compressed.
-        collectives: how many there were.
+        chosen: {name: elements sent} of the compressed ones.
+        collectives: how many collectives there were.
         handed_over: bytes handed to the collectives as offsets, values, dense and, by some
             methods, gathered.
     """

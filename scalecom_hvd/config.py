@@ -28,7 +28,7 @@ ENVIRONMENT_PREFIX = "SCALECOM_"
 # Variables with the prefix that are not fields: they choose how the library runs, not what it
 # computes.
 OTHER_VARIABLES = ("SCALECOM_KERNEL",)
-# What somebody may look for here.
+# Arguments of DistributedOptimizer that a user may look for here.
 OPTIMIZERS_ARGUMENTS = ("local_steps", "outer", "overlap", "fragments", "clip_changes")
 
 
@@ -291,14 +291,14 @@ class ScaleComConfig:
         return dataclasses.replace(self, **fields)
 
     def resolved(self, knows_model: bool = False, knows_bits: bool = True) -> ScaleComConfig:
-        """With numbers in place of None, for whoever trains by these settings.
+        """A copy with numbers instead of None, to train with.
 
         Args:
             knows_model: whether gradients can be computed a step ahead.
             knows_bits: whether values can be integers of few bits.
         """
         rate, bits, ahead, beta = self.rate, self.bits, self.step_ahead, self.beta
-        if None not in (rate, bits, ahead, beta):  # asked for by every bucket, in every step
+        if None not in (rate, bits, ahead, beta):  # every bucket asks in every step
             return self
         if bits is None:
             bits = 3 if knows_bits and self.wire_dtype is None else 32
@@ -317,7 +317,7 @@ class ScaleComConfig:
         """
         fields = dataclasses.asdict(self)
         fields["dense"] = list(self.dense)
-        # As pairs: the first match wins, so their order matters, and dicts are equal in any order.
+        # As pairs, because their order matters: the first match wins. Dicts are equal in any order.
         fields["rates"] = (
             None if self.rates is None else [list(pair) for pair in self.rates.items()]
         )
@@ -335,7 +335,7 @@ class ScaleComConfig:
 
     @property
     def extra(self) -> float:
-        """How many times a residue is sent besides its accumulator where all that waits is sent."""
+        """The multiple of a residue that is sent besides acc where everything waiting is sent."""
         beta = self.resolved().beta
         return 1 / beta - 1 if self.flush else 0.0
 
@@ -397,7 +397,7 @@ class ScaleComConfig:
         return cls.from_env(cls(**fields))
 
     def residue_dtype_for(self, grad_dtype: str) -> str:
-        """The dtype of the residue of gradients of the dtype named: never less than float32."""
+        """The dtype of residues for gradients of this dtype. It is never less than float32."""
         return self.residue_dtype or ("float64" if grad_dtype == "float64" else "float32")
 
     def rates_for(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
@@ -426,9 +426,9 @@ class ScaleComConfig:
 def float16_limit(n_workers: int) -> float:
     """The largest magnitude that is sent as float16. What is cut off stays in the residue.
 
-    The sum of n such values is finite. It is made in float16, in any order, and every addition but
-    the last may round up by 16, half of the widest gap between float16s. (For more than 2000
-    workers that need not be counted: in sums that large, values below 16 are lost.)
+    The sum of n such values is finite. It is computed in float16, in any order, and every addition
+    but the last may round up by 16, half of the widest gap between float16 values. (For more than
+    2000 workers this need not be counted: in sums that large, values below 16 are lost.)
 
     Args:
         n_workers: how many values are added.
@@ -440,12 +440,12 @@ def float16_limit(n_workers: int) -> float:
 
 
 def largest_gradient(residue_dtype: str) -> float:
-    """The largest magnitude of a gradient element, in the residue's units, that a residue takes up.
+    """The largest magnitude of a gradient element that a residue takes up, in the residue's units.
 
-    An element beyond it is as bad as one that is not finite. Finite gradients, too, can add up to
-    an infinite residue, and then no later step would count. Below these limits a residue cannot
-    overflow at all: adding 2**100 to a float32 from 2**125 on, or 2**960 to a float64 from 2**1014
-    on, is lost in rounding.
+    A larger element is as bad as one that is not finite. Finite gradients, too, can add up to an
+    infinite residue, and then no later step would count. Within these limits a residue cannot
+    overflow: adding 2**100 to a float32 of at least 2**125, or 2**960 to a float64 of at least
+    2**1014, is lost in rounding.
 
     Args:
         residue_dtype: "float32" or "float64".
@@ -475,7 +475,7 @@ def _are_pairs(value: object) -> bool:
 
 
 def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], str] = str) -> None:
-    """Raise ValueError for the first name that is no field. spell: how a name is written there."""
+    """Raise ValueError for the first name that is no field. spell: writes a name as it is there."""
     known = [field.name for field in dataclasses.fields(ScaleComConfig)]
     for name in names:
         if name not in known:
@@ -520,7 +520,7 @@ def _automatic(glob: str, shapes: Mapping[str, tuple[int, ...]], setting: str) -
         return name if cut < 0 or name[cut + 1 :].isdigit() else name[:cut]
 
     weights = [name for name, shape in shapes.items() if len(shape) >= 2]
-    # Were the only layer sent whole, nothing would be left to compress.
+    # If the only layer were sent whole, nothing would be left to compress.
     if len({layer(name) for name in weights}) < (2 if setting == "dense" else 1):
         return []
     wanted = layer(weights[0] if glob == "auto:first" else weights[-1])

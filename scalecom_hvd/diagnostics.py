@@ -1,13 +1,14 @@
-"""Diagnostics: how alike workers are, and how good the choice of what is sent is.
+"""Diagnostics: how alike workers are, and how good the choice of sent elements is.
 
 ScaleCom rests on two observations: workers' residues become alike, and so one worker's choice is
-nearly as good as the true top-k of what all of them have together (Chen et al., NeurIPS 2020, arXiv
-2104.11125, sections 2 and 3). Here these become numbers of a user's own training, for ScaleCom and
-for other methods, computed on a sample of the model, every so many steps.
+nearly as good as the true top-k of what all workers have together (Chen et al., NeurIPS 2020, arXiv
+2104.11125, sections 2 and 3). This module turns both into numbers of a user's own training, for
+ScaleCom and for other methods. The numbers are computed on a sample of the model, every so many
+steps.
 
-`Diagnostics` is the setting, `draw` chooses the sample, `look` turns what was seen at it into
-numbers, `Writer` writes them down. All of it is NumPy and knows no framework: the frameworks bring
-the arrays. Imports lanes only.
+`Diagnostics` holds the settings, `draw` chooses the sample, `look` turns what was seen at the
+sample into numbers, and `Writer` writes them down. Everything is NumPy and knows no framework: the
+frameworks bring the arrays. Imports only lanes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ NAMES = (
     "sample_size",
 )
 COLUMNS = ("step", *NAMES)
-# Pairs of workers whose sorted residues are compared.
+# How many pairs of workers have their sorted residues compared.
 QUANTILE_PAIRS = 8
 
 
@@ -105,7 +106,7 @@ class Diagnostics:
 
     @classmethod
     def of(cls, value: Diagnostics | int | None) -> Diagnostics | None:
-        """What a user wrote as `diagnostics=`.
+        """The Diagnostics that a user asked for by `diagnostics=`.
 
         Args:
             value: None (no diagnostics), a number of steps (`every`), or Diagnostics.
@@ -134,14 +135,14 @@ class Diagnostics:
 
 @dataclass(frozen=True)
 class Piece:
-    """What the sample holds of one tensor.
+    """The part of the sample that is of one tensor.
 
-    It holds whole lanes, one after the other, or single elements where the geometry has no lanes.
+    It holds whole lanes, one after the other, or single elements if the geometry has no lanes.
 
     Args:
         positions: in the flat tensor (S,).
         lengths: of the lanes; None: there are none.
-        k: how many elements of this piece one worker would send by its own choice.
+        k: how many elements of this piece a worker would send if it chose for itself.
     """
 
     positions: NDArray[np.int64]
@@ -161,7 +162,7 @@ class Piece:
         size = np.abs(accumulator)
         if self.lengths is None:
             return np.argpartition(size, size.size - self.k)[size.size - self.k :]
-        # Lanes as rows of one table, filled up with what is smaller than any magnitude.
+        # Put lanes into rows of one table, padded with a number that is smaller than any magnitude.
         starts = np.cumsum(self.lengths) - self.lengths
         column = np.arange(self.lengths.max())
         inside = column < self.lengths[:, None]
@@ -173,12 +174,12 @@ class Piece:
 def draw(geometries: Mapping[str, Lanes], sample: int) -> dict[str, Piece]:
     """The sample: whole lanes drawn at random from every tensor.
 
-    Every tensor gives in proportion to its size, but at least one lane. The sample depends only on
-    the arguments, so it is the same on all ranks and in every run.
+    Every tensor contributes in proportion to its size, but at least one lane. The sample depends
+    only on the arguments, so it is the same on all ranks and in every run.
 
     Args:
         geometries: {name: geometry} of all compressed tensors.
-        sample: about how many elements to draw; everything, if that is no more.
+        sample: about how many elements to draw. If there are no more than that, all are drawn.
 
     Returns:
         {name: piece}, in the order of names.
@@ -216,19 +217,19 @@ def _draw_from(geometry: Lanes, share: float, seed: int) -> Piece:
 
 
 def share_sent(residue: Array, accumulator: Array, new_residue: Array, beta: float) -> float:
-    """How much of a worker's accumulator it sent: ||sent_i||^2 / ||acc_i||^2.
+    """The share of its accumulator that a worker sent: ||sent_i||^2 / ||acc_i||^2.
 
-    Found from what became of its residue, new = (1 - beta) m + beta (acc - sent) (paper, equation
-    5), so that no method must tell.
+    It is found from the new residue, new = (1 - beta) m + beta (acc - sent) (paper, equation 5), so
+    methods need not report it.
 
     Args:
         residue: m (S,), before the step.
         accumulator: acc (S,).
         new_residue: new (S,).
-        beta: the filter's.
+        beta: that of the filter.
 
     Returns:
-        The share; not a number where the accumulator was zero.
+        The share; NaN if the accumulator was zero.
     """
     m, acc, new = (np.asarray(array, np.float64) for array in (residue, accumulator, new_residue))
     sent = acc - (new - (1 - beta) * m) / beta
@@ -245,23 +246,23 @@ def look(
 ) -> Look:
     """All numbers of one look.
 
-    How alike workers are (paper, section 2, its similarity of local memories; there 0 is reached as
-    training goes on):
+    How alike workers are (section 2 of the paper calls this similarity of local memories; there it
+    goes to 0 during training):
 
     residue_distance: the mean over pairs of workers of 1 - cos(m_i, m_j). 0: the same direction. 1:
         nothing in common.
-    accumulator_distance: the same of acc_i and acc_j.
-    quantile_correlation: the correlation of two workers' sorted residues, how straight their Q-Q
-        plot is. 1: one distribution is the other one scaled and moved. The mean over neighbours
-        (1, 2), (2, 3), ..., at most 8 pairs.
+    accumulator_distance: the same for acc_i and acc_j.
+    quantile_correlation: the correlation of two workers' sorted residues, which says how straight
+        their Q-Q plot is. 1: one distribution is the other one, scaled and moved. It is the mean
+        over neighbours (1, 2), (2, 3), ..., at most 8 pairs.
     quantile_slope_max: among these pairs, the largest |sd(m_i) / sd(m_j) - 1|: how far the Q-Q
         plot's slope is from 1.
 
-    How good the choice is; top-k here means in every tensor, with as many elements k as were sent
-    of it (where s is not zero):
+    How good the choice is. Here top-k is taken in every tensor, and k is how many elements of it
+    were sent (where s is not zero):
 
     distance_to_top_k: d/k, the share of what was sent that is not in the true top-k of |y|. 0: the
-        perfect choice. 2d is the Hamming distance of the two choices, by which the paper's Lemma 1
+        perfect choice. 2d is the Hamming distance of the two choices. By it the paper's Lemma 1
         bounds the contraction: d/k + (1 - d/k) gamma_0.
     contraction: ||y - s||^2 / ||y||^2, the coefficient gamma of that lemma. 0: everything was sent.
         1: nothing.
@@ -272,11 +273,12 @@ def look(
 
     energy_sent: the mean over workers of ||sent_i||^2 / ||acc_i||^2.
     residue_norm_mean, residue_norm_min, residue_norm_max: over workers, of ||m_i|| on the sample.
-    residue_norm_ratio: the mean of ||m_i|| by ||mean of g_i||: how many steps' gradients residues
-        hold.
+    residue_norm_ratio: the mean of ||m_i|| divided by ||mean of g_i||: how many steps of gradients
+        the residues hold.
     sent_density: the share of elements where s is not zero.
-    union_density: the share that is in some worker's own choice (its lanes' winners, or its top-k):
-        what local top-k would have to send, the build-up that the paper's section 1 describes.
+    union_density: the share of elements that are in some worker's own choice (its lanes' winners,
+        or its top-k). Local top-k would have to send these: it is the build-up that section 1 of
+        the paper describes.
     sample_size: S.
 
     Args:
@@ -284,11 +286,11 @@ def look(
         accumulators: acc_i (n, S).
         average: s (S,).
         shares_sent: every worker's `share_sent` (n,).
-        pieces: the sample's, in the order of the S elements.
+        pieces: those of the sample, in the order of the S elements.
 
     Returns:
-        {name: number}; None where it means nothing: pairs of workers where there is one, directions
-        of zeros.
+        {name: number}. A number is None if it means nothing, as for pairs of workers if there is
+        only one, or for directions of zeros.
     """
     residues = np.asarray(residues, np.float64)
     accumulators = np.asarray(accumulators, np.float64)
@@ -336,9 +338,9 @@ def _with_starts(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
 
 
 def _against_top_k(size: Array, sent: NDArray[np.bool_]) -> tuple[int, float]:
-    """How many of the k elements sent are not among the k largest; the sum of squares of those k.
+    """How many of the k sent elements are not among the k largest; and those k's sum of squares.
 
-    Of equals, as few as can be are missed.
+    Among equal elements, as few as possible count as missed.
     """
     k = int(np.count_nonzero(sent))
     if k == 0:
@@ -365,7 +367,7 @@ def _quantile_plots(residues: Array) -> tuple[float | None, float | None]:
     """quantile_correlation and quantile_slope_max."""
     some = np.sort(residues[: QUANTILE_PAIRS + 1], axis=1)
     some = some - some.mean(axis=1, keepdims=True)
-    deviations = np.linalg.norm(some, axis=1)  # by the same sqrt(S) in each
+    deviations = np.linalg.norm(some, axis=1)  # each is sqrt(S) times too large
     neighbours = [(i, i + 1) for i in range(len(some) - 1)]
     pairs = [(i, j) for i, j in neighbours if deviations[i] > 0 and deviations[j] > 0]
     if not pairs:
@@ -385,7 +387,7 @@ def _mean(values: Array) -> float | None:
 
 
 class Summary(Protocol):
-    """What is asked of TensorBoard's SummaryWriter."""
+    """What this module needs of TensorBoard's SummaryWriter."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None:
         """Write one number."""
@@ -399,11 +401,11 @@ class Summary(Protocol):
 class Board:
     """TensorBoard's files in one directory, opened when there is something to write.
 
-    What cannot be written is said once in the log, and training goes on.
+    If writing fails, one warning is logged, and training goes on.
 
     Args:
-        directory: theirs.
-        open_tensorboard: gives a SummaryWriter, from a directory and the first step written.
+        directory: the files' directory.
+        open_tensorboard: makes a SummaryWriter from a directory and the first step written.
     """
 
     def __init__(
@@ -422,7 +424,7 @@ class Board:
         """
         if self._directory is None:
             return
-        # Whatever goes wrong in writing: the step counts, and the other ranks are about to go on.
+        # Catch whatever goes wrong: the step counts, and the other ranks are about to go on.
         try:
             if self._summary is None:
                 self._summary = self._open(self._directory, step)
@@ -439,11 +441,11 @@ class Board:
 def check_tensorboard(who: str) -> None:
     """Raise ImportError unless TensorBoard is installed.
 
-    It is found, not imported: where TensorFlow is installed too that takes seconds, and only one
-    rank needs it.
+    This looks for TensorBoard without importing it. If TensorFlow is installed too, an import takes
+    seconds, and only one rank needs it.
 
     Args:
-        who: asks for it.
+        who: what asks for it.
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise ImportError(
@@ -453,13 +455,13 @@ def check_tensorboard(who: str) -> None:
 
 
 class Writer:
-    """Writes every look down for one rank.
+    """Writes down every look of one rank.
 
-    What cannot be written is said once in the log, and training goes on.
+    If writing fails, one warning is logged, and training goes on.
 
     Args:
-        diagnostics: where to.
-        open_tensorboard: gives a SummaryWriter, from a directory and the first step written.
+        diagnostics: says where to.
+        open_tensorboard: makes a SummaryWriter from a directory and the first step written.
     """
 
     def __init__(
@@ -478,7 +480,7 @@ class Writer:
         known = {name: value for name, value in numbers.items() if value is not None}
         listed = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
         log.info("diagnostics of %s", listed)
-        # Whatever goes wrong in writing: the step counts, and the other ranks are about to go on.
+        # Catch whatever goes wrong: the step counts, and the other ranks are about to go on.
         try:
             if self._csv is not None:
                 append_to_csv(self._csv, numbers)
@@ -490,7 +492,7 @@ class Writer:
 
 
 def append_to_csv(path: Path, numbers: Look) -> None:
-    """Append one row, below the names if the file is new.
+    """Append one row. If the file is new, write the names above it.
 
     Args:
         path: the file.

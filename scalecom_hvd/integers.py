@@ -1,13 +1,14 @@
 """Values that travel as integers of few bits: how many levels, and how ranks' integers are summed.
 
-At the leader's places every worker divides its values by a scale that all share, and sends the
-nearest integer q, -L <= q <= L. What rounding leaves stays in its residue. Ranks sum the integers
-themselves, so no rank's are gathered, and the average is scale / n times the sum.
+At the leader's places, every worker divides its values by a scale that all workers share, and sends
+the nearest integer q, -L <= q <= L. What rounding leaves stays in its residue. The integers
+themselves are summed over ranks, so no rank's integers are gathered, and the average is scale / n
+times the sum.
 
-Horovod 0.28.1 sums nothing narrower than 32 bits that is whole (int8 and uint8 are refused), so
-integers travel as fields of 32-bit words: each holds q + L, which is never negative, in as many
-bits as the sum over n ranks needs. No field then borrows from, or carries into, its neighbour, and
-one ordinary int32 sum adds up all of them. Value l lies in word l % W, field l // W, of W words.
+Horovod 0.28.1 sums no integers narrower than 32 bits (it refuses int8 and uint8), so integers
+travel as fields of 32-bit words. Each field holds q + L, which is never negative, in as many bits
+as the sum over n ranks needs. So no field borrows from its neighbour, or carries into it, and one
+ordinary int32 sum adds up all fields. Of W words, word l % W has value l in field l // W.
 
 Framework-free; the arithmetic is in reference.py. Imports nothing.
 """
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 # Values that share a scale. A tensor's first value begins a block.
 BLOCK = 512
-# Scales below are sent as zero, and what they are of waits: half of one would be no normal number.
+# Smaller scales are sent as zero, and their values wait: products with them come near numbers that
+# are not normal, which processors and GPUs may flush to zero.
 SMALLEST_SCALE = 2.0**-100
 
 
@@ -30,12 +32,12 @@ def levels_of(bits: int) -> int:
 
 
 def scale_divisor(levels: int) -> float:
-    """What the mean magnitude of a block is divided by to be its scale.
+    """The divisor that makes the mean magnitude of a block its scale.
 
     The largest integer then stands for 1, 2, 3.5 and 7.5 to 8 times the mean with 2, 3, 4 and more
-    bits. What is cut off comes late, and large steps between integers round much away. With 3 bits
-    a language model loses 0.15 nats if 3 stands for 1.5 times the mean, 0.04 at 2 and 0.02 at 3,
-    and an LSTM 0.03, 0.045 and 0.07 bits (docs/results.md).
+    bits. Values that are cut off come late, but large steps between integers round much away. With
+    3 bits, a language model loses 0.15 nats if 3 stands for 1.5 times the mean, 0.04 at 2 times and
+    0.02 at 3 times. An LSTM loses 0.03, 0.045 and 0.07 bits (docs/results.md).
     """
     return max((levels + 1) / 8, min(2.0, (levels + 3) / 4))
 
@@ -54,7 +56,7 @@ def fields_per_word(levels: int, ranks: int) -> int:
     """How many fields a word of 32 bits holds.
 
     Raises:
-        ValueError: none, as there are too many ranks.
+        ValueError: there are too many ranks for even one field.
     """
     fields = 32 // field_bits(levels, ranks)
     if fields == 0:

@@ -1,12 +1,12 @@
-"""The geometry of lanes: how a flat tensor is cut into chunks, of which one element each is sent.
+"""The geometry of lanes: how a flat tensor is cut into chunks, each of which sends one element.
 
-A chunk is a lane. Elements are interleaved, so that a search runs over neighbours in memory side by
-side, and a lane is spread over many rows of a weight matrix. Lanes are grouped by `LANES`. A full
-group owns `LANES * rate` consecutive elements, seen as an array of `rate` rows, and a lane is one
-of its columns. The last group holds what is left. With a rate that is no whole number, the whole
+A chunk is a lane. Lanes are interleaved, so that a search through lanes reads neighbours in memory
+side by side, and a lane is spread over many rows of a weight matrix. Lanes are grouped by `LANES`.
+A full group owns `LANES * rate` consecutive elements, seen as an array of `rate` rows. A lane is
+one of its columns. The last group holds what is left. If the rate is not a whole number, the whole
 tensor is one group of k lanes.
 
-Framework-free: everything above imports this; this imports NumPy only.
+Framework-free. Everything above imports this module, which imports only NumPy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Lanes:
 
     @property
     def rows(self) -> int:
-        """Rows of a full group: the longest lane's length, above every offset."""
+        """Rows of a full group: the longest lane's length. Every offset is smaller."""
         if self.rate == int(self.rate):
             return int(self.rate)
         return -(-self.numel // max(self.k, 1))
@@ -74,7 +74,7 @@ class Lanes:
 
     @property
     def offset_bits(self) -> int:
-        """In how many bits an offset travels: 4, 8, 16 or 32."""
+        """How many bits of an offset travel: 4, 8, 16 or 32."""
         return 4 if 0 < self.rows <= 16 and self.width else 8 * self.offset_dtype.itemsize
 
     def indices(self, offsets: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -145,11 +145,11 @@ class Positions(Lanes):
 
     @property
     def offset_dtype(self) -> np.dtype[np.integer]:
-        """What holds every position."""
+        """A dtype that holds every position."""
         return np.dtype(np.int32)
 
     def starts_and_strides(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Those by which `indices` gives the positions themselves."""
+        """The starts and strides with which `indices` gives the positions themselves."""
         return np.zeros(self.k, np.int64), np.ones(self.k, np.int64)
 
     def fit(self, offsets: NDArray[np.integer]) -> bool:

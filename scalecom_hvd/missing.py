@@ -1,4 +1,4 @@
-"""What to say where a framework is missing, or has not what was asked. Imports no framework."""
+"""What to say if a framework is missing, or lacks what was asked for. Imports no framework."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WHAT_IT_NEEDS = {
 
 
 def explained(error: ModuleNotFoundError, face: str) -> ModuleNotFoundError:
-    """Say what to install for a face, such as scalecom_hvd.ddp, whose import failed so.
+    """Say what to install for a face (such as scalecom_hvd.ddp) after its import failed.
 
     Returns:
-        The error to raise; what is no framework's absence is given back as it came.
+        The error to raise. If no framework is missing, it is the error given.
     """
     if error.name not in WHAT_IT_NEEDS:
         return error
@@ -48,15 +48,15 @@ TORCHS_ALONE = (
 
 
 def attribute(horovod: ModuleType, name: str, face: str) -> Any:
-    """What a face of TensorFlow has of Horovod's module.
+    """An attribute of Horovod's module, for a face of TensorFlow.
 
     Args:
         horovod: the module.
-        name: of what is asked for.
-        face: the module that was asked.
+        name: the attribute's name.
+        face: the module that was asked for it.
 
     Raises:
-        AttributeError: Horovod has none either.
+        AttributeError: Horovod does not have it either.
     """
     if name in TORCHS_ALONE:
         raise AttributeError(

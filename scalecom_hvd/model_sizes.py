@@ -1,6 +1,6 @@
-"""How many parameters a model has: of a few that many train, and of files with a state_dict.
+"""How many parameters a model has: some well-known models, and files with a state_dict.
 
-plan.py asks. Imports no framework.
+plan.py uses this. Imports no framework.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ KNOWN = {
     "resnet50": 25_557_032,
     "vit-b-16": 86_567_656,
 }
-# Under which of them a checkpoint has a model's state_dict, unless it is one itself.
+# The keys under which a checkpoint has a model's state_dict, unless it is one itself.
 KEYS = ("model", "state_dict", "model_state_dict")
 
 
 def parameters_of(model: str) -> int:
     """How many elements a model has.
 
-    Of a file all floating-point tensors count: a few that are no parameters, such as the running
-    means of batch norm, are among them.
+    In a file, all floating-point tensors count, including a few that are not parameters, such as
+    the running means of batch norm.
 
     Args:
         model: one of KNOWN, or a file: a state_dict that torch.save wrote, or a checkpoint that
             holds one as "model", "state_dict" or "model_state_dict", or *.safetensors.
 
     Raises:
-        ValueError: there is no such model or file, or the file holds no tensors, or is one of
-            several that hold them.
+        ValueError: there is no such model or file, the file holds no tensors, or it is one of
+            several files of a model.
     """
     if model in KNOWN:
         return KNOWN[model]
@@ -59,7 +59,8 @@ def parameters_of(model: str) -> int:
 
 
 def _of_safetensors(path: Path) -> int:
-    # The format: 8 bytes say how long the JSON is that follows (huggingface/safetensors, README).
+    # The format: 8 bytes give the length of the JSON that follows (huggingface/safetensors,
+    # README).
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(min(length, path.stat().st_size))
@@ -73,7 +74,7 @@ def _of_safetensors(path: Path) -> int:
 
 
 def _of_torch(path: Path) -> int:
-    with path.open("rb"):  # what cannot be opened is told apart from what cannot be read
+    with path.open("rb"):  # tells a file that cannot be opened from one that cannot be read
         pass
     command = [sys.executable, "-c", _COUNT, str(path), *KEYS]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -86,8 +87,9 @@ def _of_torch(path: Path) -> int:
     return int(done.stdout)
 
 
-# For a process of its own, as this one has no framework. Files of old versions of PyTorch are no
-# zip files, and are read whole. A tied embedding stands there twice, with one storage.
+# This runs in a process of its own, because this process has no framework. Files of old versions of
+# PyTorch are not zip files, and are read whole. A file lists a tied embedding twice, with one
+# storage.
 _COUNT = """
 import sys, zipfile
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
-"""What `stats()` says while training goes on: in TensorBoard, in the log, in a progress bar.
+"""Shows what `stats()` says during training: in TensorBoard, the log, or a progress bar.
 
-Framework-free: each face says which rank this is, and how TensorBoard is opened there. Imports
-diagnostics.
+Framework-free: each face says which rank this is, and how to open TensorBoard. Imports diagnostics.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from scalecom_hvd.diagnostics import Board, FilePath, Summary, check_tensorboard
 
 log = logging.getLogger("scalecom_hvd")
 
-# What is written of stats(), as far as there is such a number.
+# The numbers of stats() that are written, if there are such numbers.
 NAMES = (
     "bytes_traffic",
     "rate",
@@ -27,7 +26,7 @@ NAMES = (
 
 
 class ScalarWriter(Protocol):
-    """What is asked of a writer of one's own; PyTorch's SummaryWriter is one."""
+    """What a user's own writer must have. PyTorch's SummaryWriter is such a writer."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> Any:
         """Write one number."""
@@ -66,7 +65,7 @@ class Monitor:
         ...     monitor.step()
     """
 
-    # Each face's own.
+    # Each face has its own.
     _rank: Callable[[], int]
     _open_tensorboard: Callable[[str, int], Summary]
 

@@ -1,8 +1,8 @@
-"""`python -m scalecom_hvd plan`: what each method would cost a step of your training, what to set.
+"""`python -m scalecom_hvd plan`: what each method would cost per training step, and what to set.
 
 The numbers are predictions of scaling.py: the command runs nothing, and needs no framework. Every
-function here gives values or text, and __main__ writes. Imports config, model_sizes, scaling and
-training_warnings.
+function here returns values or text, and __main__ writes them. Imports config, model_sizes, scaling
+and training_warnings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from scalecom_hvd.training_warnings import SENDS_WANTED
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 LARGEST_MODEL = 1e14
 WORTH_IT = 1.1
-"""A method that makes steps less than so many times as fast is not worth its trouble."""
+"""A method must make steps at least this many times as fast to be worth its trouble."""
 MEGABYTE = 1e6
 # {the model's name: what the user sets}
 AVERAGING = {
@@ -47,7 +47,7 @@ AVERAGING = {
     "ScaleCom staggered": "ScaleCom",
     "ScaleCom look-ahead": "ScaleCom, lookahead=True",
 }
-# So many batches whose gradients are added up before they are averaged.
+# How many batches' gradients are added up before they are averaged.
 ACCUMULATED = (4, 16)
 LOCAL = {"local SGD": "local steps, dense", "ScaleCom local": "local steps, ScaleCom"}
 
@@ -58,10 +58,11 @@ class Row:
 
     Attributes:
         method: the model's name.
-        label: what the user knows it by.
-        megabytes: that a worker sends in a step, on average.
-        milliseconds: of a step, on average; of larger batches, for each of those that are added up.
-        speed_up: times as fast as a dense step.
+        label: its name for users.
+        megabytes: what a worker sends in a step, on average.
+        milliseconds: the time of a step, on average. For larger batches: the time of each batch
+            that is added up.
+        speed_up: how many times as fast as a dense step it is.
         memory: megabytes of residues, and copies of parameters, on each worker.
     """
 
@@ -89,7 +90,7 @@ def count(text: str) -> float:
 
 
 def model(text: str) -> float:
-    """A number of parameters: that of a model by its name, or of a file with a state_dict.
+    """The number of parameters of a known model, by its name, or of a file with a state_dict.
 
     Raises:
         ArgumentTypeError: there is no such model, or the file holds none.
@@ -113,7 +114,7 @@ def positive(text: str) -> float:
 
 
 def whole_number(least: int, why: str) -> Callable[[str], int]:
-    """What reads a whole number from `least` on; `why` ends the error that says so."""
+    """A function that reads a whole number, `least` or more. `why` ends its error message."""
 
     def read(text: str) -> int:
         number = _positive(text)
@@ -135,7 +136,7 @@ def _positive(text: str) -> float | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Tell a parser what `plan` asks for."""
+    """Add the arguments of `plan` to a parser."""
     add = parser.add_argument
     workers = whole_number(2, " (a single worker sends nothing)")
     sizes = parser.add_mutually_exclusive_group(required=True)
@@ -199,7 +200,7 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
         arguments: as `add_arguments` reads them.
 
     Raises:
-        ValueError: settings that cannot work, with what to write instead.
+        ValueError: settings cannot work. The error says what to write instead.
     """
     s = setting(arguments)
     c = constants(arguments.nccl)
@@ -217,11 +218,11 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def setting(arguments: argparse.Namespace) -> Setting:
-    """Where steps are predicted.
+    """The setting in which steps are predicted.
 
     Raises:
         ValueError: the rate is below 1, there is no such number of bits, or workers do not fill two
-            nodes or more.
+            or more nodes.
     """
     ScaleComConfig(rate=arguments.rate, bits=arguments.bits)
     workers, per_node = arguments.workers, arguments.gpus_per_node
@@ -244,7 +245,7 @@ def setting(arguments: argparse.Namespace) -> Setting:
 
 
 def constants(nccl: bool = False) -> Constants:
-    """Those of workers with processors of their own. nccl: which sum on GPUs."""
+    """The constants for workers with processors of their own. nccl: whether GPUs sum gradients."""
     c = with_derived(own_cores(FITTED))
     return on_devices(c) if nccl else c
 
@@ -253,7 +254,7 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
     """Every method, dense first.
 
     Args:
-        s: where.
+        s: the setting.
         c: the model's constants.
         local_steps: each H to show.
     """
@@ -275,7 +276,7 @@ def compare(s: Setting, c: Constants, local_steps: list[int]) -> list[Row]:
 
 
 def _larger_batches(dense: Row, compute: float) -> Iterator[Row]:
-    """What dense training may do instead. Forward and backward of all but the last are alone."""
+    """What dense training may do instead. Only the last batch's backward has communication."""
     for batches in ACCUMULATED:
         time = compute + (dense.milliseconds - compute) / batches
         label = f"dense, {batches} times the batch"
@@ -286,11 +287,11 @@ def _larger_batches(dense: Row, compute: float) -> Iterator[Row]:
 def memory(method: str, s: Setting) -> float:
     """Megabytes on each worker, beyond what dense training takes.
 
-    A residue has 4 bytes for each parameter, and gradients a step ahead keep the common parameters.
-    Local steps keep these too, and the changes.
+    A residue has 4 bytes for each parameter. Gradients a step ahead also keep the common
+    parameters. Local steps keep these parameters and the changes.
     """
     residues = 0.0 if method in ("dense", "fp16", "local SGD") else 4 * s.numel
-    if method == NODES:  # of which step-ahead gradients need those of the whole node
+    if method == NODES:  # gradients a step ahead need residues of the whole node
         return memory("ScaleCom staggered", s)
     ahead = method in ("ScaleCom staggered", "ScaleCom look-ahead")
     copies = (2 if method in LOCAL_METHODS else 1 if ahead else 0) * 4 * s.numel
@@ -300,7 +301,7 @@ def memory(method: str, s: Setting) -> float:
 def recommended(rows: list[Row]) -> Row:
     """What to set: the simplest of dense, fp16 and ScaleCom's forms that is near the fastest.
 
-    Near is within WORTH_IT. Simpler ones cost less accuracy.
+    "Near" means within a factor of WORTH_IT. Simpler ones cost less accuracy.
     """
     by_name = {row.method: row for row in rows}
     names = ("dense", "fp16", NODES, "ScaleCom staggered", "ScaleCom look-ahead")
@@ -310,7 +311,7 @@ def recommended(rows: list[Row]) -> Row:
 
 
 def heading(s: Setting, nccl: bool) -> Iterator[str]:
-    """What was asked."""
+    """The setting that the user asked for."""
     sums = "on GPUs (NCCL)" if nccl else "by processors (Gloo, MPI; --nccl: on GPUs)"
     rate, bits = sends("ScaleCom", s)
     other, _ = sends("LocalTopK", s)
@@ -323,7 +324,7 @@ def heading(s: Setting, nccl: bool) -> Iterator[str]:
 
 
 def table(rows: list[Row]) -> Iterator[str]:
-    """The rows, aligned."""
+    """The rows as an aligned table."""
     wide = max(len(row.label) for row in rows)
     yield (
         f"{'method':{wide}s} {'MB a step':>10s} {'ms a step':>10s} {'speed-up':>9s} "
@@ -340,7 +341,7 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
     """What to set, what that costs, and what else would help.
 
     Args:
-        s: where.
+        s: the setting.
         c: the model's constants.
         rows: as `compare` gave them.
         steps: of the whole run, if known.
@@ -371,7 +372,7 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
 
 
 def caveats(s: Setting, c: Constants) -> Iterator[str]:
-    """On what the numbers rest, as sentences. s, c: where, and the model's constants."""
+    """What the numbers rest on, as sentences. s, c: the setting, and the model's constants."""
     buckets = "a bucket" if s.buckets == 1 else f"{s.buckets} buckets"
     yield (
         "This is a model, not a measurement. Its constants are fitted to steps of 24.8 M "
@@ -392,7 +393,7 @@ def caveats(s: Setting, c: Constants) -> Iterator[str]:
 
 
 def as_numbers(s: Setting, rows: list[Row], choice: Row) -> dict[str, object]:
-    """All of it as plain numbers and names, for JSON."""
+    """The setting and all rows as plain numbers and names, for JSON."""
     return {
         "setting": dataclasses.asdict(s),
         "methods": [dataclasses.asdict(row) for row in rows],
@@ -401,7 +402,7 @@ def as_numbers(s: Setting, rows: list[Row], choice: Row) -> dict[str, object]:
 
 
 def _on_gpus(choice: Row, s: Setting, c: Constants) -> Iterator[str]:
-    """What NCCL would change, where it was not asked for: sums on processors are slow."""
+    """What NCCL would change, if it was not asked for: sums on processors are slow."""
     if not c.megabyte["dense"]:
         return
     there = recommended(compare(s, constants(nccl=True), [4]))
@@ -450,7 +451,7 @@ def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
 
 
 def _whole_run(choice: Row, rows: list[Row], steps: int) -> str:
-    """What all steps take, and send."""
+    """How long all steps take, and how much they send."""
     times = [_run_time(row, steps) for row in (choice, rows[0])]
     sent = [_digits(steps * row.megabytes / 1e3) for row in (choice, rows[0])]
     return (
@@ -489,7 +490,7 @@ def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
 
 
 def _what_else(choice: Row, s: Setting, c: Constants, rows: list[Row]) -> Iterator[str]:
-    """Other settings that would be faster, or better, and where this one ends to pay."""
+    """Other settings that would be faster, or better, and where this one stops paying."""
     by_name = {row.method: row for row in rows}
     top_k = by_name["LocalTopK"]
     if top_k.milliseconds <= WORTH_IT * choice.milliseconds:
@@ -516,7 +517,7 @@ def _fewer_averages(choice: Row, rows: list[Row]) -> Iterator[str]:
 
 
 def _duration(seconds: float) -> str:
-    """3.2 hours."""
+    """A time in words, such as 3.2 hours."""
     for length, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * length:
             return f"{_digits(seconds / length)} {name}"
@@ -524,7 +525,7 @@ def _duration(seconds: float) -> str:
 
 
 def _count(number: float) -> str:
-    """350 M."""
+    """A number in words, such as 350 M."""
     for factor, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= factor:
             return f"{number / factor:.4g}{name}"
@@ -536,7 +537,7 @@ def _speed(gbit: float) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three digits that count, or all before the point."""
+    """Three significant digits, or all digits before the point."""
     if number >= 100 or number == 0:
         return f"{number:,.0f}"
     return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
@@ -551,7 +552,7 @@ def _times(speed_up: float) -> str:
 
 
 def _wrapped(paragraphs: Iterable[str]) -> Iterator[str]:
-    """Lines of at most 100 columns. What is indented stays as it is."""
+    """Lines of at most 100 columns. Indented lines stay as they are."""
     for paragraph in paragraphs:
         if not paragraph or paragraph.startswith(" "):
             yield paragraph

@@ -1,4 +1,4 @@
-"""The oracle: ScaleCom in plain NumPy for n simulated workers. All else is held to it.
+"""The oracle: ScaleCom in plain NumPy for n simulated workers. Tests hold all else to it.
 
 The algorithm (Chen et al., NeurIPS 2020, arXiv 2104.11125), at step t with leader j = t mod n:
 
@@ -8,21 +8,22 @@ The algorithm (Chen et al., NeurIPS 2020, arXiv 2104.11125), at step t with lead
     g       = (1/n) * sum_i sent_i                         the all-reduce
     m_i    <- (1 - beta) * m_i + beta * (acc_i - sent_i)   low-pass filter (paper, eq. 5)
 
-Multiplied out, a step is two moves. Each is rounded as written here, so that a kernel that does the
-same operations makes the same selections for ever:
+Multiplied out, a step is two moves. Each is rounded as written here, so a kernel that does the same
+operations always makes the same selections:
 
     (1)  m <- m + beta * grad              the leader finds its top-k in the same pass
     (2)  v  = m[I] + (1 - beta) * grad[I]  equals acc at I
          m[I] <- m[I] - beta * v̂           v̂: what was really sent, v rounded to the wire dtype
 
-In these units a residue holds beta times what waits, and acc the whole gradient and beta of that.
-With `flush` (not of the paper) a worker sends all that waits at the chosen places where its
-new gradient does not point the other way: v is larger by (1 / beta - 1) * m there, m as it was
-before (1).
+In these units, a residue holds beta times what waits. acc holds the whole gradient, and beta times
+what waits. With `flush` (not in the paper), a worker sends everything that waits at the chosen
+places where its new gradient does not point the other way: there v is larger by (1 / beta - 1) * m,
+with m as it was before (1).
 
-`_cyclic` makes them in this order, and `_look_ahead` in the other. With `bits` below 32 (not of the
-paper either) v̂ is an integer times a scale that the leader gives to each block of its values, and
-(2) comes first in both forms. Slow and short on purpose. Imports NumPy, config, lanes and integers.
+`_cyclic` makes the moves in this order, and `_look_ahead` in the other. With `bits` below 32 (not
+in the paper either), v̂ is an integer times a scale, and (2) comes first in both forms. The leader
+gives one scale to each block of its values. The code is slow and short on purpose. Imports NumPy,
+config, lanes and integers.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class ScaleComReference:
         self.step_number += 1
         ends = self.step_number == self.config.warmup_steps and self.config.warmup_rate > 1
         if ends and any(rate > self.config.warmup_rate for rate in self.rates.values()):
-            self._chosen_ahead = {}  # with the warm-up's lanes
+            self._chosen_ahead = {}  # it has the warm-up's lanes
         return averages
 
     def _average(self, grads: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
@@ -135,7 +136,7 @@ class ScaleComReference:
             return grad.astype(self.config.residue_dtype_for(str(grad.dtype)))
 
     def _average_tensor(self, name: str, grads: Sequence[Array]) -> Array:
-        """One tensor's gradients of all workers in, their average out; residues change."""
+        """Average one tensor's gradients over all workers, and update residues."""
         if self.rates[name] == 1:
             return _mean_whole(grads)
         grad = [self._in_residue_dtype(each).reshape(-1) for each in grads]
@@ -178,15 +179,16 @@ class ScaleComReference:
     ) -> tuple[Indices, list[Array]]:
         """I, chosen at the end of the last step, and what every worker sends."""
         I, sent = self._send_first(m, grad, *self._chosen_ahead[name])
-        # The next step's leader chooses from its residue as it is now. Its gradient stands for the
-        # next one, which is not known: without it the choice follows mass that has turned stale.
+        # The next step's leader chooses from its residue as it is now, plus its gradient. This
+        # gradient stands for the next one, which is not known. Without it, the choice would follow
+        # stale mass.
         self._chosen_ahead[name] = self._choose(name, self.step_number + 1, m, grad)
         return I, sent
 
     def _send_first(
         self, m: list[Array], grad: list[Array], I: Indices, scale: Array | None
     ) -> tuple[Indices, list[Array]]:
-        """I, and what every worker sends: (2) comes before (1), when m + grad is acc."""
+        """I, and what every worker sends. (2) comes before (1), while m + grad is acc."""
         beta = m[0].dtype.type(self.config.beta)
         sent = []
         for i in range(self.n_workers):
@@ -197,7 +199,7 @@ class ScaleComReference:
         return I, sent
 
     def _value(self, m: Array, grad: Array) -> Array:
-        """v before it is rounded, at the places of which m and grad are, before (1)."""
+        """v before rounding, at the places that m and grad are from, before (1)."""
         return m + grad + self._more(m, grad)
 
     def _choose(
@@ -210,16 +212,16 @@ class ScaleComReference:
         return I, scales(self._value(m[j][I], grad[j][I]), levels) if levels else None
 
     def _more(self, waited: Array, grad: Array) -> Array:
-        """What is sent besides acc, of what waited at these places before this gradient came."""
+        """The part sent besides acc of what `waited` at these places before this gradient came."""
         extra = waited.dtype.type(self.config.extra)
         with np.errstate(over="ignore"):
             agrees = waited * grad >= 0
         return np.where(agrees, extra * waited, waited.dtype.type(0))
 
     def _choose_first(self, name: str, m: list[Array], grad: list[Array]) -> None:
-        """In a step that is sent whole, a look-ahead leader chooses by the gradient just seen.
+        """In a step that is sent whole, let a look-ahead leader choose by this step's gradient.
 
-        It is the best guess there is. Residues stay as they are.
+        That gradient is the best guess there is. Residues stay as they are.
         """
         guess = [np.where(is_good(each), each, each.dtype.type(0)) for each in grad]
         self._chosen_ahead[name] = self._choose(name, self.step_number + 1, m, guess)
@@ -231,7 +233,7 @@ class ScaleComReference:
         return select(acc, Lanes(acc.size, rate), config.selection)
 
     def _to_wire(self, v: Array, scale: Array | None = None) -> Array:
-        """v̂: what travels for the values `v`: integers times scales, or in the wire dtype."""
+        """v̂, what travels for values `v`: integers times scales, or values in the wire dtype."""
         if scale is not None:
             return integers(v, scale, self.config.levels) * scale
         if self.config.wire_dtype == "float16":
@@ -270,10 +272,10 @@ def largest(flat: Array, k: int) -> Indices:
 
 
 def scales(v: Array, levels: int) -> Array:
-    """Each value's scale (k,): a part of the mean magnitude in its block, the same in the block.
+    """Each value's scale (k,), equal within a block: a part of the mean magnitude in the block.
 
-    It is a float32 that has 8 significant bits, so that no product with an integer that occurs is
-    rounded. Zero stands for what is too small to be divided by.
+    A scale is a float32 with 8 significant bits, so its product with any integer that occurs is not
+    rounded. Zero stands for a scale that is too small to divide by.
 
     Args:
         v: the leader's values (k,).
@@ -311,7 +313,7 @@ def mean(arrays: Sequence[Array]) -> Array:
 
 
 def products(sent: Sequence[Array]) -> NDArray[np.float64]:
-    """(n, 3): with v what a worker sent, and o the sum of the others', v · o, v · v and o · o."""
+    """(n, 3): v · o, v · v and o · o. v is what a worker sent, and o the sum of the others' v."""
     own = np.array(sent, np.float64)
     others = own.sum(0) - own
     with np.errstate(over="ignore", invalid="ignore"):
@@ -320,7 +322,7 @@ def products(sent: Sequence[Array]) -> NDArray[np.float64]:
 
 
 def align(alignments: Sequence[float], products: NDArray[np.float64]) -> list[float]:
-    """Alignments after a step of these products (n, 3). Who sent nothing keeps what it has."""
+    """Alignments after a step with these products (n, 3). Workers that sent nothing keep theirs."""
     after = []
     for alignment, (both, own, others) in zip(alignments, products, strict=True):
         length = np.sqrt(own) * np.sqrt(others)
@@ -331,6 +333,6 @@ def align(alignments: Sequence[float], products: NDArray[np.float64]) -> list[fl
 
 
 def _mean_whole(grads: Sequence[Array]) -> Array:
-    """The average of what is sent whole, in the gradients' dtype; summed in at least float32."""
+    """The average of what is sent whole, in the gradients' dtype. Sums are at least float32."""
     wide = np.promote_types(grads[0].dtype, np.float32)
     return mean([grad.astype(wide) for grad in grads]).astype(grads[0].dtype)

@@ -22,12 +22,12 @@ STATE_VERSION = 2
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
 _WARMUP = ("warmup_steps", "warmup_rate")
 _FREE_SETTINGS = (*_WARMUP, "total_steps", "planned_steps", "flush", "step_ahead")
-# What ScaleCom may change besides. Other methods and quantisers may not: they draw, or choose,
-# bucket by bucket. (Where leaders are staggered, they take other turns.)
+# Settings that may also differ for ScaleCom. They may not for other methods and quantisers, which
+# draw, or choose, bucket by bucket. (If leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)
-# Settings that states of earlier releases do not name, and what was true of them.
+# Settings that states of earlier releases do not name, and the values that they had.
 _BEFORE = {"bits": 32}
-# What a state of version 1 held besides its method's settings, which stood among these.
+# What a state of version 1 held besides its method's settings, which were next to these keys.
 _KEYS_OF_VERSION_1 = (
     "version",
     "step",
@@ -50,11 +50,11 @@ def check_state(
 
     Args:
         state: what state_dict() gave.
-        config: the config of who loads it.
-        settings: the settings of its method besides, the method's name among them.
+        config: the config of the run that loads it.
+        settings: the other settings of its method, including the method's name.
 
     Returns:
-        The state as this version has it.
+        The state in the form of this version.
 
     Raises:
         ValueError: it is not; the error names what is wrong.
@@ -95,11 +95,11 @@ def check_state(
 
 
 def without_choice(state: dict[str, Any], config: ScaleComConfig) -> dict[str, Any]:
-    """The state, without what look-ahead chose if this run's warm-up is another: lanes may be.
+    """The state. If this run's warm-up differs, lanes may too: look-ahead's choice is left out.
 
     Args:
         state: what `check_state` gave.
-        config: of who loads it.
+        config: that of the run that loads it.
     """
     mine, saved = config.to_dict(), state["config"]
     if all(mine[name] == saved.get(name, mine[name]) for name in _WARMUP):
@@ -112,7 +112,7 @@ def without_choice(state: dict[str, Any], config: ScaleComConfig) -> dict[str, A
 
 
 def _of_version_1(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of version 1 as version 2 has it."""
+    """A state of version 1 in the form of version 2."""
     settings = {key: value for key, value in state.items() if key not in _KEYS_OF_VERSION_1}
     if "quantiser" in settings:  # blocks of values were called chunks
         settings["quantiser"] = settings["quantiser"].replace("chunk=", "block=")
@@ -125,7 +125,7 @@ def check_shard(state: Mapping[str, Any], shard: tuple[int, int]) -> None:
 
     Args:
         state: what state_dict() gave.
-        shard: which part that is, and of how many; (0, 1) for whole tensors.
+        shard: the number of this part, and how many parts there are; (0, 1) for whole tensors.
 
     Raises:
         ValueError: they are of another part.
@@ -141,7 +141,7 @@ def check_shard(state: Mapping[str, Any], shard: tuple[int, int]) -> None:
 
 
 def check_local_steps(state: Mapping[str, Any], *, local: bool) -> None:
-    """Check that a state is of local steps, or not: changes of parameters are no gradients.
+    """Check that a state fits `local`: changes of parameters are not gradients.
 
     Args:
         state: what state_dict() gave.
@@ -162,7 +162,7 @@ def check_local_steps(state: Mapping[str, Any], *, local: bool) -> None:
 
 
 def check_rounds(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that what is saved of local steps is of these parameters.
+    """Check that a saved state of local steps belongs to these parameters.
 
     Args:
         state: what LocalSteps saved; tensors have a `shape`.
@@ -171,14 +171,14 @@ def check_rounds(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     Raises:
         ValueError: it is not.
     """
-    if ("common" in state) != ("local" in state) or "start" in state:  # each rank had an H once
+    if ("common" in state) != ("local" in state) or "start" in state:  # once, each rank had an H
         raise ValueError(
             "the state's local steps are of another kind of schedule: give the same "
             "local_steps, or go on without it"
         )
     for part in ("common", "local", "sent_from", "averages"):
         saved = {name: tuple(tensor.shape) for name, tensor in (state.get(part) or {}).items()}
-        # Of one fragment, where there are several.
+        # If there are several fragments, these are of one.
         some = saved.keys() if part in ("sent_from", "averages") or not saved else shapes
         if saved != {name: shapes.get(name) for name in some}:
             raise ValueError(f"the state's local steps ({part}) belong to another model")
@@ -207,7 +207,7 @@ def norms_of(state: Mapping[str, Any]) -> list[list[float]]:
     """The norms of the last three looks in a saved state, as training_warnings.Health keeps them.
 
     Args:
-        state: what state_dict() gave; one that was saved before norms were has none.
+        state: what state_dict() gave. A state that was saved before norms were kept has none.
 
     Returns:
         Norms of what waited, and of gradients (2, 3); zeros where there were none.
@@ -225,7 +225,7 @@ def norms_of(state: Mapping[str, Any]) -> list[list[float]]:
 
 
 def alignment_of(state: Mapping[str, Any]) -> float:
-    """The cosine of alignment.py in a saved state; 1, that of the start, if it has none.
+    """The cosine of alignment.py in a saved state. If it has none: 1, as at the start.
 
     Raises:
         ValueError: it is damaged.
@@ -269,15 +269,15 @@ def check_residues(
 def check_offsets(offsets: Mapping[str, NDArray[Any]], lanes: Mapping[str, Lanes]) -> None:
     """Check that look-ahead's offsets are of these tensors, and that all lie in their lanes.
 
-    Not every kernel looks at them again. Following wrong ones would send other elements than were
-    chosen, some of them twice.
+    Not every kernel checks them again. With wrong offsets, other elements than the chosen ones
+    would be sent, some of them twice.
 
     Args:
         offsets: {name: offsets (k,) of the lanes' dtype, or their bytes as uint8}.
         lanes: {name: geometry} of all compressed tensors.
 
     Raises:
-        ValueError: they are not, or do not; the error names the tensor.
+        ValueError: they are not, or some lie outside; the error names the tensor.
     """
     for name, given in offsets.items():
         own = lanes.get(name)

@@ -1,12 +1,13 @@
 """A model of how long a training step takes, with each method on 2 to 4096 workers.
 
-`python -m scalecom_hvd plan` asks it what a method would bring. scripts/bench/scaling_model.py fits
-its constants to what `make bench` measured. Framework-free; imports config and integers.
+`python -m scalecom_hvd plan` uses it to say what a method would bring.
+scripts/bench/scaling_model.py fits its constants to what `make bench` measured. Framework-free;
+imports config and integers.
 
-The model (all of it is `predict`). Gradients become ready evenly over backward, two thirds of the
-compute; a bucket's collectives follow each other and the last bucket's cannot hide. A collective
-costs a negotiation and its hops, 2(n-1) of them for a ring's all-reduce, log2 n for a broadcast,
-and its bytes at the network's speed:
+This is the model (all of it is in `predict`). Gradients become ready evenly over backward, which is
+two thirds of the compute. A bucket's collectives follow each other, and those of the last bucket
+cannot hide. A collective costs a negotiation, its hops (2(n-1) for a ring's all-reduce, log2 n for
+a broadcast), and its bytes at the network's speed:
 
     dense       2(n-1)/n * 4N bytes a worker        fp16  half of that
     local top-k (n-1) * 8k bytes: the union of n choices, values and indices
@@ -21,10 +22,10 @@ k is N / 16 for ScaleCom, and N / 100 for others, unless a rate is given. With 3
 there are no scales. Offsets take half a byte each up to rate 16, one byte up to 256, and two above.
 
 Five kinds of constants are fitted to the measured steps: the share of the nominal speed that is
-reached, one negotiation, one hop, and per method the processor's time a step and a megabyte (one
-for all that is ScaleCom). All but the first grow where workers share processors, as those of `make
-bench` do. A step's time is that of the measured model's size; with other sizes all but `FIXED` of
-it grows in proportion.
+reached, one negotiation, one hop, and, for each method, the processor's time per step and per
+megabyte (one for all that is ScaleCom). If workers share processors, as those of `make bench` do,
+all constants but the first grow. The time per step is for a model of the measured size. For other
+sizes, all of it but `FIXED` grows in proportion.
 """
 
 from __future__ import annotations
@@ -38,27 +39,29 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.integers import BLOCK, levels_of, words_of
 
 METHODS = ["dense", "fp16", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"]
-"""Averaging gradients, as scripts/bench/bench.py measures it. A cyclic leader costs what staggered
-ones do, as far as the model goes."""
+"""Methods that average gradients, as scripts/bench/bench.py measures them. As far as this model
+goes, a cyclic leader costs what staggered ones do.
+"""
 
 LOCAL_METHODS = ["local SGD", "ScaleCom local"]
-"""Averaging the changes of H steps: whole, and compressed."""
+"""Methods that average the changes of H steps: whole, and compressed."""
 
 WHOLE_METHODS = ["dense", "fp16", "local SGD"]
-"""Those that send every element."""
+"""Methods that send every element."""
 
 DERIVED = ["random-k", "LocalTopK"]
-"""Not measured across hosts; see `with_derived`."""
+"""Methods that were not measured across hosts; see `with_derived`."""
 
 NODES = "ScaleCom nodes"
-"""Whole inside nodes, compressed between them: as "ScaleCom staggered" with nodes as workers,
-each of whose ranks does its share of the work. Traffic inside a node is taken to cost nothing.
+"""Gradients are whole inside nodes and compressed between them. This is "ScaleCom staggered" with
+nodes as workers, and each rank of a node does its share of the work. Traffic inside a node is taken
+to cost nothing.
 """
 
 BACKWARD = 2 / 3
 """Backward's share of the compute."""
 BUCKET_BYTES = 25 * 2**20
-"""Of gradients, as ScaleComConfig.bucket_bytes has it by default."""
+"""Gradient bytes per bucket, the default of ScaleComConfig.bucket_bytes."""
 MEASURED_NUMEL = 24_800_000
 """Parameters of the model that `make bench` measures."""
 FIXED = 4.4
@@ -70,13 +73,13 @@ FIXED = 4.4
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted. Times in ms.
+    """The fitted constants. Times are in ms.
 
     Attributes:
-        reached: of the network's nominal speed, a share.
-        negotiation, hop: of one collective.
-        step, megabyte: {method: the processor's time} a step, and a megabyte.
-        cores: that all workers share. Infinite: every worker has its own.
+        reached: the share of the network's nominal speed that is reached.
+        negotiation, hop: the time of one negotiation, and of one hop.
+        step, megabyte: {method: the processor's time} per step, and per megabyte.
+        cores: how many cores all workers share. Infinite: every worker has its own.
     """
 
     reached: float
@@ -89,15 +92,15 @@ class Constants:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a step is predicted.
+    """The setting in which a step is predicted.
 
     Attributes:
         workers: n, at least 2; each node has a link of its own.
         gbit: the link's nominal speed in Gbit/s.
-        compute: of one worker's forward and backward, ms.
+        compute: the time of one worker's forward and backward, in ms.
         numel: N, the model's parameters, of 4 bytes.
         rate, bits: N/k of compressing methods, and ScaleCom's bits; None: its defaults.
-        local_steps: H, for the methods that have it.
+        local_steps: H, for the methods with local steps.
         per_node: workers in a node. A ring of all of them enters and leaves each node once.
     """
 
@@ -112,7 +115,7 @@ class Setting:
 
     @property
     def of_nodes(self) -> Setting:
-        """The same, where each node is one worker."""
+        """The same setting, with each node as one worker."""
         return dataclasses.replace(self, workers=self.workers // self.per_node, per_node=1)
 
     @property
@@ -121,11 +124,11 @@ class Setting:
         return max(1, math.ceil(4 * self.numel / BUCKET_BYTES))
 
 
-# Fitted to docs/bench.csv and docs/bench_local_steps.csv, which are the tables that `make bench`
-# wrote, on 2 cores for all workers, by
+# Fitted to docs/bench.csv and docs/bench_local_steps.csv, the tables that `make bench` wrote with 2
+# cores for all workers, by
 #     python scripts/bench/scaling_model.py --cores 2 --results docs/bench.csv \
 #         docs/bench_local_steps.csv
-# tests/single/test_scaling_model.py holds them to that.
+# tests/single/test_scaling_model.py checks that they are.
 FITTED = Constants(
     reached=0.90,
     negotiation=7.163,
@@ -161,7 +164,7 @@ def sends(method: str, s: Setting) -> tuple[float, int]:
 
 
 def traffic(method: str, s: Setting) -> tuple[float, float]:
-    """Bytes that a worker sends each time that workers average.
+    """Bytes that a worker sends each time workers average.
 
     Returns:
         What is averaged or gathered, and what is broadcast.
@@ -207,7 +210,7 @@ def predict(method: str, s: Setting, c: Constants) -> float:
 
     Args:
         method: of METHODS, LOCAL_METHODS or DERIVED; the constants must have it.
-        s: where.
+        s: the setting.
         c: the constants.
     """
     if method == NODES:
@@ -224,8 +227,8 @@ def predict(method: str, s: Setting, c: Constants) -> float:
         # A round's exchange begins when its last backward is over.
         return s.compute + (processor + exchange + broadcast) / s.local_steps
     if method == "ScaleCom look-ahead":
-        # The next step's offsets travel until its buckets are ready, so they take part only where
-        # the network is busy all the time.
+        # The next step's offsets may travel until its buckets are ready. So they matter only if the
+        # network is busy all the time.
         tail, total = exchange / s.buckets, exchange + broadcast
         hidden = s.compute * (1 - (1 - BACKWARD) / s.buckets)
     else:
@@ -239,34 +242,34 @@ def _without_processor(c: Constants) -> Constants:
 
 
 def _per_byte(method: str, s: Setting, c: Constants) -> float:
-    """ms: on the network, and of the processors that read, add and write it."""
+    """ms per byte: on the network, and of the processors that read, add and write it."""
     shared = max(1.0, s.workers / c.cores)
     return 8e-6 / (s.gbit * c.reached) + 1e-6 * c.megabyte[method] * shared
 
 
 def _processor(method: str, s: Setting, c: Constants) -> float:
-    """ms a step (with local steps: a round) besides what bytes cost, of a processor of its own."""
+    """ms per step (with local steps: per round), besides bytes, on a processor of its own."""
     measured = c.step[method]
     fixed = 0.0 if method in WHOLE_METHODS else min(FIXED, measured)
     return fixed + (measured - fixed) * s.numel / MEASURED_NUMEL
 
 
 def own_cores(c: Constants) -> Constants:
-    """The same, where every worker has processors of its own."""
+    """The same constants, but every worker has processors of its own."""
     return dataclasses.replace(c, cores=math.inf)
 
 
 def on_devices(c: Constants) -> Constants:
-    """The same, where sums cost no processor time, as with NCCL.
+    """The same constants, but sums cost no processor time, as with NCCL.
 
-    Where all is sent whole, sums are all that a step costs.
+    If everything is sent whole, sums are all that a step costs.
     """
     whole = {method: c.step["dense"] for method in WHOLE_METHODS if method in c.step}
     return dataclasses.replace(c, step=c.step | whole, megabyte=dict.fromkeys(c.megabyte, 0.0))
 
 
 def with_derived(c: Constants) -> Constants:
-    """The same, with DERIVED methods, whose constants are those of what they do alike.
+    """The same constants, and those of DERIVED methods, from methods that work alike.
 
     random-k takes and scatters values as ScaleCom does. LocalTopK chooses by ScaleCom's kernel, on
     every worker, and its gathered bytes cost what those of local top-k cost.
@@ -281,10 +284,10 @@ def with_derived(c: Constants) -> Constants:
 
 
 def where_the_gain_ends(method: str, s: Setting, c: Constants, least: float = 1.1) -> float:
-    """The Gbit/s above which `method` makes a dense step less than `least` times as fast.
+    """The Gbit/s above which `method` is less than `least` times as fast as dense training.
 
     Returns:
-        To one part in sixty; infinity where it gains at 4000 Gbit/s.
+        The speed, to one part in sixty. Infinity if the method gains even at 4000 Gbit/s.
     """
     gbit = 0.01
     while gbit <= 4000:

@@ -1,6 +1,6 @@
-"""Whose turn it is: which rank leads a bucket's step, and when workers with local steps meet.
+"""Which rank leads a bucket's step, and when workers with local steps synchronise.
 
-Framework-free. All this depends on the step's number only, so every rank knows it without asking.
+Framework-free. Both depend only on the step's number, so every rank knows them without asking.
 Imports nothing.
 """
 
@@ -19,10 +19,10 @@ def leader(step: int, bucket: int, size: int, staggered: bool) -> int:
     """The position of the rank that chooses for a bucket at a step.
 
     Args:
-        step: the step; a tensor where a graph computes it.
+        step: the step; a tensor if a graph computes it.
         bucket: the bucket's number.
-        size: how many ranks there are; a tensor where their number may change.
-        staggered: whether every bucket has another leader (config.leader).
+        size: how many ranks there are; a tensor if their number may change.
+        staggered: whether every bucket has a different leader (config.leader).
     """
     return (step + (bucket if staggered else 0)) % size
 
@@ -30,12 +30,12 @@ def leader(step: int, bucket: int, size: int, staggered: bool) -> int:
 class Schedule:
     """When workers that take local steps synchronise.
 
-    All do so after steps H, 2H, ... If H changes, the next synchronisation is H steps after the
-    last, H being what was in force then.
+    All synchronise after steps H, 2H, ... If H changes, the next synchronisation is H steps after
+    the last one, with the H that was in force then.
 
-    A model in P fragments synchronises one after the other: fragment p, of 0 to P - 1, after the
-    share (p + 1) / P of each round's steps (Streaming DiLoCo, arXiv 2501.18512). The last one ends
-    the round.
+    A model in P fragments synchronises them one after the other: fragment p, from 0 to P - 1, after
+    the share (p + 1) / P of each round's steps (Streaming DiLoCo, arXiv 2501.18512). The last
+    fragment ends the round.
 
     Args:
         local_steps: H, or {first step: H}.
@@ -91,7 +91,7 @@ class Schedule:
             )
 
     def fragments_due(self, step: int) -> range:
-        """The numbers of the fragments that synchronise after a step: 1, 2, ... Often none."""
+        """The numbers of the fragments that synchronise after step 1, 2, ...; often none."""
         _, begin, steps = self._round_of(step)
         done = step - begin
         return range(self.fragments * (done - 1) // steps, self.fragments * done // steps)
@@ -104,12 +104,12 @@ class Schedule:
         return count + (steps == begin + length)
 
     def _round_of(self, step: int) -> tuple[int, int, int]:
-        """How many rounds there are before that of a step; after which it begins; its length."""
+        """For a step's round: how many rounds precede it, the step it begins after, its length."""
         count = last = 0
         ends = [*(change for change, _ in self._changes[1:]), step]
         for (_, steps), end in zip(self._changes, ends, strict=True):
-            # These steps were in force at every synchronisation before `end`. The last of those
-            # decides when the first after it comes.
+            # This number was in force at every synchronisation before `end`. The last of these
+            # decides when the first one after it comes.
             further = max(-(-(end - last) // steps), 0)
             if last + further * steps >= step:
                 before = (step - last - 1) // steps

@@ -1,6 +1,7 @@
-"""What a user should hear about while there is time, such as residues that keep growing.
+"""Warnings that a user should get while there is time, such as that residues keep growing.
 
-Framework-free: exchanges bring the numbers, this says what they mean. Imports config only.
+Framework-free: exchanges bring the numbers, and this module says what they mean. Imports only
+config.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from scalecom_hvd.config import ScaleComConfig
 
 log = logging.getLogger("scalecom_hvd")
 
-# Steps between two looks at the norms, which read all residues and gradients once more: a hundredth
-# of what a step reads anyway.
+# Steps between two looks at the norms. A look reads all residues and gradients once more. So looks
+# add a hundredth to what steps read anyway.
 LOOK_EVERY = 100
-# Steps in a row that are skipped before it is said aloud. Loss scaling that finds its scale skips
-# fewer.
+# How many steps in a row are skipped before a warning. Loss scaling skips fewer while it finds its
+# scale.
 SKIPS_IN_A_ROW = 20
-# Where elements are sent fewer times, every compressor loses accuracy.
+# If elements are sent fewer times, every compressor loses accuracy.
 SENDS_WANTED = 5
-# Elements of a model, and the share of it sent whole, from which on that is worth a warning. A
-# twentieth is more than all that few bits send.
+# A warning is logged from this many elements of a model, and this share of them sent whole. A
+# twentieth is more than everything that few bits send.
 MODEL_WORTH_A_WARNING = 1_000_000
 WHOLE_WORTH_A_WARNING = 0.05
 # At beta = 1 look-ahead lost 15 points with group norm, at 0.3 under 3.
@@ -38,12 +39,12 @@ GROWTH_WARNING = (
 
 
 def growth_limit(rates: Iterable[float], config: ScaleComConfig) -> float:
-    """|waiting| / |g| above which that is worth a warning, by the highest rate.
+    """The value of |waiting| / |g| above which to warn, by the highest rate.
 
-    Gradients that are mostly noise keep residues at about sqrt(rate). Gradients that never change,
-    where every coordinate of a lane waits its turn of `rate` steps, keep them at rate / sqrt(3). So
-    beyond a quarter of the rate, and twice its root, what arrives is mostly old. Without flush a
-    turn sends beta of what waits, and 1 / beta times as much waits.
+    If gradients are mostly noise, they keep residues at about sqrt(rate). If gradients never
+    change, every coordinate of a lane waits for its turn of `rate` steps, and residues stay at rate
+    / sqrt(3). So beyond a quarter of the rate, and twice its root, what arrives is mostly old.
+    Without flush, a turn sends beta of what waits, and 1 / beta times as much waits.
 
     Args:
         rates: of all tensors.
@@ -66,8 +67,8 @@ def check_run(
         config: the settings.
         rates: {name: rate}; 1 means sent whole.
         shapes: {name: shape} of all tensors, in the model's order.
-        total: how many exchanges the run will have; None: nobody said.
-        warmup: that many first ones are the warm-up.
+        total: how many exchanges the run will have; None: unknown.
+        warmup: how many of the first exchanges are the warm-up.
     """
     check_length(total, warmup, rates.values())
     check_share_whole(rates, {name: math.prod(shape) for name, shape in shapes.items()})
@@ -76,9 +77,9 @@ def check_run(
 
 
 def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> None:
-    """Log one warning if what is sent whole takes most of the compression away.
+    """Log one warning if tensors that are sent whole take most of the compression away.
 
-    Small models are left in peace, and those of which nothing is to be compressed.
+    Small models get no warning, nor do models in which nothing is compressed.
 
     Args:
         rates: {name: rate}; 1 means sent whole.
@@ -101,10 +102,10 @@ def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> 
 def check_output_layer(
     config: ScaleComConfig, rates: Mapping[str, float], shapes: Mapping[str, Sequence[int]]
 ) -> None:
-    """Log one warning where "auto:output" seems to have found a hidden layer.
+    """Log one warning if "auto:output" seems to have found a hidden layer.
 
-    That is so where the output layer's weight is the embedding's: it is listed first. An embedding
-    has more rows than columns, and a hidden layer's sizes are multiples of the columns.
+    This happens if the output layer shares the embedding's weight, which is listed first. An
+    embedding has more rows than columns, and a hidden layer's sizes are multiples of the columns.
 
     Args:
         config: the settings.
@@ -132,8 +133,8 @@ def check_length(total: int | None, warmup: int, rates: Iterable[float]) -> None
     """Log one warning if a run is too short for its rates, with what to change.
 
     Args:
-        total: how many exchanges the run will have; None: nobody said.
-        warmup: that many first ones are the warm-up.
+        total: how many exchanges the run will have; None: unknown.
+        warmup: how many of the first exchanges are the warm-up.
         rates: of all tensors.
     """
     rate = max(rates, default=1.0)
@@ -157,7 +158,7 @@ def check_length(total: int | None, warmup: int, rates: Iterable[float]) -> None
 def check_look_ahead(config: ScaleComConfig) -> None:
     """Log one warning if look-ahead comes with a beta that breaks training without batch norm.
 
-    Gradients that are computed a step ahead are not broken by it.
+    Training with gradients that are computed a step ahead is not broken.
     """
     config = config.resolved()
     if config.lookahead and config.beta > LOOK_AHEAD_BETA and not config.step_ahead:
@@ -171,17 +172,17 @@ def check_look_ahead(config: ScaleComConfig) -> None:
 def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float) -> Any:
     """Whether residues keep growing, and are large. Works on numbers and on tensors.
 
-    They are if the last of their three norms is the largest of rising ones, and more than `limit`
-    times each norm of the gradients: one of those may be near zero, for a batch that fits, but not
+    They do if their three norms rise, and the last is more than `limit` times each norm of the
+    gradients. One norm of the gradients may be near zero, for a batch that the model fits, but not
     all.
 
     Args:
-        residues: the norms at the last three looks, the latest last; 0 where there was none.
+        residues: the norms at the last three looks, the latest last; 0 if there was no look.
         gradients: those of the gradients at the same steps.
         limit: |waiting| / |g|.
 
     Returns:
-        A bool, or a tensor of one, as the norms are.
+        A bool, or a tensor of one if the norms are tensors.
     """
     earliest, earlier, now = residues
     rising = (earliest > 0) & (earlier > earliest) & (now > earlier)
@@ -191,41 +192,42 @@ def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float
 
 
 def ratio_of(norms: ArrayLike) -> float | None:
-    """|waiting| at the last look, by the largest |g| of the last three looks.
+    """|waiting| at the last look, divided by the largest |g| of the last three looks.
 
     Args:
         norms: of what waited at these looks, and of gradients (2, 3).
 
     Returns:
-        The ratio; None before the first look, and where all gradients were zero.
+        The ratio; None before the first look, and if all gradients were zero.
     """
     waiting, gradients = np.asarray(norms)
     return float(waiting[-1] / max(gradients)) if max(gradients) > 0 else None
 
 
 class Health:
-    """Watches what waits, m / beta, against gradients over a run, and steps that are skipped.
+    """Compares what waits, m / beta, with gradients over a run, and watches for skipped steps.
 
     Attributes:
-        norms: of what waited at the last three looks, and of gradients; 0 where there was none.
+        norms: of what waited at the last three looks, and of gradients; 0 if there was no look.
     """
 
     def __init__(self) -> None:
-        # The last three norms of residues, and of gradients. Saved with residues: one look alone
-        # would take a batch that fits, whose gradients are tiny, for residues that grew.
+        # The last three norms of residues, and of gradients. They are saved with residues. With
+        # only one look, a batch that the model fits, with tiny gradients, would be taken for
+        # residues that grew.
         self.norms = [[0.0] * 3, [0.0] * 3]
         self._warned = False
         self._skips = 0
 
     @property
     def ratio(self) -> float | None:
-        """|waiting| at the last look, by the largest |g| of the last three; None before one."""
+        """|waiting| at the last look by the largest |g| of the last three; None before any look."""
         return ratio_of(self.norms)
 
     def skip(self, step: int, whose: str = "some rank") -> None:
-        """A step did not count, for a gradient of this rank, or some.
+        """Note that a step did not count, because of a gradient of this rank, or of some rank.
 
-        Logs a warning when that came so often that none may ever again.
+        Logs a warning if this came so often that perhaps no step will ever count again.
         """
         self._skips += 1
         if self._skips == SKIPS_IN_A_ROW:
@@ -239,7 +241,7 @@ class Health:
             )
 
     def take(self) -> None:
-        """A step counted."""
+        """Note that a step counted."""
         self._skips = 0
 
     def look(self, step: int, residues: float, gradients: float, limit: float) -> None:
@@ -248,7 +250,7 @@ class Health:
         Args:
             step: its number.
             residues: the norm of what waits, all residues divided by beta.
-            gradients: that of their gradients.
+            gradients: the norm of the gradients.
             limit: as growth_limit gives it.
         """
         self.norms = [[*self.norms[0][1:], residues], [*self.norms[1][1:], gradients]]

@@ -1,8 +1,9 @@
 """Residues in a checkpoint of torch.distributed.checkpoint.
 
-That keeps one copy of what has one name on all ranks, and loads into what a fresh state holds
-already. Residues are every rank's own, and a fresh state has few of them. So a rank's state is one
-value of bytes there, under a name of its own. Imports nothing of this package.
+torch.distributed.checkpoint keeps one copy of what has the same name on all ranks, and loads only
+into what a fresh state already holds. But every rank has its own residues, and a fresh state has
+few of them. So each rank's state is saved as one value of bytes, under a name of its own. Imports
+nothing of this package.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class HasState(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what this rank saved."""
+        """Load what this rank saved."""
         ...
 
 
@@ -55,15 +56,15 @@ class PerRank:
         return {self._name: self._given}
 
     def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Take up what this rank saved; see Method.load_state_dict.
+        """Load what this rank saved; see Method.load_state_dict.
 
-        A rank of which the checkpoint has nothing, as fewer ranks saved it, begins with empty
-        residues, and the log warns. torch.distributed.checkpoint wants to be told that something
-        may be missing: planner=DefaultLoadPlanner(allow_partial_load=True).
+        If fewer ranks saved the checkpoint, it has nothing for some ranks. Such a rank begins with
+        empty residues, and a warning is logged. torch.distributed.checkpoint must be told that
+        something may be missing: planner=DefaultLoadPlanner(allow_partial_load=True).
         """
         saved = state.get(self._name, self._given)
         own = torch.load(io.BytesIO(saved), weights_only=True) if saved else {"step": 0}
-        # What a checkpoint lacks is given back as it was before, which is fresh then.
+        # What a checkpoint lacks comes back as it was before loading, which is fresh then.
         if saved == self._given and own["step"] == 0:
             log.warning(
                 "the checkpoint holds no residues of rank %d: it begins with empty ones",

@@ -1,15 +1,15 @@
 """ScaleCom, and every other method, as a communication hook of DistributedDataParallel.
 
-DDP calls the hook with buckets of its own making, in the same order on all ranks, while backward
-goes on. Each bucket's gradients are reported to the exchange, which has buckets of its own; so it
-does not matter that DDP makes its buckets anew after the first step. When the last one has come, a
-thread waits for the other ranks, and the futures that DDP waits for are given their averages: in
-the hook nothing blocks.
+DDP calls the hook with its own buckets, in the same order on all ranks, while backward goes on. The
+hook reports each bucket's gradients to the exchange. The exchange has buckets of its own, so it
+does not matter that DDP rebuilds its buckets after the first step. When the last bucket has come, a
+thread waits for the other ranks, and then gives the averages to the futures that DDP waits for.
+Nothing blocks in the hook.
 
-With a mesh of nodes each bucket is averaged whole inside the node first, while backward goes on.
-The exchange is of this rank's shard of it, and afterwards the node's ranks put their shards
-together. Imports process_group_collectives, nodes, and exchange, methods, node, background_thread
-and optimizers of exchange/.
+With a mesh of nodes, each bucket is first averaged whole inside the node, while backward goes on.
+The exchange averages this rank's shard of it between nodes. Afterwards the node's ranks put their
+shards together. Imports process_group_collectives, nodes, and exchange, methods, node,
+background_thread and optimizers of exchange/.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with types.
@@ -138,10 +138,11 @@ class ScaleComState:
             raise ValueError("the model has no parameter that requires a gradient")
         if process_group is None and wrapper is not None:
             process_group = wrapper.process_group
-        # DDP throws the average of a parameter away that no rank used, where it looks for those. Of
-        # a model that is not wrapped yet nobody knows.
+        # If DDP looks for unused parameters, it throws away the average of a parameter that no rank
+        # used. For a model that is not wrapped yet, nobody knows whether DDP will look.
         drops = wrapper is None or wrapper.find_unused_parameters or wrapper.static_graph
-        # DDP hands out gradients in buckets, which are not p.grad. Stand-ins have them as theirs.
+        # DDP hands out gradients in buckets, and these are not p.grad. Stand-in parameters have
+        # them as their .grad.
         devices = {parameter.device for parameter in parameters.values()}
         if mesh is not None:
             collectives, self._node = peers_of(mesh, devices), node_of(mesh, devices)
@@ -151,8 +152,8 @@ class ScaleComState:
             if collectives is None:
                 collectives = ProcessGroupCollectives(process_group, devices=devices)
             stand_ins = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
-        # DDP made parameters the same when it wrapped the model. Ranks may be at different ones
-        # when they first average: sharpness-aware steps go there under no_sync().
+        # DDP made parameters the same on all ranks when it wrapped the model. They may still differ
+        # between ranks when ranks first average: sharpness-aware steps move them under no_sync().
         self._exchange = Exchange(
             stand_ins,
             self.compression,
@@ -161,7 +162,7 @@ class ScaleComState:
             compares_parameters=False,
             node=self._node,
         )
-        self.compression.watch(model)  # for one that was unpickled
+        self.compression.watch(model)  # for a method that was unpickled
         if self.compression.ahead is not None:
             of_node = self._node.shards.residues if self._node else None
             self.compression.ahead.serve(parameters, self.compression.residues, 1.0, of_node)
@@ -190,7 +191,7 @@ class ScaleComState:
         self.compression.load_state_dict(state)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Report a bucket's gradients; gives a future of their averages, in the bucket's buffer."""
+        """Report a bucket's gradients. Returns a future of their averages, in its buffer."""
         if self._exchange is None:
             raise RuntimeError(
                 "this ScaleComState was unpickled and serves no model yet: call "
@@ -204,12 +205,13 @@ class ScaleComState:
             )
         if self._alone and self._node is None:  # there is nothing to average
             return _Reduced(buffer, {}).given_back()
-        # In the first backward DDP's only bucket may hold all, in the model's order. Ours are made
-        # by the order in which gradients come, and backward goes the other way.
+        # In the first backward, DDP's only bucket may hold all gradients, in the model's order. The
+        # exchange makes its buckets in the order in which gradients come, and backward goes in the
+        # reverse order.
         given = dict(self._with_gradients(bucket))
         gradients = {p: given[p] for p in sorted(given, key=self._places.__getitem__, reverse=True)}
         if not self._missing.issuperset(gradients):
-            self._give_up()  # DDP is asked to go on after an error, and begins anew
+            self._give_up()  # after an error, DDP begins anew
         if not self._reduced:
             self._unused.begin()
             if self._node is not None:
@@ -221,7 +223,7 @@ class ScaleComState:
             for other in self._reduced:
                 if other.is_here() and not self._alone:
                     other.report(self._exchange, self._names_of)
-        # DDP numbers buckets, and says which is the last, but not in the first pass of a static
+        # DDP numbers buckets and says which is the last, except in the first pass of a static
         # graph. So the step is over when all parameters have come.
         if not self._missing:
             everything, self._reduced = self._reduced, []
@@ -283,14 +285,14 @@ class ScaleComState:
             yield stand_in, gradient
 
     def _give_up(self) -> None:
-        """Forget a step of which buckets are missing: backward ended in an error."""
+        """Forget a step in which buckets are missing because backward ended in an error."""
         if self._reduced:
             self._exchange.abort()
             self._reduced = []
         self._missing = set(self._stand_ins.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled with it: the method, but no process group, and no model."""
+        """What is pickled: the method, but neither a process group nor the model."""
         return {"compression": self.compression}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -327,15 +329,15 @@ def scalecom_hook(
 
 @dataclasses.dataclass
 class _Reduced:
-    """A bucket of DDP's, on its way.
+    """One of DDP's buckets while it is being averaged.
 
     Attributes:
-        buffer: DDP's, of which each gradient is a part.
+        buffer: DDP's buffer; each gradient is a part of it.
         gradients: {stand-in: gradient}.
         node: averages the buffer first; None: every rank is a node.
-        name: of this bucket alone, in a step.
-        given: is given the averages, or an error.
-        future: what DDP waits for: the same, but that it can raise the error.
+        name: a name that only this bucket has within a step.
+        given: a future that is given the averages, or an error.
+        future: what DDP waits for: like `given`, but it can raise the error.
     """
 
     buffer: torch.Tensor
@@ -348,18 +350,19 @@ class _Reduced:
     def __post_init__(self) -> None:
         device = self.buffer.device
         self.given = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
-        # Of one that was given an exception, DDP takes it for a tensor. Callbacks may raise.
+        # If a future was given an exception, DDP takes the exception for a tensor. But a callback
+        # of a future can raise it.
         self.future = self.given.then(lambda given: given.value())
         self._in_node = WholeBuffer(self.buffer, self.node, self.name) if self.node else None
         self._is_reported = False
 
     def given_back(self) -> torch.futures.Future[torch.Tensor]:
-        """The future, with what the buffer holds now."""
+        """Give the future what the buffer holds now, and return the future."""
         self.given.set_result(self.buffer)
         return self.future
 
     def is_here(self) -> bool:
-        """Whether gradients are those of the node."""
+        """Whether gradients are averaged inside the node."""
         return self._in_node is None or self._in_node.is_averaged()
 
     def report(self, exchange: Exchange, names: Mapping[nn.Parameter, str]) -> None:
@@ -376,7 +379,7 @@ class _Reduced:
             exchange.ready(stand_in)
 
     def take(self, exchange: Exchange, names: Mapping[nn.Parameter, str]) -> None:
-        """Put averages into the buffer; of a node each rank has a part, and others' follow."""
+        """Put averages into the buffer. In a node each rank has a part; the others' follow."""
         averages = {stand_in: exchange.result(stand_in) for stand_in in self.gradients}
         if self._in_node is not None:  # averages may be parts of the buffer
             averages = {stand_in: average.clone() for stand_in, average in averages.items()}
@@ -394,7 +397,7 @@ class _Reduced:
             self._in_node.complete()
 
     def wait_for_node(self) -> None:
-        """Wait for what is under way inside of the node."""
+        """Wait for what is under way inside the node."""
         if self._in_node is not None:
             self._in_node.wait()
 
@@ -405,8 +408,8 @@ def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def check_model(model: nn.Module, wrapper: DistributedDataParallel | None) -> None:
-    """Raise an error where averages by a hook are not what training needs."""
-    # Whose names of parameters may not show it.
+    """Raise an error if averages by a hook are not what training needs."""
+    # Names of parameters may not show that FSDP shards them.
     if any(type(m).__name__.endswith("FullyShardedDataParallel") for m in model.modules()):
         raise TypeError(SHARDED)
     check_not_sharded(model.named_parameters())
@@ -418,10 +421,10 @@ def check_model(model: nn.Module, wrapper: DistributedDataParallel | None) -> No
 
 
 def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """{name: parameter} of what is trained and averaged.
+    """{name: parameter} of all that are trained and averaged.
 
-    Names are those of the model inside of its wrappers, so that states are those of the same model
-    anywhere else.
+    Names are those of the model inside its wrappers, so that a state fits the same model anywhere
+    else.
     """
     ignored: Collection[str] = ()
     inside: Any = model
@@ -430,7 +433,7 @@ def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             ignored, inside = inside.parameters_to_ignore, inside.module
         else:
             inside = inside._orig_mod
-    # What was asked for before the model is wrapped.
+    # Parameters that a script told DDP to ignore before it wrapped the model.
     ignored = {*ignored, *getattr(inside, "_ddp_params_and_buffers_to_ignore", ())}
     named = inside.named_parameters()
     return {name: p for name, p in named if p.requires_grad and name not in ignored}

@@ -1,4 +1,4 @@
-"""Monitor, by torch.distributed's ranks. Imports diagnostics_sampler of exchange/."""
+"""Monitor with torch.distributed's ranks. Imports diagnostics_sampler of exchange/."""
 
 from __future__ import annotations
 

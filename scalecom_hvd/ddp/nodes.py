@@ -1,4 +1,4 @@
-"""What a device mesh of nodes says: who this rank's peers are, and who is in its node.
+"""What a device mesh of nodes says: which ranks are this rank's peers, and which its node's.
 
 The mesh is PyTorch's own for hybrid sharding: nodes times the ranks of each, with dimensions named
 "replicate" and "shard". Imports process_group_collectives, and node of exchange/.
@@ -39,12 +39,12 @@ def check_mesh(mesh: object) -> None:
 
 
 def peers_of(mesh: DeviceMesh, devices: Iterable[torch.device]) -> ProcessGroupCollectives:
-    """The ranks that hold the same shard as this one, one on each node. All ranks call it."""
+    """The ranks that hold the same shard as this rank, one per node. All ranks must call this."""
     return ProcessGroupCollectives(mesh.get_group(BETWEEN), devices=devices)
 
 
 def node_of(mesh: DeviceMesh, devices: Iterable[torch.device]) -> Node:
-    """The ranks of this rank's node. All ranks call it together."""
+    """The ranks of this rank's node. All ranks must call this."""
     return Node(ProcessGroupCollectives(mesh.get_group(INSIDE), sums=True, devices=devices))
 
 
@@ -59,7 +59,7 @@ def check_same_ranks(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
 
 
 def check_shards(parameters: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
-    """Raise TypeError or ValueError unless each is sharded inside of the node, and nowhere else."""
+    """Raise TypeError or ValueError unless each is sharded inside the node, and nowhere else."""
     own = dist.get_process_group_ranks(mesh.get_group(INSIDE))
     for name, parameter in parameters.items():
         theirs = getattr(parameter, "device_mesh", None)
@@ -87,10 +87,10 @@ def check_shards(parameters: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
 def check_averages(
     group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> None:
-    """Raise RuntimeError unless FSDP2's reduce-scatters average over this group. Its ranks call it.
+    """Raise RuntimeError unless FSDP2's reduce-scatters over this group average.
 
-    Over Gloo, older releases of PyTorch summed where FSDP2 asks for averages, without a word
-    (github.com/pytorch/pytorch/issues/162338).
+    All ranks of the group must call this. Over Gloo, older releases of PyTorch sum when FSDP2 asks
+    for averages, without a warning (github.com/pytorch/pytorch/issues/162338).
     """
     size = dist.get_world_size(group)
     found = torch.empty(1, device=device)

@@ -1,9 +1,9 @@
 """DistributedOptimizer over torch.distributed, for models without DDP's wrapper, and local steps.
 
-The optimizer is the user's, of a class of its own that averages gradients before its step. Its
-methods are those of Horovod's: synchronize, skip_synchronize, and zero_grad that refuses to throw
-away what is under way. Imports process_group_collectives, nodes, sharded_optimizer, and exchange,
-local_steps, methods and optimizers of exchange/.
+The user's optimizer gets a class of its own, which averages gradients before each step. Its methods
+are those of Horovod's optimizer: synchronize, skip_synchronize, and a zero_grad that refuses to
+throw away gradients under way. Imports process_group_collectives, nodes, sharded_optimizer, and
+exchange, local_steps, methods and optimizers of exchange/.
 """
 
 from __future__ import annotations
@@ -205,10 +205,11 @@ def _of_own_class(
     members: Mapping[str, Any] = types.MappingProxyType({}),
     **attributes: Any,
 ) -> Any:
-    """The optimizer with all that it holds, of its class with these bases and members over it."""
+    """The optimizer with all that it holds, of a subclass with these bases and members."""
     kind = type(optimizer)
     wrapped: Any = object.__new__(type(kind.__name__, (*bases, kind), dict(members)))
-    # What a learning rate's schedule put around the step calls that of the optimizer as it was.
+    # Leave out `step`: a learning-rate scheduler may have put a wrapper around it, which calls the
+    # step of the original optimizer.
     vars(wrapped).update({name: own for name, own in vars(optimizer).items() if name != "step"})
     vars(wrapped).update(attributes)
     return wrapped
@@ -221,7 +222,7 @@ def _check_settings_of_shards(
     local_steps: object,
     collectives: Collectives | None,
 ) -> None:
-    """Raise ValueError for what does not go together with mesh=."""
+    """Raise ValueError for arguments that cannot be combined with mesh=."""
     settings = (
         (op != dist.ReduceOp.AVG, "op=SUM", "FSDP2 averages inside nodes"),
         (sparse_as_dense, "sparse_as_dense", "FSDP2 has no sparse gradients"),
@@ -269,8 +270,8 @@ def broadcast_parameters(
 
 
 def _broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup | None) -> None:
-    """Send a tensor of any layout: Gloo writes as many elements as it has one after the other."""
-    # Of an expanded tensor there is one element where it shows several.
+    """Send a tensor of any layout. Gloo itself takes every tensor for a contiguous one."""
+    # An expanded tensor has only one element in memory where it shows several.
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     own = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for _, stride in sizes)]
     whole = own.contiguous()
@@ -280,20 +281,21 @@ def _broadcast(tensor: torch.Tensor, root: int, group: dist.ProcessGroup | None)
 
 
 class _Averaging:
-    """What an optimizer that averages gradients has over its own class, which is the next base."""
+    """What an optimizer that averages gradients has besides its own class, the next base."""
 
     def _begin(self, exchange: Exchange, parameters: Iterable[torch.Tensor], passes: int) -> None:
         self._exchange, self._passes = exchange, passes
         self._left = dict.fromkeys(parameters, passes)
-        # Those that were reported, and are not averaged yet.
+        # Parameters that were reported, and are not averaged yet.
         self._reported: dict[torch.Tensor, None] = {}
-        # Whether backward gave any since the last time, of as many passes as it was.
+        # Whether backward gave any gradient since the last exchange, in however many passes.
         self._fresh = False
         self._synchronized, self._should_synchronize = False, True
         self._is_new = True  # it has taken no step
         itself = weakref.ref(self)
-        # On the nodes that accumulate, as Horovod's: hooks that a script puts on a parameter, also
-        # later, come before. Autograd keeps no such node alive.
+        # The hooks are on the nodes that accumulate gradients, like Horovod's. So hooks that a
+        # script puts on a parameter, even later, run first. Autograd does not keep such nodes
+        # alive, so this list does.
         self._nodes = []
         for parameter in self._left:
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
@@ -301,9 +303,9 @@ class _Averaging:
             self._nodes.append(node)
 
     def synchronize(self) -> None:
-        """Average gradients now, those that backward did not reach too: other ranks may have some.
+        """Average gradients now, also those that backward did not reach: other ranks may have some.
 
-        Nothing is done where no rank has gradients that were not averaged yet.
+        If no rank has gradients that were not averaged yet, nothing is done.
         """
         if self._left:
             check_parameters(self.param_groups, self._left, "average")  # type: ignore[attr-defined]
@@ -321,7 +323,7 @@ class _Averaging:
         self._synchronized = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Let so many backward passes add up from now on; not in the middle of a step."""
+        """Add up this many backward passes from now on. Not allowed in the middle of a step."""
         self._passes = passes
         self._forget()
 
@@ -332,7 +334,7 @@ class _Averaging:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step() use gradients as they are: after synchronize()."""
+        """Let step() use gradients as they are, after synchronize()."""
         self._should_synchronize = False
         try:
             yield
@@ -343,7 +345,7 @@ class _Averaging:
         """Do nothing: parameters are the same on all ranks after every step."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Average gradients, unless that is to be skipped, and take a step."""
+        """Average gradients, except inside skip_synchronize(), and take a step."""
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
@@ -355,11 +357,11 @@ class _Averaging:
         self._synchronized = False
         return super().step(*args, **kwargs)  # type: ignore[misc]
 
-    # The next base's calls a step's hooks.
+    # The next base's step() calls the hooks of a step.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As ever, but not while gradients are being averaged."""
+        """Zero gradients as usual, but refuse while they are being averaged."""
         if self._fresh:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
@@ -368,7 +370,7 @@ class _Averaging:
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ever; a step that is under way is forgotten, and residues are as before it."""
+        """Load as usual. A step under way is forgotten, and residues are as before it."""
         self._exchange.start_over()
         self._forget()
         self._synchronized = False
@@ -384,7 +386,7 @@ def _report(optimizer: Callable[[], Any], parameter: torch.Tensor, *_: Any) -> N
     """A gradient has been accumulated."""
     self = optimizer()
     if self is None:
-        return  # it was deleted, and its parameters go on
+        return  # it was deleted, and its parameters are still in use
     if parameter in self._reported:
         raise AssertionError(
             "gradients were computed more than backward_passes_per_step times before "
@@ -400,7 +402,7 @@ def _report(optimizer: Callable[[], Any], parameter: torch.Tensor, *_: Any) -> N
 
 @torch.no_grad()
 def _put(parameter: torch.Tensor, average: torch.Tensor) -> None:
-    """The average becomes p.grad's numbers; the tensor stays, as scripts may hold it."""
+    """Make the average p.grad's numbers. The tensor stays, because scripts may hold it."""
     if parameter.grad.is_sparse:
         parameter.grad.zero_().add_(average.to_sparse(parameter.grad.sparse_dim()))
     else:
@@ -415,7 +417,7 @@ def _refuse_sparse(parameter: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _check_not_wrapped(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise TypeError where DistributedDataParallel averages the gradients of these already.
+    """Raise TypeError if DistributedDataParallel already averages the gradients of these.
 
     A parameter does not know its wrapper, so all wrappers of this process are looked at.
     """

@@ -1,25 +1,25 @@
-"""torch.distributed's collectives, as an exchange asks for them. Without Horovod, and without MPI.
+"""torch.distributed's collectives in the form that an exchange needs, without Horovod and MPI.
 
-torch.distributed knows no names: in a process group those collectives meet that ranks submitted as
-their n-th. So every exchange has a group of its own, which no script submits to, and so has every
-bucket: in a bucket's step all ranks submit the same ones in the same order, whatever other buckets
-do meanwhile.
+torch.distributed does not match collectives by name. In a process group, the n-th collectives that
+ranks submit belong together. So every exchange has a group of its own, to which no script submits,
+and so has every bucket. In a bucket's step, all ranks submit the same collectives in the same
+order, whatever other buckets do meanwhile.
 
-These groups are made past torch.distributed.new_group: it counts all groups of a process, so that
-two exchanges that agree at once, each on its thread, would meet in each other's groups; it does
-not hand on the script's time limit; and a group lives until the process ends. Here a group is found
-by its name, and goes with its last collective.
+torch.distributed.new_group does not make these groups, for three reasons. It counts all groups of a
+process, so two exchanges that agree at the same time, each on its thread, would meet in each
+other's groups. It does not pass on the script's time limit. And its groups live until the process
+ends. Here a group is found by its name, and goes with its last collective.
 
-What ranks say to each other lies on the CPU, and travels by Gloo. Tensors of an accelerator travel
-by the backend that the script's own group has for them, such as NCCL. Its collectives are enqueued
-on streams: the host waits for none of them, and all ranks must submit them in one order. So all
-buckets then share one group, which is made when it is first used. If the script's group has Gloo
-for the accelerator too, Gloo takes a copy through the host, and the host waits.
+What ranks say to each other is on the CPU, and travels by Gloo. Tensors on an accelerator travel by
+the backend that the script's own group has for them, such as NCCL. Such a backend enqueues
+collectives on streams: the host does not wait for them, and all ranks must submit them in one
+order. So all buckets then share one group, which is made when it is first used. If the script's
+group has Gloo for the accelerator too, Gloo copies through the host, and the host waits.
 
-A group that goes earlier waits for its collectives, which other ranks may never submit: those of a
-step that was given up. Python's garbage collector let them go wherever it came by, while the other
-ranks waited for this one. So a group is held until all that was submitted to it is done; what never
-is stays, also when the process ends.
+A group that goes before its collectives are done waits for them. Other ranks may never submit them,
+if the step was given up. Python's garbage collector used to delete such groups at any time, while
+the other ranks waited for this rank. So a group is held until all that was submitted to it is done.
+If something never is, the group stays, also when the process ends.
 
 Imports agreement, and collectives of exchange/.
 """
@@ -46,8 +46,8 @@ from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
 
 log = logging.getLogger("scalecom_hvd")
 
-SECONDS_TO_TELL = 60  # that others are waited for, as Horovod does
-SECONDS_TO_END = 2  # for what is on its way when the process ends
+SECONDS_TO_TELL = 60  # of waiting for others before a warning, as in Horovod
+SECONDS_TO_END = 2  # to wait for what is on its way when the process ends
 
 # How many exchanges each set of ranks has made, the same on all of them.
 _made: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -57,7 +57,7 @@ _held: dict[int, tuple[dist.Work, Any]] = {}
 
 
 def _hold(work: dist.Work, group: Any) -> None:
-    # Those of a step that was given up are done when the other ranks submitted them too.
+    # Collectives of a step that was given up are done when other ranks have submitted them too.
     for key, (other, _) in _held.copy().items():
         if other.is_completed():
             _held.pop(key, None)
@@ -66,7 +66,7 @@ def _hold(work: dist.Work, group: Any) -> None:
 
 @atexit.register
 def _leave_behind() -> None:
-    """The process ends, and nobody shall wait for what will never be done."""
+    """When the process ends, do not wait for what will never be done."""
     given_up = time.monotonic() + SECONDS_TO_END
     for work, group in list(_held.values()):
         while not work.is_completed() and time.monotonic() < given_up:
@@ -80,10 +80,10 @@ class ProcessGroupWork:
 
     Args:
         name: of the collective.
-        group: what it was submitted to.
-        work: torch's.
-        result: what its result is made of.
-        then: makes it, when the collective is done.
+        group: the group that it was submitted to.
+        work: torch's object for it.
+        result: the tensor from which its result is made.
+        then: makes the result when the collective is done.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ProcessGroupWork:
     ) -> None:
         _hold(work, group)
         self._name = name
-        # Of all but Gloo's the current stream waits, and the host does not.
+        # For all backends but Gloo, the current stream waits, and the host does not.
         self._is_enqueued = not isinstance(group, dist.ProcessGroupGloo)
         self._work: dist.Work | None = work
         self._result, self._then = result, then
@@ -107,10 +107,10 @@ class ProcessGroupWork:
         return self._is_enqueued or self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Wait for it, and give its result.
+        """Wait for the collective, and return its result.
 
         Raises:
-            CollectiveError: it failed, such as for a rank that was lost.
+            CollectiveError: the collective failed, for example because a rank was lost.
         """
         if self._work is not None:
             work, self._work = self._work, None
@@ -144,18 +144,18 @@ class ProcessGroupWork:
                     SECONDS_TO_TELL,
                     self._name,
                 )
-            work.wait()  # raises what failed, if it did
+            work.wait()  # raises the error, if it failed
 
 
 class ProcessGroupCollectives:
     """Collectives among the ranks of a process group. See `Collectives`.
 
-    Every rank of the group has to make one at the same time: it is where they meet.
+    Every rank of the group must make one at the same time, because ranks meet in it.
 
     Args:
         group: default: all ranks.
         sums: whether `all_reduce` gives sums.
-        devices: of the tensors.
+        devices: where the tensors are.
 
     Raises:
         ValueError: torch.distributed was not started, or has no backend for a device.
@@ -184,7 +184,8 @@ class ProcessGroupCollectives:
         self.is_ordered = any(name != "gloo" for name in self._backends.values())
         self._name = f"scalecom/{'-'.join(map(str, ranks))}/{_made[ranks]}"
         _made[ranks] += 1
-        # A connection of its own: who waits for other ranks keeps a store from all other threads.
+        # The store needs a connection of its own: a thread that waits for other ranks blocks a
+        # store for all other threads.
         store: Any = distributed_c10d._get_default_store()  # torch's types lack `clone`
         self._store = store.clone()
         self._channels = 0
@@ -196,7 +197,7 @@ class ProcessGroupCollectives:
         self._name_of_groups = name
 
     def _group_for(self, tensor: torch.Tensor) -> Any:
-        """Where a tensor travels. Ranks are asked for it in one order."""
+        """The group in which a tensor travels. All ranks must ask for groups in the same order."""
         backend = self._backends.get(tensor.device.type, "gloo")
         if backend not in self._groups:
             store = dist.PrefixStore(f"{self._name_of_groups}/{backend}", self._store)
@@ -220,11 +221,11 @@ class ProcessGroupCollectives:
 
     @property
     def share(self) -> float:
-        """What `all_reduce` multiplies the sum over ranks by."""
+        """The factor by which `all_reduce` multiplies the sum over ranks."""
         return 1.0 if self._sums else 1 / self.size
 
     def restarts(self) -> Callable[[], bool]:
-        """They are never started anew in one process."""
+        """A function that returns False: ranks are never restarted within a process."""
         return lambda: False
 
     def channel(self) -> ProcessGroupCollectives:
@@ -243,7 +244,7 @@ class ProcessGroupCollectives:
         return ProcessGroupWork(name, group, group.broadcast([buffer], options), buffer)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> ProcessGroupWork:
-        """Average over ranks in place; of SUMMED the sum."""
+        """Average (or sum) over ranks, in place. The dtypes in SUMMED are always summed."""
         divides = not self._sums and buffer.dtype not in SUMMED
         then = (lambda total: total.mul_(self.share)) if divides else None
         group = self._group_for(buffer)
@@ -259,10 +260,10 @@ class ProcessGroupCollectives:
 
 
 def _backend_for(device: torch.device, group: dist.ProcessGroup | None) -> str:
-    """What moves a device's tensors in the script's group, such as "nccl".
+    """The backend that moves a device's tensors in the script's group, such as "nccl".
 
     Raises:
-        ValueError: nothing does.
+        ValueError: there is none.
     """
     if device.type == "cpu":
         return "gloo"  # whatever the script's group has: MPI's has no groups of threads
@@ -281,7 +282,7 @@ def _backend_for(device: torch.device, group: dist.ProcessGroup | None) -> str:
 def _new_group(
     backend: str, store: dist.Store, position: int, size: int, timeout: datetime.timedelta
 ) -> Any:
-    """A group of a backend of PyTorch's, or of one that was registered there."""
+    """A group of one of PyTorch's backends, or of a backend that was registered with PyTorch."""
     if backend in _NEW_GROUPS:
         kind = getattr(dist, _NEW_GROUPS[backend])
         options = kind.Options()
@@ -299,8 +300,8 @@ def _plugins() -> dict[str, Any]:
 
 
 def _timeout_of(group: dist.ProcessGroup | None, devices: Iterable[str]) -> datetime.timedelta:
-    """What the script gave to init_process_group or new_group."""
-    for device in ("cpu", *devices):  # a group of NCCL alone has no backend for a CPU
+    """The time limit that the script gave to init_process_group or new_group."""
+    for device in ("cpu", *devices):  # a group with only NCCL has none for CPUs
         with contextlib.suppress(AttributeError, RuntimeError):
             backend = (group or dist.group.WORLD)._get_backend(torch.device(device))
             return backend.options._timeout

@@ -1,11 +1,11 @@
 """Gradients of FSDP2's shards, exchanged between nodes before backward returns.
 
-fully_shard averages gradients inside a node, and leaves each rank its shard of them, as p.grad.
-Hooks report these shards to an exchange among this rank's peers while backward goes on. When
-backward ends, p.grad becomes the average over all ranks: a script sees what plain FSDP2, sharding
-inside nodes and replicating between them, would give it. FSDPModule.set_all_reduce_hook is no
-place for that: FSDP2 uses the buffer as soon as the hook returns, and averages exist only when all
-buckets are known to be sound.
+fully_shard averages gradients inside a node, and leaves each rank its shard of them as p.grad.
+While backward goes on, hooks report these shards to an exchange among this rank's peers. When
+backward ends, p.grad becomes the average over all ranks. So a script sees the same as with plain
+FSDP2 that shards inside nodes and replicates between them. FSDPModule.set_all_reduce_hook cannot do
+this: FSDP2 uses the buffer as soon as the hook returns, but averages exist only when all buckets
+are known to be sound.
 
 Imports exchange, methods, gradients and optimizers of exchange/.
 """
@@ -35,11 +35,11 @@ class ShardedGradients:
     """The gradients of one optimizer's sharded parameters on this rank.
 
     Args:
-        parameters: {name: DTensor}, sharded in the node alone.
-        method: begins to serve them.
-        peers: who holds the same shards.
-        node: who holds the others.
-        groups: names that are to share a bucket.
+        parameters: {name: DTensor}, sharded only inside the node.
+        method: begins to serve these parameters.
+        peers: the ranks that hold the same shards.
+        node: the ranks that hold the other shards.
+        groups: lists of names that share a bucket.
         passes: how many backward passes add up before gradients are exchanged.
     """
 
@@ -52,7 +52,8 @@ class ShardedGradients:
         groups: list[list[str]] | None,
         passes: int,
     ) -> None:
-        # To the exchange shards are parameters like any other, in the memory of those of the model.
+        # For the exchange, shards are parameters like any other. They use the memory of the
+        # model's.
         with torch.no_grad():
             shards = {name: nn.Parameter(local_part(p)) for name, p in parameters.items()}
         node.whole = {name: tuple(p.shape) for name, p in parameters.items()}
@@ -61,34 +62,34 @@ class ShardedGradients:
         )
         self._parameters = {p: shards[name] for name, p in parameters.items()}
         self.passes, self._passes_over = passes, 0
-        # The backward that is under way, by autograd's number of it, and whose gradients it has
-        # brought so far.
+        # Autograd's number of the backward under way and of the latest one, and the parameters that
+        # got gradients from it so far.
         self._backward: int | None = None
         self._latest = -1
         self._came: set[torch.Tensor] = set()
-        # Whose gradients this step has brought, in order, and those that the exchange has.
+        # Parameters that got gradients in this step, in order, and gradients that the exchange has.
         self._arrived: dict[torch.Tensor, None] = {}
         self._taken: dict[torch.Tensor, Any] = {}
-        # A module that is called twice may have its gradients reduced twice in a backward, after
-        # passes without synchronisation: only the second time they are complete.
+        # Parameters of modules that are called twice. After passes without synchronisation, their
+        # gradients may be reduced twice in a backward. They are complete only the second time.
         self._late: set[torch.Tensor] = set()
         self._is_first = True
         self._unused = UnusedAverages()
         self._serves_ahead(method, parameters, peers)
         itself = weakref.ref(self)
         for parameter in parameters.values() if peers.size > 1 else ():
-            _served_by[parameter] = itself  # an optimizer that was made before is retired
+            _served_by[parameter] = itself  # retires an optimizer that was made before
             parameter.register_post_accumulate_grad_hook(functools.partial(_report, itself))
 
     def _serves_ahead(
         self, method: Method, parameters: Mapping[str, torch.Tensor], peers: Collectives
     ) -> None:
-        """Parameters are moved ahead by way of those that the optimizer and the script know."""
+        """Move parameters ahead through those that the optimizer and the script know."""
         if method.ahead is not None:
             method.ahead.serve(parameters, method.residues, peers.size * peers.share)
 
     def came(self, parameter: torch.Tensor) -> None:
-        """FSDP2 has reduced a gradient inside of the node. Waits for nothing."""
+        """Note that FSDP2 has reduced a gradient inside the node. Waits for nothing."""
         backward = torch._C._current_graph_task_id()
         if self._backward != backward:
             if backward < self._latest:  # autograd counts upwards
@@ -96,7 +97,7 @@ class ShardedGradients:
                     "a backward ran within this one, as activation checkpointing with "
                     "use_reentrant=True has it: give checkpoint(..., use_reentrant=False)"
                 )
-            if self._backward is not None:  # it ended in an error, and its gradients are lost
+            if self._backward is not None:  # the last ended in an error: its gradients are lost
                 self.forget(keeps=False)
             self._backward = self._latest = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -112,7 +113,7 @@ class ShardedGradients:
             self._report(parameter)
 
     def _report(self, parameter: torch.Tensor) -> None:
-        """Give the exchange a gradient, which FSDP2 must not add anything to from now on."""
+        """Give the exchange a gradient. From now on, FSDP2 must not add anything to it."""
         if not self._taken:
             self._unused.begin()
         self._taken[parameter], parameter.grad = parameter.grad, None
@@ -122,7 +123,7 @@ class ShardedGradients:
 
     @torch.no_grad()
     def _give_back(self) -> None:
-        """Gradients that the exchange had are p.grad again, with what came meanwhile."""
+        """Make gradients that the exchange had p.grad again, and add what came meanwhile."""
         for parameter, grad in self._taken.items():
             if grad is not None:
                 if parameter.grad is not None:
@@ -132,7 +133,7 @@ class ShardedGradients:
         self._taken.clear()
 
     def _end_backward(self) -> None:
-        """All gradients of a backward are here."""
+        """End a backward: all its gradients are here."""
         self._backward = None
         self._came.clear()
         self._passes_over += 1
@@ -143,7 +144,7 @@ class ShardedGradients:
     def exchange(self) -> None:
         """Average what backward has brought since the last time, if it brought anything.
 
-        All ranks are here: what some backward brings to one rank it brings to all.
+        All ranks call this: a backward that brings a gradient to one rank brings it to all.
         """
         if not self._passes_over:
             return
@@ -163,7 +164,7 @@ class ShardedGradients:
             self.forget()
 
     def forget(self, keeps: bool = True) -> None:
-        """Begin anew; p.grad is what it was, or, of gradients that the exchange had, None."""
+        """Begin anew. p.grad is what it was; without `keeps`, None if the exchange had it."""
         if self._exchange.in_step():
             self._exchange.abort()
         if not keeps:
@@ -174,7 +175,7 @@ class ShardedGradients:
         self._passes_over, self._backward = 0, None
 
     def end_failed_backward(self) -> None:
-        """Forget a backward that never ended; it is not under way, as the script goes on."""
+        """Forget a backward that ended in an error: the script has gone on without it."""
         if self._backward is not None:
             self.forget(keeps=False)
 
@@ -184,19 +185,19 @@ class ShardedGradients:
         return self._parameters
 
 
-# Who averages a parameter's gradients: the optimizer that was made last.
+# For each parameter, what averages its gradients: the optimizer that was made last.
 _served_by: MutableMapping[torch.Tensor, weakref.ref[ShardedGradients]] = WeakTensorKeyDictionary()
 
 
 def _report(gradients: Callable[[], ShardedGradients | None], parameter: torch.Tensor) -> None:
     own = gradients()
-    # None: the optimizer was deleted, and its parameters go on.
+    # None: the optimizer was deleted, and its parameters are still in use.
     if own is not None and _served_by.get(parameter) is gradients:
         own.came(parameter)
 
 
 def _put(parameter: Any, average: torch.Tensor) -> None:
-    """p.grad becomes the average; None where no rank has a gradient, as in plain FSDP2."""
+    """Make p.grad the average; None if no rank has a gradient, as in plain FSDP2."""
     if parameter.grad is not None:
         own = local_part(parameter.grad)
         if own.data_ptr() != average.data_ptr():
@@ -213,13 +214,13 @@ def _put(parameter: Any, average: torch.Tensor) -> None:
 
 
 class AveragesInBackward:
-    """What an optimizer of sharded parameters has over its own class, which is the next base."""
+    """What an optimizer of sharded parameters has besides its own class, the next base."""
 
     _gradients: ShardedGradients
     _method: Method
 
     def synchronize(self) -> None:
-        """Average what was not: backward does, unless backward_passes_per_step waits for more."""
+        """Average what backward did not, because backward_passes_per_step waits for more."""
         self._gradients.exchange()
 
     @contextlib.contextmanager
@@ -228,22 +229,22 @@ class AveragesInBackward:
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Let so many backward passes add up from now on; not in the middle of a step."""
+        """Add up this many backward passes from now on. Not allowed in the middle of a step."""
         self._gradients.passes = passes
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As ever; gradients of a backward that ended in an error go, too."""
+        """Zero gradients as usual, including those of a backward that ended in an error."""
         self._gradients.end_failed_backward()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step by averages."""
+        """Take a step with the averages."""
         groups = self.param_groups  # type: ignore[attr-defined]
         check_parameters(groups, self._gradients.known, "average")
         self._gradients.exchange()
         return super().step(*args, **kwargs)  # type: ignore[misc]
 
-    # The next base's calls a step's hooks.
+    # The next base's step() calls the hooks of a step.
     step.hooked = True  # type: ignore[attr-defined]
 
     @property

@@ -1,17 +1,17 @@
 """`python -m scalecom_hvd doctor`: what is installed, whether it works, and what to do if not.
 
-    facts.py      what there is, as plain values
-    probe.py      asks them in a process of its own, which a broken one may end, or hang
-    findings.py   what of it is wrong or missing, and what to do about it
+    facts.py      what is installed, as plain values
+    probe.py      asks a framework in a separate process, which a broken one may end or hang
+    findings.py   what is wrong or missing, and what to do about it
     self_test.py  starts two ranks with each launcher, and on GPUs
-    torch_rank.py, tensorflow_rank.py    what these run: steps that are held to the reference
-    gpu_steps.py  steps on a GPU that are held to those on the CPU
-    gpu_overlap.py   what a profile tells of the exchange's kernels beside the model's
-    rank_check.py    what both check
-    children.py   how other processes are started, with a time limit
+    torch_rank.py, tensorflow_rank.py    the ranks' programs: compare steps with the reference
+    gpu_steps.py  compares steps on a GPU with those on the CPU
+    gpu_overlap.py   reads from a profile how the exchange's kernels overlap with the model's
+    rank_check.py    the checks of both ranks' programs
+    children.py   starts other processes, with a time limit
 
-Called by __main__, which writes. Importing it imports no framework: only probe.py and the programs
-of the ranks do, and those run elsewhere. Imports config and reference.
+Called by __main__, which writes the output. Importing this package imports no framework. Only
+probe.py and the ranks' programs do, and they run in other processes. Imports config and reference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Examination", "add_arguments"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Tell a parser what `doctor` takes."""
+    """Add the arguments of `doctor` to a parser."""
     parser.add_argument(
         "--no-self-test", action="store_true", help="do not start ranks: only look at what there is"
     )
@@ -55,7 +55,7 @@ def _seconds(text: str) -> float:
 
 
 class Examination:
-    """One look at this machine. Its lines can be written while it goes on.
+    """One examination of this machine. Its lines can be written while it is running.
 
     Args:
         arguments: as `add_arguments` reads them.
@@ -76,7 +76,7 @@ class Examination:
         return any(finding.level == findings.WRONG for finding in self.found)
 
     def lines(self) -> Iterator[str]:
-        """Examine, and say it line by line."""
+        """Examine the machine and report line by line."""
         said = self._examine()
         if self._arguments.json:
             there = [line for line in said if isinstance(line, facts.Facts)][0]

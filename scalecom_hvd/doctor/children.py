@@ -1,6 +1,6 @@
-"""How the doctor starts other processes: with a time limit, and where they find this package.
+"""Starts the doctor's other processes, with a time limit and so that they find this package.
 
-Nothing of a child outlives its time limit. Imports no other room.
+No process of a child outlives the time limit. Imports no other room.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds the package."""
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-"""What mpirun wants to be 1 before it runs for root."""
+"""The variables that must be 1 before mpirun runs for root."""
 MARK = "scalecom_hvd.doctor.probe: "
-"""Before each line that probe.py writes for facts.py."""
+"""The beginning of each line that probe.py writes for facts.py."""
 # Seconds that a launcher has to end its ranks when it is asked to.
 GRACE = 5.0
 
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def why(self) -> str:
-        """In words, why it failed."""
+        """Why it failed, in words."""
         if self.code is None:
             return "it was not done at the time limit (--limit)"
         if self.code < 0:
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def last_line(self) -> str:
-        """The last line with something in it: an error's own words, as Python writes them."""
+        """The last line that is not empty. Python writes an error's own words there."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
@@ -67,7 +67,7 @@ def run(command: Sequence[str], limit: float) -> Outcome:
         try:
             process = subprocess.Popen(
                 command,
-                # An empty folder: Python would take modules from it.
+                # The folder is empty because Python would take modules from it.
                 cwd=empty,
                 env=environment(),
                 stdin=subprocess.DEVNULL,
@@ -90,7 +90,7 @@ def run(command: Sequence[str], limit: float) -> Outcome:
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """Ask a launcher to end its ranks. Gives what they had written."""
+    """Ask a launcher to end its ranks. Returns what they had written."""
     os.killpg(process.pid, signal.SIGTERM)
     for last in (False, True):
         try:
@@ -103,7 +103,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 def environment() -> dict[str, str]:
-    """What children get: this Python's programs first, and none of the user's hyper-parameters."""
+    """The children's environment: this Python's programs first, no hyper-parameters of the user."""
     hyper_parameters = [
         name for name in os.environ if name.startswith("SCALECOM_") and name != "SCALECOM_KERNEL"
     ]
@@ -111,7 +111,7 @@ def environment() -> dict[str, str]:
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "PYTHONUNBUFFERED": "1",
-        # Ranks that share cores: one waits without taking the other's.
+        # Ranks share cores, so a rank that waits must not take the other's.
         "OMP_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         **dict.fromkeys(AS_ROOT, "1"),
@@ -123,10 +123,10 @@ def environment() -> dict[str, str]:
 
 
 def find(program: str) -> tuple[str | None, bool]:
-    """A program of this Python's environment, or of the PATH.
+    """Find a program in this Python's environment, or on the PATH.
 
     Returns:
-        Its path, None if there is none, and whether a user finds the same on the PATH.
+        The program's path (None if there is none), and whether the PATH leads a user to the same.
     """
     on_path = shutil.which(program)
     beside = str(BIN / program)

@@ -1,6 +1,6 @@
-"""What there is on this machine, as plain values. What is wrong with it, findings.py says.
+"""What is on this machine, as plain values. findings.py says what is wrong with it.
 
-Frameworks are asked by probe.py, in processes of their own. Imports children and config.
+probe.py asks the frameworks, in processes of their own. Imports children and config.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ UP = 0x1
 
 @dataclass(frozen=True)
 class Program:
-    """One that launches, or builds.
+    """A program that launches, or builds.
 
     Attributes:
         path: where it is.
         on_path: whether a user's shell finds it.
-        says: the first line that it writes when asked for its version; empty: not asked.
+        says: the first line that it writes when asked for its version; empty: it was not asked.
     """
 
     path: str
@@ -72,23 +72,23 @@ class Interface:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is looked at before any rank is started.
+    """Everything that the doctor looks at before it starts ranks.
 
     Attributes:
-        python, executable, system: which Python this is, and on what.
+        python, executable, system: which Python this is, and on which system.
         version, place: of this package.
         root: whether root runs this.
-        cores, memory: that this process may use; bytes.
+        cores, memory: what this process may use; memory in bytes.
         installed: {"torch" | "tensorflow" | "horovod" | "triton": whether it is there}.
-        said: {part of probe.py: what it says}. One that cannot be imported says {"error": why}.
+        said: {part of probe.py: what it says}. A part that cannot be imported says {"error": why}.
         horovod: its version, None if it is not installed.
         horovod_serves: frameworks that it was built for.
-        programs: {name: Program} of those that are there.
+        programs: {name: Program} of the programs that are there.
         files: {"native" | "operations": whether the kernel's library is there}.
         interfaces: of the network.
-        variables: {name: value} of the environment, those that matter here.
-        wrong_setting: what ScaleComConfig says about the SCALECOM_ ones; empty: they are right.
-        misspelt: {name: the SCALECOM_ one that it looks like} of variables that nobody reads.
+        variables: {name: value} of the environment variables that matter here.
+        wrong_setting: ScaleComConfig's error about SCALECOM_ variables; empty: they are right.
+        misspelt: {name: the SCALECOM_ variable that it looks like}; nobody reads the name.
     """
 
     python: str = ""
@@ -116,7 +116,7 @@ class Facts:
 
     @property
     def gpus(self) -> list[str]:
-        """Those that a framework sees."""
+        """The GPUs that a framework sees."""
         return next((said["gpus"] for said in self.said.values() if said.get("gpus")), [])
 
     @property
@@ -179,7 +179,7 @@ def _horovod_version() -> str:
 
 
 def _parts(installed: dict[str, bool]) -> list[list[str]]:
-    """The parts of probe.py to ask, those of one framework in one process."""
+    """The parts of probe.py to ask. One process asks all parts of a framework."""
     found = [["native"]]
     for framework, more in (("torch", []), ("tensorflow", ["tensorflow operations"])):
         if installed[framework]:
@@ -266,7 +266,7 @@ def _address(interface: str) -> str | None:
 
 
 def _variables() -> dict[str, str]:
-    """Those of the environment that change what happens; secrets are not shown."""
+    """The environment variables that change what happens; secrets are not shown."""
     found = {}
     for name, value in sorted(os.environ.items()):
         if name.startswith(PREFIXES) or name in OTHER_VARIABLES:
@@ -276,7 +276,7 @@ def _variables() -> dict[str, str]:
 
 
 def _misspelt() -> dict[str, str]:
-    """SCALCOM_RATE: those whose prefix nobody reads, and whose rest is a setting's name."""
+    """Variables like SCALCOM_RATE: nobody reads the prefix, and the rest is a setting's name."""
     found = {}
     for name in os.environ:
         prefix, _, rest = name.partition("_")

@@ -1,6 +1,6 @@
-"""What of the facts is wrong, or missing, and what to do about it.
+"""What is wrong or missing according to the facts, and what to do about it.
 
-Pure functions of `Facts`, so that tests can make them up. Imports facts and children.
+These are pure functions of `Facts`, so that tests can make facts up. Imports facts and children.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from scalecom_hvd.doctor.facts import Facts
 WRONG = "wrong"
 """Something that is installed, or set, does not work."""
 MISSING = "missing"
-"""Something is not there that is not needed by all."""
+"""Something is missing that not everyone needs."""
 NOTE = "note"
-"""All is well, but a user has to know this."""
+"""Nothing is wrong, but a user has to know this."""
 
 KERNELS = ("native", "triton", "torch", "tensorflow")
 NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
@@ -39,9 +39,9 @@ class Finding:
 
     Attributes:
         level: WRONG, MISSING or NOTE.
-        what: it is.
+        what: what was found.
         advice: what to do about it.
-        command: to paste for that, if there is one.
+        command: a command to paste for that, if there is one.
     """
 
     level: str
@@ -58,7 +58,7 @@ NO_GPU = Finding(
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """All of them, the worst first."""
+    """All findings, the worst first."""
     looks = (_environment, _frameworks, _horovod, _launchers, _kernels, _gpus)
     found = [finding for look in looks for finding in look(facts)]
     order = (WRONG, MISSING, NOTE)
@@ -66,7 +66,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def of_failed_test(name: str, command: str) -> Finding:
-    """What a test of the self-test that failed is. command: that runs it again."""
+    """The finding for a failed test of the self-test. command: runs the test again."""
     return Finding(
         WRONG,
         f"the self-test fails: {name}",
@@ -91,7 +91,7 @@ def build_horovod(framework: str) -> tuple[str, str]:
 
 
 def _environment(facts: Facts) -> Iterator[Finding]:
-    """Wrong variables, which would end every training."""
+    """Variables that would end every training, or that nothing reads."""
     if facts.wrong_setting:
         yield Finding(
             WRONG,
@@ -117,7 +117,7 @@ def _environment(facts: Facts) -> Iterator[Finding]:
     there = sorted(interface.name for interface in facts.interfaces)
     for name in INTERFACE_VARIABLES:
         for part in _interfaces_named(facts.variables.get(name, "")):
-            # NCCL takes the beginnings of names.
+            # NCCL also takes the beginning of a name.
             if there and not any(
                 one == part or (name.startswith("NCCL") and one.startswith(part)) for one in there
             ):
@@ -129,12 +129,12 @@ def _environment(facts: Facts) -> Iterator[Finding]:
 
 
 def _interfaces_named(value: str) -> list[str]:
-    """Interfaces that a variable asks for: MPI also takes 10.0.0.0/8, and NCCL ^docker."""
+    """The interfaces that a variable names. MPI also takes 10.0.0.0/8, and NCCL ^docker."""
     return [part for part in value.split(",") if part and part[0].isalpha()]
 
 
 def _frameworks(facts: Facts) -> Iterator[Finding]:
-    """Those that cannot be imported, or are not there."""
+    """Frameworks that cannot be imported, or are not installed."""
     for part, name in NAMES.items():
         error = facts.said.get(part, {}).get("error")
         if facts.installed.get(part) and error:
@@ -165,7 +165,7 @@ def _frameworks(facts: Facts) -> Iterator[Finding]:
 
 
 def _horovod(facts: Facts) -> Iterator[Finding]:
-    """A Horovod that does not serve what is installed."""
+    """A Horovod that is missing, or does not serve the installed frameworks."""
     if facts.horovod is None:
         if facts.installed.get("torch"):
             words, command = build_horovod("torch")
@@ -203,7 +203,7 @@ def _horovod(facts: Facts) -> Iterator[Finding]:
 
 
 def _launchers(facts: Facts) -> Iterator[Finding]:
-    """What starts ranks, and is not there or not found."""
+    """Launchers that are missing, not on the PATH, or do not work as they are."""
     parts, mpirun = facts.horovod_parts, facts.programs.get("mpirun")
     if parts.get("mpi") and mpirun is None:
         yield Finding(
@@ -249,7 +249,7 @@ def _launchers(facts: Facts) -> Iterator[Finding]:
 
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
-    """The kernel in C, for every caller and in TensorFlow."""
+    """The kernel in C, and its operations for TensorFlow."""
     asked = [("native", "native", "the kernel in C", "the one in plain PyTorch")]
     if facts.works("horovod.tensorflow"):
         what = "the kernel's operations of TensorFlow"
@@ -274,7 +274,7 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
 
 
 def _gpus(facts: Facts) -> Iterator[Finding]:
-    """What GPUs want."""
+    """What GPUs need."""
     if not facts.gpus:
         if "nvidia-smi" in facts.programs and facts.works("torch"):
             yield Finding(
@@ -304,7 +304,7 @@ def _loaded(facts: Facts, part: str) -> bool:
 
 
 def lines(found: Sequence[Finding]) -> Iterator[str]:
-    """The findings, and what they come to."""
+    """The findings, and a summary."""
     for finding in found:
         yield from textwrap.wrap(
             f"{finding.level:8s} {finding.what}", 100, subsequent_indent=" " * 9
@@ -313,7 +313,7 @@ def lines(found: Sequence[Finding]) -> Iterator[str]:
         yield from textwrap.wrap(
             f"-> {finding.advice}", 100, initial_indent=indent, subsequent_indent=f"{indent}   "
         )
-        if finding.command:  # in one line, to paste
+        if finding.command:  # on one line, to paste
             yield f"{indent}   {finding.command}"
     wrong = sum(finding.level == WRONG for finding in found)
     if found:

@@ -1,6 +1,6 @@
-"""What a profile tells of the exchange's kernels on a GPU, and of the model's beside them.
+"""Reads from a profile how the exchange's kernels on a GPU overlap with the model's.
 
-For torch_rank.py, and for scripts/bench/bench_gpu_steps.py. Imports nothing of ours.
+Used by torch_rank.py and scripts/bench/bench_gpu_steps.py. Imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 
 class Overlap(NamedTuple):
-    """Of all steps in the profile.
+    """Numbers for all steps in the profile together.
 
     Attributes:
         kernels: how many kernels and copies ran on the exchange's stream.
-        milliseconds: how long these ran.
+        milliseconds: how long they ran.
         beside: the share of that time in which the model's kernels ran, too.
     """
 
@@ -24,7 +24,7 @@ class Overlap(NamedTuple):
 
 
 def overlap_of(events: Iterable[Any]) -> Overlap | None:
-    """What the events of torch.profiler tell; None: they lack the model's kernels, or ours."""
+    """The overlap in torch.profiler's events; None: they lack the model's kernels, or ours."""
     spans: dict[int, list[tuple[float, float]]] = {}
     own = None
     for event in events:

@@ -1,7 +1,7 @@
-"""Steps of simulated ranks on a GPU, held to the same steps on the CPU, to the bit; their speed.
+"""Compares steps of simulated ranks on a GPU with those on the CPU, to the bit, and times them.
 
 `python -m scalecom_hvd.doctor.gpu_steps [DEVICE]`, started by self_test.py. Kernels, formats,
-buckets and streams are those of a real run; only the transport is this process' own. Imports
+buckets and streams are those of a real run; only the transport stays inside this process. Imports
 rank_check, and methods, bucket and simulator of exchange/.
 """
 
@@ -38,7 +38,7 @@ ROUNDS = 20
 def run(
     device: torch.device, dtype: torch.dtype, settings: Mapping[str, Any]
 ) -> Iterator[torch.Tensor]:
-    """All that can be seen of some steps, of which one is void: averages and residues."""
+    """All visible results of some steps, one of them void: averages and residues."""
     simulation = Simulation(
         RANKS,
         lambda _: {
@@ -67,10 +67,10 @@ def _gradient(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generato
 
 
 def check(device: torch.device) -> int:
-    """Hold every kind of step to the CPU's. Gives how many there were.
+    """Compare every kind of step with the CPU's. Returns how many kinds there were.
 
     Raises:
-        AssertionError: something is another number.
+        AssertionError: a number differs.
     """
     count = 0
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -88,14 +88,14 @@ def check(device: torch.device) -> int:
 
 
 def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether all bits are, but for those of NaN: which of two a sum keeps, processors decide."""
+    """Whether all bits are the same, except in NaN: which of two a sum keeps, processors decide."""
     kind = torch.int32 if expected.element_size() == 4 else torch.int16
     alike = ours.view(kind) == expected.view(kind)
     return bool((alike | (ours.isnan() & expected.isnan())).all())
 
 
 def speed(device: torch.device, settings: Mapping[str, Any]) -> tuple[float, float]:
-    """Milliseconds of a leader's moves in a step, and of copying as many gradients; medians."""
+    """Median milliseconds of a leader's moves in a step, and of copying as many gradients."""
     method = ScaleCom(min_numel=0, step_ahead=0, **settings)
     parameter = torch.nn.Parameter(torch.zeros(NUMEL, device=device))
     residues = Residues(method.config)

@@ -1,8 +1,8 @@
 """What a framework says about itself: `python -m scalecom_hvd.doctor.probe torch`.
 
-Runs in a process of its own, which facts.py starts. Each part writes one line as soon as it is
-known, so that a crash in the next part leaves it: MARK, and {part: what it says} in JSON. What
-cannot be imported says {"error": why}.
+It runs in a process of its own, which facts.py starts. For each part it writes one line: MARK, and
+{part: what it says} in JSON. It writes the line at once, so that a crash in the next part does not
+lose it. For a part that cannot be imported it says {"error": why}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def torch() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    # Asked of a build without CUDA too: it says 0.
+    # A build without CUDA is asked, too: it says 0.
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "version": torch.__version__,
@@ -34,12 +34,12 @@ def torch() -> dict[str, Any]:
 
 
 def horovod_torch() -> dict[str, Any]:
-    """What Horovod was built with, as its part for PyTorch has it."""
+    """What Horovod was built with, according to its part for PyTorch."""
     return _horovod("horovod.torch")
 
 
 def horovod_tensorflow() -> dict[str, Any]:
-    """The same of its part for TensorFlow."""
+    """What Horovod was built with, according to its part for TensorFlow."""
     return _horovod("horovod.tensorflow")
 
 
@@ -59,7 +59,7 @@ def tensorflow() -> dict[str, Any]:
 
 
 def operations() -> dict[str, Any]:
-    """Whether TensorFlow takes the kernel's operations."""
+    """Whether TensorFlow can load the kernel's operations."""
     from scalecom_hvd.tensorflow import kernels
 
     return {"loaded": kernels.operations() is not None}
@@ -92,7 +92,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def main(parts: list[str]) -> None:
     """Write what each part says."""
-    # Before a part that kills the process, nothing else may be lost; a warning's text is kept.
+    # A part may kill the process, and what was said before it must not be lost. Warnings are kept.
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]

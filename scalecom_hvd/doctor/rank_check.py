@@ -1,7 +1,7 @@
-"""What both programs of the self-test's ranks check, step by step.
+"""The checks of both programs that the self-test's ranks run, step by step.
 
-Every rank makes the gradients of all ranks, so that it knows what reference.py would average, and
-holds to it what it received. Imports config and reference.
+Every rank computes the gradients of all ranks. So it knows what reference.py would average, and
+compares that with what it received. Imports config and reference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 4
 CONFIG = ScaleComConfig(rate=10, dense=[], warmup_steps=0, min_numel=0).resolved()
 LEARNING_RATE = 0.1
 PASSED = "scalecom_hvd self-test passed: "
-# Seconds after which a rank ends itself, and says where it was: no launcher may leave one behind.
+# Seconds after which a rank ends itself and says where it was, so that launchers leave none behind.
 LIFETIME = 600.0
 
 Arrays = Mapping[str, Array]
@@ -42,14 +42,14 @@ class RankCheck:
         self._went = {name: np.zeros(shape) for name, shape in shapes.items()}
 
     def step(self, gradients: Sequence[Arrays], received: Arrays) -> None:
-        """Hold a step to the reference.
+        """Compare a step with the reference.
 
         Args:
-            gradients: every rank's.
-            received: what came out of the exchange here.
+            gradients: every rank's gradients.
+            received: what the exchange gave on this rank.
 
         Raises:
-            AssertionError: it is something else.
+            AssertionError: the step differs.
         """
         expected = self._reference.step(gradients)
         for name, average in expected.items():
@@ -60,14 +60,14 @@ class RankCheck:
                 raise AssertionError(f"{name} was sent whole: nothing was compressed")
 
     def end(self, residues: Arrays, parameters: Sequence[Array]) -> None:
-        """Hold the end to what must be conserved.
+        """Check at the end what must be conserved.
 
         Args:
-            residues: the average of all ranks'.
-            parameters: each rank's, in one array.
+            residues: averaged over all ranks.
+            parameters: each rank's parameters, in one array.
 
         Raises:
-            AssertionError: a gradient value was lost, or ranks came apart.
+            AssertionError: a gradient value was lost, or the ranks' parameters differ.
         """
         for name, came in self._came.items():
             waits = residues[name] / CONFIG.beta
@@ -76,13 +76,13 @@ class RankCheck:
             raise AssertionError("parameters differ between ranks")
 
     def passed(self, kernel: str) -> None:
-        """Say so: in one write, since ranks share their output."""
+        """Report success, in one write because ranks share their output."""
         sys.stdout.write(f"{PASSED}{STEPS} steps as the reference takes them, {kernel}\n")
         sys.stdout.flush()
 
 
 def check_size(size: int) -> None:
-    """Raise RuntimeError if ranks have not found each other. size: how many have."""
+    """Raise RuntimeError unless all ranks have found each other. size: how many have."""
     if size != RANKS:
         raise RuntimeError(
             f"{RANKS} ranks were started, and {size} found each other: the launcher is of another "
@@ -91,7 +91,7 @@ def check_size(size: int) -> None:
 
 
 def inputs(step: int, rank: int, rows: int, columns: int) -> Array:
-    """A rank's data of a step, (rows, columns) float32."""
+    """A rank's data for a step, (rows, columns) float32."""
     return np.random.default_rng([step, rank]).standard_normal((rows, columns), np.float32)
 
 

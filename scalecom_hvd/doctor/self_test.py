@@ -1,6 +1,6 @@
-"""The self-test: two ranks on this machine with each launcher that is there.
+"""The self-test: two ranks on this machine with each launcher that is installed.
 
-What the ranks do is in torch_rank.py and tensorflow_rank.py. Imports children, facts, findings and
+The ranks' programs are torch_rank.py and tensorflow_rank.py. Imports children, facts, findings and
 rank_check.
 """
 
@@ -18,21 +18,21 @@ from scalecom_hvd.doctor.facts import Facts
 from scalecom_hvd.doctor.findings import NAMES
 from scalecom_hvd.doctor.rank_check import PASSED, RANKS
 
-# A line in which an error says what it is: Python's, or C++'s when it ends the process.
+# A line that names an error: Python's, or C++'s when it ends the process.
 ERROR = re.compile(r"(Error|Exception)\b.*: |terminate called|what\(\):|not enough slots")
-# Lines of a failed test's output that are shown.
+# How many lines of a failed test's output are shown.
 SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Test:
-    """Ranks to start.
+    """A test, and how to start its ranks.
 
     Attributes:
         name: what is tested.
-        command: that does it.
-        left_out: why it is not run; empty: it is.
-        ranks: how many say that they passed.
+        command: the command that tests it.
+        left_out: why the test is not run; empty if it is run.
+        ranks: how many ranks must say that they passed.
     """
 
     name: str
@@ -43,14 +43,14 @@ class Test:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a test.
+    """The result of a test.
 
     Attributes:
         name: of the test.
         ok: whether it passed; None: it was left out.
-        seconds: that it took.
-        says: what the ranks say, or why it was left out, or its last words.
-        command: that runs it again.
+        seconds: how long it took.
+        says: what the ranks say, or why it was left out, or the last lines of its output.
+        command: the command that runs it again.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Result:
 
 
 def tests(facts: Facts) -> list[Test]:
-    """All tests; those of what is not there, or cannot work, say why they are left out."""
+    """All tests. A test of something that is missing or cannot work says why it is left out."""
     mpi = _why_not_mpirun(facts)
     gloo = _why_not_horovodrun(facts)
     mpirun, horovodrun = _mpirun(facts), _horovodrun(facts)
@@ -70,7 +70,7 @@ def tests(facts: Facts) -> list[Test]:
         _why_not_on_horovod(facts, "tensorflow"),
     )
     horovod = [*_rank("torch"), "horovod"]
-    # Half of TensorFlow's test is the time that it takes to start: one launcher is enough.
+    # Half of TensorFlow's test is its start, so one launcher is enough.
     starts, why = (mpirun, "") if not mpi else (horovodrun, gloo)
     launcher = "mpirun" if not mpi else "horovodrun --gloo"
     torchrun = [*_torchrun(), "hook"]
@@ -87,7 +87,7 @@ def tests(facts: Facts) -> list[Test]:
 
 
 def gpu_tests(facts: Facts) -> list[Test]:
-    """Those of `doctor --gpu`: what a CPU cannot show."""
+    """The tests of `doctor --gpu`, for what a CPU cannot show."""
     gpus = facts.said.get("torch", {}).get("gpus", [])
     none = _why_not_torchrun(facts) or ("" if gpus else "PyTorch sees no GPU")
     horovod = none or _why_not_on_horovod(facts, "torch") or _why_not_mpirun(facts)
@@ -103,7 +103,7 @@ def gpu_tests(facts: Facts) -> list[Test]:
 
 
 def run(test: Test, limit: float) -> Result:
-    """Run a test, unless it is to be left out. limit: seconds."""
+    """Run a test, unless it is left out. limit: in seconds."""
     command = shlex.join(test.command)
     if test.left_out:
         return Result(test.name, None, 0.0, test.left_out, command)
@@ -117,7 +117,7 @@ def run(test: Test, limit: float) -> Result:
 
 
 def _words_of(outcome: children.Outcome) -> list[str]:
-    """The first error that was written, and the last words, which may be the launcher's own."""
+    """The first error in the output, and its last lines, which may be the launcher's own."""
     written = [line for line in outcome.output.splitlines() if line.strip()]
     earlier = written[:-SHOWN]
     first = next((i for i, line in enumerate(earlier) if ERROR.search(line)), len(earlier))
@@ -127,7 +127,7 @@ def _words_of(outcome: children.Outcome) -> list[str]:
 
 
 def lines(result: Result) -> Iterator[str]:
-    """What a result says."""
+    """A result as lines of text."""
     if result.ok is None:
         yield f"  -      {result.name:40s} left out: {result.says}"
     elif result.ok:

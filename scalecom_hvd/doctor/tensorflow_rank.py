@@ -26,14 +26,14 @@ SHAPES = {"first": (30, 40), "second": (40, 20)}
 
 
 def loss_of(variables: list[tf.Variable], step: int, rank: int) -> tf.Tensor:
-    """A rank's loss of a step."""
+    """A rank's loss in a step."""
     first, second = variables
     hidden = tf.tanh(tf.constant(inputs(step, rank, 8, 30)) @ first)
     return tf.reduce_mean(tf.square(hidden @ second))
 
 
 def gradients(variables: list[tf.Variable], step: int, rank: int) -> dict[str, Array]:
-    """What a rank's tape gives in a step."""
+    """The gradients of a rank's tape in a step."""
     with tf.GradientTape() as tape:
         loss = loss_of(variables, step, rank)
     found = tape.gradient(loss, variables)

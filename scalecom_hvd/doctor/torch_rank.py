@@ -2,8 +2,8 @@
 
 `python -m scalecom_hvd.doctor.torch_rank FACE [DEVICE BACKEND]`, started by self_test.py under a
 launcher. FACE is "horovod", "hook", "optimizer", "amp" (the hook in mixed precision) or "overlap"
-(a profile of it), DEVICE "cpu" or "cuda", BACKEND what torch.distributed takes. Imports rank_check,
-gpu_overlap, kernels of exchange/, and one of torch/ and ddp/, where it is used.
+(a profile of the hook), DEVICE is "cpu" or "cuda", and BACKEND is one of torch.distributed's.
+Imports rank_check, gpu_overlap, kernels of exchange/, and torch/ or ddp/, whichever is used.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ KERNELS = {
 
 
 AMP_STEPS = 30
-# Of the model that is profiled.
+# Sizes of the model that is profiled.
 WIDTH, LAYERS, BATCH = 2048, 12, 8192
 
 
 def make_model(device: torch.device) -> nn.Module:
-    """The same on every rank."""
+    """A model that is the same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20)).to(device)
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """A rank's loss of a step."""
+    """A rank's loss in a step."""
     device = next(model.parameters()).device
     return model(torch.from_numpy(inputs(step, rank, 8, 30)).to(device)).square().mean()
 
 
 def gradients(model: nn.Module, step: int, rank: int) -> dict[str, Array]:
-    """What a rank's backward gives in a step."""
+    """The gradients of a rank's backward in a step."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss_of(model, step, rank), parameters)
     return {name: grad.cpu().numpy() for name, grad in zip(names, grads, strict=True)}
 
 
 def received(model: nn.Module) -> dict[str, Array]:
-    """What lies in the parameters' gradients."""
+    """What the exchange left in the parameters' gradients."""
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {name: grad.cpu().numpy().copy() for name, grad in grads.items() if grad is not None}
 
@@ -71,15 +71,15 @@ def received(model: nn.Module) -> dict[str, Array]:
 def train(
     model: nn.Module, take_step: Callable[[int], None], average_residues: Callable[[str], Array]
 ) -> tuple[RankCheck, dict[str, Array]]:
-    """Take the steps, each held to the reference.
+    """Take the steps, and compare each with the reference.
 
     Args:
-        model: the one that is trained.
+        model: the model that is trained.
         take_step: leaves the averages in p.grad, and steps the optimizer.
         average_residues: gives a parameter's residue, averaged over ranks.
 
     Returns:
-        The check, and the residues that it is to end with.
+        The check, and the residues for its `end`.
     """
     check = RankCheck({name: tuple(p.shape) for name, p in model.named_parameters()})
     for step in range(STEPS):
@@ -95,7 +95,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def on_horovod(device: str) -> None:
-    """Horovod's drop-in."""
+    """Test the drop-in for Horovod."""
     import scalecom_hvd.torch as hvd
 
     hvd.init()
@@ -127,7 +127,7 @@ def on_horovod(device: str) -> None:
 
 
 def on_torch_distributed(face: str, device: str, backend: str) -> None:
-    """The communication hook of DistributedDataParallel, or the optimizer without a wrapper."""
+    """Test DistributedDataParallel's communication hook, or the optimizer without a wrapper."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -162,14 +162,14 @@ def on_torch_distributed(face: str, device: str, backend: str) -> None:
     dist.all_gather(everyones, flat(model))
     check.end(residues, [parameters.cpu().numpy() for parameters in everyones])
     check.passed(f"{kernel(own)}, {_averages_for_fsdp(own)}")
-    # With torch 2.13, a process whose Python ends while a thread of Gloo's still drops tensors may
-    # abort, with a hook or without. Nothing is left to do here, so Python need not end.
+    # With torch 2.13, a process may abort if Python ends while a thread of Gloo's still drops
+    # tensors, with a hook or without. Nothing is left to do here, so Python's own end is skipped.
     dist.barrier()
     os._exit(0)
 
 
 def in_mixed_precision(device: str, backend: str) -> None:
-    """The hook with autocast and a GradScaler, in float16 and bfloat16, and a step that is void.
+    """Test the hook with autocast and a GradScaler, in float16, with a void step, and in bfloat16.
 
     Raises:
         AssertionError: training does not go on as it should.
@@ -213,10 +213,10 @@ def in_mixed_precision(device: str, backend: str) -> None:
 
 
 def profiled(device: str, backend: str) -> None:
-    """Steps of a model that keeps a GPU busy: whether the exchange works beside backward.
+    """Test whether the exchange overlaps with backward, with a model that keeps a GPU busy.
 
     Raises:
-        AssertionError: it does not begin before backward is over.
+        AssertionError: the exchange does not begin before backward is over.
     """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -242,7 +242,7 @@ def profiled(device: str, backend: str) -> None:
             optimizer.step()
         torch.accelerator.synchronize()
 
-    steps(4)  # DDP makes its buckets anew, Triton compiles
+    steps(4)  # DDP rebuilds its buckets, and Triton compiles
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
     with profile(activities=activities) as profiler:
         steps(3)
@@ -260,7 +260,7 @@ def profiled(device: str, backend: str) -> None:
 
 
 def _averages_for_fsdp(device: torch.device) -> str:
-    """Whether FSDP2's gradients would be right here; nothing else asks Gloo for averages."""
+    """Whether FSDP2's gradients would be right here; only FSDP2 asks Gloo for averages."""
     from scalecom_hvd.ddp.nodes import check_averages
 
     try:
@@ -271,14 +271,14 @@ def _averages_for_fsdp(device: torch.device) -> str:
 
 
 def _residue(residues: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A copy of it. Names may have the wrapper's prefix."""
+    """A copy of a parameter's residue. Names may have the wrapper's prefix."""
     return residues[name if name in residues else f"module.{name}"].clone()
 
 
 def use_device(device: str, local_rank: int) -> torch.device:
     """Have this rank use a device of its own, or share one if there are fewer.
 
-    NCCL takes ranks that share a GPU only if each says that it is on a machine of its own.
+    NCCL accepts ranks that share a GPU only if each says that it is on a machine of its own.
     """
     if device == "cpu":
         return torch.device("cpu")
@@ -292,15 +292,15 @@ def use_device(device: str, local_rank: int) -> torch.device:
 
 
 def kernel(device: torch.device) -> str:
-    """Which one compressed."""
+    """The kernel that compressed, in words."""
     geometry = Lanes(4, 2)
     found = kernel_for(device, torch.float32, torch.float32, geometry).__name__
     return KERNELS.get(found, found)
 
 
 def main(face: str, device: str = "cpu", backend: str = "gloo") -> None:
-    """Run the rank. See above."""
-    # Sums in another order could choose another element.
+    """Run the rank. The top of this file describes the arguments."""
+    # With several threads, sums in another order could choose another element.
     torch.set_num_threads(1)
     np.seterr(all="raise", under="ignore")
     if face == "horovod":

@@ -1,6 +1,7 @@
-"""What moves on accumulators, acc = m + g, do to residues: the algorithm as the paper writes it.
+"""Moves on accumulators, acc = m + g: the algorithm as the paper writes it.
 
-A bucket calls it, for methods that send any values at any places. Imports residue and kernels.
+A bucket calls these functions for methods that send any values at any places. Imports residue and
+kernels.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def accumulate(
     frozen: Sequence[bool],
     accumulators: Sequence[torch.Tensor],
 ) -> Count:
-    """acc <- m + scale*g, and zero for tensors that are frozen.
+    """acc <- m + scale*g; zero for frozen tensors.
 
-    Gives how many elements of g are bad; those count as zero.
+    Returns how many elements of g are bad. Bad elements count as zero.
     """
     bad: Count = 0
     for tensor, grad, is_frozen, own in zip(tensors, grads, frozen, accumulators, strict=True):
@@ -44,7 +45,7 @@ def commit(
     """m <- (1 - beta)*m + beta*(acc - sent), and g <- the average, in the gradients' units.
 
     Args:
-        kept: acc - sent, which is overwritten.
+        kept: acc - sent. It is overwritten.
     """
     for tensor, own, average, is_frozen, grad in zip(
         tensors, kept, averages, frozen, grads, strict=True
@@ -52,7 +53,7 @@ def commit(
         if not is_frozen and tensor.beta == 1:
             tensor.residue.copy_(own)
         elif not is_frozen:
-            # Each operation is rounded by itself. add_ with alpha fuses them on some processors,
-            # and then residues would differ in bits.
+            # Each operation must be rounded separately. On some processors add_ with alpha fuses
+            # both, and residues would then differ in bits.
             tensor.residue.mul_(1 - tensor.beta).add_(own.mul_(tensor.beta))
         grad.copy_(average if scale == 1 else average / scale)

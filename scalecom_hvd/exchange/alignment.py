@@ -1,9 +1,10 @@
-"""How far what a worker sends points where the other workers' values do.
+"""How far a worker's sent values point in the direction of the other workers' values.
 
-A residue holds what all workers want, and what this one alone does: noise of its batches, or
-classes that only it sees. Gradients a step ahead along the first are better for it, along the
-second worse. The cosine of what was sent and what the others sent tells them apart, and no message
-is needed: a worker knows its own values, and their sum. Imports nothing of ours.
+A residue holds two parts: what all workers want, and what only this worker wants (noise of its
+batches, or classes that only it sees). Computing gradients a step ahead is better along the first
+part, and worse along the second. The cosine between the worker's sent values and the others' tells
+the parts apart. It needs no message, because a worker knows its own values and the sum over all
+workers. Imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import math
 
 import torch
 
-# So much of the average is that of the steps before.
+# How much of the moving average comes from earlier steps.
 KEPT = 0.7
-# The others sent nothing where all that is left of them is rounding: their square is less than so
-# much of a worker's own.
+# If the others' squared norm is less than this fraction of the worker's own, it is only rounding
+# error: the others sent nothing.
 ROUNDING = 1e-10
 
 
@@ -32,12 +33,12 @@ def products(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
 
 
 def nothing_sent() -> torch.Tensor:
-    """`products` of no values, on the CPU."""
+    """The `products` of no values at all, on the CPU."""
     return torch.zeros(3, dtype=torch.float64, device="cpu")
 
 
 class Alignment:
-    """The moving average, over steps, of the cosine of what a worker and the others sent.
+    """The moving average, over steps, of the cosine between a worker's and the others' values.
 
     Attributes:
         cosine: from -1 to 1; 1 at the start.
@@ -55,11 +56,11 @@ class Alignment:
         self._step = nothing_sent()
 
     def note(self, products: torch.Tensor) -> None:
-        """Of some tensors, in a step that counts."""
+        """Add the products of some tensors, in a step that counts."""
         self._step += products.cpu()
 
     def end_step(self) -> None:
-        """Take up what was noted, unless nothing was sent, or squares are beyond the dtype."""
+        """Update the average, unless nothing was sent or the squares overflow their dtype."""
         both, own, others = self._step.tolist()
         self._step.zero_()
         length = math.sqrt(own) * math.sqrt(others)
@@ -68,5 +69,5 @@ class Alignment:
 
     @property
     def weight(self) -> float:
-        """What this worker's residue counts for, from 0 to 1."""
+        """The weight of this worker's residue, from 0 to 1."""
         return max(self.cosine, 0.0)

@@ -1,14 +1,16 @@
-"""Local steps with a schedule for each rank, on simulated ranks.
+"""Local steps with a separate schedule for each rank, on simulated ranks.
 
-Qsparse-local-SGD, algorithm 2 (Basu et al., 2019, arXiv 1906.02367): every rank synchronises after
-steps of its own. On real ranks this saves nothing, as no collective lets a rank run ahead of the
-others. So only the simulator has it, to compare both forms. x: the common parameters; start_i: what
-x_i was at rank i's last synchronisation.
+This is Qsparse-local-SGD, algorithm 2 (Basu et al., 2019, arXiv 1906.02367): each rank synchronises
+after its own number of steps. On real ranks this saves nothing, because no collective lets a rank
+run ahead of the others. So only the simulator has it, to compare it with algorithm 1
+(local_steps.py). Below, x stands for the common parameters, and start_i for the x_i of rank i's
+last synchronisation.
 
     every step:   x_i <- optimizer_i(x_i, gradient_i)
-    where any rank synchronises after it:
-        those that do send start_i - x_i, all others nothing
-        x <- x - the average over all ranks; those that do begin from it: x_i, start_i <- x
+    if any rank synchronises after it:
+        the ranks that synchronise send start_i - x_i; the others send nothing
+        x <- x - the average over all ranks
+        on the ranks that synchronise: x_i, start_i <- x
 
 Imports exchange, methods/base and the rooms below.
 """
@@ -30,21 +32,21 @@ Result = TypeVar("Result")
 
 
 class AsynchronousSteps:
-    """The local steps of one simulated rank, each rank with an H of its own.
+    """The local steps of one simulated rank. Each rank has its own H.
 
     Args:
-        parameters: {name: parameter} of all that are trained, the same on all ranks.
+        parameters: {name: parameter} of all trained parameters, the same on all ranks.
         method: how changes are averaged.
-        collectives: the other ranks.
-        ranks: H of every rank.
+        collectives: how this rank reaches the others.
+        ranks: the H of every rank.
 
     Attributes:
         common: {name: x}, float32 or float64, the same on all ranks.
         exchange: averages the changes.
 
     Raises:
-        ValueError: look-ahead, which has to know who synchronises next; or `ranks` are not as many
-            as there are ranks.
+        ValueError: the method uses look-ahead, which must know which ranks synchronise next; or
+            `ranks` does not hold one number of steps for each rank.
     """
 
     def __init__(
@@ -103,10 +105,10 @@ class AsynchronousSteps:
 
 
 class _Exchange(Exchange):
-    """An exchange of which only some ranks have something to send.
+    """An exchange in which only some ranks have something to send.
 
     Attributes:
-        senders: their positions, in the step that comes.
+        senders: the positions of these ranks in the coming step.
     """
 
     def __init__(
@@ -121,15 +123,15 @@ class _Exchange(Exchange):
         super().__init__(parameters, method, collectives, is_scaled=False)
 
     def leader_at(self, step: int, bucket: int) -> int:
-        """One of those that have something to send, drawn, the same on all ranks.
+        """Draw one of the senders, the same one on all ranks.
 
-        If the same ranks send every other time, some would never have their turn otherwise.
+        If ranks took turns, and the same ranks sent every other time, some would never lead.
         """
         turn = step + (bucket if self.config.leader == "staggered" else 0)
         return self.senders[random.Random(turn).randrange(len(self.senders))]
 
     def synchronisations_in(self, steps: int) -> int:
-        """After how many of the first `steps` steps some rank synchronises."""
+        """How many of the first `steps` steps are followed by some rank's synchronisation."""
         return sum(bool(_due(self._ranks, step)) for step in range(1, steps + 1))
 
 

@@ -1,12 +1,12 @@
-"""A thread on which work goes on while backward does: kernels that need no Python, and waiting.
+"""A thread that works while backward runs: it runs kernels that need no Python, and it waits.
 
-An exchange has its kernels made there. After every kernel the thread lets the exchange go on.
-Gradients arrive in bursts, and between two of them backward may compute for long without a hook:
-what became possible meanwhile (a kernel is done, offsets have come) must not wait for the next
-gradient. DDP's hook has a thread that waits for other ranks.
+An exchange runs its kernels on such a thread. After every kernel, the thread lets the exchange go
+on. Gradients arrive in bursts, and between two bursts backward may compute for long without calling
+a hook. What has become possible meanwhile (a kernel is done, or offsets have arrived) must not wait
+for the next gradient. DDP's hook uses such a thread to wait for other ranks.
 
-A script may drop an owner that still has to submit something, for which other ranks wait. The
-thread keeps such an owner until that is done. Imports nothing of this package.
+A script may drop an owner that must still submit something for which other ranks wait. The thread
+keeps such an owner alive until this is done. Imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ POLL_SECONDS = 3e-4
 
 Jobs = queue.SimpleQueue  # of (job, function, arguments); None: the owner is gone
 
-# Owners that are kept until they have nothing left to do, by the jobs of their threads.
+# {jobs of a thread: its owner}, for owners that are kept alive until they have nothing left to do.
 _kept: dict[Jobs, object] = {}
 _kept_lock = threading.Lock()
 
 
 def wait_for_kept() -> None:
-    """Wait until no owner of this process is kept by its thread."""
+    """Wait until no thread of this process keeps its owner alive."""
     while _is_any_kept():
         time.sleep(POLL_SECONDS)
 
@@ -43,19 +43,19 @@ class Job(Future):
     """A function that is called on the thread."""
 
     def wait(self) -> Any:
-        """What it gave, or raised, when it has been called."""
+        """Wait for the call. Return what the function returned, or raise what it raised."""
         return self.result()
 
 
 class BackgroundThread:
     """One thread, started when it is first needed. It ends with its owner.
 
-    A second one would not be faster for kernels: memory is the limit.
+    A second thread would not make kernels faster, because memory is the limit.
 
     Args:
-        owner: whose thread it is.
-        go_on: a method of the owner, called after every job, and again every POLL_SECONDS as long
-            as it gives True. None: there is nothing to do besides jobs.
+        owner: the thread's owner.
+        go_on: a method of the owner. It is called after every job, and again every POLL_SECONDS as
+            long as it returns True. None: there is nothing to do besides jobs.
     """
 
     def __init__(self, owner: object, go_on: Callable[[], bool] | None = None) -> None:
@@ -67,9 +67,9 @@ class BackgroundThread:
         weakref.finalize(owner, self._jobs.put, None)
 
     def submit(self, function: Callable[..., object], *arguments: object) -> Job:
-        """Have a function called on the thread, after those submitted before."""
+        """Call a function on the thread, after the functions submitted before it."""
         if self._thread is None:
-            # A daemon: a script that ends in mid-step is not held up.
+            # A daemon does not hold up a script that ends in the middle of a step.
             self._thread = threading.Thread(
                 target=_serve, args=(self._jobs, self._go_on), name="scalecom", daemon=True
             )
@@ -79,7 +79,7 @@ class BackgroundThread:
         return future
 
     def keep_owner(self) -> None:
-        """Let the owner go on by itself, and keep it until go_on gives False."""
+        """Keep the owner alive, and call go_on again and again, until go_on returns False."""
         with _kept_lock:
             _kept[self._jobs] = self._owner()
             self.submit(lambda: None)

@@ -1,17 +1,17 @@
 """A bucket: tensors that share collectives, the buffers they use, and the moves of one step.
 
-The exchange says when a step begins, and whether it counts; a method (methods/) makes the moves in
-between. Nothing here communicates. A step that does not count is rolled back: residues are what
-they were, to rounding.
+The exchange says when a step begins, and whether it counts. In between, a method (methods/) makes
+the moves. Nothing here communicates. A step that does not count is rolled back: residues become
+what they were, up to rounding.
 
-Moves come in two forms. `accumulate`, `take` and `take_and_accumulate` are done in place, on the
-residues, by kernels that fuse them; they serve the offsets that one rank chose for all, as
-ScaleCom's leader does. Their numbers, (1) and (2), are those of reference.py. `accumulators`,
-`choose`, `send` and `receive` serve any places and any values: simple rather than fast, on two
-tensors as large as the bucket. A method uses one form or the other.
+Moves come in two forms, and a method uses one of them. `accumulate`, `take` and
+`take_and_accumulate` work in place on the residues, with kernels that fuse them. They serve offsets
+that one rank chose for all ranks, as ScaleCom's leader does. Their numbers, (1) and (2), are those
+of reference.py. `accumulators`, `choose`, `send` and `receive` serve any places and any values.
+They are simple rather than fast, and use two tensors as large as the bucket.
 
-An *offset* is a row in a lane, as it travels; a *position* an index into one tensor; a *place* an
-index into the accumulators of the whole bucket.
+An *offset* is a row in a lane, as it travels. A *position* is an index into one tensor. A *place*
+is an index into the accumulators of the whole bucket.
 
 Imports accumulators, values, integer_values, residue and the rooms below.
 """
@@ -58,7 +58,7 @@ from scalecom_hvd.native import (
     CHOOSE_RESIDUE,
 )
 
-# So many elements that a pass over them takes longer (about 0.1 ms) than handing it to a thread.
+# With this many elements, a pass over them takes longer (about 0.1 ms) than handing it to a thread.
 WORTH_A_THREAD = 2**19
 
 Places = torch.Tensor | slice
@@ -69,27 +69,29 @@ class Bucket:
     """Tensors that share one broadcast and one all-reduce.
 
     Args:
-        number: its place among the buckets.
-        names: of its tensors, which are on one device and have one dtype on the wire.
-        parameters: {name: parameter} of at least these.
-        residues: of those that are compressed.
-        ranks: how many there are.
-        share: what a sum over ranks is multiplied by to be the average. Values in float16 are
-            summed, and multiplied by it when they are in a wider dtype again.
-        thread: runs kernels that need no Python while backward goes on; None: nothing does.
-        copies: whether gradients stay as they are until a step that is sent whole counts.
+        number: the bucket's place among the buckets.
+        names: the names of its tensors. They are on one device, and have one dtype on the wire.
+        parameters: {name: parameter} of at least these tensors.
+        residues: the residues of the compressed tensors.
+        ranks: how many ranks there are.
+        share: the factor that turns a sum over ranks into the average. Float16 values are summed,
+            and multiplied by `share` once they are in a wider dtype again.
+        thread: runs kernels that need no Python while backward runs. None: no thread does.
+        copies: whether a step that is sent whole leaves gradients as they are until it counts.
 
     Attributes:
-        compressed: {name: CompressedTensor} of those whose offsets and values travel.
-        geometries, counts: their lanes, and k of each.
-        sizes: elements of each.
-        grads: {name: (N,)} of this step, in the gradients' dtype; times `scale` in residues' units.
-        scale: 1 / loss scale: what makes gradients of the residues' units.
+        compressed: {name: CompressedTensor} of the tensors that send offsets and values.
+        geometries, counts: the lanes and the k of each compressed tensor.
+        sizes: how many elements each compressed tensor has.
+        grads: {name: (N,)} of this step, in the gradients' dtype. Multiplied by `scale`, they are
+            in the residues' units.
+        scale: 1 / loss scale, which converts gradients to the residues' units.
         whole: whether this step is sent whole.
-        frozen: [bool] for each of `compressed`: no longer trained, so its residue stays as it is.
+        frozen: one bool for each of `compressed`. True: the tensor is no longer trained, or no rank
+            uses it in this step, so its residue stays as it is.
         bad: how many elements of this step's gradients and values are not finite, or too large.
-            They count as zero here, and make the step void for all ranks.
-        has_received: whether this step's averages were told.
+            They count as zero here, and make the step void on all ranks.
+        has_received: whether the bucket was told this step's averages.
     """
 
     def __init__(
@@ -126,9 +128,9 @@ class Bucket:
         self._dense_dtype = wide
         wire = next((tensor.wire_dtype for tensor in self.tensors), wide)
         dense = {name: parameters[name] for name in names if name not in self.compressed}
-        # What is sent whole needs its own dtype, in which it is averaged, so buckets are split.
+        # Tensors sent whole are averaged in their own dtype, so no narrow values join them.
         assert not dense or wire == wide, "narrow values and tensors sent whole share no bucket"
-        # Of these ranks make sums, which are divided afterwards.
+        # In these dtypes ranks make sums, which are divided afterwards.
         self._share = share if wire in (torch.float16, torch.int8) else 1.0
         self._average_share = share
 
@@ -148,10 +150,10 @@ class Bucket:
         ]
         self._beta = self.tensors[0].beta if self.tensors else 1.0
         self._extra = self.tensors[0].extra if self.tensors else 0.0
-        # Residues of a bucket are of one dtype: that of what would travel.
+        # All residues of a bucket have one dtype, in which values travel if not made narrower.
         self._residue_dtype = self.tensors[0].residue.dtype if self.tensors else wide
-        # Made once: what is allocated anew in every step can make the allocator give memory of
-        # the script's own back to the system, and fetch it again (0.1 of a step's time).
+        # These buffers are made once. If they were allocated in every step, the allocator could
+        # return the script's memory to the system and fetch it again (0.1 of a step's time).
         n_bytes = self._layout.offsets_bytes
         self._offsets = [
             torch.zeros(n_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
@@ -165,9 +167,9 @@ class Bucket:
         else:
             self._values = Values(self._layout.n_values, dense, wire, self._device)
         values = self._values.compressed
-        sent = values if self._levels else torch.zeros_like(values)  # integers are packed first
+        sent = values if self._levels else torch.zeros_like(values)  # integers travel in a copy
         self._wire = Wire(self._offsets[0], values, sent, float16_limit(ranks))
-        # Which scale each value has. A processor is quicker tensor by tensor, without it.
+        # The index of each value's scale. A CPU is faster without it, tensor by tensor.
         has_index = self._levels and self._device.type != "cpu"
         self._scale_of = scale_numbers(self.counts).to(self._device) if has_index else None
         self._kernels: list[tuple[Kernel, list[int]]] = []
@@ -177,7 +179,7 @@ class Bucket:
         self._average: torch.Tensor | None = None
         self._chooser: Kernel | None = None
         self.frozen: list[bool] = []
-        # Of the step in progress; see `forget`.
+        # These describe the step in progress; see `forget`.
         self._averaged: dict[str, torch.Tensor]
         self._reduced: Values | IntegerValues | None
         self._received: tuple[torch.Tensor, torch.Tensor] | None
@@ -189,15 +191,15 @@ class Bucket:
         self.forget()
 
     def sent(self) -> torch.Tensor:
-        """(k,) what this rank sent of the values that `take` gave last, in the residues' dtype."""
+        """The last values of `take` (k,) as this rank sent them, in the residues' dtype."""
         if isinstance(self._values, IntegerValues):
             return self.scaled(self._values.compressed)
         return self._wire.sent.to(self._residue_dtype)
 
     def products_with_others(self) -> torch.Tensor:
-        """Of what this rank sent and what the others did; see alignment.py.
+        """The products of this rank's sent values with the others'; see alignment.py.
 
-        Zeros if no averages of values that `take` gave were received.
+        They are zeros if no averages of values from `take` were received.
         """
         if self._received is None:
             return nothing_sent()
@@ -205,16 +207,16 @@ class Bucket:
         return products(self.sent(), averages * (self._share / self._average_share))
 
     def averages_taken(self) -> torch.Tensor:
-        """The averages (k,) of what `take` gave last, once they have come.
+        """The averages (k,) of the last values of `take`, once they have arrived.
 
-        Of narrow values they are sums, which `scatter` multiplies by `share`.
+        For narrow values these are sums, which `scatter` multiplies by `share`.
         """
         if isinstance(self._values, Values) or self.whole:
             return self._values.compressed
         return self.scaled(self._values.sums())
 
     def scaled(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums of integers (k,) times the scales with which `take_and_accumulate` made them."""
+        """Sums of integers (k,), times the scales that `take_and_accumulate` used for them."""
         values = sums.to(self._residue_dtype)
         if self._scale_of is not None:
             scales = self._taken_at[: self._layout.scales_bytes].view(torch.float32)
@@ -226,22 +228,23 @@ class Bucket:
     # What a method asks for: offsets.
 
     def new_offsets(self) -> torch.Tensor:
-        """A buffer of bytes for this step's choice of every tensor's lanes.
+        """A buffer of bytes for this step's choice in the lanes of all tensors.
 
-        Ranks that do not lead bring it to the broadcast. State may hold views of the last one.
+        Ranks that do not lead pass it to the broadcast. State may hold views of the last step's
+        buffer.
         """
         self._has_chosen = True
         return self._offsets[0]
 
     def split_offsets(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """{name: offsets (k,)}: those of a choice, tensor by tensor. They are views of it."""
+        """{name: offsets (k,)} of a choice, as views of it."""
         return {
             tensor.name: slot.offsets(buffer)
             for tensor, slot in zip(self.tensors, self._slots, strict=True)
         }
 
     def split_choice(self, buffer: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
-        """{name: {"offsets": (k,)}}: all of a choice. Of integers "scales" (blocks,) are in it."""
+        """{name: {"offsets": (k,)}} of a choice. For integers it includes "scales" (blocks,)."""
         choice = {name: {"offsets": own} for name, own in self.split_offsets(buffer).items()}
         for tensor, slot in zip(self.tensors, self._slots, strict=True):
             if self._levels:
@@ -249,14 +252,14 @@ class Bucket:
         return choice
 
     def join_choice(self, choice: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """The inverse of `split_choice`, without a copy where they are views of one buffer."""
+        """The inverse of `split_choice`. It copies nothing if all are views of one buffer."""
         parts = [choice[tensor.name]["offsets"] for tensor in self.tensors]
         storage = parts[0].untyped_storage()  # views of another dtype do not know what they view
         starts = [storage.data_ptr() + slot.offsets_at for slot in self._slots]
         whole = storage.nbytes() == self._layout.offsets_bytes
         if whole and starts == [part.data_ptr() for part in parts]:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-        buffer = self._offsets[1]  # no state has views of it, or it would have been found above
+        buffer = self._offsets[1]  # no state views this one, or it would have been found above
         for tensor, slot, part in zip(self.tensors, self._slots, parts, strict=True):
             slot.offsets(buffer).copy_(part.view(slot.offsets(buffer).dtype))
             if self._levels:
@@ -284,7 +287,7 @@ class Bucket:
     # What a method asks for: moves in place.
 
     def accumulate(self, choose: bool = False) -> Step[torch.Tensor | None]:
-        """(1) m <- m + beta*g. Gives the offsets of the largest |m + g| if it is to choose."""
+        """(1) m <- m + beta*g. If `choose`, returns the offsets of the largest |m + g|."""
         chosen = self.new_offsets() if choose else None
         mode = CHOOSE_ACCUMULATOR if choose else CHOOSE_NOTHING
         yield from self._run("accumulate", lambda own: own.accumulate(self._beta, mode, chosen))
@@ -294,11 +297,11 @@ class Bucket:
     def take(self, offsets: torch.Tensor) -> Step[torch.Tensor]:
         """(2) v = m[I] + (1 - beta)*g[I], which is acc at I; m[I] <- m[I] - beta*v.
 
-        With config.flush v is larger, see reference.py. Comes after `accumulate`. Gives v (k,) as
-        it travels, rounded to the wire dtype, of which the residue keeps the error.
+        With config.flush v is larger; see reference.py. Call `accumulate` first. Returns v (k,) as
+        it travels, rounded to the wire dtype. The residue keeps the rounding error.
 
         Raises:
-            RuntimeError: it does not, or values have few bits.
+            RuntimeError: `accumulate` was not called first, or values have few bits.
         """
         if self._levels:
             raise RuntimeError(
@@ -317,8 +320,8 @@ class Bucket:
     ) -> Step[tuple[torch.Tensor, torch.Tensor | None]]:
         """(2) then (1): v = m[I] + g[I], m[I] <- m[I] - beta*v, m <- m + beta*g, in one pass.
 
-        The other order would make the same of m, since (1 - beta)*m is left at I either way. Gives
-        v, and, if it is to choose, the offsets of the largest |m + g| afterwards: g stands for the
+        The other order would give the same m, because (1 - beta)*m is left at I either way. Returns
+        v, and, if `choose`, the offsets of the largest |m + g| afterwards. There g stands for the
         next gradient.
         """
         self._taken_at = offsets
@@ -333,19 +336,19 @@ class Bucket:
         return wire.values, chosen
 
     def choose_without_accumulating(self) -> torch.Tensor:
-        """What `select` gives, in a step that is sent whole."""
+        """Choose as `select` does, in a step that is sent whole."""
         chosen = self.new_offsets()
         for kernel, _ in self._kernels:
             kernel.choose(self._extra, chosen)
         return chosen
 
     def select(self) -> Step[torch.Tensor]:
-        """The offsets of the largest |m + g|, and the scales of integers there; m stays."""
+        """Choose the offsets of the largest |m + g|, and the scales of integers there; m stays."""
         chosen = self.new_offsets()
 
         def choose(kernel: Kernel) -> Count:
             kernel.choose(self._extra, chosen)
-            return 0  # what is bad is counted when it is taken
+            return 0  # bad elements are counted when they are taken
 
         yield from self._run("select", choose)
         return chosen
@@ -356,8 +359,9 @@ class Bucket:
     def accumulators(self) -> torch.Tensor:
         """acc = m + g of all compressed tensors, one after the other, (N,) float32 or float64.
 
-        That of a frozen tensor is zero. `send` takes away what was sent. A method may add to it
-        before it chooses (momentum, say): what is not sent of that enters the residue, times beta.
+        For a frozen tensor acc is zero. `send` subtracts what was sent. A method may add something
+        to acc before it chooses, such as momentum. The part of it that is not sent enters the
+        residue, times beta.
         """
         if not self._has_accumulators:
             assert not self._in_place, "accumulators were asked for after a move in place"
@@ -366,25 +370,25 @@ class Bucket:
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The tensors' views of `accumulators`."""
+        """`accumulators` as one view per tensor."""
         return list(self.accumulators.split(self.sizes))
 
     def sendable(self, places: Places) -> torch.Tensor:
-        """What this worker is to send at these places, a new tensor.
+        """The values that this worker should send at these places, as a new tensor.
 
-        That is the accumulators there, and with config.flush all that waited where the gradient
-        does not point the other way.
+        They are the accumulators there. With config.flush they also include all that waited,
+        wherever the gradient does not point the other way.
         """
         values = self.accumulators[places].clone()
         if self._extra:
             waited = torch.cat([tensor.residue for tensor in self.tensors])[places]
-            # acc - m is the gradient. A frozen tensor's acc is zero, and so nothing is added.
+            # acc - m is the gradient. For a frozen tensor acc is zero, so nothing is added.
             agrees = waited * (values - waited) >= 0
             values += torch.where(agrees, self._extra * waited, 0.0)
         return values
 
     def choose(self) -> torch.Tensor:
-        """The offsets of the largest accumulators, tensor by tensor."""
+        """Choose the largest accumulators of each tensor. Returns their offsets."""
         buffer, parts = self.new_offsets(), self.parts
         dtype = self._residue_dtype
         if self._chooser is None:
@@ -394,7 +398,7 @@ class Bucket:
             ]
             kernel = kernel_for(self._device, dtype, dtype, self.geometries[0])
             self._chooser = kernel(slots, [dtype] * len(slots))
-        # Accumulators stand in the place of residues, and nothing is added to them.
+        # Accumulators take the place of residues here, and nothing is added to them.
         self._chooser.begin(parts, [False] * len(parts), 1.0)
         self._chooser.accumulate(0.0, CHOOSE_RESIDUE, buffer)
         self._chooser.release()
@@ -407,15 +411,15 @@ class Bucket:
         )
 
     def places(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The places in `accumulators` of positions in every tensor."""
+        """Convert positions in every tensor to places in `accumulators`."""
         return torch.cat([own + at for own, at in zip(positions, self._starts, strict=True)])
 
     def send(self, places: Places, values: torch.Tensor) -> None:
-        """This worker sent these values at these places: the rest stays in its residue.
+        """Note that this worker sent these values at these places. The rest stays in its residue.
 
         Args:
-            places: each at most once.
-            values: as many.
+            places: no place occurs twice.
+            values: one for each place.
 
         Raises:
             ValueError: there are more or fewer values than places.
@@ -425,13 +429,13 @@ class Bucket:
         self.accumulators[places] -= values
 
     def receive(self, where: Places, averages: torch.Tensor) -> None:
-        """The average over ranks holds these values there, and zero elsewhere.
+        """Note the average over ranks: these values at these places, and zero elsewhere.
 
         Args:
-            where: places, where values of a place that is there several times add up; after moves
-                in place the offsets that values were taken at.
-            averages: as many, and the same on every rank; after moves in place what `take` gave,
-                averaged in place.
+            where: places. If a place occurs several times, its values add up. After moves in place:
+                the offsets at which values were taken.
+            averages: one for each place, the same on every rank. After moves in place: what `take`
+                returned, averaged in place.
 
         Raises:
             ValueError: there are more or fewer averages than places.
@@ -465,7 +469,7 @@ class Bucket:
             )
 
     def will_overwrite(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a view of what the next step writes to."""
+        """Whether a tensor is a view of memory that the next step writes to."""
         own = [t for t in (self._flat, self._average) if t is not None]
         address = tensor.untyped_storage().data_ptr()
         return any(t.untyped_storage().data_ptr() == address for t in [*own, *self.grads.values()])
@@ -479,16 +483,16 @@ class Bucket:
         grads: Mapping[str, torch.Tensor] | None = None,
         unused: Collection[str] = (),
     ) -> None:
-        """All gradients are at hand. They are kept until the step's end, to be rolled back.
+        """Begin a step whose gradients are all here. They are kept until it ends, for a roll-back.
 
         Args:
             scale: 1 / loss scale.
             whole: whether the step is sent whole.
-            grads: {name: (N,) contiguous}; None: those of the parameters.
-            unused: tensors whose gradients are zero and whose residues stay as they are.
+            grads: {name: (N,) contiguous}. None: the parameters' gradients.
+            unused: names of tensors whose gradients are zero and whose residues stay as they are.
 
         Raises:
-            RuntimeError: gradients that are not of the sizes and devices of the parameters.
+            RuntimeError: a gradient differs from its parameter in size or device.
         """
         self.whole, self.scale, self.bad = whole, scale, 0
         self._has_chosen = False
@@ -498,7 +502,7 @@ class Bucket:
         like = {tensor.name: tensor.residue for tensor in self.tensors} | self._values.whole
         check_sizes(self.grads, like)
         own = [self.grads[name] for name in self.compressed]
-        # A gradient that a script gave one that is not trained counts all the same.
+        # If a script gave an untrained parameter a gradient, the gradient counts.
         self.frozen = [
             name in unused or not (self.parameters[name].requires_grad or any_of(grad))
             for name, grad in zip(self.compressed, own, strict=True)
@@ -511,20 +515,21 @@ class Bucket:
             kernel.begin([own[i] for i in members], frozen, scale)
 
     def has_gradients(self) -> torch.Tensor:
-        """(number of compressed tensors,) float32: 1 where this rank's gradient is not all zero."""
+        """(number of compressed tensors,) float32: 0 if this rank's gradient is all 0, else 1."""
         grads = (self.parameters[name].grad for name in self.compressed)
         return torch.stack([values_of(grad).any() for grad in grads]).float()
 
     def fill(self) -> dict[str, torch.Tensor]:
-        """What is all-reduced besides what a method did itself, {end of its name: tensor}.
+        """What is all-reduced besides the method's own collectives, {end of its name: tensor}.
 
-        That is the values buffer, completed with tensors sent whole and the count; in a step that
-        is sent whole the gradients themselves, unless they must travel in a wider dtype, or stay.
+        This is the values buffer, completed with the tensors sent whole and the count. In a step
+        that is sent whole, it is the gradients themselves, unless they must travel in a wider dtype
+        or must stay as they are.
         """
         self._reduced = None
         is_wide = all(grad.dtype == self._dense_dtype for grad in self.grads.values())
         if self.whole and is_wide and not self._copies:
-            # No count is needed: where a gradient is not finite, the average is not either.
+            # No count is needed: if a gradient is not finite, neither is the average.
             self._averaged = {f".{name}": grad for name, grad in self.grads.items()}
             return self._averaged
         if self.whole and self._whole_values is None:
@@ -549,21 +554,22 @@ class Bucket:
 
     @property
     def kind(self) -> str:
-        """What `fill` gives, for names of collectives."""
+        """A word for what `fill` gives, for the names of collectives."""
         return "whole" if self.whole else "dense" if self._has_accumulators else "values"
 
     def is_sound(self) -> torch.Tensor:
         """Whether the step counts, as a 0-dimensional tensor that is the same on all ranks.
 
-        It does if no worker had a gradient that is not finite, and all averages are finite in
-        the gradients' dtype.
+        The step counts if all workers' gradients are finite, and all averages are finite in the
+        gradients' dtype.
         """
         averages = list(self._averaged.values())
         if self._levels and not self.whole:
             averages = [self._received[1]]
         if self._has_accumulators and not self.whole:
             averages.append(self._average)
-        # The smallest and the largest tell of all: one pass, and nothing large is made.
+        # If the smallest and the largest element are finite, all are. This takes one pass, and
+        # makes nothing large.
         ends = [end for average in averages if average.numel() for end in torch.aminmax(average)]
         sound = torch.stack(ends).isfinite().all() if ends else torch.tensor(True, device="cpu")
         if self._reduced is None:
@@ -574,7 +580,7 @@ class Bucket:
         return sound
 
     def _averages_of_halves(self) -> Iterable[torch.Tensor]:
-        """The averages, in the gradients' units, of gradients in float16."""
+        """The averages of float16 gradients, in the gradients' units."""
         halves = [name for name, grad in self.grads.items() if grad.dtype == torch.float16]
         if halves and not self.whole:
             compressed = dict(zip(self.compressed, self._compressed_averages(), strict=True))
@@ -590,12 +596,12 @@ class Bucket:
         return [slot.values(self._received[1]) for slot in self._slots]
 
     def norms(self) -> tuple[float, float]:
-        """The norms of residues, and of this step's gradients in their units. Reads them all."""
+        """The norms of residues and of this step's gradients, in residues' units. Reads all."""
         grads = norm([self.grads[name] for name in self.compressed])
         return norm([tensor.residue for tensor in self.tensors]), grads * self.scale
 
     def commit(self) -> None:
-        """The step counts: gradients become averages, and residues keep what was not sent."""
+        """Commit the step: gradients become averages, and residues keep what was not sent."""
         self._committed = True
         if self._has_chosen:
             self._offsets.reverse()
@@ -612,7 +618,7 @@ class Bucket:
         """Every output (N,) <- the averages received at I, in the gradient's units, zero elsewhere.
 
         Args:
-            outputs: {name: tensor}; may be the gradients, and then nothing can be rolled back.
+            outputs: {name: tensor}. If they are the gradients, nothing can be rolled back any more.
         """
         own = [outputs[name] for name in self.compressed]
         offsets, averages = self._received
@@ -621,30 +627,30 @@ class Bucket:
                 kernel.scatter([own[i] for i in members], offsets, averages, self._share)
 
     def spoil(self) -> None:
-        """Make every gradient NaN, which is how a step that does not count shows on all ranks."""
+        """Make every gradient NaN. This shows on all ranks that the step does not count."""
         for grad in self.grads.values():
             grad.fill_(float("nan"))
 
     def roll_back(self, keep_gradients: bool = False) -> None:
-        """Take this step's moves back, unless its averages are out already.
+        """Undo this step's moves, unless the step is committed.
 
-        With `keep_gradients`, for gradients that were changed since, residues keep them as they
-        were; nothing is lost.
+        Set `keep_gradients` if gradients were changed since. Residues then keep the gradients from
+        before the change, so nothing is lost.
         """
         if self._job is not None:
-            self._job.exception()  # a move that is being made is waited for
+            self._job.exception()  # wait for a move that is still running
         if not self._committed:
             for kernel, _ in self._kernels:
                 kernel.roll_back(keep_gradients)
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Close the step; gives {name: what p.grad must become}."""
+        """Close the step. Returns {name: what p.grad must become}."""
         outputs = {n: unflat_gradient(self.parameters[n], grad) for n, grad in self.grads.items()}
         self.forget()
         return outputs
 
     def forget(self) -> None:
-        """Be ready for another step, and let go of this one's gradients."""
+        """Prepare for another step, and release this step's gradients."""
         for kernel, _ in self._kernels:
             kernel.release()
         self.grads = {}
@@ -655,7 +661,7 @@ class Bucket:
         self._job = None
 
     def drop_whole_buffer(self) -> None:
-        """No further step is sent whole."""
+        """Free the buffer of steps that are sent whole: there are no more such steps."""
         self._whole_values = None
 
     # How moves are made.
@@ -672,13 +678,13 @@ class Bucket:
         self._grad_dtypes = dtypes
 
     def _run(self, what: str, move: Callable[[Kernel], Count]) -> Step[None]:
-        """Make a move; on the thread, if no kernel needs Python and the move takes long enough."""
+        """Make a move, on the thread if no kernel needs Python and the move takes long enough."""
         self._refuse_whole("moves")
         assert not self._has_accumulators, "a move in place was asked for after accumulators"
         self._in_place = True
 
         def make() -> None:
-            # Each call has a range of its own: moves may be made on two threads at a time.
+            # Each call has its own range: two threads may make moves at the same time.
             with record_function(f"scalecom.{what}"):
                 counts = [move(kernel) for kernel, _ in self._kernels]
             self.bad = sum(counts, self.bad)

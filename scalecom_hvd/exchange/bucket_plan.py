@@ -16,15 +16,15 @@ from scalecom_hvd.exchange.gradients import wide_dtype
 from scalecom_hvd.exchange.residue import Residues
 
 Groups = Sequence[Sequence[str]]
-"""Names of tensors that are to share a bucket."""
+"""For each group, the names of the tensors that should share a bucket."""
 
 
 class Part(NamedTuple):
     """A part of a step.
 
     Attributes:
-        names: of its tensors: all those of some buckets.
-        is_last: whether it ends the step.
+        names: the names of its tensors: all tensors of one or more buckets.
+        is_last: whether the part ends the step.
     """
 
     names: Collection[str]
@@ -39,20 +39,21 @@ def plan_buckets(
     loaded: Groups | None,
     sparse: Collection[str],
 ) -> list[list[str]]:
-    """Names per bucket.
+    """Decide which tensors each bucket holds, as names per bucket.
 
-    These are the groups that were asked for; or the buckets of the loaded state, if they still
-    fit; or tensors in the order of arrival, cut where a bucket is full. These are then in the order
-    in which they are complete: on a channel none begins before the one in front of it, and the
-    bucket of biases, which come from all layers, would keep all others until backward's end.
+    If groups were asked for, they become the buckets. Otherwise the buckets of a loaded state are
+    kept if they still fit. Otherwise tensors are taken in the order of arrival, and cut where a
+    bucket is full. These buckets are sorted by when they are complete. On a channel, no bucket
+    begins before the one in front of it. Without sorting, the bucket of biases, which come from all
+    layers, would hold up all others until the end of backward.
 
     Args:
-        parameters: {name: parameter} of all that are trained, in the model's order.
-        residues: of those that are compressed.
-        arrived: names in the order in which gradients arrived on rank 0. Others come last.
-        groups: what was asked for.
-        loaded: the buckets of a state that was loaded.
-        sparse: names of those whose gradients are sparse, and in no bucket.
+        parameters: {name: parameter} of all trained parameters, in the model's order.
+        residues: the residues of the compressed tensors.
+        arrived: names in the order in which gradients arrived on rank 0. Other names come last.
+        groups: the groups that were asked for.
+        loaded: the buckets of a loaded state.
+        sparse: names of the tensors with sparse gradients. They are in no bucket.
     """
     wanted = parameters.keys() - set(sparse)
     late = [name for name in reversed(list(parameters)) if name not in arrived]

@@ -1,19 +1,19 @@
-"""How far one bucket's step has come: the generator of its method, and what that waits for.
+"""The progress of one bucket's step: its method's generator, and what the generator waits for.
 
-Used by exchange.py, which decides when a step begins, goes on and counts.
+exchange.py uses this, and decides when a step begins, when it goes on and whether it counts.
 
 Why ranks that wait for each other cannot deadlock: a rank waits only in `BucketSteps.complete`,
-which goes through the buckets wave by wave. A wave holds one bucket of each channel, so that all
+which goes through the buckets wave by wave. A wave holds one bucket of each channel, so all buckets
 of the first wave can begin at once. Inside a wave, a rank goes round by round. Take two buckets in
-ScaleCom's cyclic form: it waits for both buckets' offsets (round 1), in the order of buckets; as
-each arrives, that bucket submits its values, and then it waits for both buckets' values (the last
-round). A rank that waits in one round has submitted all collectives of this round and of all
-earlier waves, and waits for none of a later round or wave; so has every other rank, and each
-collective is completed.
+ScaleCom's cyclic form. In round 1 the rank waits for both buckets' offsets, in the order of
+buckets. As soon as a bucket's offsets arrive, the bucket submits its values. In the last round the
+rank waits for both buckets' values. A rank that waits in one round has submitted all collectives of
+this round and of all earlier waves. It waits for no collective of a later round or wave. The same
+holds for every other rank, so each collective is completed.
 
-Why waves: if a rank has got far while gradients arrived, some channels have begun their second
-bucket, and which ones differs from rank to rank. If a rank waited for such a bucket before it ends
-the first wave, it could wait for a rank that waits for it.
+Why there are waves: if a rank got far while gradients arrived, some of its channels have begun
+their second bucket. Which channels these are differs from rank to rank. If a rank waited for such a
+bucket before it ended the first wave, it could wait for a rank that waits for it.
 
 Imports bucket, collectives and methods/base.
 """
@@ -31,18 +31,19 @@ from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait
 from scalecom_hvd.exchange.methods.base import State
 
-# Of one exchange's buckets: each may cost a transport threads, and connections to all other ranks.
+# For the buckets of one exchange. Each channel may cost a transport threads, and connections to all
+# other ranks.
 MOST_CHANNELS = 8
 
 
 class BucketStep:
-    """How far one bucket's step has come.
+    """The progress of one bucket's step.
 
     Attributes:
-        waiting: names of its gradients that are not here yet.
+        waiting: names of the bucket's gradients that have not arrived yet.
         new_state: what the method's state becomes if the step counts.
-        state_arrives: what must arrive before its state can be used.
-        waits: what its generator waits for now; None: it has not begun, or is over.
+        state_arrives: what must arrive before the method's state can be used.
+        waits: what the generator waits for now. None: the generator has not begun, or has ended.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -54,14 +55,14 @@ class BucketStep:
         self.waits: Wait[Any] | None = None
 
     def start(self, generator: Step[None]) -> None:
-        """Begin, unless it has begun, and go on as far as no waiting is needed."""
+        """Begin the step, unless it has begun, and go on as far as possible without waiting."""
         if self._generator is None:
             self._generator = generator
             self.waits = next(generator, None)
             self.advance()
 
     def advance(self, up_to_round: int = -1) -> None:
-        """Go on as far as no waiting is needed; wait for collectives up to this round."""
+        """Go on as far as possible. Wait only for collectives up to this round."""
         while self.waits is not None:
             patient = self.waits.round <= up_to_round
             if not patient and (self.waits.round == LAST or not self.waits.work.done()):
@@ -83,22 +84,22 @@ class BucketStep:
 
     @property
     def has_more(self) -> bool:
-        """Whether something follows what it waits for."""
+        """Whether more than the step's end follows what the step waits for now."""
         return self.waits is not None and self.waits.round < LAST
 
     def keep_state(self) -> State:
-        """The step counts: its new state."""
+        """Keep and return the new state, because the step counts."""
         self.state_arrives = self.new_state.arrives
         return self.new_state
 
     def complete_state(self) -> None:
-        """Wait until its state can be used."""
+        """Wait until the method's state can be used."""
         if self.state_arrives is not None:
             self.state_arrives.work.wait()
             self.state_arrives = None
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Close the step; gives {name: what p.grad must become}."""
+        """Close the step. Returns {name: what p.grad must become}."""
         self.waiting = set(self.bucket.names)
         self.new_state = self._generator = self.waits = None
         return self.bucket.end()
@@ -107,16 +108,16 @@ class BucketStep:
 class BucketSteps:
     """The steps of all buckets, and the channels on which their collectives travel.
 
-    Those of one channel begin in the order of buckets, each when the one before has submitted all:
-    a transport need not look at names there.
+    On one channel, steps begin in the order of buckets. Each step begins when the one before it has
+    submitted everything, so a transport need not look at names there.
 
     Args:
-        buckets: in order.
-        channels: what they share.
-        begin: gives the generator of a bucket's step.
+        buckets: the buckets, in order.
+        channels: the channels that the buckets share.
+        begin: a function that makes the generator of a bucket's step.
 
     Attributes:
-        all: in order.
+        all: all steps, in the order of buckets.
         of: {name of a tensor: the step of its bucket}.
     """
 
@@ -131,20 +132,20 @@ class BucketSteps:
         self._channels, self._begin = channels, begin
 
     def channel_of(self, bucket: Bucket) -> Collectives:
-        """Where its collectives travel."""
+        """The channel on which this bucket's collectives travel."""
         return self._channels[bucket.number % len(self._channels)]
 
     def advance(self, steps: Sequence[BucketStep]) -> None:
-        """Let these begin whose gradients are here, and all go on, without waiting."""
+        """Let all steps go on, then begin those of `steps` that can, without waiting."""
         for step in self.all:
             step.advance()
         self.begin(steps)
 
     def begin(self, steps: Sequence[BucketStep], all_are_here: bool = False) -> None:
-        """Begin those whose gradients are here, where their channel is free.
+        """Begin the steps whose gradients are here, if their channel is free.
 
         Args:
-            all_are_here: whether all gradients are, zeros for those that did not come.
+            all_are_here: whether all gradients are here, with zeros for those that did not arrive.
         """
         taken: set[int] = set()
         for step in steps:
@@ -155,10 +156,10 @@ class BucketSteps:
                 taken.add(channel)
 
     def complete(self, steps: Sequence[BucketStep]) -> None:
-        """Begin these, and wait for everything.
+        """Begin these steps, and wait for everything.
 
-        All buckets of a wave wait for what comes in one round before any waits for the next: then
-        what follows is submitted early, and by every rank in the same order.
+        All buckets of a wave wait for one round before any bucket waits for the next round. What
+        follows is then submitted early, and in the same order on every rank.
         """
         for _, wave in itertools.groupby(steps, key=self._wave_of):
             self.begin(steps, all_are_here=True)
@@ -167,12 +168,12 @@ class BucketSteps:
             step.advance(LAST)
 
     def _wave_of(self, step: BucketStep) -> int:
-        """Which place its bucket has among those of its channel."""
+        """The place of the step's bucket among the buckets of its channel."""
         return step.bucket.number // len(self._channels)
 
     @staticmethod
     def _complete_rounds(wave: Sequence[BucketStep]) -> None:
-        """Wait, round by round, until these have submitted everything."""
+        """Wait, round by round, until these steps have submitted everything."""
         up_to_round = 0
         while any(step.has_more for step in wave):
             for step in wave:

@@ -1,4 +1,4 @@
-"""What local steps send: fragments of the model, changes that are clipped, and their journey.
+"""What local steps send: fragments of the model, clipped changes, and synchronisations under way.
 
 Imports collectives, values and bucket_layout.
 """
@@ -22,13 +22,14 @@ from scalecom_hvd.saved_state import Saved
 
 @dataclass
 class Journey:
-    """A synchronisation between its departure and the step at which its averages count.
+    """A synchronisation between its departure and the step at which its averages are applied.
 
     Attributes:
-        names: of the parameters that it is about.
-        since: how many steps were taken before it.
-        sent_from: {name: x_i then}, where this rank goes on meanwhile.
-        averages: {name: the averaged change} once it was waited for; {}: it was void.
+        names: the names of the parameters that are synchronised.
+        since: how many steps were taken before the departure.
+        sent_from: {name: x_i at the departure}, if this rank takes more steps meanwhile.
+        averages: {name: averaged change}, once they were waited for. {}: the synchronisation was
+            void.
     """
 
     names: Sequence[str]
@@ -37,7 +38,7 @@ class Journey:
     averages: dict[str, torch.Tensor] | None = None
 
     def state_dict(self) -> Saved:
-        """What is saved of it, once its averages were waited for."""
+        """What is saved of a journey, once its averages were waited for."""
         averages = dict(self.averages)
         return {"since": self.since, "averages": averages, "sent_from": dict(self.sent_from)}
 
@@ -48,7 +49,10 @@ class Journey:
         common: Mapping[str, torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
     ) -> Journey:
-        """What `state_dict` gave, with tensors like the common and this rank's own parameters."""
+        """Make a journey from its `state_dict`.
+
+        Its tensors are like the common parameters and this rank's own.
+        """
 
         def copied(part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {n: torch.empty_like(like[n]).copy_(t) for n, t in state[part].items()}
@@ -58,20 +62,20 @@ class Journey:
 
 
 class Clipping:
-    """Scales a rank's change down to at most so many times the median norm over all ranks.
+    """Scales a rank's change down to at most `times` times the median norm over all ranks.
 
-    Against workers that go astray (SparseLoCo's deployment: Sarfi et al., 2025, arXiv 2508.15706).
-    What is cut off is lost, as where gradients are clipped.
+    This guards against workers that go astray, as in SparseLoCo's deployment (Sarfi et al., 2025,
+    arXiv 2508.15706). What is cut off is lost, as in gradient clipping.
 
     Args:
-        times: how many times the median; None: changes stay as they are.
+        times: the largest norm, as a multiple of the median. None: changes stay as they are.
 
     Attributes:
         times: the same.
-        clipped: how many of this rank's changes were.
+        clipped: how many of this rank's changes were clipped.
 
     Raises:
-        TypeError, ValueError: that is no number above 0.
+        TypeError, ValueError: `times` is not a number above 0.
     """
 
     def __init__(self, times: float | None) -> None:
@@ -84,18 +88,18 @@ class Clipping:
         self.clipped = 0
 
     def clip(self, changes: Sequence[torch.Tensor], collectives: Collectives) -> None:
-        """Make this rank's change no longer than is allowed. All ranks wait for each other here.
+        """Clip this rank's change, in place. All ranks wait for each other here.
 
-        A change that is not finite is left as it is, and makes the synchronisation void.
+        A change that is not finite is left as it is. It makes the synchronisation void.
         """
         if self.times is None:
             return
         mine = norm(changes)
         length = torch.tensor([mine], dtype=torch.float64, device=changes[0].device)
         everyone = collectives.gather(length, "scalecom.local_steps.norms").wait().tolist()
-        # A rank that changed nothing, such as one without an expert's tokens, does not tell how
-        # long a change is. For an even number of ranks the lower of the two middle norms is taken:
-        # with their mean, two ranks would never clip.
+        # A rank that changed nothing, such as one that got no tokens for an expert, does not show
+        # how long changes are. For an even number of ranks, the lower of the two middle norms is
+        # taken: with their mean, two ranks would never clip.
         lengths = [length for length in everyone if length > 0]
         limit = self.times * statistics.median_low(lengths) if lengths else math.inf
         if limit < mine < math.inf:
@@ -109,9 +113,10 @@ def cut_into_fragments(
     fragments: int,
     config: ScaleComConfig,
 ) -> tuple[list[list[str]], Groups | None]:
-    """The names of each fragment, and groups of them such that no bucket is in two fragments.
+    """Cut the model into fragments of about the same size.
 
-    Tensors in the model's order, or groups of them, are cut into parts of about the same size.
+    Tensors in the model's order, or groups of tensors, are divided among fragments. Returns the
+    names of each fragment, and groups of names that keep every bucket inside one fragment.
     """
     if fragments == 1:
         return [list(parameters)], groups

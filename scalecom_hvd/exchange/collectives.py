@@ -1,8 +1,8 @@
 """What an exchange asks of a transport, as a contract. A new transport is one class that fits it.
 
-`Collectives` is what the core knows of other ranks: horovod_collectives.py in scalecom_hvd/torch
-has Horovod's, simulator.py those of simulated ranks. `Wait` is what a bucket's step yields.
-Imports agreement only.
+`Collectives` is what the core knows of other ranks. horovod_collectives.py in scalecom_hvd/torch
+implements it with Horovod, and simulator.py for simulated ranks. `Wait` is what a bucket's step
+yields. Imports agreement only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from scalecom_hvd.agreement import Numbers
 
 LAST = sys.maxsize
-# Of these dtypes `all_reduce` gives the sum, whatever the optimizer asks for.
+# For these dtypes `all_reduce` always gives the sum, whatever the optimizer asks for.
 SUMMED = (torch.float16, torch.int32)
 
 Result = TypeVar("Result")
@@ -35,9 +35,10 @@ class Work(Protocol):
         ...
 
     def wait(self) -> torch.Tensor:
-        """Block until all ranks have submitted it, and give its result; the same when asked again.
+        """Block until all ranks have submitted it, and return its result.
 
-        Raises an error where it failed, such as for a rank that was lost.
+        If it is called again, it returns the same result. It raises an error if the collective
+        failed, for example because a rank was lost.
         """
         ...
 
@@ -45,7 +46,7 @@ class Work(Protocol):
 class Collectives(Protocol):
     """The collectives of one set of ranks.
 
-    Which calls meet: those with the same name. Every rank must submit each collective, with buffers
+    Which calls meet: calls with the same name. Every rank must submit each collective, with buffers
     of equal dtype and shape. Collectives of several buckets may be submitted in a different order
     on each rank (`channel`), and from any thread. No two with the same name may be under way at a
     time. A rank uses a name again when its own `Work.wait` has returned, which may be before
@@ -146,15 +147,16 @@ class Wait(Generic[Result]):
     """What a bucket's step yields when it waits; `result = yield from wait` gives the result.
 
     Args:
-        what: for profiles.
+        what: a name for profiles.
         work: what is waited for: a collective, or a kernel.
-        round: how many collectives of this step others must have waited for before they submit
-            this one, itself included. 0: it needs nothing that others do in this step. LAST:
-            nothing but the step's end follows, so that nobody hurries to look.
-        then: what is made of the work's result; None: it is given as it is.
+        round: a rank may submit this collective only after it has waited for `round - 1` earlier
+            ones of the same step. 0: it needs nothing that other ranks do in this step. LAST: only
+            the step's end follows, so nobody hurries to look.
+        then: a function that makes this wait's result of the work's result. None: the work's result
+            is returned as it is.
 
     Attributes:
-        is_over: whether its result was given.
+        is_over: whether the result was returned.
     """
 
     def __init__(
@@ -179,11 +181,11 @@ class Wait(Generic[Result]):
 
 
 Step = Generator[Wait[Any], None, Result]
-"""One bucket's step, or a part of it: it yields what it waits for, and returns what it gives."""
+"""One bucket's step, or a part of it: it yields what it waits for, and returns its result."""
 
 
 def finished(step: Step[Result]) -> Result:
-    """What a step gives that waits for nothing, as moves of a bucket without a thread do not."""
+    """The result of a step that waits for nothing, such as a move of a bucket without a thread."""
     try:
         next(step)
     except StopIteration as end:
@@ -192,9 +194,9 @@ def finished(step: Step[Result]) -> Result:
 
 
 def gather_objects(collectives: Collectives, value: Any, name: str) -> list[Any]:
-    """Every rank's JSON value, in order of position. Blocks: all ranks must be here.
+    """Every rank's JSON value, in order of position. Blocks until all ranks have called it.
 
-    The name carries no exchange's number, as ranks may not have agreed on it yet.
+    The name has no exchange's number, because ranks may not have agreed on the number yet.
     """
     payload = json.dumps(value).encode()
     length = torch.tensor([len(payload)], device="cpu")
@@ -202,5 +204,5 @@ def gather_objects(collectives: Collectives, value: Any, name: str) -> list[Any]
     longest = max(lengths)
     padded = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8)
     joined = collectives.gather(padded, f"scalecom.{name}").wait()
-    # JSON does not mind the spaces behind it.
+    # JSON ignores the spaces at the end.
     return [json.loads(part.numpy().tobytes()) for part in joined.split(longest)]

@@ -1,16 +1,16 @@
-"""The streams on which an exchange works on accelerators; on a CPU there is nothing to do.
+"""The streams on which an exchange works on accelerators. On a CPU there is nothing to do.
 
-An accelerator runs what the host enqueues on a stream in turn, and later. All moves and collectives
-of an exchange are enqueued on streams of its own, one for each device, so that they run beside
-backward. They wait for the stream that has the gradients, and whoever uses averages or residues
-waits for them. The host itself waits for a device only where a step ends.
+An accelerator runs what the host enqueues on a stream in order, and later. An exchange enqueues all
+its moves and collectives on its own streams, one for each device, so that they run at the same time
+as backward. These streams wait for the stream that has the gradients. Every stream that uses
+averages or residues waits for them. The host itself waits for a device only at the end of a step.
 
-Memory that was freed may be used again at once by later work of the stream that had it. So
-gradients are kept until the current stream waits for the exchange's, and averages that were made on
-the exchange's stream are recorded on the one that uses them.
+Freed memory may be reused at once by later work of the stream that had it. So gradients are kept
+until the current stream waits for the exchange's stream, and averages made on the exchange's stream
+are recorded on the stream that uses them.
 
-Written against torch.accelerator and torch.Stream alone, so that CUDA, ROCm and XPU are one code,
-and tests can bring a device of their own. Imports nothing of this package.
+This module uses only torch.accelerator and torch.Stream, so that the same code serves CUDA, ROCm
+and XPU, and tests can bring their own device. Imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Streams:
     """One stream on each of these devices.
 
     Args:
-        devices: of the parameters. A CPU has no streams.
+        devices: the devices of the parameters. A CPU has no streams.
 
     Raises:
-        ValueError: this PyTorch has no streams for any device alike.
+        ValueError: this PyTorch has no streams that work the same on any device.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -44,13 +44,13 @@ class Streams:
         self._outside: list[torch.Stream] = []
 
     def entered(self, joins: bool = True) -> AbstractContextManager[None]:
-        """What is enqueued here follows what the current streams hold so far.
+        """Inside, work is enqueued on these streams, behind what the current streams hold so far.
 
         Args:
-            joins: whether what current streams are given afterwards follows that. In backward's
-                hooks it need not.
+            joins: whether the current streams wait for this work at the end. In backward's hooks
+                they need not.
         """
-        # Hooks of every gradient come here, also on CPUs.
+        # Every gradient's hook calls this, also on CPUs.
         return self._entered(joins) if self._streams else _NOTHING
 
     @contextlib.contextmanager
@@ -63,36 +63,37 @@ class Streams:
         try:
             with self.continued():
                 yield
-        finally:  # also what an error has rolled back is used by others
+        finally:  # after an error, others use what was rolled back
             self._outside = before
             for own, other in apart if joins else ():
                 other.wait_stream(own)
 
     def left(self) -> AbstractContextManager[None]:
-        """For a moment back on the streams that were current where `entered` began.
+        """Inside, the streams that were current when `entered` began are current again.
 
-        The host may wait for these: they hold no collective that another rank has yet to submit.
+        The host may wait for them: they hold no collective that another rank has yet to submit.
         """
         return _on(self._outside) if self._outside else _NOTHING
 
     def continued(self) -> AbstractContextManager[None]:
-        """What is enqueued here follows what these streams hold: for threads of the package's own.
+        """Inside, work is enqueued on these streams. This is for the package's own threads.
 
-        Their current streams are those of a thread that just began, and have nothing to wait for.
+        Such a thread has the current streams of a new thread, which hold nothing to wait for.
         """
         return _on(self._streams) if self._streams else _NOTHING
 
     def give(self, made: torch.Tensor) -> torch.Tensor:
-        """What may have been made on these streams, for the current one to use, and to free."""
+        """Let the current stream use, and free, what may have been made on these streams."""
         return recorded(made) if self._streams else made
 
 
 @contextlib.contextmanager
 def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
-    """Make them the current ones of this thread.
+    """Make these streams the current ones of this thread.
 
-    Not `with stream`: torch.Stream keeps what was current before in itself, so that two threads, or
-    two `with` of one thread, would mix it up (github.com/pytorch/pytorch/issues/176560).
+    `with stream` would not do: torch.Stream stores the previously current stream in itself, so two
+    threads, or two `with` blocks of one thread, would mix it up
+    (github.com/pytorch/pytorch/issues/176560).
     """
     index = torch.accelerator.current_device_index()
     before = [torch.accelerator.current_stream(own.device) for own in streams]
@@ -107,16 +108,16 @@ def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
 
 
 def recorded(made: torch.Tensor) -> torch.Tensor:
-    """What another stream made, for the current one to use: its memory is not free before that."""
+    """Let the current stream use what another one made. The memory is not free before that."""
     if made.device.type not in _HOSTS and not made.is_sparse:
         made.record_stream(torch.accelerator.current_stream(made.device))
     return made
 
 
 def uploaded(table: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device, for which the host does not wait.
+    """Copy a table to the device. The host does not wait for the copy.
 
-    Pinned memory is taken anew every time: torch reuses it when the copy is over.
+    Each call takes new pinned memory, which torch reuses when the copy is done.
     """
     if device.type in _HOSTS:
         return torch.from_numpy(table)
@@ -124,14 +125,17 @@ def uploaded(table: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def stream_id(device: torch.device) -> int:
-    """Which stream is current there: of what is kept for later, another one would need to wait."""
+    """The id of the device's current stream; 0 on a CPU.
+
+    A cached tensor belongs to one stream, because another stream would have to wait for it.
+    """
     if device.type in _HOSTS:
         return 0
     return torch.accelerator.current_stream(device).stream_id
 
 
 class Point:
-    """How far the current stream of a tensor's device is. On a CPU everything is done at once."""
+    """How far the current stream of a tensor's device has come. A CPU does everything at once."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event = None
@@ -140,25 +144,25 @@ class Point:
             self._event.record()
 
     def is_past(self) -> bool:
-        """Whether the device has done what was enqueued before."""
+        """Whether the device has done what was enqueued before this point."""
         return self._event is None or self._event.query()
 
     def let_stream_wait(self) -> None:
-        """What the current stream is given from now on follows."""
+        """Let the current stream's further work wait for this point."""
         if self._event is not None:
             self._event.wait()
 
     def wait(self) -> None:
-        """Keep the host until the device is past it."""
+        """Let the host wait until the device is past this point."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
 
 
 class HostCopy:
-    """A copy of a tensor on the host, under way: something to wait for. See collectives.Work.
+    """A copy of a tensor on its way to the host. It can be waited for; see collectives.Work.
 
     Args:
-        tensor: on any device. It is copied behind what the current stream holds.
+        tensor: a tensor on any device. It is copied after what the current stream holds is done.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -171,13 +175,13 @@ class HostCopy:
         return self._end.is_past()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the device, and give the copy."""
+        """Wait for the device, and return the copy."""
         self._end.wait()
         return self._copy
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """These tensors on the CPU. All copies are enqueued before the host waits for the first."""
+    """Copy tensors to the CPU. All copies are enqueued before the host waits for the first."""
     copies = [HostCopy(tensor) for tensor in tensors]
     return [copy.wait() for copy in copies]
 

@@ -1,10 +1,10 @@
-"""What diagnostics see of a step: numbers of the sample's elements, before it and after it.
+"""What diagnostics see of a step: numbers of the sampled elements, before the step and after it.
 
-Before the step these are residues and accumulators, after it the average and the new residues.
-That works for every method, because a bucket is looked at from outside: when its gradients are at
-hand and nothing has moved yet, and when all averages are out. Then ranks gather what each saw, and
-all compute the same numbers. The exchange calls this, only in steps that are due. Nothing here
-changes a bucket. Imports bucket and the rooms below.
+Before the step these are residues and accumulators; after it, the average and the new residues.
+This works for every method, because a bucket is looked at from outside: once when its gradients are
+here and nothing has moved yet, and once when all averages are out. Then ranks gather what each of
+them saw, and all compute the same numbers. The exchange calls this only in steps that are due.
+Nothing here changes a bucket. Imports bucket and the rooms below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Before(NamedTuple):
     Attributes:
         residue, accumulator: (size of the sample,), in the residue's units.
         scale: 1 / loss scale.
-        frozen: whether nothing is sent of the tensor, so that it shows as zeros.
+        frozen: whether the tensor sends nothing. It then shows as zeros.
     """
 
     residue: torch.Tensor
@@ -44,11 +44,12 @@ class Sampler:
     """Looks at one optimizer's steps on this rank.
 
     Args:
-        diagnostics: which steps, how much of the model, and where the numbers go.
+        diagnostics: says which steps and how much of the model to look at, and where the numbers
+            go.
 
     Attributes:
-        settings: what ranks must have in common.
-        last: the numbers of the last look, and its step; None before the first.
+        settings: the settings that ranks must have in common.
+        last: the numbers of the last look, and its step. None: there was no look yet.
     """
 
     def __init__(self, diagnostics: Diagnostics) -> None:
@@ -57,7 +58,7 @@ class Sampler:
         self._every, self._sample = diagnostics.every, diagnostics.sample
         self._writer = Writer(diagnostics, open_tensorboard)
         self._before: dict[str, Before] = {}
-        # {name: m, acc, average, m afterwards} of the parts of the step so far.
+        # {name: (m, acc, average, m afterwards)} of the step's parts so far.
         self._columns: dict[str, tuple[torch.Tensor, ...]] = {}
         self._pieces: dict[str, Piece] = {}
         self._beta = 1.0
@@ -80,7 +81,7 @@ class Sampler:
         }
 
     def before(self, bucket: Bucket) -> None:
-        """Look at a bucket whose gradients are at hand, before anything has moved."""
+        """Look at a bucket when its gradients are here, before anything has moved."""
         for (name, tensor), frozen in zip(bucket.compressed.items(), bucket.frozen, strict=True):
             places = self._places[name]
             residue = tensor.residue[places]
@@ -88,11 +89,11 @@ class Sampler:
             self._before[name] = Before(residue, residue + gradient, bucket.scale, frozen)
 
     def after(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
-        """Look at buckets whose step counts: their gradients are its averages."""
+        """Look at buckets after their step is committed: their gradients now hold the averages."""
         for bucket in buckets:
             for name, tensor in bucket.compressed.items():
                 seen, places = self._before.pop(name), self._places[name]
-                # Residues hold what one worker has, so a sum over workers is divided by their
+                # A residue is that of one worker, so a sum over workers is divided by their
                 # number.
                 scale = seen.scale / (collectives.share * collectives.size)
                 average = bucket.grads[name][places].to(tensor.residue.dtype) * scale
@@ -101,15 +102,15 @@ class Sampler:
                 self._columns[name] = zeros if seen.frozen else column
 
     def look(self, step: int, collectives: Collectives, name: str) -> None:
-        """The step is over: let ranks compare what they saw of it.
+        """Let ranks compare what they saw of a step that is over.
 
-        All ranks are here, so they may wait for each other. Where a part of the step was void,
-        which all know, there is nothing to compare.
+        All ranks call this, so they may wait for each other. If a part of the step was void, all
+        ranks know it, and there is nothing to compare.
 
         Args:
-            step: its number.
-            collectives: the other ranks.
-            name: the full name by which ranks gather.
+            step: the step's number.
+            collectives: how this rank reaches the others.
+            name: the full name of the gather.
         """
         columns, self._columns = self._columns, {}
         self._before.clear()
@@ -126,8 +127,8 @@ class Sampler:
             self._writer.write(self.last)
 
 
-# The last gathered tensor, and its numbers. Simulated ranks get the very same tensor, and compute
-# once.
+# The last gathered tensor, and its numbers. Simulated ranks all get the very same tensor, so the
+# numbers are computed once.
 _known: tuple[weakref.ref[torch.Tensor], Look] | None = None
 
 
@@ -143,7 +144,7 @@ def _numbers(everyone: torch.Tensor, average: np.ndarray, pieces: Sequence[Piece
 
 
 def open_tensorboard(directory: str, step: int) -> SummaryWriter:
-    """TensorBoard's writer: what an earlier run wrote from `step` on no longer shows."""
+    """TensorBoard's writer. What an earlier run wrote from `step` on is no longer shown."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(directory, purge_step=step)

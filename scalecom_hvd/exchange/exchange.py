@@ -1,22 +1,22 @@
 """The exchange of one optimizer's gradients: which bucket does what when.
 
-The only room that knows of time. Nearly all is done while backward goes on. One step:
+This is the only room that knows of time. It does nearly everything while backward runs. One step:
 
-    a gradient is here      -> is its bucket complete? Then the bucket's step begins: a generator,
-                               the method's (methods/), that makes moves and submits collectives,
-                               and yields what it has to wait for: its own kernel, which runs on a
-                               thread where it can, or other ranks
+    a gradient is here      -> if its bucket is complete, the bucket's step begins: a generator of
+                               the method (methods/), which makes moves and submits collectives.
+                               It yields what it must wait for: its own kernel, which runs on a
+                               thread if it can, or other ranks
     in every later hook     -> all buckets go on as far as they can without waiting
     synchronize()           -> `result`: submit what is left, and wait for everything
     all values are here     -> every rank sees whether any gradient was not finite; commit the
                                step, or roll it back
 
-Why this cannot deadlock stands in bucket_step.py. Nothing is waited for in a hook, so ranks may see
-their gradients in any order, or not at all (those take part with zeros). `complete_state` waits
-only for what every rank submitted in its last step.
+bucket_step.py explains why this cannot deadlock. Hooks wait for nothing, so ranks may see their
+gradients in any order, and may not see some of them at all (these take part as zeros).
+`complete_state` waits only for what every rank submitted in its last step.
 
-Where a step is taken in parts, each of some buckets (fragments of local steps), each part is as
-above. All have the step's number, which the last one ends.
+A step may be taken in parts, each of some buckets (fragments of local steps). Each part then runs
+as above. All parts have the step's number, and the last part ends the step.
 
 Optimizers call `ready` from hooks and `result` from synchronize(). Imports methods/base,
 bucket_step, bucket_plan, diagnostics_sampler, new_gradients, node, run and the rooms below.
@@ -64,7 +64,7 @@ class Exchange(Averager):
     """The exchange of one optimizer's gradients. All ranks submit the same collectives.
 
     Args:
-        parameters: {name: parameter} of all that are trained, in the model's order.
+        parameters: {name: parameter} of all trained parameters, in the model's order.
         method: how compressed tensors are averaged. From now on the method serves these parameters.
         collectives: how this rank reaches the others.
         groups: lists of names that share a bucket. None: buckets of about config.bucket_bytes, in
@@ -131,14 +131,15 @@ class Exchange(Averager):
         self._is_scaled, self._asks_for_use = is_scaled, asks_for_use
         self.node = node
         self._settings = method.settings | dict(settings or {})
-        # Gradients are asked for, and compared, where scripts have them: on all ranks of all nodes.
+        # Ranks ask about gradients, and compare them, as scripts have them: on all ranks of all
+        # nodes.
         everyone = collectives if node is None else node.everyone or collectives
         whole = self._parameters if node is None or node.shards is None else node.shards.parameters
         self._as_script_has = whole
         self._news = NewGradients(everyone, self.names, whole) if asks_for_news else None
         self._everyone = None if everyone is collectives else everyone
-        # Only ranks that tell each other how they stand may find that a step must begin again. What
-        # was submitted of it may be met by what another rank did when it gave its own up.
+        # Only ranks that ask each other for news may find that a step must begin again. What such
+        # a rank submitted of it may meet what another rank submitted before it gave the step up.
         self._copies = asks_for_news
         self._sampler: Sampler | None = None
         # Hooks run on autograd's threads, one per device.
@@ -147,12 +148,12 @@ class Exchange(Averager):
         self._thread = BackgroundThread(self, self._go_on)
         self._failure: BaseException | None = None
         self._finishing = False
-        # The step, where ranks are to compare what they saw of it.
+        # The step about which ranks must still compare what they saw. None: there is no such step.
         self._look_at: int | None = None
         self._agreed = False
         self._channels: list[Collectives] = []
         self._steps = BucketSteps([], self._channels, self._bucket_step)
-        # Of the parts of a step so far: {bucket's number: norms of residues and gradients}.
+        # {bucket's number: norms of residues and gradients}, for the step's parts so far.
         self._norms: dict[int, tuple[float, float]] = {}
         self._arrived: dict[str, None] = {}
         self._sparse: dict[str, Callable[[], torch.Tensor] | None] = {}
@@ -161,11 +162,11 @@ class Exchange(Averager):
         self._unscaling: Wait[float] | None = None  # None: gradients are not scaled
         kinds = ("offsets", "values", "dense", "gathered", "collectives")
         self._submitted = dict.fromkeys(kinds, 0)
-        # Of the last step, or part, that was finished: whether it ended the step, what was
-        # submitted, how many places were chosen of each tensor, and the tensors it was about.
+        # About the last finished step, or part of a step: whether it ended the step, what was
+        # submitted, how many places of each tensor were chosen, and which tensors it was about.
         self._places: dict[str, int] = {}
         self._last = True, self._submitted, self._places, list(self._parameters)
-        # Whether ranks have still to compare parameters. Local steps compare theirs themselves.
+        # Whether ranks must still compare parameters. Local steps compare theirs themselves.
         self._is_new = compares_parameters and part_of is None
         if part_of is None:
             self._run.begin(self._parameters, self)
@@ -207,8 +208,8 @@ class Exchange(Averager):
                 raise RuntimeError(CHANGED)
             if alike:
                 return True
-            # Some rank gave a step up, or loaded a state. What this one has begun is taken
-            # back, and begins again once ranks have agreed.
+            # Some rank gave a step up, or loaded a state. If this rank has begun a step, the step
+            # is rolled back, and begins again once ranks have agreed.
             if self._agreed:
                 self._begin_again()
             news.meet(None)
@@ -216,9 +217,9 @@ class Exchange(Averager):
         return news.ask_at_first(fresh, changed, under_way) or news.came_by_hand(*sparse)
 
     def _begin_again(self) -> None:
-        """Report once more what has arrived, as in a first step.
+        """Report again the gradients that have arrived, as in a first step.
 
-        Sparse gradients are on their way already: those travel without an agreement.
+        Sparse gradients are on their way already, because they travel without an agreement.
         """
         arrived, sparse = list(self._arrived), self._sparse
         self._abort()
@@ -229,7 +230,7 @@ class Exchange(Averager):
                 self.ready(self._parameters[name])
 
     def _let_all_arrive(self, alike: bool) -> None:
-        """A step is given up on all ranks: leave no collective that some have yet to submit."""
+        """Complete all collectives of a step that all ranks give up, so that none is left over."""
         if not alike:
             return  # some rank has forgotten what the others have begun
         for name in self._parameters.keys() - self._arrived.keys():
@@ -239,16 +240,17 @@ class Exchange(Averager):
             wait()
 
     def _has_changed(self) -> bool:
-        """Whether a gradient was changed since it came, if that is of importance."""
-        # The other ranks wait for this one's signal, perhaps before they submit what its own stream
-        # waits for.
+        """Whether a gradient was changed after it arrived, if that matters."""
+        # The other ranks wait for this rank's signal, perhaps before they submit what this rank's
+        # own stream waits for.
         with self.streams.left():
             changed = self._news.changed()
         is_scaled = self._unscaling is not None and self._unscaling.now() != 1
         if not (self._agreed or is_scaled) and self._everyone is None:
-            # No bucket has begun: what gradients are now is exchanged. Sparse ones travel already.
+            # No bucket has begun, so gradients are exchanged as they are now. Only sparse
+            # gradients travel already.
             changed = [name for name in changed if name in self._sparse]
-        if changed:  # others may have been, where nobody looked
+        if changed:  # other gradients may have changed, unnoticed
             for bucket in self.buckets:
                 bucket.roll_back(keep_gradients=True)
         return bool(changed)
@@ -286,7 +288,7 @@ class Exchange(Averager):
             self._advance()
 
     def mark(self, name: str) -> None:
-        """Note that a gradient is on its way. What a script does to it now would be lost."""
+        """Note that a gradient is on its way. If a script changed it now, that would be lost."""
         if self._news is not None:
             with self.streams.left():
                 self._news.mark(name)
@@ -323,7 +325,7 @@ class Exchange(Averager):
         with self._or_forgotten(), ending:
             self._finishing = True
             try:
-                if self._method.ahead is not None:  # also where no step follows: of a GradScaler
+                if self._method.ahead is not None:  # a GradScaler may skip the step
                     self._method.ahead.restore()
                 self._finish()
             finally:
@@ -360,14 +362,14 @@ class Exchange(Averager):
         return bool(self._arrived)
 
     def complete_state(self) -> None:
-        """Wait for what the method's state lacks. Every rank submitted it in its last step."""
+        """Wait for what the method's state lacks. Every rank submitted this in its last step."""
         with self._lock, self.streams.entered():
             self._notice_restart()
             for step in self._steps.all:
                 step.complete_state()
 
     def agree_anew(self) -> None:
-        """Make ranks compare, and make buckets, at the next step: other residues were loaded."""
+        """At the next step, ranks compare and make buckets again: other residues were loaded."""
         with self._lock:
             self.buckets = []
             self._steps = BucketSteps([], [], self._bucket_step)
@@ -383,7 +385,7 @@ class Exchange(Averager):
             self.node.load_state_dict(state)
 
     def start_over(self) -> None:
-        """Forget the step in progress, if there is one: the optimizer's state was loaded."""
+        """Forget the step in progress, if any, because the optimizer's state was loaded."""
         if self.in_step():
             self.abort()
 
@@ -399,7 +401,7 @@ class Exchange(Averager):
 
     @contextlib.contextmanager
     def _or_forgotten(self, joins: bool = True) -> Iterator[None]:
-        """What fails here, where one thread is at a time, forgets the step in progress.
+        """Let in one thread at a time. If something fails inside, forget the step in progress.
 
         Args:
             joins: see Streams.entered.
@@ -412,7 +414,7 @@ class Exchange(Averager):
                 raise
 
     def _notice_restart(self) -> None:
-        """Ranks were started anew (elastic runs): nothing that was under way is."""
+        """If ranks were started anew (elastic runs), forget everything that was under way."""
         if self._restarted():
             self._abort()
             if self._news is not None:
@@ -428,19 +430,19 @@ class Exchange(Averager):
         self._steps.advance(self._steps_of_part())
 
     def _go_on(self) -> bool:
-        """The same on the background thread.
+        """Let every bucket go on, on the background thread.
 
-        Gives whether some bucket has more to submit, so that it is worth looking again soon.
+        Returns whether some bucket has more to submit, so that it is worth looking again soon.
         """
         if not self._lock.acquire(blocking=False):
-            # A hook has the lock for a moment only; `_finish` has it until the step's end.
+            # A hook holds the lock only for a moment. `_finish` holds it until the step's end.
             return not self._finishing
         try:
             with self.streams.continued():
                 self._advance()
             return any(step.has_more or step.may_begin for step in self._steps.all)
         except BaseException as error:
-            self._failure = error  # raised where the user's thread comes by
+            self._failure = error  # raised when the user's thread calls
             return False
         finally:
             self._lock.release()
@@ -495,7 +497,7 @@ class Exchange(Averager):
 
     def _state(self, bucket: Bucket) -> State:
         run, now = self._run, self.residues.step
-        # Copies: a method that changes a dictionary in place changes only what it was given.
+        # These are copies. If a method changes a dictionary in place, only its copy changes.
         own = {name: dict(run.tensor_states[name]) for name in bucket.compressed}
         return State(now, own, dict(run.method_state), now + 1 < self.residues.whole_steps)
 
@@ -513,7 +515,7 @@ class Exchange(Averager):
         steps = self._steps_of_part()
         self._steps.complete(steps)
         sparse = {name: wait() for name, wait in self._sparse.items()}
-        # All this was reduced or gathered, so it is the same on all ranks, and they decide alike.
+        # All this was reduced or gathered, so it is the same on all ranks, and all decide the same.
         sound = [step.bucket.is_sound() for step in steps]
         sound += [average._values().isfinite().all() for average in sparse.values()]
         sent = [
@@ -540,7 +542,7 @@ class Exchange(Averager):
             self._news.end(self.has_sent)
 
     def _steps_of_part(self) -> list[BucketStep]:
-        """Those of the buckets that the step is about. No bucket is in two parts."""
+        """The steps of the buckets that this part is about. No bucket is in two parts."""
         if self.part is None:
             return self._steps.all
         return [step for step in self._steps.all if step.bucket.names[0] in self.part.names]
@@ -559,8 +561,8 @@ class Exchange(Averager):
             self._end_step(looks)
 
     def _end_step(self, looks: bool) -> None:
-        """All parts of the step are committed, or were void."""
-        # Where a part was void, or ranks agreed anew since, the step was not seen whole.
+        """End the step. Each of its parts was committed, or was void."""
+        # If a part was void, or ranks agreed anew since, the norms are not those of all buckets.
         if self._norms and len(self._norms) == sum(bool(b.compressed) for b in self.buckets):
             self.residues.look(list(self._norms.values()))
         self._norms = {}
@@ -568,7 +570,7 @@ class Exchange(Averager):
         if self.residues.step == self.residues.warmup and self.residues.enter_stage():
             self._change_lanes()
         elif self._whole and self.residues.step >= self.residues.whole_steps:
-            # Here every rank can wait, and the first choice is not to be waited for in a hook.
+            # Every rank can wait here, and hooks must not wait for the first choice.
             for step in self._steps.all:
                 step.complete_state()
                 step.bucket.drop_whole_buffer()
@@ -576,9 +578,9 @@ class Exchange(Averager):
             self._look_at = self.residues.step - 1
 
     def _change_lanes(self) -> None:
-        """The warm-up is over: from the next step on tensors are sent at other rates.
+        """End the warm-up: from the next step on, tensors are sent at other rates.
 
-        What was chosen ahead for that step is of the lanes before, and is dropped.
+        What was chosen ahead for that step belongs to the old lanes, and is dropped.
         """
         for step in self._steps.all:
             step.complete_state()
@@ -586,33 +588,33 @@ class Exchange(Averager):
         self._make_buckets(self.residues.buckets)
 
     def _roll_back(self, steps: Sequence[BucketStep]) -> None:
-        """A gradient was not finite on some rank: this step never happened.
+        """Roll the step back as if it never happened: some rank had a gradient that is not finite.
 
-        Gradients are NaN on every rank. What the method's state would have become is dropped.
+        Gradients become NaN on every rank. The method's next state is dropped.
         """
         self.residues.note_skipped_step()
         for step in steps:
             step.bucket.roll_back()
             step.bucket.spoil()
             if step.new_state is not None and step.new_state.arrives is not None:
-                step.new_state.arrives.work.wait()  # its name is used again
+                step.new_state.arrives.work.wait()  # its name will be used again
 
     def _abort(self) -> None:
-        """A collective failed in mid-step: roll back what was done, and forget it."""
+        """Roll back and forget what was done of a step, for example if a collective failed."""
         for bucket in self.buckets:
             bucket.roll_back()
             bucket.forget()
         self._failure = None
         if self._news is not None:
             self._news.give_up()
-        # What ranks must have in common may be of this step on one, of the next on another, and
-        # perhaps it never arrives.
+        # The state that ranks must have in common may come from this step on one rank and from the
+        # next step on another, and perhaps it never arrives.
         self._run.begin_equal_state_anew()
         self._arrived.clear()
         self._sparse = dict.fromkeys(self._sparse)
         self._outputs.clear()
-        # Ranks may have submitted different parts of the step: with new buffers, new names and new
-        # channels, none of it meets what comes next.
+        # Ranks may have submitted different parts of the step. With new buffers, new names and new
+        # channels, these do not meet what comes next.
         self._channels = []
         self.agree_anew()
 
@@ -622,7 +624,7 @@ class Exchange(Averager):
         """Compare what all ranks were started with, and agree on buckets, names and the step.
 
         Raises:
-            RuntimeError: something differs; on every rank alike.
+            RuntimeError: something differs. It is raised on every rank.
         """
         residues, groups = self.residues, self._groups
         everyone = self._run.agree(
@@ -643,16 +645,16 @@ class Exchange(Averager):
         self._is_new = False
         self._run.compare_states([other["state"] for other in everyone])
         for name in sorted({name for other in everyone for name in other["sparse"]}):
-            if self._sparse.get(name) is None:  # none arrived here: an empty one takes part
+            if self._sparse.get(name) is None:  # none arrived here, so an empty one takes part
                 parameter = self._parameters[name]
                 parameter.grad = parameter.grad.to_sparse(1)
                 self._sparse[name] = self._send_sparse(parameter)
-        self._whole = self._must_send_whole()  # the step began before all the above was known
+        self._whole = self._must_send_whole()  # the step began before this was known
         arrived, loaded = everyone[0]["arrived"], everyone[0]["buckets"]
         plan = plan_buckets(
             self._parameters, residues, arrived, groups, loaded, sparse=self._sparse
         )
-        # Which of its devices a rank uses is its own affair, but not which tensors share one.
+        # Ranks may use different devices, but the same tensors must share a device on all ranks.
         plans = gather_objects(self.collectives, {"buckets": plan}, "agreement.buckets")
         compare_ranks(plans, ("buckets",))
         channels = (1 if self.collectives.is_ordered else min(len(plan), MOST_CHANNELS)) + 1
@@ -674,7 +676,7 @@ class Exchange(Averager):
         self._steps = BucketSteps(self.buckets, self._channels[:-1], self._bucket_step)
         if self._sampler is not None:
             self._sampler.draw(self.buckets)
-        # Kernels, and whatever thread communicates, need the cores that spinning would take.
+        # Kernels, and threads that communicate, need the cores that busy waiting would take.
         self.collectives.spins = not any(bucket.is_large for bucket in self.buckets)
 
     def stats(self) -> Stats:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-# FLOPs per gradient element at a mini-batch of 32 per worker, and the rate from there on (Chen et
-# al., NeurIPS 2020, arXiv 2104.11125, section 4).
+# (FLOPs, rate): layers with at least so many FLOPs per gradient element, at a mini-batch of 32 per
+# worker, get this rate (Chen et al., NeurIPS 2020, arXiv 2104.11125, section 4).
 GUIDE = ((196, 25.0), (128, 50.0), (0, 400.0))
 GUIDE_BATCH = 32
 
@@ -114,12 +114,12 @@ def _count(
 
 @contextlib.contextmanager
 def _countable() -> Iterator[None]:
-    """Without the fused LSTM and attention of the CPU: the counter counts their FLOPs as none."""
+    """Turn off the CPU's fused LSTM and attention, for which the counter counts no FLOPs."""
     fast_attention = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns about settings that it only restores
+            warnings.simplefilter("ignore")  # flags() warns about settings that it only restores
             with torch.backends.mkldnn.flags(enabled=False):
                 yield
     finally:

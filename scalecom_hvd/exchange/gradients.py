@@ -16,7 +16,7 @@ class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
     """A step found a gradient that cannot be used, and has changed nothing.
 
     Args:
-        result: what the step would have given.
+        result: what the step would have returned.
     """
 
     def __init__(self, result: object = None) -> None:
@@ -27,20 +27,20 @@ class NotFinite(Exception):  # noqa: N818 (not an error: the step is left out)
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor (DTensor), or the tensor itself, in the same memory.
 
-    What is done to it, autograd does not notice: a graph of the numbers before stays valid.
+    Autograd does not notice changes to it, so a graph of the earlier numbers stays valid.
     """
     to_local = getattr(tensor, "to_local", None)
     return (tensor if to_local is None else to_local()).data
 
 
 def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient as a contiguous (N,) tensor: p.grad itself where its layout allows."""
+    """The gradient as a contiguous (N,) tensor: p.grad itself if its layout allows."""
     grad = parameter.grad.detach()
     return (grad.to_dense() if grad.is_sparse else grad).contiguous().view(-1)
 
 
 def unflat_gradient(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """What p.grad must become when `flat` holds the average: p.grad itself, where that can be."""
+    """What p.grad must become when `flat` holds the average: p.grad itself, if possible."""
     grad = parameter.grad.detach()
     expanded = not grad.is_sparse and any(
         stride == 0 and size > 1 for stride, size in zip(grad.stride(), grad.shape, strict=True)
@@ -53,12 +53,12 @@ def unflat_gradient(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """float64 for tensors of float64, and float32 for all others: no narrower dtype is summed."""
+    """float64 for float64 tensors, and float32 for all others: no narrower dtype is summed."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def limit_of(dtype: torch.dtype) -> float:
-    """The largest magnitude of a gradient element that a residue of this dtype takes up.
+    """The largest magnitude that a gradient element may have for a residue of this dtype.
 
     Args:
         dtype: float32 or float64.
@@ -69,7 +69,7 @@ def limit_of(dtype: torch.dtype) -> float:
 def check_sizes(grads: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> None:
     """Raise RuntimeError unless gradients have the sizes and devices that they had at the start.
 
-    Kernels follow addresses, over memory, not over strides.
+    Kernels read memory from its address on, and do not look at strides.
     """
     for name, own in like.items():
         grad = grads[name]
@@ -85,18 +85,18 @@ def check_sizes(grads: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tens
 def check_finite_gradients(parameters: Sequence[torch.Tensor], result: object = None) -> None:
     """Raise NotFinite unless all gradients are finite, and small enough for a residue.
 
-    A device is waited for once, not for every tensor.
+    It waits for a device once, not for every tensor.
 
     Args:
-        parameters: those that have no gradient are passed over.
-        result: what NotFinite shall carry.
+        parameters: the parameters to check. Those without a gradient are ignored.
+        result: the result that NotFinite carries.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [values_of(grad) for grad in grads]
     for dtype in (torch.float32, torch.float64):
         own = [value for value in values if value.numel() and wide_dtype(value) == dtype]
-        # No element is larger than the norm, which few kernels find of many tensors. Its squares
-        # overflow far below the limit: then the largest elements tell.
+        # No element is larger than the norm, and few kernels compute the norm of many tensors. Its
+        # squares overflow far below the limit. If they do, the largest elements decide.
         if (
             own
             and not _are_within(limit_of(dtype), torch._foreach_norm(own, 2, dtype=dtype))
@@ -112,16 +112,16 @@ def _are_within(limit: float, numbers: Sequence[torch.Tensor]) -> bool:
 
 
 def empty_sparse_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """A gradient of no rows, for a rank on which a sparse embedding was not used."""
+    """A gradient without rows, for a rank on which a sparse embedding was not used."""
     indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
     values = parameter.new_zeros((0, *parameter.shape[1:]))
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's numbers as bytes, to be compared to the bit: NaN equals NaN."""
+    """A dense tensor's numbers as bytes, for comparing bits: NaN then equals NaN."""
     flat = tensor.detach().cpu().contiguous().view(-1)
-    # None or one element count as contiguous with any stride, and another dtype wants 1.
+    # With zero or one element any stride counts as contiguous, but `view` needs a stride of 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 

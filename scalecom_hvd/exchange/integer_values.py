@@ -1,6 +1,6 @@
-"""The buffer that a bucket's ranks sum where values are integers of few bits: words of fields.
+"""The buffer that ranks sum if a bucket's values are integers of few bits: words of fields.
 
-integers.py says what fields are. Imports integers.
+integers.py explains fields. Imports integers.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from scalecom_hvd.integers import field_bits, fields_per_word, words_of
 
 
 class IntegerValues:
-    """A buffer that is all-reduced: [words | one count], int32. It stands in the place of Values.
+    """A buffer that is all-reduced: [words | one count], int32. It takes the place of Values.
 
     Args:
         n_values: how many values there are.
         levels: L.
-        ranks: how many there are.
-        device: of the buffer.
+        ranks: how many ranks there are.
+        device: the buffer's device.
 
     Attributes:
         compressed: (n_values,) int8: this rank's integers, which kernels write.
-        whole: empty: tensors that are sent whole have buckets of their own.
+        whole: always empty, because tensors that are sent whole have their own buckets.
     """
 
     def __init__(self, n_values: int, levels: int, ranks: int, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class IntegerValues:
         self._bits, self._fields = field_bits(levels, ranks), fields_per_word(levels, ranks)
         n_words = words_of(n_values, levels, ranks)
         self.buffer = torch.zeros(n_words + 1, dtype=torch.int32, device=device)
-        # Those behind the last value are never written: they stay zero.
+        # Elements after the last value are never written, so they stay zero.
         self._padded = torch.zeros(n_words * self._fields, dtype=torch.int8, device=device)
         self.compressed = self._padded[:n_values]
         self.whole: dict[str, torch.Tensor] = {}
@@ -39,8 +39,8 @@ class IntegerValues:
         self._shifts = (self._bits * fields)[:, None]
 
     def fill(self, grads: object) -> Count:
-        """Pack this rank's integers into words; none of them can be wrong."""
-        # All fields in a few launches: on an accelerator those take the time.
+        """Pack this rank's integers into words. None of them can be bad."""
+        # All fields are packed in a few launches: on an accelerator, launches take the time.
         fields = self._sums.view(self._fields, -1).copy_(self._padded.view(self._fields, -1))
         fields.add_(self._levels).bitwise_left_shift_(self._shifts)
         torch.sum(fields, 0, dtype=torch.int32, out=self.buffer[:-1])

@@ -1,7 +1,7 @@
 """Which kernel serves which tensors.
 
-Imports kernels and native; triton_kernel only where tensors may ask for it, since that imports
-triton.
+Imports kernels and native. It imports triton_kernel only if tensors may need it, because that
+module imports triton.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def kernel_for(
 ) -> type[Kernel]:
     """The fastest kernel for such tensors.
 
-    SCALECOM_KERNEL=torch asks for plain torch; =native makes a missing library an error, and
-    =triton a Triton that cannot be used. Ways to choose other than by lanes are plain torch's.
+    SCALECOM_KERNEL=torch asks for plain torch. With =native, a missing library is an error. With
+    =triton, it is an error if Triton cannot be used. Only plain torch can choose other than by
+    lanes.
     """
     asked = _asked()
     same_width = (residue_dtype == torch.float64) == (grad_dtype == torch.float64)
@@ -46,12 +47,12 @@ def kernel_for(
 
 
 def is_for_c(device: torch.device) -> bool:
-    """Whether the C kernel makes on this device what plain torch would take many passes for."""
+    """Whether the C kernel serves this device, for work that takes plain torch many passes."""
     return device.type == "cpu" and _asked() in ("", "native") and native.library() is not None
 
 
 def is_for_triton(device: torch.device) -> bool:
-    """Whether Triton makes on this device what plain torch would take many launches for."""
+    """Whether Triton serves this device, for work that takes plain torch many launches."""
     asked = _asked()
     wanted = asked == "triton" or (device.type == "cuda" and not asked)
     return wanted and _why_not_triton(device.type) is None
@@ -83,7 +84,7 @@ def _triton_kernel(device_type: str, required: bool) -> type[Kernel]:
 def _why_not_triton(device_type: str) -> str | None:
     """Why the Triton kernel cannot serve tensors of such devices; None if it can.
 
-    Triton is imported only where someone may use it.
+    Triton is imported only if it may be used.
     """
     try:
         from scalecom_hvd.exchange import triton_kernel

@@ -1,9 +1,9 @@
 """What one step does to the residues of a bucket's tensors, and the kernels that do it.
 
-A kernel is made once for tensors that share their buffers of offsets and values (a `TensorSlot`
-each) and makes every move for all of them at once; kernel_choice.py picks which one does. Every
-kernel gives bit-identical results, and those of reference.py. Imports devices, gradients, lanes,
-native and integers.
+A kernel is made once for tensors that share their buffers of offsets and values (one `TensorSlot`
+for each tensor). It makes every move for all these tensors at once. kernel_choice.py picks the
+kernel. All kernels give the same results, to the bit, and the results of reference.py. Imports
+devices, gradients, lanes, native and integers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from scalecom_hvd.native import (
 )
 
 Count = int | torch.Tensor
-"""A number; a 0-dimensional tensor on devices where reading one would wait."""
+"""A number, or a 0-dimensional tensor on devices where reading a number would wait."""
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """A compressed tensor's residue, and where it lies in the buffers that it shares.
+    """A compressed tensor's residue, and the tensor's place in the buffers that it shares.
 
     Attributes:
         residue: (N,) float32 or float64.
         geometry: its lanes.
         offsets_at: where its k offsets begin, in bytes.
         values_at: where its k values begin, in elements.
-        levels: L of values that travel as integers (integers.py); 0: they travel as numbers.
+        levels: L, if values travel as integers (integers.py). 0: they travel as numbers.
         scales_at: where the scales of integers begin, in bytes of the buffer of offsets.
     """
 
@@ -69,13 +69,14 @@ class TensorSlot:
 
 
 class Wire(NamedTuple):
-    """Where values are taken, and what they become on their way.
+    """Where values are taken, and the buffers in which they travel.
 
     Attributes:
-        offsets: of the places, in bytes; and the scales of integers.
-        values: the buffer in which they travel; it is averaged in place. Integers are packed first.
-        sent: as large, for a copy of what was sent; of integers the same buffer.
-        limit: float16 is clamped to +-limit.
+        offsets: the bytes of the places' offsets, and of the scales of integers.
+        values: the buffer in which values travel. It is averaged in place, except that integers are
+            packed first.
+        sent: a buffer of the same size, for a copy of what was sent. For integers it is `values`.
+        limit: float16 values are clamped to +-limit.
     """
 
     offsets: torch.Tensor
@@ -85,27 +86,27 @@ class Wire(NamedTuple):
 
 
 Taken = tuple[float, Wire]
-"""What values were taken with, to be rolled back: (beta, wire)."""
+"""(beta, wire): what values were taken with, for a roll-back."""
 
 
 class Kernel(Protocol):
     """The moves of one step, numbered as in reference.py.
 
-    m: residue.  g: gradient times `scale`, 1 / loss scale, with zero for bad elements: those
-    without |g| <= config.largest_gradient.  I: the indices.
+    m is the residue. g is the gradient times `scale`, which is 1 / loss scale, with zero for bad
+    elements. An element is good if |g| <= config.largest_gradient. I stands for the indices.
 
-    Buffers: `offsets` and `chosen` hold bytes, `values` and `sent` elements of the wire dtype. The
-    C and Triton kernels allocate nothing as large as these in a step. A frozen tensor is no longer
-    trained: its residue stays as it is, and zeros are sent. Where values travel as integers
-    (`levels`), `choose` and `take_and_accumulate` serve, in this order.
+    The buffers `offsets` and `chosen` hold bytes; `values` and `sent` hold elements of the wire
+    dtype. The C and Triton kernels allocate nothing as large as these in a step. A frozen tensor is
+    no longer trained: its residue stays as it is, and zeros are sent. If values travel as integers
+    (`levels`), `choose` and then `take_and_accumulate` are used.
     """
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None: ...
 
     def begin(self, grads: Sequence[torch.Tensor], frozen: Sequence[bool], scale: float) -> None:
-        """Take up a step's gradients: (N,) contiguous each, of the dtypes announced.
+        """Begin a step with its gradients: each (N,), contiguous, of its dtype in `grad_dtypes`.
 
-        They must stay alive until the step's last move.
+        The gradients must stay alive until the step's last move.
         """
         ...
 
@@ -117,10 +118,10 @@ class Kernel(Protocol):
         ...
 
     def accumulate(self, beta: float, choose: int, chosen: torch.Tensor | None) -> Count:
-        """(1) m <- m + beta*g. Gives how many elements of g are bad.
+        """(1) m <- m + beta*g. Returns how many elements of g are bad.
 
         Args:
-            beta: that of the low-pass filter.
+            beta: the beta of the low-pass filter.
             choose: which winners `chosen` takes: CHOOSE_ACCUMULATOR, of |m_old + g|;
                 CHOOSE_RESIDUE, of |m_new|; CHOOSE_NOTHING.
             chosen: the buffer for their offsets.
@@ -130,24 +131,24 @@ class Kernel(Protocol):
     def take(self, beta: float, share: float, extra: float, wire: Wire) -> Count:
         """(2) values, sent <- v = m[I] + share*g[I]; m[I] <- m[I] - beta*sent.
 
-        v is rounded to the wire dtype. Gives how many values are not finite; those are sent as
+        v is rounded to the wire dtype. Returns how many values are not finite. They are sent as
         zero.
 
         Args:
-            beta: that of the low-pass filter.
-            share: of g, what is not in m yet: 1, or 1 - beta after `accumulate`.
-            extra: v is larger by so many times m before g came, where that m and g do not point
-                apart.
-            wire: where from and where to.
+            beta: the beta of the low-pass filter.
+            share: the share of g that is not in m yet: 1, or 1 - beta after `accumulate`.
+            extra: v is larger by `extra` times m_old (m before g came), if m_old and g do not have
+                opposite signs.
+            wire: where values are taken from, and where they go.
         """
         ...
 
     def take_and_accumulate(
         self, beta: float, extra: float, wire: Wire, choose: int, chosen: torch.Tensor | None
     ) -> Count:
-        """`take` with share 1, then `accumulate`: look-ahead's order. Gives the sum of both.
+        """`take` with share 1, then `accumulate`, in look-ahead's order. Returns both counts' sum.
 
-        choose: CHOOSE_AHEAD, with scales of what m_new and g would send, or CHOOSE_NOTHING.
+        choose: CHOOSE_AHEAD, with the scales of what m_new and g would send, or CHOOSE_NOTHING.
         """
         ...
 
@@ -165,17 +166,17 @@ class Kernel(Protocol):
         ...
 
     def roll_back(self, keep_gradients: bool = False) -> None:
-        """Take back what was done to residues since `begin`, to rounding.
+        """Undo what was done to residues since `begin`, up to rounding.
 
-        m[I] <- m[I] + beta*sent of tensors that were taken from, m <- m - beta*g of those that
-        accumulated; not the latter with `keep_gradients`, for g that are no longer what they were.
-        Each kernel keeps track of that itself, as a move may fail when it is half
-        done. Offsets and sent values must be what they were.
+        If values were taken from a tensor: m[I] <- m[I] + beta*sent. If it accumulated:
+        m <- m - beta*g. The second is left out with `keep_gradients`, for gradients that are no
+        longer what they were. Each kernel keeps track of its moves itself, because a move may fail
+        halfway. Offsets and sent values must be what they were.
         """
         ...
 
     def release(self) -> None:
-        """Let go of the gradients: nothing can be taken back any more."""
+        """Release the gradients. Nothing can be rolled back any more."""
         ...
 
 
@@ -183,8 +184,8 @@ class Kernel(Protocol):
 class _Step:
     """One tensor's step, and what was done to its residue in it.
 
-    accumulated: the beta of its accumulation; 0: there was none.
-    taken: what its values were taken with; None: none were taken.
+    accumulated: the beta of its accumulation. 0: there was no accumulation.
+    taken: what its values were taken with. None: no values were taken.
     """
 
     slot: TensorSlot
@@ -197,7 +198,7 @@ class _Step:
 class TorchKernel:
     """Plain torch, for any device, dtype and way to choose.
 
-    It serves where there is no compiler, and tensors that the other kernels do not know.
+    It is used if there is no compiler, and for tensors that the other kernels do not know.
     """
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
@@ -301,14 +302,14 @@ class TorchKernel:
 
 
 def more_of(waited: torch.Tensor, g: torch.Tensor, extra: float) -> torch.Tensor:
-    """What is sent besides m + g, of what waited before g came."""
+    """What is sent in addition to m + g, out of what waited before g came."""
     return torch.where(waited * g >= 0, extra * waited, 0.0)
 
 
 def choose_scales(
     slot: TensorSlot, grad: torch.Tensor, scale: float, extra: float, chosen: torch.Tensor
 ) -> None:
-    """Give integers the scales of what the chosen places would send, m and g being apart yet."""
+    """Set the scales of integers for what the chosen places would send, with acc = m + g."""
     if slot.levels:
         positions = positions_of(slot.geometry, slot.offsets(chosen))
         m = slot.residue[positions]
@@ -317,7 +318,7 @@ def choose_scales(
 
 
 def scales_of(values: torch.Tensor, levels: int) -> torch.Tensor:
-    """The scales (blocks,) of the leader's values (k,), as reference.scales."""
+    """The scales (blocks,) of the leader's values (k,), as in reference.scales."""
     size = torch.where(values.isfinite(), values.abs().double(), 0.0)
     padded = torch.nn.functional.pad(size, (0, -size.numel() % BLOCK)).view(-1, BLOCK)
     counts = torch.full((len(padded),), float(BLOCK), dtype=torch.float64, device=size.device)
@@ -329,14 +330,14 @@ def scales_of(values: torch.Tensor, levels: int) -> torch.Tensor:
 
 
 def integers_of(values: torch.Tensor, scales: torch.Tensor, levels: int) -> torch.Tensor:
-    """Values (k,) as integers (k,) of their own dtype, as reference.integers."""
+    """Values (k,) as integers (k,) of the values' dtype, as in reference.integers."""
     per_scale = torch.where(scales > 0, 2 / scales.to(values.dtype), 0.0)
     halves = scale_blocks_(values.abs(), per_scale).clamp_max_(2 * levels).int()
     return torch.copysign(((halves + 1) >> 1).to(values.dtype), values)
 
 
 def scale_blocks_(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Values (k,) times the scale of their block, in place."""
+    """Multiply values (k,) by the scale of their block, in place."""
     cut = values.numel() // BLOCK * BLOCK
     values[:cut].view(-1, BLOCK).mul_(scales[: cut // BLOCK, None])
     if cut < values.numel():
@@ -345,10 +346,10 @@ def scale_blocks_(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def scale_numbers(counts: Sequence[int]) -> torch.Tensor:
-    """(sum of counts,) int32: which of all scales is that of each value, on the CPU.
+    """(sum of counts,) int32, on the CPU: the index of each value's scale among all scales.
 
     Args:
-        counts: k of tensors whose scales lie one after the other.
+        counts: the k of each tensor. The tensors' scales lie one after the other.
     """
     lengths = [min(BLOCK, k - first) for k in counts for first in range(0, k, BLOCK)]
     numbers = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
@@ -364,8 +365,8 @@ def _sent(slot: TensorSlot, wire: Wire) -> torch.Tensor:
 def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor:
     """The flat positions (k,) that a tensor's offsets stand for.
 
-    Raises RuntimeError where those of exact selection lie outside of the tensor, or one is there
-    twice; on the CPU only, as elsewhere it would wait for the device.
+    With exact selection, raises RuntimeError if a position lies outside of the tensor or occurs
+    twice. Only the CPU checks this, because elsewhere the check would wait for the device.
     """
     own = slot.offsets(offsets)
     checks = own.device.type == "cpu" and isinstance(slot.geometry, Positions)
@@ -377,7 +378,8 @@ def _checked_positions(slot: TensorSlot, offsets: torch.Tensor) -> torch.Tensor:
 def choose_by_torch(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.Tensor) -> None:
     """offsets (k,) <- the winners of |accumulator| (N,).
 
-    Each lane's largest, first of equals; with exact selection the k largest of all, ascending.
+    The winner of a lane is its largest, and the first of equals. With exact selection, the winners
+    are the k largest of all, in ascending order.
     """
     if isinstance(geometry, Positions):
         offsets.copy_(largest(accumulator, geometry.k))
@@ -397,7 +399,7 @@ def choose_by_torch(accumulator: torch.Tensor, geometry: Lanes, offsets: torch.T
 class NativeKernel:
     """The C kernel (native/lanes.c), for CPU tensors of lanes.
 
-    One call per move, which is made for all tensors or refused for all. It needs no Python.
+    Each move is one call. It is made for all tensors or refused for all, and needs no Python.
     """
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
@@ -481,20 +483,20 @@ class NativeKernel:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What a dtype is called elsewhere: "float32" for torch.float32."""
+    """A dtype's name outside of torch: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[torch.Tensor, Count]:
-    """scale*g in the residue's dtype with zero for bad elements, and how many those are.
+    """scale*g in the residue's dtype, with zero for bad elements, and the number of bad elements.
 
-    The tensor is a new one.
+    The tensor is new.
     """
     g = grad.to(residue.dtype, copy=True)
     if scale != 1:
         g.mul_(scale)
     if g.device.type == "cpu" and g.numel():
-        # The usual case is quick: where the ends are good, all is.
+        # The usual case is quick: if the smallest and the largest are good, all are.
         low, high = torch.aminmax(g)
         if float(low) >= -limit_of(g.dtype) and float(high) <= limit_of(g.dtype):
             return g, 0
@@ -503,9 +505,9 @@ def usable(grad: torch.Tensor, residue: torch.Tensor, scale: float) -> tuple[tor
 
 
 def add_usable(grad: torch.Tensor, residue: torch.Tensor, scale: float, out: torch.Tensor) -> Count:
-    """out <- residue + scale*g, with zero for bad elements; gives how many those are."""
+    """out <- residue + scale*g, with zero for bad elements. Returns the number of bad elements."""
     if grad.device.type == "cpu" and grad.dtype == residue.dtype and scale == 1 and grad.numel():
-        # The usual case needs no copies: where the ends are good, all is.
+        # The usual case needs no copies: if the smallest and the largest are good, all are.
         low, high = torch.aminmax(grad)
         limit = limit_of(residue.dtype)
         if float(low) >= -limit and float(high) <= limit:
@@ -517,9 +519,9 @@ def add_usable(grad: torch.Tensor, residue: torch.Tensor, scale: float, out: tor
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """The k largest magnitudes' positions, ascending; of equals the first.
+    """The positions of the k largest magnitudes, in ascending order; the first of equals.
 
-    They are the same on every device: topk by itself promises no order.
+    They are the same on every device, although topk itself promises no order.
     """
     size = values.abs()
     smallest = size.topk(k, sorted=False).values.min()
@@ -551,6 +553,6 @@ def _address(buffer: torch.Tensor | None) -> int | None:
 
 
 def _addresses(wire: Wire) -> tuple[int, int, int, bool]:
-    """The buffers of a wire, and whether they are of float16."""
+    """The addresses of a wire's buffers, and whether values are float16."""
     offsets, values, sent, _ = wire
     return offsets.data_ptr(), values.data_ptr(), sent.data_ptr(), values.dtype == torch.float16

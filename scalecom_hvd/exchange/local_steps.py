@@ -1,8 +1,9 @@
-"""Local steps: workers step on their own parameters, and average the change, not gradients.
+"""Local steps: workers step on their own parameters, and average the changes, not gradients.
 
-Qsparse-local-SGD (Basu et al., 2019, arXiv 1906.02367), algorithm 1: all ranks synchronise after
-the same steps. x: the common parameters; x_i: worker i's; m_i: its residue. (Algorithm 2, in which
-each rank has steps of its own, is for simulated ranks: asynchronous_steps.py.)
+This is algorithm 1 of Qsparse-local-SGD (Basu et al., 2019, arXiv 1906.02367), in which all ranks
+synchronise after the same steps. x are the common parameters, x_i are worker i's, and m_i is its
+residue. (In algorithm 2, each rank synchronises after steps of its own. Only simulated ranks can
+do that: asynchronous_steps.py.)
 
     H times:   x_i    <- optimizer_i(x_i, gradient_i)
     then:      acc_i   = m_i + (x - x_i)
@@ -13,22 +14,23 @@ each rank has steps of its own, is for simulated ranks: asynchronous_steps.py.)
 
 outer is a torch optimizer of the common parameters, or subtracts the average: see outer_step.
 
-With an overlap of tau steps the average travels while each worker takes tau more; d_i is what these
-changed of x_i. Then x_i <- x + d_i: what a worker did meanwhile is part of its next change. The
-idea is Streaming DiLoCo's (Douillard et al., 2025, arXiv 2501.18512). That paper mixes x_i <- alpha
-x_i + (1 - alpha) x, which loses a share of d_i, and counts a share of the residue twice.
+With an overlap of tau, each worker takes tau more steps while the average travels. d_i is the
+change of x_i in these steps. When the average has come, x_i <- x + d_i, so d_i is part of the
+worker's next change. The idea is Streaming DiLoCo's (Douillard et al., 2025, arXiv 2501.18512).
+That paper mixes x_i <- alpha x_i + (1 - alpha) x instead. The mix loses a share of d_i, and counts
+a share of the residue twice.
 
-Changes may be clipped before they are sent, see changes.py. With fragments the model is cut into P
-parts, which synchronise in turn. A round is over with the last, and is one step of the Exchange.
+Changes may be clipped before they are sent (changes.py). With fragments, the model is cut into P
+parts, which synchronise in turn. A round ends with the last part, and is one step of the Exchange.
 
-The Exchange is used as it is, on the common parameters, with their changes in the place of
-gradients: buckets, residues, leaders, warm-up, void steps and checks are the same. Every worker's
-optimizer keeps its own state, which is never averaged.
+The Exchange is used as it is, on the common parameters, with changes instead of gradients: buckets,
+residues, leaders, warm-up, void (skipped) steps and checks are the same. Every worker's optimizer
+keeps its own state, which is never averaged.
 
-Which rank waits for whom: `step` waits for all ranks at the first step, where they compare, and
-after each step at which ranks synchronise (with an overlap, tau steps after it; where changes are
-clipped, after the step too). All this depends only on how many steps were taken, so every rank has
-to take every step, also one with a bad gradient.
+When ranks wait: `step` waits for all ranks at the first step, where they compare, and after each
+step at which ranks synchronise. With an overlap, it waits tau steps later; if changes are clipped,
+it also waits at once. All this depends only on how many steps were taken. So every rank has to take
+every step, even one with a bad gradient.
 
 Imports exchange, outer_step, own_parameters, changes, rounds_agreement, rounds_alive, methods/base
 and the rooms below.
@@ -130,28 +132,28 @@ class LocalSteps(Averager):
         self.skipped = 0
         self.newcomer = True
         addresses = {parameter.data_ptr() for parameter in parameters.values()}
-        collect_all(addresses)  # the script made its optimizer anew
+        collect_all(addresses)  # if the script made its optimizer anew
         self._outer = OuterStep(parameters, outer)
         self.common = self._outer.common
         self.outer = self._outer.optimizer
         self._parameters = parameters
         self._changes = {name: torch.zeros_like(x) for name, x in self.common.items()}
-        # Made once: memory that every synchronisation asks for anew takes longer to get than to
-        # fill (see Bucket).
+        # Made once: if every synchronisation allocated this memory anew, that would take longer
+        # than filling it (see Bucket).
         self._sent_from = {n: torch.empty_like(p) for n, p in parameters.items() if overlap}
         self.collectives = collectives
         self._restarted = collectives.restarts()
         self._start_anew = start_anew
         self._health = Health()
-        # Whether this rank has taken steps since its last synchronisation, and whether any rank
-        # has since the last one of all ranks.
+        # _under_way: whether this rank has taken steps since its last synchronisation. _open:
+        # whether any rank has taken steps since the last synchronisation of all ranks.
         self._under_way = self._open = False
-        # How many synchronisations before their time there were in the warm-up, which is counted
-        # in steps.
+        # How many synchronisations `synchronise` added to the warm-up, whose length is given in
+        # steps.
         self._early = 0
         self._agreed = False
-        # Whether x comes from training with others, or from a loaded state. A newcomer's x gives
-        # way to it.
+        # Whether x comes from training with others, or from a loaded state. Such an x replaces a
+        # newcomer's.
         self._knows = False
         self.own = OwnParameters(parameters, self.common)
         self._residues = method.residues
@@ -176,18 +178,18 @@ class LocalSteps(Averager):
         return self.collectives.size > (0 if self.collectives.elastic else 1)
 
     def synchronisations_in(self, steps: int) -> int:
-        """How many synchronisations there are in this many first steps."""
+        """How many synchronisations there are in the first `steps` steps."""
         return self.schedule.synchronisations(steps) + self._early
 
     def step(self, take: Callable[[], Any]) -> Any:
         """Take one step of this rank's own optimizer, and synchronise if that is due.
 
         Args:
-            take: makes the step. Where it raises NotFinite, the step counts as one that changed
-                nothing on this rank.
+            take: a function that makes the step. If it raises NotFinite, the step is counted, but
+                changes nothing on this rank.
 
         Returns:
-            What `take` returned, or the result of its NotFinite.
+            What `take` returned, or the result that its NotFinite carries.
         """
         if self.active:
             self._begin()
@@ -210,7 +212,7 @@ class LocalSteps(Averager):
         if self.active:
             self._under_way = self._open = True
             due = self.schedule.fragments_due(self.taken)
-            # Those of a state that another schedule made may not have come when more are due.
+            # If another schedule made the state, its averages may still travel when more are due.
             if self._journey is not None and (
                 due or self.taken >= self._journey.since + self._overlap
             ):
@@ -221,15 +223,16 @@ class LocalSteps(Averager):
                     self._arrive()
         return result
 
-    @torch.inference_mode(False)  # scripts call it where they evaluate
+    @torch.inference_mode(False)  # scripts call it when they evaluate
     def synchronise(self) -> None:
         """Synchronise now, whatever the schedule says.
 
         All ranks must call it after the same step. The schedule goes on as before.
 
         Raises:
-            RuntimeError: parameters cannot be made the same, as they are not finite, or ranks took
-                other numbers of steps, or step their outer optimizers otherwise; on all ranks.
+            RuntimeError: on all ranks, if parameters are not finite and so cannot be made the same,
+                if ranks took different numbers of steps, or if their outer optimizers step
+                differently.
         """
         if not self.active:
             return
@@ -243,8 +246,8 @@ class LocalSteps(Averager):
         if not self._open:
             return
         self._early += self.taken < self._residues.config.warmup_steps
-        # Where a rank's change is not finite, nothing is averaged, and that rank goes back. The
-        # second time it works.
+        # If a rank's change is not finite, nothing is averaged, and that rank goes back to x. The
+        # second attempt then works.
         for _ in range(2):
             self._depart(range(len(self._fragments)))
             if self._arrive():
@@ -257,20 +260,21 @@ class LocalSteps(Averager):
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """Before a step: see that ranks agree, and that x is where this round begins."""
+        """Before a step, make sure that ranks agree, and that this round begins at x."""
         self._notice_restart()
         if not self._agreed:
             self._agree()
             self._agreed = self._knows = True
         elif not self._under_way:
-            # Whoever loads a model, or clips its weights, between two rounds means the common
-            # parameters.
+            # If a script loads a model, or clips its weights, between two rounds, it means the
+            # common parameters.
             self._take_up_parameters()
 
     def _notice_restart(self) -> None:
-        """Ranks were started anew (elastic runs): what travelled never arrives.
+        """If ranks were started anew (elastic runs), forget what travels: it never arrives.
 
-        It is the difference of parameters still, and is sent the next time.
+        The change is still the difference between x and this rank's parameters, and is sent the
+        next time.
         """
         if self._restarted():
             self._agreed = False
@@ -295,7 +299,7 @@ class LocalSteps(Averager):
             if parameter.dtype == change.dtype:
                 torch.sub(x, parameter, out=change)
             else:
-                # In the parameter's dtype it began where x was rounded to.
+                # In its own dtype, the parameter began at the rounded x.
                 change.copy_(x.to(parameter.dtype)).sub_(parameter)
             # A frozen tensor sends nothing, and its residue stays as it is. A tensor that was
             # frozen in the middle of a round has a change to send.
@@ -313,16 +317,17 @@ class LocalSteps(Averager):
 
     @property
     def travels(self) -> bool:  # type: ignore[override]
-        """Whether averages travel that were not waited for."""
+        """Whether averages travel that nobody has waited for yet."""
         return self._journey is not None and self._journey.averages is None
 
-    @torch.inference_mode(False)  # in which a script may save
+    @torch.inference_mode(False)  # a script may save in inference mode
     @torch.no_grad()
     def collect(self) -> None:
-        """Wait for averages that travel, which every rank has sent its part of.
+        """Wait for averages that travel. Every rank has sent its part of them already.
 
-        They count when their steps are over. A step of the exchange that was aborted is forgotten:
-        its change is still the difference of parameters, and is sent the next time.
+        They are applied when the steps of their overlap are over. If the exchange's step was
+        aborted, it is forgotten. Its change is still the difference between x and the parameters,
+        and is sent the next time.
         """
         if not self.travels:
             return
@@ -336,10 +341,10 @@ class LocalSteps(Averager):
 
     @torch.no_grad()
     def _arrive(self, everywhere: bool = True) -> bool:
-        """Let the averages count; gives whether there were any.
+        """Apply the averages. Return whether there were any.
 
         Args:
-            everywhere: whether all ranks do so now.
+            everywhere: whether all ranks make this call now.
         """
         self.collect()
         self.exchange.look(everywhere)
@@ -350,7 +355,8 @@ class LocalSteps(Averager):
             self._go_back()
             return False
         self._outer.take(journey.averages)
-        # Of these parameters, or of the others where there are fragments.
+        # These parameters have changed if steps were taken meanwhile. If there are fragments, those
+        # of the others have.
         went_on = self.taken > journey.since
         under_way = went_on or len(journey.names) < len(self.common)
         for name in journey.names:
@@ -365,9 +371,9 @@ class LocalSteps(Averager):
         return True
 
     def _go_back(self) -> None:
-        """Some rank's change was not finite: that rank goes back to where its round began.
+        """Some rank's change was not finite. If it was this rank's, go back to x.
 
-        Nothing was averaged. The others keep what they have, and send it the next time.
+        Nothing was averaged. The other ranks keep their changes, and send them the next time.
         """
         changes = (self.common[name] - parameter for name, parameter in self._parameters.items())
         if all(bool((change.abs() <= limit_of(change.dtype)).all()) for change in changes):
@@ -380,7 +386,7 @@ class LocalSteps(Averager):
         )
         for name, parameter in self._parameters.items():
             parameter.copy_(self.common[name])
-        # Its momentum would spoil every synchronisation to come.
+        # The optimizer's momentum would spoil every later synchronisation.
         self._start_anew()
 
     # The agreement, before the first step.
@@ -389,10 +395,11 @@ class LocalSteps(Averager):
     def _agree(self, early: bool = False) -> None:
         """Compare all ranks' schedules, steps and common parameters.
 
-        Newcomers take up those of the ranks that were there before.
+        Newcomers take over the steps and common parameters of the ranks that were there before.
 
         Args:
-            early: whether ranks that are all new may still differ, as the first step is not now.
+            early: whether ranks may still differ if all of them are new, because the first step
+                does not follow at once.
         """
         self._notice_restart()
         self.collect()
@@ -418,8 +425,9 @@ class LocalSteps(Averager):
         if early and not known:
             return
         if len({other["since"] for other in everyone}) > 1:
-            # Newcomers know nothing of averages that travel: with those who do they count now.
-            # Ranks whose part never arrived, as ranks were started anew, take up what these make.
+            # Newcomers do not hold the averages that travel. Ranks that do hold them apply them
+            # now. If a rank's averages never arrived, because ranks were started anew, that rank
+            # takes over the resulting parameters.
             knows = self.collectives.position in known
             if self._journey is not None and knows:
                 self._arrive_where_held()
@@ -441,7 +449,7 @@ class LocalSteps(Averager):
         self._open = any(other["open"] for other in compared)
 
     def _arrive_where_held(self) -> None:
-        """Let averages that travel, or those of a loaded state, count before their time."""
+        """Apply averages early: those that travel, or those of a loaded state."""
         if self.own.held:
             self.own.put_back()
         self._arrive(everywhere=False)
@@ -453,7 +461,8 @@ class LocalSteps(Averager):
 
         Args:
             root, described: see OuterStep.broadcast.
-            keeps: whether this rank keeps its own parameters. Otherwise it begins from these.
+            keeps: whether this rank keeps its own parameters. If not, it begins from the common
+                ones.
         """
         self._outer.broadcast(self.collectives, root, described)
         if not keeps:
@@ -481,13 +490,13 @@ class LocalSteps(Averager):
             **self._outer.settings(),
         }
 
-    # What elastic states, broadcast_parameters and the run ask.
+    # What elastic states, broadcast_parameters and the run call.
 
     def rejoin(self) -> None:
-        """All ranks of an elastic run come together: newcomers take up what others have.
+        """Let all ranks of an elastic run meet, so that newcomers take over what others have.
 
-        So they have it before they compute a gradient. All compare again before the next step, as
-        models may be loaded until then.
+        Newcomers then have it before they compute a gradient. All ranks compare again before the
+        next step, because models may be loaded until then.
         """
         if self.active:
             self._agree(early=True)
@@ -504,7 +513,7 @@ class LocalSteps(Averager):
 
     @torch.no_grad()
     def show_common(self) -> None:
-        """For a broadcast: the parameters are the common ones, until they are put back."""
+        """For a broadcast, make the parameters the common ones, until they are put back."""
         if self._under_way:
             self.own.show_common()
 
@@ -513,11 +522,11 @@ class LocalSteps(Averager):
         return self.exchange.in_step()
 
     def complete_state(self) -> None:
-        """Wait for what the method's state lacks."""
+        """Wait for the parts of the method's state that are still missing."""
         self.exchange.complete_state()
 
     def agree_anew(self) -> None:
-        """Other residues were loaded: ranks compare at the next synchronisation."""
+        """Make ranks compare at the next synchronisation: other residues were loaded."""
         self.exchange.agree_anew()
 
     def abort(self) -> None:
@@ -529,16 +538,21 @@ class LocalSteps(Averager):
         self.exchange.watch(diagnostics)
 
     def state_dict(self) -> Saved:
-        """What is saved of this rank's local steps. Tensors are the ones in use.
+        """What is saved of this rank's local steps. The tensors are the ones in use.
 
         Returns:
-            {"local_steps": {"taken": steps, "early": synchronisations before their time}}. Where x
-            is not what the model holds (after steps since the last synchronisation, or in half
-            precision) also {"common": {name: x}, "local": {name: x_i}}, and "under_way" and "open":
-            whether this rank, and any rank, has taken steps since. With an outer optimizer "outer":
-            its state_dict(), and "outer_kind". While averages travel "since": the steps taken
-            before, "averages": {name: average}, empty where there are none, and "sent_from": {name:
-            x_i then}, both of the parameters that travel.
+            {"local_steps": {"taken": steps, "early": synchronisations that `synchronise` added to
+            the warm-up}}. There are more keys in these cases:
+
+            The model does not hold x, because steps were taken since the last synchronisation, or
+            because of half precision: "common": {name: x}, "local": {name: x_i}, and "under_way"
+            and "open": whether this rank, and whether any rank, has taken steps since.
+
+            There is an outer optimizer: "outer": its state_dict(), and "outer_kind".
+
+            Averages travel: "since": the steps taken before they were sent, "averages": {name:
+            average}, empty if there are none, and "sent_from": {name: x_i when they were sent}.
+            Both are about the parameters that travel.
         """
         state: dict[str, Any] = {"taken": self.taken, "early": self._early}
         state |= self._outer.state_dict()
@@ -555,7 +569,7 @@ class LocalSteps(Averager):
         return {"local_steps": state}
 
     def check_state(self, state: Saved) -> None:
-        """Raise ValueError unless a whole state has local steps of these parameters."""
+        """Raise ValueError unless a complete state has local steps of these parameters."""
         check_local_steps(state, local=True)
         own = state["local_steps"]
         check_rounds(own, {name: tuple(x.shape) for name, x in self.common.items()})
@@ -563,16 +577,17 @@ class LocalSteps(Averager):
 
     @torch.no_grad()
     def load_state_dict(self, state: Saved) -> None:
-        """Take up the local steps of a whole state.
+        """Load the local steps of a complete state.
 
-        One from the middle of a round puts this rank's own parameters in place at once.
+        If the state is from the middle of a round, this rank's own parameters are put in place at
+        once.
         """
         own = state["local_steps"]
         self._outer.load_state_dict(own)
         self.taken, self._early = int(own["taken"]), int(own.get("early", 0))
         self._under_way = self._open = self._agreed = False
         self._journey = None
-        # A state of before the first step knows no more than a newcomer does.
+        # A state from before the first step knows no more than a newcomer does.
         self._knows, self.newcomer = self.taken > 0, self.taken == 0
         self.own.let_go()
         if "common" in own:
@@ -590,8 +605,8 @@ class LocalSteps(Averager):
 
         Returns:
             What Exchange.stats gives, and "local_steps": the schedule; "steps_taken": by this
-            rank's optimizer; "steps_skipped": those left out for a bad gradient. Where changes are
-            clipped "changes_clipped": how many of this rank's were.
+            rank's optimizer; "steps_skipped": those left out because of a bad gradient. If changes
+            are clipped, also "changes_clipped": how many of this rank's were.
         """
         clipping = self._clipping
         clipped = {} if clipping.times is None else {"changes_clipped": clipping.clipped}

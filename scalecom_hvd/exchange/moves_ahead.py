@@ -1,10 +1,10 @@
-"""Where parameters are moved for step-ahead gradients: to x - lr * a * D(u); see step_ahead.py.
+"""Moves parameters to x - lr * a * D(u) for step-ahead gradients; see step_ahead.py.
 
-u = w * m + (1 - w) * |m| / |b| * b, where m is what waits in the residue, b the optimizer's
+u = w * m + (1 - w) * |m| / |b| * b, where m is what waits in the residue, b is the optimizer's
 momentum (zero if it has none), and w says how far this worker wants what the others do. D is what
-the optimizer makes of a gradient. The C kernel moves float32 parameters of a processor, Triton all
-of a kind on a GPU in one launch, and plain PyTorch what these do not know, piece by piece. Imports
-gradients, kernel_choice, native, and triton_moves_ahead where a tensor asks for it.
+the optimizer makes of a gradient. The C kernel moves float32 parameters on the CPU. Triton moves
+all parameters of one kind on a GPU in one launch. Plain PyTorch moves all others, piece by piece.
+Imports gradients, kernel_choice, native, and triton_moves_ahead if a tensor needs it.
 """
 
 from __future__ import annotations
@@ -20,39 +20,41 @@ from scalecom_hvd import native
 from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.kernel_choice import is_for_c, is_for_triton
 
-# A place that the optimizer has hardly seen has a tiny v, and says nothing of the residue there.
+# D(u) is limited to this, because an element that the optimizer has hardly seen has a tiny second
+# moment, which says nothing about the residue there.
 LARGEST = 10.0
-# a: momentum makes more of a gradient in time than at once, and first moments make less at once.
-# Found by trying; `study.py --only ahead` varies them. With 0.5 an Adam that is tuned, at twice the
-# learning rate, comes apart.
+# a: over time, momentum makes more of a gradient than at once; first moments make less of it at
+# once. The numbers were found by trying; `study.py --only ahead` varies them. With 0.5, a tuned
+# Adam, which has twice the learning rate, breaks down.
 SGD_SHARE = 1.5
 ADAM_SHARE = 0.3
-# What optimizers keep of gradients' sizes, by which they divide: see move_of.
+# Where optimizers keep the sizes of gradients, by which they divide: see move_of.
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
-# So many elements are worked on at a time that what is made of them stays in a processor's cache.
+# How many elements are processed at a time. Their results stay in a processor's cache.
 BLOCK = 2**16
-# What Triton moves.
+# The dtypes that Triton moves.
 KNOWN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""What was moved, or a piece of it, and what it was before."""
+"""A tensor that was moved, or a piece of it, and its values before the move."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One parameter's way ahead.
+    """How one parameter is moved ahead.
 
     Attributes:
-        own: the parameter, or this rank's part of it; it is moved in place.
-        spare: like it; takes what it was.
+        own: the parameter, or this rank's part of it. It is moved in place.
+        spare: like `own`. It receives the values from before the move.
         residue: (N,) what waits.
-        rate: lr * a, negative where the optimizer maximizes.
-        sign: -1 where it does: momentum is of negative gradients then.
-        momentum: like `own`; None: the optimizer has none.
-        second: like `own`: what a gradient is divided by; None: it is divided by nothing.
-        power: of it which power is taken, divided by its correction.
-        steps: how many steps it is the average of, a number or a tensor; None: no correction.
-        decay: that average's.
-        eps: what is added to what divides.
+        rate: lr * a; negative if the optimizer maximizes.
+        sign: -1 if the optimizer maximizes, because its momentum is then of negative gradients;
+            else 1.
+        momentum: like `own`. None: the optimizer has none.
+        second: like `own`. A power of it divides a gradient. None: nothing does.
+        power: the power that is taken of `second` after its bias correction.
+        steps: how many steps `second` averages over, a number or a tensor. None: no correction.
+        decay: the decay of that average.
+        eps: what is added to the divisor.
     """
 
     own: torch.Tensor
@@ -69,19 +71,20 @@ class Move:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of one shape: own, spare, residue, and those of the optimizer that are there."""
+        """own, spare, residue and the optimizer's tensors, if it has any, all of one shape."""
         residue = self.residue.view(self.own.shape)
         others = [t for t in (self.momentum, self.second) if t is not None]
         return [self.own, self.spare, residue, *others]
 
 
 def has_direction(state: Mapping[str, Any], own: torch.Tensor) -> bool:
-    """Whether an optimizer's state says what it divides each element of a parameter's gradient by.
+    """Whether an optimizer's state has a divisor for each element of a parameter's gradient.
+
+    Some optimizers have one number for a whole layer, or moments of something smaller.
 
     Args:
-        state: of the parameter.
-        own: the parameter, or this rank's part of it. Some optimizers have one number for a whole
-            layer, or moments of something smaller.
+        state: the optimizer's state of the parameter.
+        own: the parameter, or this rank's part of it.
     """
     kept = [state[key] for key in SECOND_MOMENTS if key in state]
     if kept and "exp_avg" in state:
@@ -101,9 +104,10 @@ def move_of(
 
     Args:
         own, spare, residue: see Move.
-        group: of the optimizer's parameter groups the parameter's.
-        state: the optimizer's, of the parameter.
-        factor: how much of the way, by how much a sum over ranks is larger than their average.
+        group: the optimizer's parameter group that holds the parameter.
+        state: the optimizer's state of the parameter.
+        factor: how much of the way to go. If gradients are summed over ranks, times the ratio of
+            the sum to the average.
     """
     sign = -1 if group.get("maximize") else 1
     rate = sign * float(group["lr"]) * factor
@@ -126,15 +130,15 @@ def move_of(
 
 
 def make(moves: Sequence[Move], weight: float, beta: float) -> None:
-    """Move all these parameters, and keep in `spare` what they were.
+    """Move these parameters. Each move's `spare` keeps the values from before.
 
     Args:
-        moves: of different parameters.
+        moves: the moves, each of another parameter.
         weight: w.
-        beta: that of the low-pass filter.
+        beta: the low-pass filter's beta.
 
     Raises:
-        Exception: what PyTorch or Triton raises. Nothing is moved then.
+        Exception: PyTorch or Triton raised it. Nothing is moved then.
     """
     in_c: list[Move] = []
     on_triton: list[Move] = []
@@ -167,10 +171,10 @@ def _is_for_triton(move: Move) -> bool:
 
 
 def _is_plain(move: Move, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether a kernel may read all of it by its addresses.
+    """Whether a kernel may access all tensors of the move by their addresses.
 
-    Some optimizers have one second moment for a whole layer, or states in few bits whose class says
-    that they are float32.
+    Some optimizers have one second moment for a whole layer, or states of few bits in a tensor
+    class that claims to be float32.
     """
     own = move.own
     return all(
@@ -183,11 +187,12 @@ def _is_plain(move: Move, dtypes: Sequence[torch.dtype]) -> bool:
 
 
 def correction(steps: Any, decay: float) -> Any:
-    """1 - decay ** steps; 1 where the average has not begun, as in a state that was just loaded.
+    """1 - decay ** steps, or 1 if the average has not begun, as in a state that was just loaded.
 
     Args:
-        steps: a number, or a tensor; on a device of any shape, and nobody waits for it.
-        decay: of the average.
+        steps: a number or a tensor. On a device, the tensor may have any shape, and the host does
+            not wait for it.
+        decay: the average's decay.
     """
     if isinstance(steps, torch.Tensor) and steps.device.type != "cpu":
         share = 1 - torch.pow(decay, steps.double())
@@ -216,7 +221,7 @@ def _make_in_c(moves: Sequence[Move], weight: float, beta: float, made: list[Pai
 def _make_in_torch(move: Move, weight: float, beta: float, made: list[Pair]) -> None:
     share = torch.zeros(())
     if move.momentum is not None:
-        # float16 would overflow.
+        # In float16 the norm would overflow.
         dtype = torch.promote_types(move.momentum.dtype, move.residue.dtype)
         norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in (move.residue, move.momentum)]
         length = norms[0] / norms[1]
@@ -240,7 +245,7 @@ def _make_in_torch(move: Move, weight: float, beta: float, made: list[Pair]) -> 
 
 
 def _blocks(tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of tensors that have one shape, of which a processor's cache holds all."""
+    """Tensors of one shape. Contiguous ones on the CPU come in views that fit into its cache."""
     if all(t.is_contiguous() and t.device.type == "cpu" for t in tensors):
         yield from zip(*(t.view(-1).split(BLOCK) for t in tensors), strict=True)
     else:
@@ -250,8 +255,8 @@ def _blocks(tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
 def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:
     """The moving average, or sum, of gradients that an optimizer keeps."""
     momentum = state.get("exp_avg", state.get("momentum_buffer"))
-    # That of RMSprop is of what it has divided already. A sparse one is of sparse gradients, whose
-    # residue is empty.
+    # RMSprop's momentum is of gradients that are divided already. A sparse momentum is of sparse
+    # gradients, which have an empty residue.
     if momentum is None or momentum.is_sparse or "square_avg" in state:
         return None
     return local_part(momentum)

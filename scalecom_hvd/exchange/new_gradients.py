@@ -1,21 +1,23 @@
 """Ranks find out together whether a synchronize() has anything to exchange.
 
-Each knows only its own gradients. Horovod's synchronize() reduces every parameter, also when no
-gradient came since the last one: optimizer.step() calls it before its closure runs, and again
-after the script has called it. There that is harmless, as the average of averages is what they
-were. With residues it is not: values leave them a second time, and the script, which holds the
-first ones, throws these away.
+Each rank knows only its own gradients. Horovod's synchronize() reduces every parameter, even if no
+gradient came since the last call: optimizer.step() calls it before its closure runs, and again
+after the script has called it. In Horovod this is harmless, because averaging averages changes
+nothing. With residues it is not: values leave them a second time, and the script, which holds the
+first values, throws the second ones away.
 
-A rank has news when backward gave it gradients since the last exchange. It says so in its first
+A rank has news if backward gave it gradients since the last exchange. It says so in its first
 hook, and waits for nobody (`tell`). A rank without news asks (`ask`), and waits until all ranks
-have said: that is safe, as it is in synchronize(), which all ranks call equally often. Where no
-rank has news, all are in synchronize(), and may compare what they have (`compare`).
+have said whether they have news. This is safe, because it happens in synchronize(), which all ranks
+call equally often. If no rank has news, all are in synchronize(), and may compare their gradients
+(`compare`).
 
-Where some rank has news, each tells the others how it stands before averages are made (`signal`):
-whether its script changed gradients while they were being averaged, and whether it still holds to
-what ranks agreed on. A rank does not if it gave a step up, or loaded a state. So all ranks refuse
-the one together, and agree anew after the other. A rank says one of `tell` and `ask`, and one
-`signal`, in every step; after a step that was given up before its signal, what was told stands.
+If some rank has news, each rank tells the others how it stands before averages are made (`signal`):
+whether its script changed gradients while they were being averaged, and whether the rank still
+holds to what ranks agreed on. It does not if it gave up a step or loaded a state. If gradients were
+changed, all ranks refuse together; if some rank does not hold to the agreement, all agree anew. In
+every step, a rank calls `tell` or `ask`, and then `signal`. If a step is given up before its
+signal, what was told stands.
 
 Imports collectives, gradients and unused_averages.
 """
@@ -45,13 +47,13 @@ from scalecom_hvd.exchange.unused_averages import UnusedAverages, end_step_by_er
 
 log = logging.getLogger("scalecom_hvd")
 
-# Not the name by which ranks gather objects: another optimizer's may be under way.
+# Not the name by which ranks gather objects, because another optimizer may be doing so.
 _NAME = "agreement.news"
-# More than there are ranks.
+# Larger than the number of ranks.
 _ANEW = 10**7
 
 SparseAverage = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
-"""Starts the average of a parameter's sparse gradient; what it gives waits for it."""
+"""Begins a sparse gradient's average, and returns a function that waits for the average."""
 
 Standing = dict[str, list[Any]]
 """How one rank's gradients stand: {name: [digest of p.grad, whether the script put it there]}."""
@@ -68,16 +70,18 @@ class Found(enum.Enum):
 
 
 class Mark:
-    """What a gradient was when its exchange began, to see whether a script changed it since.
+    """What a gradient was when its exchange began. It shows whether a script changed it since.
 
-    What changes it in place moves its version, but for what PyTorch hides (`.data`, and what a
-    GradScaler unscales), and where gradients share a storage. So four elements are compared too.
+    A change in place raises the gradient's version. But PyTorch hides some changes (those of
+    `.data`, and a GradScaler's unscaling), and versions say nothing if gradients share a storage.
+    So four elements are compared too.
 
     Args:
-        parameter: its gradient is marked.
+        parameter: the parameter whose gradient is marked.
 
     Attributes:
-        sample: these elements, on a device that the host would have to wait for; else None.
+        sample: these elements, if they are on a device that the host would have to wait for; else
+            None.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -86,14 +90,17 @@ class Mark:
         self.sample = sample_of(parameter.grad)
 
     def fits(self, parameter: torch.Tensor) -> bool:
-        """Whether the gradient is what it was."""
+        """Whether the gradient is still what it was."""
         grad = parameter.grad
         same = grad is not None and grad is self._grad()
         return same and _state_of(grad) == self._now
 
 
 def sample_of(grad: torch.Tensor) -> torch.Tensor | None:
-    """A copy of four elements, as integers, so that NaN equals NaN; of dense ones on devices."""
+    """A copy of four elements of a dense gradient on a device; else None.
+
+    They are integers, so that NaN equals NaN.
+    """
     if grad.device.type == "cpu" or grad.is_sparse or not grad.numel():
         return None
     flat = grad.detach().reshape(-1)
@@ -107,7 +114,7 @@ def _state_of(grad: torch.Tensor) -> tuple[int, bytes]:
     version = -1 if grad.is_inference() else grad._version
     if grad.is_sparse:
         return version, b""
-    # Views of one storage share their version: to accumulate into one moves that of all.
+    # Views of one storage share a version: accumulating into one raises the version of all.
     if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
         version = -1
     if grad.device.type != "cpu":  # see sample_of
@@ -115,7 +122,7 @@ def _state_of(grad: torch.Tensor) -> tuple[int, bytes]:
     if not grad.is_contiguous():
         flat = grad.detach().reshape(-1)
         return version, as_bytes(flat[:: max(flat.numel() // 4, 1)]).numpy().tobytes()
-    # As memory: this is asked twice for each parameter and step, and tensors take longer.
+    # Read from memory, because this runs twice per parameter and step, and tensors take longer.
     begin, width, numel = grad.data_ptr(), grad.element_size(), grad.numel()
     elements = [numel * quarter // 4 for quarter in range(4)] if numel else []
     return version, b"".join(ctypes.string_at(begin + width * i, width) for i in elements)
@@ -138,9 +145,9 @@ class NewGradients:
         parameters: {name: parameter} of all that are trained.
 
     Attributes:
-        channel: the other ranks, for what is said in hooks; set when ranks have agreed. None: they
-            have not met yet.
-        unused: tells of averages that no step uses.
+        channel: the other ranks, for what is said in hooks. It is set when ranks have agreed. None:
+            they have not agreed yet.
+        unused: warns of averages that no step uses.
     """
 
     def __init__(
@@ -152,18 +159,18 @@ class NewGradients:
         self._told = self._signalled = self._warned = False
         self._left: dict[str, TensorWeakRef] = {}
         self._marks: dict[str, Mark] = {}
-        # Gradients that others took the place of, while a device's stream may still read them.
+        # Replaced gradients. They are kept, because a device's stream may still read them.
         self._replaced: list[torch.Tensor] = []
         self.unused = UnusedAverages()
 
     def mark(self, name: str) -> None:
-        """Remember what this parameter's gradient is, as it is to be averaged; see Mark."""
+        """Remember this parameter's gradient, which is about to be averaged; see Mark."""
         self._marks[name] = Mark(self._parameters[name])
 
     def changed(self) -> list[str]:
-        """The names of gradients that are no longer what they were when they were marked.
+        """The names of gradients that have changed since they were marked.
 
-        Waits for their devices, once for each and its dtypes.
+        Waits for the gradients' devices, once per device and dtype.
         """
         found = [n for n, mark in self._marks.items() if not mark.fits(self._parameters[n])]
         samples: dict[Any, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -178,37 +185,38 @@ class NewGradients:
         return found
 
     def tell(self) -> None:
-        """Say that this rank has news, once in a step. Called in hooks: waits for nothing."""
+        """Say that this rank has news, once per step. Hooks call this, so it waits for nothing."""
         if not self._told:
             self._told, self._work = True, self._share(1, _NAME)
 
     def ask(self, fresh: bool) -> bool:
         """Whether any rank has news.
 
-        Waits for all ranks where this one has none, so it is not called in hooks.
+        If this rank has none, this waits for all ranks, so hooks do not call it.
 
         Args:
-            fresh: whether this rank has.
+            fresh: whether this rank has news.
         """
         if fresh:
             self.tell()
-        if self._told:  # also in a step that this rank gave up since
+        if self._told:  # perhaps in a step that this rank has given up since
             return True
         self._told = True
         return bool(self._share(0, _NAME).wait())
 
     def signal(self, changed: bool, agreed: bool) -> tuple[bool, bool]:
-        """Tell all ranks how this one stands before averages are made of their news.
+        """Tell all ranks how this one stands, before their gradients are averaged.
 
-        Waits for all ranks. Each calls it once after `tell` or `ask`, also one that gave its step
-        up: that is how the others learn of it.
+        Waits for all ranks. Each rank calls this once after `tell` or `ask`. A rank that gave up
+        its step calls it too: that is how the others learn of it.
 
         Args:
             changed: whether gradients were changed while they were being averaged.
             agreed: whether this rank still holds to what ranks agreed on.
 
         Returns:
-            Whether some rank's gradients were changed, and whether all ranks hold to it.
+            Whether some rank's gradients were changed, and whether all ranks still hold to what
+            they agreed on.
         """
         work = self._share(float(changed) + (0 if agreed else _ANEW), "agreement.signal")
         self._signalled = True
@@ -228,20 +236,20 @@ class NewGradients:
     def ask_at_first(
         self, fresh: bool, changed: bool, sparse: Mapping[str, Callable[[], torch.Tensor]]
     ) -> bool:
-        """Whether any rank has news, before ranks have agreed on the name of their exchange.
+        """Whether any rank has news, if ranks have not agreed on their exchange's name yet.
 
-        All are in synchronize(); waits for them.
+        All ranks are in synchronize(). This waits for them.
 
         Args:
-            fresh: whether this rank has.
-            changed: whether this rank's were changed after they were sent, or are no longer in the
-                loss scale's units.
-            sparse: {name: what waits for its average} of sparse gradients that travel.
+            fresh: whether this rank has news.
+            changed: whether this rank's gradients were changed after they were sent, or are no
+                longer in the loss scale's units.
+            sparse: {name: a function that waits for the average} of sparse gradients that travel.
 
         Raises:
-            RuntimeError: some ranks take local steps, or have changed gradients; on all of them.
+            RuntimeError: on all ranks, if some take local steps, or have changed gradients.
         """
-        # Another rank may take local steps, whose first meeting this is then.
+        # If another rank takes local steps, this is the first meeting of its LocalSteps.
         everyone = gather_objects(
             self._collectives,
             {"settings": {}, "fresh": fresh, "changed": changed, "sparse": list(sparse)},
@@ -249,7 +257,7 @@ class NewGradients:
         )
         compare_ranks(everyone, ("settings",))
         if any(other["changed"] for other in everyone):
-            # What all have sent is not to be met by what comes next.
+            # Wait for what all have sent, so that nothing sent later meets it.
             for name, wait in sparse.items():
                 if all(name in other["sparse"] for other in everyone):
                     wait()
@@ -257,13 +265,13 @@ class NewGradients:
         return any(other["fresh"] for other in everyone)
 
     def came_by_hand(self, sparse: Collection[str], send_sparse: SparseAverage | None) -> bool:
-        """Whether scripts put gradients there, when backward gave no rank one.
+        """Whether scripts put gradients into p.grad, if backward gave no rank any.
 
         If they did not, p.grad becomes what Horovod would make of it. Waits for all ranks.
 
         Args:
             sparse: names of parameters whose gradients are sparse.
-            send_sparse: averages those.
+            send_sparse: a function that averages sparse gradients.
         """
         found = self.compare(list(self._parameters))
         if found is Found.SET_BY_HAND:
@@ -294,12 +302,12 @@ class NewGradients:
                 same = average if average.is_sparse else average.to_sparse(grad.sparse_dim())
                 grad.zero_().add_(same)
             else:
-                # A script may have set one that cannot be written to, such as an expanded one.
+                # A script may have set a tensor that cannot be written to, such as an expanded one.
                 self._replaced.append(grad)
                 parameter.grad = average
 
     def averages_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Every tensor's average over ranks, uncompressed: new ones, in float32 or float64.
+        """Every tensor's uncompressed average over ranks, in new tensors of float32 or float64.
 
         Waits for all ranks.
         """
@@ -310,7 +318,7 @@ class NewGradients:
         return {name: work.wait() for name, work in works.items()}
 
     def compare(self, names: Sequence[str]) -> Found:
-        """How p.grad of these parameters stands, where no rank has news and all are here.
+        """How p.grad of these parameters stands, if no rank has news and all call this.
 
         Waits for all ranks.
         """
@@ -332,14 +340,14 @@ class NewGradients:
         for name in names:
             parameter = self._parameters[name]
             grad, left = parameter.grad, self._left.get(name)
-            # Horovod puts tensors there too, of zeros.
+            # Horovod puts tensors of zeros there too.
             by_hand = grad is not None and (left is None or grad is not left()) and any_of(grad)
             numbers = torch.zeros_like(parameter) if grad is None else grad
             standing[name] = [digest([numbers]), by_hand]
         return standing
 
     def begin(self, agreed: bool) -> None:
-        """The first gradient of a step came; all ranks hear of it, if they have agreed."""
+        """The first gradient of a step came. If ranks have agreed, tell all of them."""
         self._replaced.clear()
         self.unused.begin()
         if agreed:
@@ -361,15 +369,19 @@ class NewGradients:
         }
 
     def give_up(self) -> None:
-        """The step is given up. What was told of it goes on, until the signal that follows it."""
+        """Give up the step. What this rank told stands until its next signal."""
         end_step_by_error()
         self._marks.clear()
-        # No rank signals before it has told, so what was told has arrived, or the transport failed.
+        # A rank signals only after it has told. So what ranks told has arrived, or the transport
+        # failed.
         if self._signalled:
             self._told, self._signalled, self._work = False, False, None
 
     def meet(self, channel: Collectives | None) -> None:
-        """Ranks have agreed, and said nothing by this channel yet; None: they were started anew."""
+        """Use a channel on which ranks, which have agreed, have said nothing yet.
+
+        None: they have to agree anew, for example because they were started anew.
+        """
         self.channel, self._told, self._signalled, self._work = channel, False, False, None
 
 
@@ -383,7 +395,7 @@ def judge(everyone: Sequence[Standing]) -> Found:
 
 
 def fill_in(parameter: torch.Tensor, is_sparse: bool) -> None:
-    """A gradient that is missing becomes zero: another rank may have it."""
+    """Make a missing gradient zero, because another rank may have one."""
     if parameter.grad is None:
         make = empty_sparse_gradient if is_sparse else torch.zeros_like
         parameter.grad = make(parameter)
@@ -392,16 +404,16 @@ def fill_in(parameter: torch.Tensor, is_sparse: bool) -> None:
 def freshness(parameters: Mapping[str, torch.Tensor]) -> set[str]:
     """A set to which backward adds the names of the parameters that it gives gradients.
 
-    For those whom Horovod's hooks do not tell.
+    It is for callers that Horovod's hooks do not tell.
     """
     fresh: set[str] = set()
     for name, parameter in parameters.items():
         if parameter.is_leaf and parameter.is_floating_point():
             trained = parameter.requires_grad
-            # One that is frozen now may be thawed before the optimizer is made. torch wants it to
-            # be trained while the hook is put on.
+            # A parameter that is frozen now may be thawed before the optimizer is made. torch
+            # requires it to be trainable while the hook is put on.
             parameter.requires_grad_(True)
-            # This hook is called before Horovod's, which are on the node that accumulates.
+            # This hook is called before Horovod's hooks, which are on the node that accumulates.
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: fresh.add(name))
             parameter.requires_grad_(trained)
     return fresh
@@ -419,9 +431,9 @@ def check_same_parameters(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """The same for the same numbers, for ranks to compare. Tensors may be sparse.
+    """A digest that is the same for the same numbers, for ranks to compare.
 
-    Reads all of them.
+    Tensors may be sparse. All elements are read.
     """
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:

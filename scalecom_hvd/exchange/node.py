@@ -1,13 +1,13 @@
 """The ranks of one node, each of which holds a part of every gradient.
 
-Inside a node, where links are fast, gradients are averaged whole, and every rank has its own part
-of the average, its *shard*. Between nodes the ranks that hold the same shard, the *peers*, exchange
-it: they are the Collectives of an Exchange. So an exchange sees ordinary tensors, and only one
-question goes beyond its peers: whether a step counts. A gradient may not be finite in another
-shard, or its exchange may have failed.
+Inside a node, links are fast, so gradients are averaged whole. Every rank then has its own part of
+the average, its *shard*. Between nodes, the ranks that hold the same shard, the *peers*, exchange
+it: they are the Collectives of an Exchange. So an exchange sees ordinary tensors. Only one question
+goes beyond the peers: whether a step counts. In another shard, a gradient may not be finite, or the
+exchange may have failed.
 
-Where each rank has the whole model, `Shards` cuts its gradients, and puts the averages together
-again. Imports alignment, collectives, gradients, residue and saved_state.
+If each rank has the whole model, `Shards` cuts its gradients, and puts the averages together again.
+Imports alignment, collectives, gradients, residue and saved_state.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ GAVE_UP, VOID, SOUND = range(3)
 
 
 class Node:
-    """The ranks of this node. All of them end every step, and ask each other once in each.
+    """The ranks of this node. All of them end every step, and ask each other once per step.
 
     Args:
-        ranks: of this node, for nothing else than this; their `all_reduce` gives sums.
-        everyone: all ranks of all nodes, where a script may call for averages at any time; None:
-            where backward does.
-        number: of this node, the same on all its ranks, and on none other's that they are in. None:
-            the next that this process has not used.
+        ranks: the collectives of this node's ranks, used for nothing else. Their `all_reduce` gives
+            sums.
+        everyone: the collectives of all ranks of all nodes, if a script may ask for averages at any
+            time. None: backward asks for them.
+        number: this node's number. It is the same on all ranks of the node, and differs from those
+            of other nodes that they are in. None: the next that this process has not used.
 
     Attributes:
         everyone: see above.
-        whole: {name: shape} of the tensors that its ranks share out; None: it is as their parts.
-        size: how many ranks the node has, and so how many shards every tensor.
+        whole: {name: shape} of the tensors that the node's ranks share out. None: the shapes are
+            those of their parts.
+        size: how many ranks the node has, and so how many shards every tensor has.
         position: this rank's place in the node: which shard it holds.
-        bytes_sent: what this rank has sent inside the node, since somebody set it to 0.
-        shards: of a model that each rank has whole; None: its tensors are sharded already.
+        bytes_sent: the bytes that this rank has sent inside the node since this was set to 0.
+        shards: the shards of a model that each rank has whole. None: the model's tensors are
+            sharded already.
     """
 
     def __init__(
@@ -61,9 +64,9 @@ class Node:
 
     @contextlib.contextmanager
     def ending_a_step(self) -> Iterator[None]:
-        """Around what ends a step. Where it fails, the others are told, and fail too.
+        """Enclose the end of a step. If it fails, the other ranks are told, and fail too.
 
-        Without this they would wait for ever for a rank that lost a peer.
+        Without this, they would wait for ever for a rank that lost a peer.
         """
         self._has_told = False
         try:
@@ -77,14 +80,14 @@ class Node:
         """Whether the step is sound in all shards, so that it counts. Waits for all ranks.
 
         Args:
-            is_sound: in this shard; the same on all peers.
-            step: its number.
-            products: of this shard (alignment.py). They become the sums over all shards: ranks of
-                a node move ahead alike.
+            is_sound: whether it is sound in this shard; the same on all peers.
+            step: the step's number.
+            products: the products of this shard (alignment.py). They become the sums over all
+                shards, because all ranks of a node move ahead in the same way.
 
         Raises:
-            CollectiveError: a rank of the node could not end the step; on all others.
-            RuntimeError: shards are at different steps; on all ranks.
+            CollectiveError: on all other ranks, if a rank of the node could not end the step.
+            RuntimeError: on all ranks, if shards are at different steps.
         """
         told = self._tell(SOUND if is_sound else VOID, step, products)
         states, steps = told[:, 0].tolist(), told[:, 1].int().tolist()
@@ -104,7 +107,7 @@ class Node:
     def _tell(self, state: int, step: int, products: torch.Tensor) -> torch.Tensor:
         """(ranks, 5): the state, the step and the products of every rank of the node.
 
-        Who gives up does not wait: the others may be lost.
+        A rank that gives up does not wait, because the others may be lost.
         """
         self._has_told = True
         row = torch.cat([products.new_tensor([state, step]), products])
@@ -114,34 +117,34 @@ class Node:
     def add_up(self, buffer: torch.Tensor, what: str) -> Work:
         """Add up the buffers of all ranks of the node, in place.
 
-        All ranks call it; in one order, if their transport does not look at names.
+        All ranks call it, in the same order if their transport does not look at names.
 
-        An all-reduce, in the place of a reduce-scatter and an all-gather, sends twice as much over
-        links that are fast, needs no buffer in the order of shards, and is quicker over Gloo.
+        This is an all-reduce instead of a reduce-scatter and an all-gather. It sends twice as much,
+        but over fast links. It needs no buffer in the order of shards, and is quicker over Gloo.
 
         Args:
             buffer: float32 or float64.
-            what: of this name no two are under way.
+            what: a name that no other sum under way has.
         """
         self.bytes_sent += 2 * (self.size - 1) * buffer.nbytes // self.size
         return self._ranks.all_reduce(buffer, f"{self._name}.{what}")
 
     def note_submitted(self) -> Work:
-        """This rank has submitted all of a step; the work ends when all ranks of all nodes have.
+        """Tell all ranks of all nodes that this rank has submitted all of a step.
 
-        A rank that leaves shuts Horovod down on all ranks. Without this, that could happen while a
-        node waits for a rank that is slower.
+        The work ends when all ranks have told. A rank that leaves shuts Horovod down on all ranks.
+        Without this, that could happen while a node waits for a slower rank.
         """
         return self.everyone.gather(torch.zeros(1, device="cpu"), f"{self._name}.submitted")
 
     def state_dict(self) -> Saved:
-        """Which shard this rank's residues are of; and the node's residues, where it keeps them."""
+        """Which shard this rank's residues belong to, and the node's residues if it keeps them."""
         state: Saved = {"shard": [self.position, self.size]}
         whole = {} if self.shards is None else self.shards.residues
         return state if not whole else {**state, "node_residues": dict(whole)}
 
     def load_state_dict(self, state: Saved) -> None:
-        """Take up the node's residues that `state_dict` gave."""
+        """Load the node's residues that `state_dict` gave."""
         if self.shards is not None:
             self.shards.take_up(state.get("node_residues", {}))
 
@@ -149,16 +152,18 @@ class Node:
 class Shards:
     """This rank's shard of every tensor of a model that all ranks have whole.
 
-    A shard is a run of the flattened tensor. Those of a small tensor may be empty.
+    A shard is a contiguous run of the flattened tensor. Shards of a small tensor may be empty.
 
     Args:
         parameters: {name: parameter}.
-        node: who has the other shards.
+        node: the node that has the other shards.
 
     Attributes:
         parameters: see above.
-        stand_ins: {name: parameter}, in the place of the shards: of their sizes, without numbers.
-        residues: {name: (N,)} of the whole node, if they are kept. This rank's own are a part.
+        stand_ins: {name: parameter} that stand in for the shards. They have the shards' sizes, but
+            no numbers.
+        residues: {name: (N,)} of the whole node, if they are kept. This rank's own are a part of
+            them.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], node: Node) -> None:
@@ -182,11 +187,11 @@ class Shards:
         return flat[self._parts[name]]
 
     def keep_residues(self, residues: Residues) -> None:
-        """Keep those of the whole node, of which this rank's own become a part.
+        """Keep the residues of the whole node. This rank's own become a part of them.
 
-        Step-ahead gradients need them: every rank computes at the point that is its node's.
+        Step-ahead gradients need them: all ranks of a node compute gradients at the same point.
         """
-        # Of some tensors this rank's shard is empty: it has others' all the same.
+        # If this rank's shard of a tensor is empty, it still keeps the other ranks' residues.
         names = [name for name, rate in residues.rates.items() if rate > 1]
         kinds = {name: _residue_dtype(self.parameters[name], residues) for name in names}
         sizes: dict[torch.dtype, int] = {}
@@ -206,7 +211,10 @@ class Shards:
         self.take_up(self._saved)
 
     def share_residues(self) -> None:
-        """Give all ranks of the node each other's, after a step that counts. Waits for them."""
+        """Give all ranks of the node each other's residues, after a step that counts.
+
+        Waits for them.
+        """
         for name, whole in self.residues.items():
             part = self._parts[name]
             whole[: part.start].zero_()
@@ -216,7 +224,7 @@ class Shards:
             work.wait()
 
     def take_up(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Continue with the node's residues that were saved. Without them, others' are zero."""
+        """Continue with the node's saved residues. Without them, those of other ranks are zero."""
         self._saved = {} if self.residues else saved
         for name, whole in self.residues.items():
             own = self.cut(name, whole).clone()
@@ -233,14 +241,14 @@ class WholeBuffer:
     """A buffer of gradients that is averaged in a node, and made whole again after the exchange.
 
     Args:
-        buffer: (N,), whose numbers become averages.
-        node: with whom.
-        name: of this buffer alone, among those that are under way.
+        buffer: (N,). Its numbers become averages.
+        node: the node over which they are averaged.
+        name: a name that no other buffer under way has.
     """
 
     def __init__(self, buffer: torch.Tensor, node: Node, name: str) -> None:
         self._buffer, self._node, self._name = buffer, node, name
-        # Sums of narrow dtypes would overflow, or lose what is small.
+        # In narrow dtypes, sums would overflow, or lose small values.
         wide = buffer.to(wide_dtype(buffer)).div_(node.size) if self._is_narrow() else None
         self._wide = buffer.div_(node.size) if wide is None else wide
         self._work: Work | None = node.add_up(self._wide, name)
@@ -253,7 +261,7 @@ class WholeBuffer:
         return self._work is None or self._work.done()
 
     def wait(self) -> None:
-        """Wait for what is under way; the buffer then holds it."""
+        """Wait for the sum that is under way. The buffer then holds it."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
@@ -261,7 +269,7 @@ class WholeBuffer:
                 self._buffer.copy_(self._wide)
 
     def complete(self) -> None:
-        """The buffer holds this rank's shards, and zeros: begin to add the other ranks'."""
+        """Begin to add other ranks' shards to the buffer, which holds this rank's, and zeros."""
         if self._is_narrow():
             self._wide.copy_(self._buffer)
         self._work = self._node.add_up(self._wide, self._name)

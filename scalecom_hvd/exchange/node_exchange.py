@@ -1,10 +1,10 @@
-"""An exchange between nodes, as an optimizer asks for it whose ranks have whole gradients.
+"""An exchange between nodes, for an optimizer whose ranks have whole gradients.
 
-A gradient that backward brings is averaged inside the node first, as a copy: p.grad stays what the
-script sees. The exchange gets this rank's shard of the average, at the latest when averages are
-asked for. All ranks of all nodes ask for them equally often, so what they have to tell each other
-(new_gradients.py) they tell among all. DDP's hook, whose gradients come in buckets and in one
-order, does the same by itself. Imports exchange, node, new_gradients and methods/base.
+A copy of each gradient that backward brings is first averaged inside the node; p.grad stays what
+the script sees. The exchange gets this rank's shard of the average, at the latest when averages are
+asked for. All ranks of all nodes ask for averages equally often, so all of them take part in what
+ranks tell each other (new_gradients.py). DDP's hook does the same by itself, because its gradients
+come in buckets and in one order. Imports exchange, node, new_gradients and methods/base.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from scalecom_hvd.exchange.node import Node, Shards, WholeBuffer
 
 
 class NodeExchange:
-    """The exchange of one optimizer's gradients; see Exchange, whose methods these are.
+    """The exchange of one optimizer's gradients. For the methods, see Exchange.
 
     Args:
         parameters: {name: parameter} of all that are trained, in the model's order.
-        method: begins to serve them.
+        method: how tensors are averaged. From now on the method serves these parameters.
         peers: the ranks at this rank's place in other nodes.
-        node: the ranks of this node, which knows of all others.
-        groups: names that are to share a bucket.
-        sparse_as_dense: whether sparse gradients are made dense; else they are refused.
+        node: the ranks of this node. It also knows all ranks of all nodes.
+        groups: lists of names that share a bucket.
+        sparse_as_dense: whether sparse gradients are made dense. If not, they are refused.
 
     Attributes:
         trained: the parameters.
@@ -62,7 +62,7 @@ class NodeExchange:
         )
         if method.ahead is not None:
             method.ahead.serve(parameters, method.residues, 1.0, self._shards.residues)
-        # {name: (the gradient, flat, and its buffer)} of what backward brought in this step.
+        # {name: (flat gradient, its buffer)} of the gradients that backward brought in this step.
         self._brought: dict[str, tuple[torch.Tensor, WholeBuffer]] = {}
         self._reported: set[str] = set()
         self._averages: dict[str, torch.Tensor] = {}
@@ -93,7 +93,7 @@ class NodeExchange:
 
     @torch.no_grad()
     def ready(self, parameter: torch.Tensor) -> None:
-        """A gradient is complete on this rank. Waits for nothing."""
+        """Report a complete gradient of this rank. Waits for nothing."""
         name = self._name_of[parameter]
         fill_in(parameter, False)
         if parameter.grad.is_sparse and not self._sparse_as_dense:
@@ -111,7 +111,7 @@ class NodeExchange:
                 self._report(other)
 
     def _bring(self, name: str) -> None:
-        """Have a gradient averaged inside the node."""
+        """Begin to average a gradient inside the node."""
         parameter = self._parameters[name]
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         flat = (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1).clone()
@@ -164,8 +164,8 @@ class NodeExchange:
         """The optimizer's state is loaded.
 
         Raises:
-            RuntimeError: between backward() and step(): what this rank has sent inside its node
-                other ranks may have to meet, and they may not load anything.
+            RuntimeError: it is loaded between backward() and step(). Other ranks may have to meet
+                what this rank has sent inside its node, even if they load nothing themselves.
         """
         if self._brought:
             raise RuntimeError(
@@ -175,7 +175,7 @@ class NodeExchange:
         self._exchange.start_over()
 
     def _forget(self) -> None:
-        """Leave nothing under way in the node. What some ranks have sent, all have to send."""
+        """Leave nothing under way in the node: all ranks have to send what some have sent."""
         for name in self._parameters.keys() - self._brought.keys():
             self._bring(name)
         for _, buffer in self._brought.values():

@@ -1,7 +1,7 @@
 """What the optimizers of all faces have in common: local steps, and names of parameters and groups.
 
-An optimizer that takes local steps is the user's, with these methods over its own. Imports
-local_steps, exchange, methods, undo and unused_averages.
+An optimizer that takes local steps is the user's own, with some methods replaced by those below.
+Imports local_steps, exchange, methods, undo and unused_averages.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def make_averager(
     fragments: int,
     clip_changes: float | None,
 ) -> Exchange | LocalSteps:
-    """What averages for an optimizer, as its DistributedOptimizer was asked to.
+    """Make what averages for an optimizer, as the arguments of DistributedOptimizer say.
 
     Args:
         parameters: {name: parameter} of all that are trained, in the model's order.
-        method: begins to serve them.
-        collectives: the other ranks.
-        groups: names that are to share a bucket.
-        optimizer: gives the optimizer, once it is made.
+        method: how tensors are averaged. From now on the method serves these parameters.
+        collectives: how this rank reaches the others.
+        groups: lists of names that share a bucket.
+        optimizer: a function that returns the optimizer, once it is made.
         sparse_as_dense, send_sparse: see Exchange.
         local_steps, outer, overlap, fragments, clip_changes: see the faces' DistributedOptimizer.
     """
@@ -80,19 +80,22 @@ def make_averager(
 def local_members(
     local: LocalSteps, base: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]
 ) -> dict[str, Any]:
-    """What local steps replace besides: no hooks, as gradients are not averaged, and `step`."""
+    """The members that local steps give an optimizer.
+
+    There are no hooks, because gradients are not averaged.
+    """
     known = set(parameters)
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step on this rank's own parameters, and synchronise if that is due.
 
-        Every rank has to take every step. A gradient that is not finite, in any evaluation of the
-        closure, makes the step one that changes nothing on this rank.
+        Every rank has to take every step. If a gradient is not finite in any evaluation of the
+        closure, the step changes nothing on this rank.
         """
         check_parameters(self.param_groups, known, "synchronise")
         trained = [p for group in self.param_groups for p in group["params"]]
-        # A GradScaler leaves skipping and unscaling to an optimizer that says it can. If it
-        # skipped a step itself, this rank would miss its turn.
+        # A GradScaler leaves unscaling and skipping to an optimizer that says it can do both. If
+        # the GradScaler skipped a step itself, this rank would miss its turn.
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             scale = float(scale)
@@ -113,8 +116,8 @@ def local_members(
                 check_finite_gradients(trained, result)
                 return result
 
-            # The bad gradient may be that of a later evaluation, when parameters and state were
-            # changed already.
+            # The bad gradient may come in a later evaluation, when parameters and state have
+            # already changed.
             before = Remembered(self.param_groups, self.state)
             try:
                 return base.step(self, checked)
@@ -130,14 +133,14 @@ def local_members(
         "_step_supports_amp_scaling": True,
         "_register_hooks": lambda self: None,
         "step": step,
-        # Not Horovod's, which forgets what is under way: that is none of this optimizer's state.
+        # Not Horovod's: that forgets what is under way, which is not this optimizer's state.
         "load_state_dict": base.load_state_dict,
         "synchronize": _nothing_to_synchronize,
         "skip_synchronize": _skip_nothing,
         "synchronize_parameters": _synchronize_parameters,
     }
-    # base.step calls a step's hooks. Without this mark torch would call them here too, with
-    # gradients that are still scaled.
+    # base.step calls the step's hooks. Without this mark, torch would call them here too, when
+    # gradients are still scaled.
     members["step"].hooked = True
     return members
 
@@ -145,7 +148,7 @@ def local_members(
 def check_local(
     local_steps: object, outer: object, overlap: object, fragments: object, clip_changes: object
 ) -> None:
-    """Raise ValueError for what means nothing without local steps."""
+    """Raise ValueError if an argument was given that means nothing without local steps."""
     if local_steps is not None:
         return
     for given, name, what in (
@@ -159,11 +162,11 @@ def check_local(
 
 
 def check_left_out(argument: str, settings: Iterable[tuple[bool, str, str]]) -> None:
-    """Raise ValueError for a setting that does not go together with an argument.
+    """Raise ValueError if a setting was given that excludes an argument.
 
     Args:
-        argument: as it is written, such as "nodes=".
-        settings: of each whether it was given, its name, and why it has to be left out.
+        argument: the argument as it is written, such as "nodes=".
+        settings: for each setting, whether it was given, its name, and why it has to be left out.
     """
     for given, what, why in settings:
         if given:
@@ -173,7 +176,7 @@ def check_left_out(argument: str, settings: Iterable[tuple[bool, str, str]]) -> 
 def check_parameters(
     groups: Iterable[Mapping[str, Any]], known: Collection[torch.Tensor], what: str
 ) -> None:
-    """Raise RuntimeError where groups hold a trained parameter that is not among those known.
+    """Raise RuntimeError if groups hold a trained parameter that is not among those known.
 
     Args:
         groups: an optimizer's param_groups.
@@ -194,7 +197,7 @@ def zero_state(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer forget momentum and moments."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     if any(isinstance(value, list) for value in values):
-        # A history, as LBFGS has: with zeros in it there would never be a step again.
+        # LBFGS has a history. If it held zeros, LBFGS would never make a step again.
         optimizer.state.clear()
         return
     for value in values:
@@ -223,9 +226,10 @@ def _synchronize_parameters(self: Any) -> None:
 
 @contextlib.contextmanager
 def common_parameters(params: dict[str, object] | list[object]) -> Iterator[None]:
-    """For a broadcast: parameters that are a rank's own for a while are the common ones.
+    """For a broadcast, make the parameters the common ones where they are a rank's own.
 
-    They are its own in the middle of a round of local steps, and ahead of one that will be taken.
+    They are its own in the middle of a round of local steps, and while they are moved ahead
+    (step_ahead.py).
 
     Args:
         params: a state_dict, or a list of (name, tensor) or of tensors.
@@ -242,7 +246,7 @@ def common_parameters(params: dict[str, object] | list[object]) -> Iterator[None
 
 
 def is_method(compression: object) -> bool:
-    """Whether this is a method, its class or an instance."""
+    """Whether this is a method: its class or an instance."""
     kind = compression if isinstance(compression, type) else type(compression)
     return issubclass(kind, Method)
 
@@ -256,9 +260,9 @@ SHARDED = (
 
 
 def check_not_sharded(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise TypeError where parameters are parts of what other ranks have the rest of."""
+    """Raise TypeError if parameters are sharded, so that other ranks have the rest of them."""
     for name, p in named_parameters:
-        # FSDP's second form; its first with flat parameters, and with original ones.
+        # FSDP2 has placements; the other two are FSDP1 with flat, and with original, parameters.
         flat = getattr(p, "_is_flat_param", False) or "_flat_param" in str(name)
         if hasattr(p, "placements") or flat or "_fsdp_wrapped_module" in str(name):
             raise TypeError(SHARDED)
@@ -275,7 +279,7 @@ def trained_parameters(
 
     Args:
         optimizer, named_parameters: see the faces' DistributedOptimizer.
-        sharded: whether parameters may be.
+        sharded: whether parameters may be sharded.
 
     Raises:
         TypeError: they are sharded, or the optimizer is a DistributedOptimizer.
@@ -292,8 +296,8 @@ def trained_parameters(
     if named_parameters is None:
         found = dict(trained.values())
     else:
-        # What is no (name, parameter), and names that come twice, Horovod refuses; its words are
-        # clear.
+        # Horovod refuses items that are no (name, parameter), and names that come twice. Its errors
+        # are clear.
         pairs = [item for item in named_parameters if isinstance(item, tuple)]
         found = dict(without_ties([pair for pair in pairs if id(pair[1]) in trained]))
     if not sharded:
@@ -323,6 +327,6 @@ def names_of_groups(
 def without_ties(
     named_parameters: Sequence[tuple[str, torch.Tensor]],
 ) -> list[tuple[str, torch.Tensor]]:
-    """Each parameter with the first of its names: a tied one has several, and one gradient."""
+    """Each parameter with its first name. A tied one has several names, but one gradient."""
     first = {id(item[1]): item for item in reversed(named_parameters)}
     return [item for item in named_parameters if first[id(item[1])] is item]

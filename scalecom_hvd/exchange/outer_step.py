@@ -1,8 +1,8 @@
-"""What averaged changes make of the common parameters of local steps: x <- outer(x, average).
+"""Applies averaged changes to the common parameters of local steps: x <- outer(x, average).
 
 outer is a torch optimizer that all ranks step alike, with the average as its gradient (DiLoCo,
-Douillard et al., 2023, arXiv 2311.08105). Without one the average is subtracted. Its state is the
-same on all ranks; newcomers take up that of the others.
+Douillard et al., 2023, arXiv 2311.08105). Its state is the same on all ranks; newcomers take over
+the state of the others. Without an outer optimizer, the average is subtracted.
 
 Imports collectives and gradients.
 """
@@ -25,19 +25,19 @@ Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 Group = dict[str, Any]
-"""Settings of a group of parameters, or the state of one; JSON values."""
+"""Settings of a group of parameters, or the state of one parameter; JSON values."""
 
 
 class OuterStep:
     """The common parameters, and the outer optimizer that steps them.
 
     Args:
-        parameters: {name: parameter}, where the common parameters begin.
-        make: makes the optimizer; None: averages are subtracted.
+        parameters: {name: parameter}. The common parameters begin with the same values.
+        make: a function that makes the optimizer. None: averages are subtracted.
 
     Attributes:
-        common: {name: x}, float32 or float64: what half precision would round away of averages must
-            not be lost.
+        common: {name: x}, float32 or float64, because half precision would round away parts of
+            averages, which must not be lost.
         optimizer: the outer optimizer, or None.
 
     Raises:
@@ -52,14 +52,14 @@ class OuterStep:
         self.optimizer = None if make is None else _made(make, self.common)
 
     def take(self, averages: Mapping[str, torch.Tensor]) -> None:
-        """Let each x become what its average makes of it, on every rank alike."""
+        """Apply each average to its x, in the same way on every rank."""
         if self.optimizer is None:
             for name, average in averages.items():
                 self.common[name].sub_(average)
             return
         for name, x in self.common.items():
-            # What nobody changed, such as a frozen tensor, stays: no momentum moves it. So does
-            # what is of another fragment.
+            # A tensor that no rank changed, such as a frozen one, stays as it is: no momentum moves
+            # it. So does a tensor of another fragment.
             average = averages.get(name)
             x.grad = average if average is not None and bool(average.any()) else None
         self.optimizer.step()
@@ -67,13 +67,13 @@ class OuterStep:
             x.grad = None
 
     def settings(self) -> dict[str, str]:
-        """What ranks must have in common, {} without an outer optimizer."""
+        """What ranks must have in common; {} without an outer optimizer."""
         if self.optimizer is None:
             return {}
         return {"outer": f"{type(self.optimizer).__name__}({self.optimizer.defaults})"}
 
     def groups(self) -> list[Group]:
-        """The learning rate and the like of each group, which a scheduler changes, for JSON."""
+        """Each group's settings for JSON, such as the learning rate, which a scheduler changes."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [
             {key: _plain(value) for key, value in group.items() if _is_setting(value)}
@@ -81,7 +81,7 @@ class OuterStep:
         ]
 
     def take_groups(self, groups: Sequence[Group]) -> None:
-        """Take up what `groups` of another rank gave."""
+        """Take over what another rank's `groups` gave."""
         if self.optimizer is None:
             return
         for own, others in zip(self.optimizer.param_groups, groups, strict=False):
@@ -92,13 +92,13 @@ class OuterStep:
                     own[key] = tuple(value) if isinstance(value, list) else value
 
     def state_dict(self) -> Saved:
-        """What is saved: the optimizer's state, and the name of its class. {} without one."""
+        """What is saved: the optimizer's state and its class's name. {} without an optimizer."""
         if self.optimizer is None:
             return {}
         return {"outer": self.optimizer.state_dict(), "outer_kind": type(self.optimizer).__name__}
 
     def check_state(self, state: Saved) -> None:
-        """Raise ValueError unless `state_dict` of such an optimizer is part of this."""
+        """Raise ValueError unless this holds what `state_dict` of such an optimizer gives."""
         if ("outer" in state) != (self.optimizer is not None):
             made, give = (
                 ("with", "give the same outer=")
@@ -120,9 +120,9 @@ class OuterStep:
             )
 
     def load_state_dict(self, state: Saved) -> None:
-        """Take up what `state_dict` gave."""
+        """Load what `state_dict` gave."""
         if self.optimizer is not None:
-            # It keeps the tensors that it is given.
+            # The optimizer keeps the tensors that it is given.
             self.optimizer.load_state_dict(copy.deepcopy(state["outer"]))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -132,7 +132,7 @@ class OuterStep:
         return [*self.common.values(), *state]
 
     def describe(self) -> list[Group]:
-        """Of each common parameter {key: (shape, dtype) of a tensor, or the number}, for JSON."""
+        """Each common parameter's state for JSON: {key: (shape, dtype) of a tensor, or number}."""
 
         def shape_of(value: object) -> object:
             if not isinstance(value, torch.Tensor):
@@ -144,11 +144,11 @@ class OuterStep:
     def broadcast(
         self, collectives: Collectives, root: int, described: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Give all ranks the common parameters, and the state, of one of them.
+        """Give all ranks the common parameters and the optimizer's state of one rank.
 
         Args:
-            collectives: the other ranks.
-            root: that rank's position.
+            collectives: how this rank reaches the others.
+            root: the position of that one rank.
             described: what `describe` gave there.
         """
         for x, own in zip(self.common.values(), described, strict=False):
@@ -164,7 +164,7 @@ class OuterStep:
             if state:
                 self.optimizer.state[x] = state
         for i, tensor in enumerate(self.tensors()):
-            whole = tensor.detach().contiguous().view(-1)  # Horovod takes no other
+            whole = tensor.detach().contiguous().view(-1)  # as Horovod needs it
             collectives.broadcast(whole, root, f"scalecom.local_steps.{i}").wait()
             tensor.detach().copy_(whole.view(tensor.shape))
 
@@ -194,7 +194,7 @@ def _made(make: Outer, common: Mapping[str, torch.nn.Parameter]) -> torch.optim.
 
 
 def _is_setting(value: object) -> bool:
-    """Whether this is a number, or the like, and not a group's parameters."""
+    """Whether this is a setting, such as a number, and not a group's parameters."""
     if isinstance(value, tuple):
         return all(map(_is_setting, value))
     is_number = isinstance(value, torch.Tensor) and value.numel() == 1
@@ -202,7 +202,7 @@ def _is_setting(value: object) -> bool:
 
 
 def _plain(value: object) -> object:
-    """A setting as JSON has it."""
+    """A setting as a JSON value."""
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     return value.item() if isinstance(value, torch.Tensor) else value

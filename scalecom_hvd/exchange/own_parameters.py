@@ -1,9 +1,9 @@
 """A rank's own parameters, held while it resumes in the middle of a round of local steps.
 
-They must be in place before the first forward, whoever loads or broadcasts a model meanwhile. So
-they are held until the first step: put in place with the state, and again after every
-`broadcast_parameters` of the face, which sends the common parameters to newcomers. If something
-else overwrote them, all ranks refuse to go on. Imports nothing of this package.
+They must be in place before the first forward, even if a model is loaded or broadcast meanwhile. So
+they are held until the first step. They are put in place with the state, and again after every call
+of the face's `broadcast_parameters`, which sends the common parameters to newcomers. If something
+else has overwritten them, all ranks refuse to go on. Imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 
 class OwnParameters:
-    """What the parameters of one optimizer on this rank are to be at its next step.
+    """The values that one optimizer's parameters on this rank must have at its next step.
 
     Args:
         parameters: {name: parameter} of all that are trained.
         common: {name: x}, the common parameters.
 
     Attributes:
-        values: {name: what is held}; None: nothing is.
+        values: {name: tensor} that are held. None: nothing is held.
     """
 
     def __init__(
@@ -32,37 +32,37 @@ class OwnParameters:
 
     @property
     def held(self) -> bool:
-        """Whether the parameters are to stay this rank's own."""
+        """Whether values are held, so that the parameters stay this rank's own."""
         return self.values is not None
 
     @torch.no_grad()
     def hold(self, values: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Hold copies of these values; None: of the parameters as they are."""
+        """Hold copies of these values. None: hold copies of the parameters as they are."""
         values = self._parameters if values is None else values
         self.values = {
             name: torch.empty_like(p).copy_(values[name]) for name, p in self._parameters.items()
         }
 
     def let_go(self) -> None:
-        """Hold nothing: training goes on."""
+        """Hold nothing any more: training goes on."""
         self.values = None
 
     @torch.no_grad()
     def show_common(self) -> None:
-        """The parameters are the common ones, until they are put back."""
+        """Make the parameters the common ones, until they are put back."""
         for name, parameter in self._parameters.items():
             parameter.copy_(self._common[name])
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """The parameters are this rank's own again."""
+        """Make the parameters this rank's own again."""
         assert self.values is not None, "nothing is held"
         for name, parameter in self._parameters.items():
             parameter.copy_(self.values[name])
 
     def in_place(self) -> bool:
-        """Whether the parameters are what is held, if anything is."""
-        # In a round that went wrong they may be NaN.
+        """Whether the parameters equal what is held. True if nothing is held."""
+        # In a round that went wrong, parameters may be NaN.
         return self.values is None or all(
             torch.allclose(parameter, self.values[name], rtol=0, atol=0, equal_nan=True)
             for name, parameter in self._parameters.items()

@@ -1,10 +1,11 @@
 """Quantisers: chosen values travel in 1 to 16 bits, and what rounding changes stays in the residue.
 
-A `Quantiser` turns values into bytes and back, whoever chose them; methods/quantised_values.py
-lets it do so between ranks. Horovod sums nothing narrower than 16 bits, so fewer bits
-are gathered, as long as that is less traffic. Each rank sends its k values of b bits n - 1 times,
-or 2 (n-1)/n times the values of 32 bits, so gathering is less while n b < 64; b is what travels,
-scales included. Imports config and devices.
+A `Quantiser` turns values into bytes and back, however they were chosen. With it,
+methods/quantised_values.py exchanges values between ranks. Horovod sums nothing narrower than 16
+bits, so values of fewer bits are gathered, as long as that is less traffic. If values are gathered,
+each rank sends its k values of b bits n - 1 times. If they are summed, it sends values of 32 bits
+2 (n-1)/n times. So gathering is less traffic while n b < 64, where b includes the scales. Imports
+config and devices.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.devices import stream_id
 
-# Values that share a scale, where the quantiser does not ask for fewer: a scale of 32 bits adds a
-# sixteenth of a bit to each.
+# How many values share a scale, unless the quantiser asks for fewer. A scale of 32 bits adds a
+# sixteenth of a bit to each value.
 BLOCK = 512
 
 
@@ -104,7 +105,7 @@ class Quantiser:
             return torch.rand(blocks.shape, generator=random, device="cpu").to(values)
 
         scales, levels = self.quantise(blocks, lengths, uniform)
-        # Both travel as bytes, which say nothing of a dtype.
+        # Both travel as bytes, which do not tell a dtype.
         shape = lengths.shape if self.scales == 1 else (len(lengths), self.scales)
         expected = (shape, values.dtype), (blocks.shape, torch.int8)
         given = (scales.shape, scales.dtype), (levels.shape, levels.dtype)
@@ -186,7 +187,7 @@ class QSGD(Quantiser):
 
     @property
     def bits(self) -> int:  # type: ignore[override]  # what s asks for, and nobody sets it
-        """As few as hold the levels: 2, 4 or 8."""
+        """The fewest bits that hold the levels: 2, 4 or 8."""
         return next(bits for bits in (2, 4, 8) if 2 ** (bits - 1) > self.levels)
 
     @property
@@ -210,8 +211,8 @@ class QSGD(Quantiser):
         self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scales = self._norms(blocks)
-        # A block of zeros has scale 0, and one of denormals a scale by which nothing can be
-        # divided.
+        # A block of zeros has scale 0. Nothing can be divided by that, nor by the scale of a block
+        # of denormals.
         divisors = scales.clamp_min(torch.finfo(blocks.dtype).tiny)
         shares = blocks / divisors[:, None] * self.levels
         levels = (shares + random()).floor().clamp_(-self.levels, self.levels)
@@ -220,7 +221,7 @@ class QSGD(Quantiser):
     def _norms(self, blocks: torch.Tensor) -> torch.Tensor:
         if self.norm != 2:
             return blocks.abs().amax(1)
-        # Wide, so that no square overflows, and that the order of summands does not show.
+        # In float64, no square overflows, and the order of summands does not matter.
         norms = blocks.double().square().sum(1).sqrt()
         return norms.clamp_max(torch.finfo(blocks.dtype).max).to(blocks.dtype)
 
@@ -251,7 +252,7 @@ class Sign(Quantiser):
     def quantise(
         self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Summed in float64, so that the order of summands does not show.
+        # Summed in float64, so that the order of summands does not matter.
         scales = blocks.abs().double().sum(1) / counts
         return scales.to(blocks.dtype), -(blocks < 0).to(torch.int8)
 
@@ -282,7 +283,7 @@ class BinMeans(Quantiser):
     def quantise(
         self, blocks: torch.Tensor, counts: torch.Tensor, random: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Wide, so that no sum overflows, and that the order of summands does not show.
+        # In float64, no sum overflows, and the order of summands does not matter.
         size = blocks.abs().double()
         large = (size > (size.sum(1) / counts)[:, None]).to(torch.int8)
         levels = torch.where(blocks < 0, -1 - large, large)
@@ -327,7 +328,7 @@ class Float16(Quantiser):
 
 
 class Unrounded(Quantiser):
-    """Values as they are: what quantiser=None stands for."""
+    """Leaves values as they are. quantiser=None stands for it."""
 
     bits, rounds = 32, False
 
@@ -346,13 +347,13 @@ class Unrounded(Quantiser):
 
 
 def quantiser_of(value: Quantiser | type[Quantiser] | None) -> Quantiser:
-    """What a user passed as quantiser=.
+    """The Quantiser that a user's quantiser= stands for.
 
     Args:
-        value: a Quantiser, its class, or None: values as they are.
+        value: a Quantiser, its class, or None, which leaves values as they are.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: `value` is none of these.
         ValueError: the quantiser's bits do not fill bytes.
     """
     if value is None:
@@ -373,13 +374,13 @@ def quantiser_of(value: Quantiser | type[Quantiser] | None) -> Quantiser:
 
 
 def pack_levels(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Several levels in a byte, two's complement, the first in the lowest bits.
+    """Pack several levels into each byte, as two's complement, the first in the lowest bits.
 
     Zeros fill the last byte.
 
     Args:
         levels: int8.
-        bits: per level: 1, 2, 4 or 8.
+        bits: bits per level: 1, 2, 4 or 8.
 
     Returns:
         uint8.
@@ -404,12 +405,12 @@ def unpack_levels(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class BlockLayout:
-    """How values of several tensors lie in blocks, each tensor's beginning on one of its own.
+    """How values of several tensors lie in blocks. Each tensor begins with a block of its own.
 
     Args:
         counts: how many values each tensor has.
         block: how many values a block has.
-        device: of the values.
+        device: the values' device.
 
     Attributes:
         lengths: (blocks,) how many values each block has.
@@ -426,15 +427,15 @@ class BlockLayout:
             begin += own * block
         self.lengths = torch.tensor(lengths, dtype=torch.float64, device=device)
         self._shape, self._count = (len(lengths), block), sum(counts)
-        # Where each value lies. None where they lie one after the other: nothing as large as the
-        # values is kept then.
+        # Where each value lies. None: values lie one after the other. Then nothing as large as the
+        # values is kept.
         self._slots: torch.Tensor | None = None
         if any(count % block for count in counts[:-1]):
             places = [torch.arange(own.start, own.stop, device=device) for own in slots]
             self._slots = torch.cat(places)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Values, or levels, (K,) in their places, (blocks, block); zeros elsewhere."""
+        """Put values, or levels, (K,) in their places in (blocks, block), with zeros elsewhere."""
         blocks = values.new_zeros(self._shape)
         blocks.view(-1)[slice(self._count) if self._slots is None else self._slots] = values
         return blocks
@@ -462,9 +463,9 @@ def _layout_on(
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """Random numbers that depend on these numbers only, such as (seed, step, bucket).
+    """A generator that depends only on these numbers, such as (seed, step, bucket).
 
-    They are the same on every rank that gives the same.
+    On ranks that give the same numbers, it draws the same.
     """
     seed = 0
     for number in numbers:

@@ -1,4 +1,4 @@
-"""What papers train with, by name: arguments of every face's DistributedOptimizer.
+"""Settings of papers, by name, as arguments of every face's DistributedOptimizer.
 
 Imports methods and quantisers.
 """
@@ -15,12 +15,12 @@ from scalecom_hvd.exchange.methods import LocalTopK, Method, ScaleCom
 from scalecom_hvd.exchange.quantisers import BinMeans
 
 Arguments = dict[str, Any]
-"""Of DistributedOptimizer."""
+"""Arguments of DistributedOptimizer."""
 
 
 def everything_whole() -> Method:
-    """A method that sends all of every tensor, whatever the environment says of ScaleCom."""
-    # With bits and rate as states of earlier releases have them.
+    """A method that sends every tensor whole, whatever ScaleCom's environment variables say."""
+    # bits and rate are those in states of earlier releases.
     return ScaleCom(config=ScaleComConfig(rate=100, bits=32, dense=("*",)))
 
 

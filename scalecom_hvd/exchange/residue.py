@@ -1,7 +1,8 @@
 """Residues: one per compressed tensor.
 
-`CompressedTensor` is a tensor's residue with its lanes; `Residues` holds those of one optimizer,
-with the number of steps. What a step does to them is in bucket.py; run.py saves and loads them.
+`CompressedTensor` is one tensor's residue with its lanes. `Residues` holds all residues of one
+optimizer, and the number of steps. What a step does to them is in bucket.py. run.py saves and loads
+them.
 Imports alignment, kernel_choice and the framework-free rooms.
 """
 
@@ -35,7 +36,7 @@ def torch_dtype(name: str | np.dtype) -> torch.dtype:
 
 
 def every_step(steps: int) -> int:
-    """How many synchronisations there are in so many steps, if every step makes one."""
+    """How many synchronisations there are in this many steps, if every step makes one."""
     return steps
 
 
@@ -44,12 +45,12 @@ class CompressedTensor:
 
     Attributes:
         residue: (N,) float32 or float64, zero at the start.
-        geometry: its lanes, of the step that comes (`Residues.enter_stage`).
-        wire_dtype, offset_dtype: in which values and offsets travel; int8 stands for integers of
-            few bits, several of which share a word (integers.py).
-        levels: L of those; 0: values are numbers.
-        beta: of the low-pass filter.
-        extra: how many times more of what waits is sent where the gradient agrees.
+        geometry: its lanes in the coming step (`Residues.enter_stage`).
+        wire_dtype, offset_dtype: the dtypes in which values and offsets travel. int8 stands for
+            integers of few bits; several of them share a word (integers.py).
+        levels: L of those integers. 0: values travel as numbers.
+        beta: the low-pass filter's beta.
+        extra: how many times more of what waits is sent at places where the gradient agrees.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class CompressedTensor:
 
     @property
     def offset_dtype(self) -> torch.dtype:
-        """In which offsets are kept."""
+        """The dtype in which offsets are kept."""
         return torch_dtype(self.geometry.offset_dtype)
 
     def lanes(self, warms_up: bool) -> Lanes:
-        """Those of the warm-up, or of the steps after it."""
+        """The lanes of the warm-up, or of the steps after it."""
         return self._lanes[not warms_up]
 
 
@@ -86,13 +87,13 @@ class Residues:
 
     Attributes:
         tensors: {parameter's name: CompressedTensor}.
-        step: steps that happened.
-        skipped_steps: those that did not, because a gradient was not finite somewhere.
-        buckets: names per bucket, once ranks have agreed on them.
-        ranks, rank: how many there are, and which this one is, once this is known.
+        step: how many steps have counted.
+        skipped_steps: how many did not, because a gradient was not finite on some rank.
+        buckets: the names in each bucket, once ranks have agreed on them.
+        ranks, rank: how many ranks there are, and which one this is, once this is known.
         rates: {name: rate} of all parameters, once they are known.
-        alignment: of what this rank sends with what others do; seen where gradients are computed a
-            step ahead.
+        alignment: how far what this rank sends agrees with what the others send. It is measured if
+            gradients are computed a step ahead.
     """
 
     def __init__(self, config: ScaleComConfig) -> None:
@@ -106,23 +107,23 @@ class Residues:
         self.rates: dict[str, float] = {}
         self.health = Health()
         self.alignment = Alignment()
-        # How many synchronisations there are in so many steps: with local steps, fewer.
+        # How many synchronisations there are in a number of steps: fewer with local steps.
         self.synchronisations_in: Callable[[int], int] = every_step
 
     @property
     def warmup(self) -> int:
-        """How many first steps are the warm-up."""
+        """How many of the first steps are the warm-up."""
         return self.synchronisations_in(self.config.warmup_steps)
 
     @property
     def whole_steps(self) -> int:
-        """How many first steps are sent whole."""
+        """How many of the first steps are sent whole."""
         return self.synchronisations_in(self.config.whole_steps)
 
     def enter_stage(self) -> bool:
-        """Give tensors the lanes of the step that comes; gives whether some had others before.
+        """Give tensors the lanes of the coming step. Return whether some had others before.
 
-        Depends on the step alone, so all ranks do it at once.
+        This depends only on the step, so all ranks do it at the same step.
         """
         new = self.lanes_at(self.step)
         changes = any(tensor.geometry != new[name] for name, tensor in self.tensors.items())
@@ -144,12 +145,12 @@ class Residues:
 
         Args:
             parameters: all that are trained, in the model's order.
-            whole: {name: shape} of the tensors that these are shards of: what is compressed, all
-                ranks of a node decide alike. None: they are whole.
+            whole: {name: shape} of the tensors that these parameters are shards of. With them, all
+                ranks of a node decide alike what is compressed. None: the parameters are whole.
 
         Raises:
-            ValueError: globs that match nothing.
-            TypeError: complex parameters.
+            ValueError: a glob matches nothing.
+            TypeError: a parameter is complex.
         """
         for name, parameter in parameters.items():
             if not parameter.is_floating_point():
@@ -178,13 +179,13 @@ class Residues:
         return self.step % LOOK_EVERY == 0
 
     def look(self, norms: Sequence[tuple[float, float]]) -> None:
-        """See whether residues grow: norms of residues and of a step's gradients, by bucket."""
+        """See whether residues grow, given each bucket's norms of residues and gradients."""
         residues, grads = (math.hypot(*(pair[which] for pair in norms)) for which in (0, 1))
         waits, limit = residues / self.config.beta, growth_limit(self.rates.values(), self.config)
         self.health.look(self.step, waits, grads, limit)
 
     def note_ranks(self, ranks: int, rank: int) -> bool:
-        """There are so many ranks; gives whether there were others before, which the log says."""
+        """Note how many ranks there are. If the number has changed, log this, and return True."""
         others = self.ranks not in (None, ranks)
         if others:
             log.warning(
@@ -197,7 +198,7 @@ class Residues:
         return others
 
     def note_skipped_step(self) -> None:
-        """A gradient was not finite on some rank: the step did not happen, but is counted."""
+        """Count a void (skipped) step: a gradient was not finite on some rank."""
         self.skipped_steps += 1
         log.info(
             "step %d is skipped: a gradient was not finite on some rank (%d skipped so far)",
@@ -207,7 +208,7 @@ class Residues:
         self.health.skip(self.step)
 
     def note_step(self) -> None:
-        """A step happened."""
+        """Note that a step counted."""
         self.step += 1
         self.health.take()
         self.alignment.end_step()

@@ -1,7 +1,7 @@
-"""What ranks that take local steps must have in common, given what each told all others.
+"""Checks what ranks that take local steps must have in common, given what each told all others.
 
-All ranks see the same list, so all raise or none. Called by local_steps.py. Imports nothing of this
-package.
+All ranks see the same list, so all raise or none does. local_steps.py calls this. Imports nothing
+of this package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Told = Sequence[Mapping[str, Any]]
 
 
 def check_not_overwritten(everyone: Told) -> None:
-    """Raise RuntimeError where a rank's own parameters, which it held, are no longer there."""
+    """Raise RuntimeError if a rank's own parameters, which it held, were overwritten."""
     lost = [rank for rank, other in enumerate(everyone) if other["overwritten"]]
     if lost:
         raise RuntimeError(
@@ -28,10 +28,10 @@ def check_not_overwritten(everyone: Told) -> None:
 
 
 def latest_ranks(everyone: Told) -> tuple[list[int], int]:
-    """The positions of the ranks that have trained furthest, and how many steps those took.
+    """The positions of the ranks that have trained furthest, and how many steps they took.
 
-    In elastic runs a rank may have committed a step that others have not. Newcomers are not among
-    them; where all are newcomers, there is none.
+    In elastic runs a rank may have committed a step that others have not. Newcomers are left out,
+    so there are no positions if all ranks are newcomers.
     """
     latest = max((other["taken"] for other in everyone if other["knows"]), default=0)
     are_latest = [other["knows"] and other["taken"] == latest for other in everyone]
@@ -61,7 +61,7 @@ def check_same_outer(everyone: Told) -> None:
 
 
 def check_same_steps(everyone: Told) -> None:
-    """Raise RuntimeError unless ranks that synchronise now have taken as many steps."""
+    """Raise RuntimeError unless ranks that synchronise now have taken equally many steps."""
     steps = [other["taken"] for other in everyone]
     if len(set(steps)) > 1:
         raise RuntimeError(

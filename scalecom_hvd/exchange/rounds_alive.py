@@ -1,7 +1,7 @@
-"""The local steps of this process, found by the memory of their parameters.
+"""Finds the local steps of this process by the memory addresses of their parameters.
 
-broadcast_parameters and elastic states are given tensors, and ask whose they are. Imports
-background_thread; local_steps for types only.
+broadcast_parameters and elastic states are given tensors, and ask which local steps have them as
+parameters. Imports background_thread, and local_steps for types only.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def register(local: LocalSteps, travels: bool) -> None:
     """Remember local steps as long as they live.
 
     Args:
-        local: of one optimizer.
+        local: the local steps of one optimizer.
         travels: whether their averages travel while steps go on.
     """
     _alive.add(local)
     if travels:
-        # A script may end while averages travel. The rank that ends first shuts Horovod down, which
-        # would fail the others. Registered after Horovod's own, this is called before it.
+        # A script may end while averages travel. The rank that ends first shuts Horovod down, and
+        # the others would fail. This is registered after Horovod's function, so it is called first.
         atexit.unregister(collect_all)
         atexit.register(collect_all)
 
@@ -55,11 +55,11 @@ def rounds_of(params: dict[str, object] | list[object]) -> list[LocalSteps]:
         tensors = [item[1] if isinstance(item, tuple) else item for item in params]
     else:
         return []
-    # A state_dict has other objects too.
+    # A state_dict may hold other objects too.
     addresses = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
     if any(local.trains(addresses) for local in list(_alive)):
-        # An optimizer that was deleted hangs in a cycle with its own class, and where its
-        # parameters were, another's may be now.
+        # A deleted optimizer lives on in a reference cycle with its own class. The parameters of
+        # another may now lie at the addresses of its parameters.
         gc.collect()
     return [local for local in list(_alive) if local.trains(addresses)]
 
@@ -68,7 +68,8 @@ def collect_all(addresses: set[int] | None = None) -> None:
     """Wait for averages that travel.
 
     Args:
-        addresses: of the parameters that they are about; None: of all that are or were there.
+        addresses: the addresses of the parameters that the averages are for. None: wait for the
+            averages of all parameters that are or were there.
     """
     for local in list(_alive):
         if addresses is None or local.trains(addresses):

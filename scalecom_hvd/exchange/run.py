@@ -1,12 +1,13 @@
 """The ledger of one training run on one rank: residues, and the state of its method.
 
 A `Method` says what its state is, and an `Averager` (Exchange, LocalSteps, and PerTensor in
-scalecom_hvd/torch) makes the steps. What both have to remember from step to step is a `Run`'s: it
-is saved and loaded, compared between ranks, and begun anew. Every method has a run from the start,
-since a state may be loaded before there is an optimizer; an averager that is made for the method
-serves it.
+scalecom_hvd/torch) makes the steps. A `Run` holds what both have to remember from step to step. It
+saves and loads this, compares it between ranks, and begins it anew. Every method has a run from the
+start, because a state may be loaded before there is an optimizer. An averager that is made for the
+method then serves the run.
 
-Imports residue, collectives, gradients, node and the framework-free rooms; methods for types only.
+Imports residue, collectives, gradients, node and the framework-free rooms, and methods for types
+only.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("scalecom_hvd")
 
-# What a saved state may hold besides what every state has.
+# Keys that only some saved states have.
 _EXTRA_KEYS = ("offsets", "method_state", "local_steps", "shard", "node_residues")
 
 
 class Averager(abc.ABC):
-    """What a run asks of whoever averages gradients, or changes of parameters, for it.
+    """What a run asks of the object that averages gradients, or changes of parameters, for it.
 
     Attributes:
-        collectives: the other ranks.
-        node: the ranks that hold the other parts of each tensor; None: this rank has whole ones.
-        travels: whether averages travel that were not waited for.
+        collectives: how this rank reaches the others.
+        node: the ranks that hold the other parts of each tensor. None: this rank has whole tensors.
+        travels: whether averages travel that nobody has waited for yet.
     """
 
     collectives: Collectives
@@ -78,11 +79,11 @@ class Averager(abc.ABC):
 
     @abc.abstractmethod
     def complete_state(self) -> None:
-        """Wait for what the method's state still lacks; every rank submitted it."""
+        """Wait for the missing parts of the method's state. Every rank has submitted them."""
 
     @abc.abstractmethod
     def agree_anew(self) -> None:
-        """Other residues were loaded: ranks compare at the next step."""
+        """Make ranks compare at the next step: other residues were loaded."""
 
     @abc.abstractmethod
     def abort(self) -> None:
@@ -97,38 +98,38 @@ class Averager(abc.ABC):
         """Look at steps from now on."""
 
     def collect(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Wait for averages that travel, which every rank has sent its part of."""
+        """Wait for averages that travel. Every rank has sent its part of them already."""
 
     def rejoin(self) -> None:  # noqa: B027
-        """What all ranks do when they were started again, or newcomers have come."""
+        """All ranks call this when they were started again, or when newcomers have come."""
 
     def synchronisations_in(self, steps: int) -> int:
-        """How many averages there are in this many first steps of the optimizer."""
+        """How many averages there are in the optimizer's first `steps` steps."""
         return steps
 
     def state_dict(self) -> Saved:
-        """What is saved besides the run's own: {key of the whole state: value}."""
+        """What is saved besides the run's own state: {key in the complete state: value}."""
         return {}
 
     def check_state(self, state: Saved) -> None:
-        """Raise ValueError unless this whole state fits."""
+        """Raise ValueError unless this complete state fits."""
         check_local_steps(state, local=False)
 
     def load_state_dict(self, state: Saved) -> None:  # noqa: B027
-        """Take up what `state_dict` gave, of a whole state that `check_state` has passed."""
+        """Load what `state_dict` gave, from a complete state that has passed `check_state`."""
 
 
 class Run:
     """The residues, and the method's state, of one training run on this rank.
 
     Args:
-        method: whose run it is.
+        method: the method that has this run.
 
     Attributes:
         residues: of all compressed tensors, with the number of steps.
         tensor_states: {name of a compressed tensor: {what: tensor}}.
         method_state: {what: tensor or number} of the whole method.
-        averager: who makes the steps; None: there is no optimizer yet.
+        averager: what makes the steps. None: there is no optimizer yet.
     """
 
     def __init__(self, method: Method) -> None:
@@ -137,24 +138,24 @@ class Run:
         self.tensor_states: dict[str, dict[str, torch.Tensor]] = {}
         self.method_state: dict[str, Any] = {}
         self.averager: Averager | None = None
-        # What was loaded before there were parameters. It is kept until a step counts: where no
-        # optimizer can be made of them, the script may correct its mistake and try again.
+        # The state that was loaded before there were parameters. It is kept until a step counts: if
+        # no optimizer can be made, the script may correct its mistake and try again.
         self._loaded: Saved | None = None
-        # How many ranks there were, and which these residues were of, when they were loaded or
-        # ranks last agreed.
+        # How many ranks there were, and which of them had these residues, when the residues were
+        # loaded or ranks last agreed.
         self._loaded_from: tuple[int | None, int | None] = None, None
 
     def begin(self, parameters: Mapping[str, torch.Tensor], averager: Averager) -> None:
-        """Serve these parameters, with what was loaded; every Averager calls it when it is made.
+        """Serve these parameters, with what was loaded. Every Averager calls this when it is made.
 
         Args:
             parameters: {name: parameter} of all that are trained, in the model's order.
-            averager: who averages their gradients.
+            averager: what averages their gradients.
 
         Raises:
             ValueError: the method serves an optimizer already, its settings fit no parameter, or
                 the state that was loaded does not fit.
-            TypeError: complex parameters.
+            TypeError: a parameter is complex.
         """
         if self.averager is not None:
             raise ValueError(
@@ -197,21 +198,21 @@ class Run:
         ahead.serve(parameters, self.residues, collectives.size * collectives.share)
 
     def release(self) -> None:
-        """Serve nobody again, with what was loaded: no optimizer could be made."""
+        """No optimizer could be made: serve none, and keep the state that was loaded."""
         self.averager = None
         self.residues.detach()
         self.tensor_states, self.method_state = {}, {}
 
     @contextlib.contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """What fails here, after `begin`, leaves the method free for another optimizer."""
+        """If this context fails after `begin`, leave the method free for another optimizer."""
         try:
             yield
         except BaseException:
             self.release()
             raise
 
-    # What users ask, by way of the method.
+    # What users call, through the method.
 
     def stats(self) -> Stats:
         """See Method.stats."""
@@ -271,7 +272,7 @@ class Run:
         residues.health.norms, residues.alignment.cosine = norms, alignment
         residues.ranks, residues.rank = state.get("ranks"), state.get("rank")
         self._loaded_from = (residues.ranks, residues.rank) if state["residues"] else (None, None)
-        # Where buckets of another size are asked for, those of the state are not taken over.
+        # If buckets of another size are asked for, those of the state are not taken over.
         as_saved = state["config"]["bucket_bytes"] == config.bucket_bytes
         residues.buckets = state.get("buckets") if as_saved else None
         if self.averager is None:
@@ -291,7 +292,7 @@ class Run:
     # The method's state.
 
     def _states(self) -> Saved:
-        """What of the state is saved. Look-ahead's offsets have a key of their own."""
+        """The parts of the state that are saved. Look-ahead's offsets have a key of their own."""
         by_kind: dict[str, dict[str, torch.Tensor]] = {}
         for name, state in self.tensor_states.items():
             for what, value in state.items():
@@ -306,7 +307,7 @@ class Run:
         return saved
 
     def _check_fits(self, state: Saved) -> None:
-        """Raise ValueError unless residues, and the method's state, are of these tensors."""
+        """Raise ValueError unless residues and the method's state belong to these tensors."""
         tensors = self.residues.tensors
         if not state["residues"]:
             return  # it was saved before the first step, or by a single process
@@ -334,12 +335,13 @@ class Run:
         found: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in expected}
         for what, values in states.items():
             if what == "offsets" and what in self._method.equal_state:
-                # Look-ahead's, which are not there at the start. Kernels follow them.
+                # Look-ahead's offsets, which do not exist at the start. Kernels access memory by
+                # them.
                 offsets = {name: chosen.cpu().numpy() for name, chosen in values.items()}
                 check_offsets(offsets, lanes)
                 continue
             if what == "scales" and what in self._method.equal_state:
-                # They come with the offsets.
+                # Scales come with the offsets.
                 scales = {name: own.cpu().numpy() for name, own in values.items()}
                 check_scales(scales, {name: blocks_of(own.k) for name, own in lanes.items()})
                 continue
@@ -354,7 +356,7 @@ class Run:
             )
 
     def _take_up(self, state: Saved) -> None:
-        """Begin with this saved state, or anew where there is none."""
+        """Begin with this saved state. What it lacks begins anew."""
         for name, tensor in self.residues.tensors.items():
             if state["residues"]:
                 tensor.residue.copy_(state["residues"][name].reshape(-1))
@@ -373,13 +375,13 @@ class Run:
             self.method_state[what] = value.to(first, copy=True) if is_tensor else value
 
     def begin_state_anew(self) -> None:
-        """All state of the method is as at the start."""
+        """Set all state of the method to what it is at the start."""
         tensors = self.residues.tensors
         self.tensor_states = {name: dict(self._method.init(t)) for name, t in tensors.items()}
         self.method_state = dict(self._method.init_method())
 
     def begin_equal_state_anew(self) -> None:
-        """What must be the same on all ranks (`equal_state`) may not be: begin it anew."""
+        """Begin anew the state that must be equal on all ranks (`equal_state`): it may not be."""
         method = self._method
         first_own = method.init_method()
         self.method_state |= {w: first_own[w] for w in method.equal_state if w in first_own}
@@ -391,13 +393,13 @@ class Run:
                     state[what] = first[what]
 
     def note_step(self) -> None:
-        """A step counts, on all ranks."""
+        """Note that a step counts, on all ranks."""
         if self._method.ahead is not None:
             self._method.ahead.note_step(self.residues.step)
         self.residues.note_step()
 
     def take_state(self, states: Sequence[State]) -> None:
-        """A step counted: what its buckets gave is the state now."""
+        """Keep the state that the buckets of a step gave, because the step counted."""
         self._loaded = None
         before = dict(self.method_state)
         for state in states:
@@ -417,20 +419,22 @@ class Run:
         topics: Settings,
         told: Settings,
     ) -> list[Settings]:
-        """Compare what all ranks were started with; all go on at one step. Waits for all ranks.
+        """Compare what all ranks were started with, and go on at one step. Waits for all ranks.
 
         Args:
             parameters: {name: parameter} of all that are trained.
-            collectives: the other ranks.
-            names: of the exchange's collectives, which get a number that is new to all ranks.
+            collectives: how this rank reaches the others.
+            names: the names of the exchange's collectives. They get a number that is new to all
+                ranks.
             settings, topics: what must be the same on all ranks besides the config and tensors.
             told: what else ranks tell each other.
 
         Returns:
-            What every rank told, with "state", the digest of what must be equal of the method's.
+            What every rank told. Its "state" is the digest of the method's state that must be
+            equal.
 
         Raises:
-            RuntimeError: something differs; on every rank alike.
+            RuntimeError: on all ranks, if something differs.
         """
         config, tensors = self._method.config.to_dict(), describe_tensors(parameters, self.residues)
         compared = {**describe(config, settings, tensors), **topics}
@@ -448,18 +452,18 @@ class Run:
         return everyone
 
     def _residues_of(self, collectives: Collectives) -> int | None:
-        """The rank whose residues these are, where it can be known."""
+        """The rank that these residues belong to, if it can be known."""
         ranks, rank = self._loaded_from
         return rank if ranks == collectives.size and not collectives.elastic else None
 
     def compare_states(self, digests: Collection[str | None]) -> None:
-        """Begin anew what must be the same on all ranks, if their digests say that it is not."""
+        """Begin anew what must be the same on all ranks, if their digests differ."""
         if len(set(digests)) > 1:
             log.warning("ranks come with different states of their method: all begin it anew")
             self.begin_equal_state_anew()
 
     def digest_of_state(self) -> str | None:
-        """For ranks to compare: of what must be the same on all; None where there is nothing."""
+        """A digest of the state that must be equal, for ranks to compare. None: there is none."""
         states = self.tensor_states | {"": self.method_state}
         return digest_of(
             {
@@ -472,15 +476,18 @@ class Run:
 
 
 def shard_of(averager: Averager) -> tuple[int, int]:
-    """Which shard of each tensor this rank holds, and of how many."""
+    """Which shard of each tensor this rank holds, and how many shards there are."""
     node = averager.node
     return (0, 1) if node is None else (node.position, node.size)
 
 
 def _note_rank(state: Saved, collectives: Collectives) -> None:
-    """Warn of a state that another rank saved. When ranks agree, no two may have the same one's."""
+    """Warn of a state that another rank saved.
+
+    When ranks agree, it is checked that no two of them have the same rank's residues.
+    """
     theirs = state.get("rank")
-    # Ranks of an elastic run change their places, and keep their states.
+    # Ranks of an elastic run change their places, but keep their states.
     if theirs in (None, collectives.position) or collectives.elastic or not state["residues"]:
         return
     log.warning(

@@ -1,11 +1,11 @@
 """n simulated workers in one process: the very same Exchange, with collectives in memory.
 
-Every rank is a thread, but only one runs at a time: until it waits for another rank, and then the
-next one goes on. So a run gives the same results every time, and ranks that wait for what nobody
-will ever submit are found at once: that is an error, never a hang. Collectives meet by name. Sums
-are made in the order of ranks.
+Every rank is a thread, but only one runs at a time. It runs until it waits for another rank; then
+the next one goes on. So a run gives the same results every time. If ranks wait for something that
+nobody will ever submit, this is an error at once, never a hang. Collectives meet by name. Sums are
+made in the order of ranks.
 
-For studies with more workers than there are machines, and for tests. Imports local_steps,
+This is for studies with more workers than there are machines, and for tests. Imports local_steps,
 asynchronous_steps, methods and the rooms below.
 """
 
@@ -35,9 +35,9 @@ from scalecom_hvd.schedule import Schedule
 
 Gradients = Mapping[str, torch.Tensor | None]
 Combine = Callable[[list[torch.Tensor]], torch.Tensor | None]
-"""Makes the result of what all ranks brought; None: what they brought holds it now."""
+"""Makes the result from what all ranks brought. Returns None if what they brought now holds it."""
 Task = Callable[[], Any]
-"""What one rank is to do."""
+"""What one rank has to do."""
 
 
 class Meeting:
@@ -45,8 +45,8 @@ class Meeting:
 
     Attributes:
         brought: {rank: (what must be the same on all ranks, its tensor)}.
-        complete: whether all have come.
-        error: why it failed then.
+        complete: whether all ranks have come.
+        error: why the collective then failed. None: it did not.
         result: what `Combine` gave.
     """
 
@@ -55,11 +55,12 @@ class Meeting:
         self.complete = False
         self.error: str | None = None
         self.result: torch.Tensor | None = None
-        # Of the ranks' streams, where there are any: what each brought is there, and the result is.
+        # Points on the ranks' streams, if there are any: where what each brought is there, and
+        # later where the result is.
         self._points: list[Point] = []
 
     def bring(self, rank: int, what: tuple[object, ...], tensor: torch.Tensor) -> None:
-        """What a rank's current stream has enqueued so far makes this tensor."""
+        """Bring a rank's tensor, which the work enqueued on its current stream so far makes."""
         self.brought[rank] = what, tensor
         self._points.append(Point(tensor))
 
@@ -69,11 +70,11 @@ class Meeting:
             point.let_stream_wait()
         if self.result is None:
             return own
-        # It was made on the stream of the rank that came last, which may drop it first.
+        # The result was made on the stream of the rank that came last. That rank may drop it first.
         return recorded(self.result)
 
     def finish(self, combine: Combine) -> None:
-        """All have come: make the result, or the error."""
+        """All ranks have come: make the result, or the error."""
         ranks = sorted(self.brought)
         first = self.brought[0][0]
         different = [rank for rank in ranks if self.brought[rank][0] != first]
@@ -93,14 +94,14 @@ class Meeting:
 class Network:
     """Where the simulated ranks meet, and which of them runs.
 
-    An exchange's thread for kernels may submit too, but never waits. So a lock guards meetings,
+    An exchange's thread for kernels may submit too, but never waits. So a lock guards the meetings,
     and nothing else.
 
     Args:
         n: how many ranks there are.
 
     Attributes:
-        numbers: of each rank's exchanges.
+        numbers: the Numbers of each rank's exchanges.
     """
 
     def __init__(self, n: int) -> None:
@@ -115,7 +116,8 @@ class Network:
         self._functions: Sequence[Task] | None = ()
         self._results: list[Any] = []
         self._failure: BaseException | None = None
-        # A closed gate per rank, and one for the caller: who holds the turn opens the next one's.
+        # A closed gate per rank, and one for the caller. The rank that has the turn opens the gate
+        # of the next.
         self._gates = [threading.Lock() for _ in range(n + 1)]
         for gate in self._gates:
             gate.acquire()
@@ -131,7 +133,7 @@ class Network:
             What each returned.
 
         Raises:
-            Exception: the error of the first rank that had one. It ends all of them.
+            Exception: the error of the first rank that had one. It ends the run on all ranks.
         """
         self._functions, self._results, self._failure = functions, [None] * self.n, None
         self._unfinished = self.n
@@ -205,7 +207,7 @@ class Network:
             self._next()
 
     def _next(self) -> None:
-        """Hand the turn on; it comes back to the caller when all ranks have finished."""
+        """Pass the turn on. It comes back to the caller when all ranks have finished."""
         if not self._ready and self._unfinished:
             self._fail(RuntimeError(self._who_waits()))
         self._running = self._ready.popleft() if self._ready else None
@@ -249,9 +251,9 @@ class SimulatedWork:
         return self._meeting.complete
 
     def wait(self) -> torch.Tensor:
-        """Let other ranks run until they have, and give the result.
+        """Let other ranks run until they have submitted it too, and give the result.
 
-        It may be the tensor that was brought.
+        The result may be the tensor that was brought.
         """
         self._network.wait(self._rank, self._meeting)
         return self._meeting.take(self._brought)
@@ -264,8 +266,8 @@ class SimulatedCollectives:
         network: where the ranks meet.
         position: this rank's place.
         sums: whether `all_reduce` gives sums.
-        predivide: by what values are divided before they are summed, as Horovod's
-            gradient_predivide_factor says.
+        predivide: the number by which values are divided before they are summed: Horovod's
+            gradient_predivide_factor.
     """
 
     elastic = False
@@ -278,32 +280,32 @@ class SimulatedCollectives:
         self.position = position
         self.size = network.n
         self.share = 1.0 if sums else 1 / network.n
-        # As in a process per rank: each numbers its exchanges for itself.
+        # Each rank numbers its own exchanges, as if it had a process of its own.
         self.numbers = network.numbers[position]
         self._sums, self._predivide = sums, predivide
 
     def restarts(self) -> Callable[[], bool]:
-        """They are never started anew."""
+        """Simulated ranks are never started anew."""
         return lambda: False
 
     def channel(self) -> SimulatedCollectives:
-        """They meet by name, in any order."""
+        """This object: simulated collectives meet by name, in any order."""
         return self
 
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> SimulatedWork:
-        """The root's buffer, in place."""
+        """Send the root's buffer to all ranks, in place."""
         what = ("broadcast", root, buffer.dtype, tuple(buffer.shape))
         return self._submit(name, what, buffer, functools.partial(_broadcast, root=root))
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> SimulatedWork:
-        """The average, or sum, in place; of SUMMED the sum."""
+        """Average or sum all ranks' buffers, in place. Dtypes of SUMMED are summed."""
         what = ("average", self._sums, self._predivide, buffer.dtype, tuple(buffer.shape))
         divide = not self._sums and buffer.dtype not in SUMMED
         combine = functools.partial(_reduce, divide=divide, predivide=self._predivide)
         return self._submit(name, what, buffer, combine)
 
     def gather(self, tensor: torch.Tensor, name: str) -> SimulatedWork:
-        """All tensors, joined."""
+        """Join all ranks' tensors."""
         what = ("gather", tensor.dtype, tuple(tensor.shape[1:]))
         return self._submit(name, what, tensor, torch.cat)
 
@@ -335,7 +337,7 @@ def _reduce(buffers: list[torch.Tensor], divide: bool, predivide: float) -> None
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit, so that NaN equals NaN. Sparse ones are not looked at."""
+    """Whether two tensors are equal to the bit, so that NaN equals NaN. Sparse ones always are."""
     return one.is_sparse or torch.equal(as_bytes(one), as_bytes(other))
 
 

@@ -1,16 +1,16 @@
-"""Step-ahead gradients: computed where the parameters would be, had the residue been applied.
+"""Computes step-ahead gradients: at the parameters as they would be with the residue applied.
 
-Error feedback computes a gradient at x, and applies it, in part, many steps later. Here rank i
-computes it at x - lr * a * D(m_i) instead, where m_i is what waits in its residue, and D what the
+Error feedback computes a gradient at x, and applies it, in part, many steps later. Here, rank i
+computes it at x - lr * a * D(m_i) instead. m_i is what waits in its residue, and D is what the
 optimizer makes of a gradient (Xu, Huo and Huang, "Step-Ahead Error Feedback for Distributed
-Training with Compressed Gradient", AAAI 2021, arXiv 2008.05823). Nothing travels for it. Where a
-rank's values do not agree with the others' (alignment.py), momentum, which all ranks share, takes
-the place of m_i: that is ours, found by trying (docs/results.md).
+Training with Compressed Gradient", AAAI 2021, arXiv 2008.05823). This sends nothing. If a rank's
+values do not agree with the others' (alignment.py), momentum, which all ranks share, replaces m_i.
+That part is ours, found by trying (docs/results.md).
 
-Between a training forward and the step, the parameters of a rank are its own, *ahead*. Hooks on the
-model move them, and give everybody else the *common* ones, to the bit: a forward without gradients
-or in evaluation, state_dict(), the optimizer's step, the end of the exchange. Of a sharded model
-each rank moves its own shards. Imports gradients, moves_ahead and residue.
+Between a training forward and the step, a rank's parameters are its own, *ahead*. Hooks on the
+model move them. Everything else gets the *common* parameters, to the bit: a forward without
+gradients or in evaluation, state_dict(), the optimizer's step, and the end of the exchange. If the
+model is sharded, each rank moves its own shards. Imports gradients, moves_ahead and residue.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scalecom_hvd.exchange.residue import Residues
 
 log = logging.getLogger("scalecom_hvd")
 
-# Steps in a row whose gradients were not computed ahead, until it is said.
+# After this many steps in a row without gradients computed ahead, a warning is logged.
 MISSED = 3
 NEVER_AHEAD = (
     "step %d: gradients are not computed a step ahead: no training forward of the model that was "
@@ -53,7 +53,7 @@ WRITTEN_TO = (
 
 
 class Where(enum.Enum):
-    """Which parameters the model has now, and which its spare copy."""
+    """Which parameters the model has now, and which ones its spare copy has."""
 
     COMMON = "the common ones"
     AHEAD = "this rank's, ahead; the spare copy has the common ones"
@@ -64,10 +64,10 @@ class StepAhead:
     """The parameters of one rank, moved ahead while it computes gradients.
 
     Args:
-        factor: how much of the way.
+        factor: how much of the way the parameters are moved.
 
     Attributes:
-        where: what the parameters are now.
+        where: which parameters the model has now.
     """
 
     def __init__(self, factor: float) -> None:
@@ -78,7 +78,8 @@ class StepAhead:
         self._of_node: Mapping[str, torch.Tensor] = {}
         self._ranks = 1.0
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        # {name: what the parameters are not now}; made once, as large as what is compressed.
+        # {name: the common values while the parameter is ahead, or the reverse}. Made once, as
+        # large as what is compressed.
         self._spare: dict[str, torch.Tensor] = {}
         self._moved: dict[str, int] = {}
         self._was_ahead = False
@@ -86,12 +87,12 @@ class StepAhead:
         _everyone.add(self)
 
     def watch(self, model: nn.Module) -> None:
-        """Put hooks on a model: its training forwards move parameters ahead."""
+        """Put hooks on a model, so that its training forwards move parameters ahead."""
         hook = _Hook(self)
-        # Before all others: FSDP2's gathers a model's shards.
+        # This hook comes before all others, because FSDP2's hook gathers the model's shards.
         model.register_forward_pre_hook(hook.before_forward, prepend=True)
         model.register_forward_hook(hook.after_forward, always_call=True)
-        for module in model.modules():  # of a wrapped model scripts save what is inside
+        for module in model.modules():  # scripts save what is inside a wrapped model
             module.register_state_dict_pre_hook(hook.before_looking)
             module.register_load_state_dict_pre_hook(hook.before_looking)
 
@@ -102,19 +103,20 @@ class StepAhead:
         ranks: float,
         of_node: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """These are the parameters, and this rank's residues of them.
+        """Serve these parameters, with this rank's residues of them.
 
         Args:
             parameters: {name: parameter}.
-            residues: by the same names.
-            ranks: by how much a sum over ranks is larger than what is applied, 1 for averages.
+            residues: residues by the same names.
+            ranks: by how much what is applied is larger than the average over ranks: 1 for
+                averages, their number for sums.
             of_node: {name: (N,)}: what waits in a node, if this rank's residues are a part of it.
         """
         self._parameters, self._residues, self._ranks = parameters, residues, ranks
         self._of_node = of_node or {}
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
-        """This optimizer steps some of the parameters, if they are its own: the last one counts."""
+        """Note an optimizer if it has some of the parameters. The last such optimizer counts."""
         if self._optimizers and self._optimizers[-1]() is optimizer:
             return
         own = {p for group in optimizer.param_groups for p in group["params"]}
@@ -126,7 +128,7 @@ class StepAhead:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Move parameters ahead, unless they are, or nothing has been exchanged yet."""
+        """Move parameters ahead, unless they are ahead, or nothing has been exchanged yet."""
         if self.where is Where.ASIDE:
             self._exchange_with_spare()
             self.where = Where.AHEAD
@@ -148,7 +150,7 @@ class StepAhead:
         self.where, self._was_ahead = Where.AHEAD, bool(names)
 
     def note_step(self, step: int) -> None:
-        """The step of this number counts. Logs a warning once if several were not ahead."""
+        """Note that this step counts. Log a warning, once, if several in a row were not ahead."""
         compresses = self._residues is not None and bool(self._residues.tensors)
         missed = step > 0 and compresses and not self._was_ahead
         self._missed, self._was_ahead = self._missed + 1 if missed else 0, False
@@ -157,10 +159,10 @@ class StepAhead:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Parameters are the common ones again, to the bit, until the next training forward.
+        """Make the parameters the common ones, to the bit, until the next training forward.
 
         Raises:
-            RuntimeError: somebody wrote to them meanwhile.
+            RuntimeError: something wrote to them meanwhile.
         """
         if self.where is Where.AHEAD and self._moved:
             data = [local_part(self._parameters[name]) for name in self._moved]
@@ -173,13 +175,16 @@ class StepAhead:
 
     @torch.no_grad()
     def step_aside(self) -> None:
-        """Parameters are the common ones for a moment; `move` brings the others back."""
+        """Make the parameters the common ones for a moment. `move` brings the others back."""
         if self.where is Where.AHEAD:
             self._exchange_with_spare()
             self.where = Where.ASIDE
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> bool:
-        """An optimizer is about to step: on the common parameters. Gives whether it knows them."""
+        """An optimizer is about to step. If it has some of the parameters, restore the common ones.
+
+        Returns whether it has.
+        """
         self.know(optimizer)
         is_known = any(known() is optimizer for known in self._optimizers)
         if is_known:
@@ -196,9 +201,9 @@ class StepAhead:
     def _stepped(
         self,
     ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], Mapping[str, Any]]]:
-        """What is compressed and stepped: its name, parameter, group and the optimizer's state."""
+        """For each parameter that is compressed and stepped: name, parameter, group and state."""
         self._optimizers = [known for known in self._optimizers if known() is not None]
-        if not self._optimizers:  # a run that goes on: no step was seen in this process
+        if not self._optimizers:  # a resumed run: no step was seen in this process
             for found in gc.get_objects():
                 if issubclass(type(found), torch.optim.Optimizer) and "param_groups" in vars(found):
                     self.know(found)
@@ -207,7 +212,7 @@ class StepAhead:
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     state = optimizer.state.get(p, {})
-                    # Of an optimizer and one that wraps it, the one that steps has the state.
+                    # If one optimizer wraps another, the one that steps has the state.
                     if p.requires_grad and (state or p not in known):
                         known[p] = group, state, optimizer
         for name in self._of_node or self._residues.tensors:
@@ -222,10 +227,10 @@ class StepAhead:
 
 
 class _Hook:
-    """The hooks of a model. A copy of the model, or one that is loaded, has hooks that do nothing.
+    """The hooks of a model. If the model is copied or loaded, the new one's hooks do nothing.
 
     Args:
-        ahead: whose; not kept alive.
+        ahead: what the hooks call. They do not keep it alive.
     """
 
     def __init__(self, ahead: StepAhead | None) -> None:
@@ -241,7 +246,7 @@ class _Hook:
                 _not_compiled(_reshard)(module)
 
     def after_forward(self, module: nn.Module, *_: Any) -> None:
-        """What stepped aside comes back: a backward may be due yet."""
+        """Move parameters that stepped aside ahead again: a backward may still be due."""
         ahead = self._ahead()
         if ahead is not None and ahead.where is Where.ASIDE:
             _not_compiled(StepAhead.move)(ahead)
@@ -259,7 +264,7 @@ class _Hook:
 def _reshard(model: nn.Module) -> None:
     """Let FSDP2 gather parameters anew.
 
-    It keeps those of the outermost module until backward, also where no backward follows.
+    It keeps those of the outermost module until backward, even if no backward follows.
     """
     for module in model.modules():
         reshard: Any = getattr(module, "reshard", None)
@@ -271,12 +276,12 @@ _Given = TypeVar("_Given")
 
 
 def _not_compiled(function: Callable[[_Given], None]) -> Callable[[_Given], None]:
-    """The same, which torch.compile leaves as it is, also where it compiles a model with hooks."""
+    """The same function, which torch.compile leaves as it is, even in a model that it compiles."""
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
-# They look into objects that only Python can see. torch.compiler.disable sets the same mark, and
-# imports all of Dynamo.
+# These functions look into objects that only Python can see. torch.compiler.disable sets the same
+# mark, but imports all of Dynamo.
 for _function in (_not_compiled, _reshard, _Hook.before_forward, _Hook.after_forward):
     vars(_function)["_torchdynamo_disable"] = True
 
@@ -286,7 +291,7 @@ def _nobody() -> None:
 
 
 def restore_all() -> None:
-    """For whoever reads or writes parameters without their model: they are the common ones."""
+    """Restore common parameters, for code that reads or writes them without their model."""
     for ahead in list(_everyone):
         ahead.restore()
 
@@ -297,9 +302,10 @@ _everyone: weakref.WeakSet[StepAhead] = weakref.WeakSet()
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gives step's arguments, where what a closure of it has moved is moved back at its end.
+    """Restore common parameters before an optimizer's step, and after each closure that it calls.
 
-    Lightning computes all gradients in such closures.
+    Returns the step's arguments with wrapped closures. Lightning computes all gradients in such
+    closures.
     """
     concerned = [ahead for ahead in list(_everyone) if ahead.step_begins(optimizer)]
 

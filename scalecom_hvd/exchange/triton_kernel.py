@@ -1,12 +1,12 @@
 """The Triton kernel (scalecom_hvd/triton) as a `Kernel` of kernels.py.
 
-It is for CUDA tensors, and under TRITON_INTERPRET=1 for the CPU's. Nothing here waits for the
+It is for CUDA tensors, and under TRITON_INTERPRET=1 for CPU tensors. Nothing here waits for the
 device: a step's addresses go there by one small asynchronous copy, and counts stay there.
-kernel_choice.py imports this only when a tensor asks for it, since it imports triton.
+kernel_choice.py imports this module only if a tensor needs it, because this module imports triton.
 
-All launches go to the stream that is current on the tensors' device. Where one stream is used, as
-in autograd's hooks, callers need nothing more. Who uses several must let each move's stream wait
-for the one before, and the next step's first for this step's last.
+All launches go to the stream that is current on the tensors' device. If a caller uses one stream,
+as in autograd's hooks, it needs nothing more. If it uses several, it must let each move's stream
+wait for that of the move before, and the next step's first for this step's last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scalecom_hvd.integers import blocks_of
 from scalecom_hvd.lanes import LANES
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_NOTHING
 
-# What gradients are stored in; scalecom_hvd/triton reads int16 as bfloat16.
+# The types in which gradients are stored. scalecom_hvd/triton reads int16 as bfloat16.
 _STORED = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
@@ -55,13 +55,13 @@ def why_not(device_type: str) -> str | None:
         )
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # a missing C compiler, for one: Triton needs it
+    except Exception as error:  # such as a missing C compiler, which Triton needs
         return f"Triton does not work on this machine ({error})"
     return None
 
 
 class TritonKernel:
-    """One launch per move and gradient dtype, for tensors of lanes. See `Kernel`."""
+    """A `Kernel` for tensors with lanes. It makes one launch per move and gradient dtype."""
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtypes: Sequence[torch.dtype]) -> None:
         members: dict[torch.dtype, list[int]] = {}
@@ -112,14 +112,14 @@ class TritonKernel:
 
 
 class _OneDtype:
-    """The same for tensors whose gradients have one dtype."""
+    """The same, for tensors with gradients of one dtype."""
 
     def __init__(self, slots: Sequence[TensorSlot], grad_dtype: torch.dtype) -> None:
         self._slots = slots
         self._device = slots[0].residue.device
         real = tl.float64 if grad_dtype == torch.float64 else tl.float32
         self._dtypes = {"GRAD": _STORED[grad_dtype], "REAL": real}
-        # Rows at a time: a thread has 4 x 16 bytes of residue under way.
+        # How many rows are read at a time: a thread has 4 x 16 bytes of residue under way.
         self._block = 32 if real == tl.float32 else 16
         table = _tiles(slots)
         self._n_tiles = len(table)
@@ -146,14 +146,14 @@ class _OneDtype:
         self._grads, self._step, self._accumulated, self._taken = (), None, 0.0, None
 
     def choose(self, extra: float, chosen: torch.Tensor) -> None:
-        # Nothing is added to residues. What a leader's gradients hold is counted when it takes.
+        # Nothing is added to residues. Bad elements of the gradients are counted in a later move.
         arguments = chosen, self._new_count(), 0.0, self._scale
         choice = {"CHOOSE": CHOOSE_ACCUMULATOR, "STORES": False}
         self._launch_pass(tiles.accumulate_tiles, *arguments, **choice)
         self._measure(extra, chosen)
 
     def _measure(self, extra: float, chosen: torch.Tensor) -> None:
-        """The scales of integers. A block of values is of several tiles, so it is done apart."""
+        """Measure the scales of integers, in a launch of its own: a block spans several tiles."""
         if self._n_blocks:
             arguments = self._tensors, self._step, chosen, self._scale, extra
             self._start(tiles.measure_blocks, self._n_blocks, self._blocks, *arguments)
@@ -223,7 +223,7 @@ class _OneDtype:
     def _start(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         is_cuda = self._device.type == "cuda"
         with torch.cuda.device(self._device) if is_cuda else contextlib.nullcontext():
-            # No fused multiply-adds: they round otherwise than all other kernels.
+            # No fused multiply-adds: they round differently from all other kernels.
             kernel[(programs,)](*arguments, **constants, **self._dtypes, enable_fp_fusion=False)
 
     def _step_table(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -241,7 +241,7 @@ class _OneDtype:
 def _tiles(slots: Sequence[TensorSlot]) -> np.ndarray:
     """(tiles, 2), int32: every tile's tensor, and its number in the tensor.
 
-    Tiles of last groups come first: they take longest, and would be waited for at the end.
+    Tiles of last groups come first: they take longest, so at the end all would wait for them.
     """
     counts = [-(-slot.geometry.k // LANES) for slot in slots]
     tensor = np.repeat(np.arange(len(slots)), counts)
@@ -252,7 +252,7 @@ def _tiles(slots: Sequence[TensorSlot]) -> np.ndarray:
 
 
 def _blocks(slots: Sequence[TensorSlot]) -> np.ndarray:
-    """(blocks, 2), int32: of every scale the tensor, and its number in the tensor."""
+    """(blocks, 2), int32: every scale's tensor, and the scale's number in the tensor."""
     counts = [blocks_of(slot.geometry.k) if slot.levels else 0 for slot in slots]
     numbers = [np.arange(count) for count in [*counts, 0]]  # one at least, to be concatenated
     tensor = np.repeat(np.arange(len(slots)), counts)
@@ -260,7 +260,7 @@ def _blocks(slots: Sequence[TensorSlot]) -> np.ndarray:
 
 
 def _fields(slot: TensorSlot) -> tuple[int, ...]:
-    """What is fixed about a tensor, in scalecom_hvd/triton's order."""
+    """A tensor's fixed fields, in scalecom_hvd/triton's order."""
     lanes = slot.geometry
     left, last = lanes.numel - lanes.full_lanes * lanes.rows, max(lanes.k - lanes.full_lanes, 1)
     last_rows, width = -(-left // last), lanes.offset_dtype.itemsize

@@ -1,7 +1,7 @@
 """The moves of moves_ahead.py on a GPU: one launch for all parameters of a kind.
 
-Nothing here waits for the device. moves_ahead.py imports this only where a tensor asks for it,
-since it imports triton.
+Nothing here waits for the device. moves_ahead.py imports this module only if a tensor needs it,
+because this module imports triton.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _TYPES = {
 
 
 def make(moves: Sequence[Move], weight: float, beta: float, made: list[Pair]) -> None:
-    """See moves_ahead.make. All tensors are contiguous, on one device each, and of known dtypes.
+    """See moves_ahead.make. Tensors are contiguous and of known dtypes; a move's are on one device.
 
-    made: takes what was moved.
+    made: a list that receives what was moved.
     """
     kinds: dict[Any, list[Move]] = {}
     for move in moves:
@@ -86,7 +86,7 @@ def _columns(move: Move) -> tuple[torch.Tensor | None, ...]:
 def _scalars(
     moves: Sequence[Move], weight: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tensors,) what momenta are multiplied by, and what second moments are divided by."""
+    """The factors of momenta, and the divisors of second moments, each (tensors,)."""
     first, device = moves[0], moves[0].own.device
     ones = torch.ones(len(moves), dtype=dtype, device=device)
     shares = corrections = ones
@@ -108,9 +108,9 @@ def _scalars(
 
 @functools.lru_cache(maxsize=16)
 def _blocks(numels: tuple[int, ...], device: torch.device, stream: int) -> tuple[torch.Tensor, int]:
-    """(blocks, 2), int32: the tensor that a block is of, and its number there; how many.
+    """(blocks, 2), int32: each block's tensor, and its number there. Also how many there are.
 
-    stream: where it is made, and may be used without waiting.
+    stream: the stream on which this is made, and may be used without waiting.
     """
     counts = [-(-numel // BLOCK) for numel in numels]
     tensor = np.repeat(np.arange(len(numels)), counts)

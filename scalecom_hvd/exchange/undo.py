@@ -1,7 +1,7 @@
-"""What an optimizer may change in a step, remembered so that the step can be undone.
+"""Remembers what an optimizer may change in a step, so that the step can be undone.
 
 An optimizer that calls its closure several times (LBFGS) has changed parameters and state before
-it learns that a gradient cannot be used. Used by optimizers with local steps. Imports nothing of
+it learns that a gradient cannot be used. Optimizers with local steps use this. Imports nothing of
 this package.
 """
 
@@ -18,12 +18,12 @@ Entries = dict[Any, Any]
 class Remembered:
     """Tensors as they are now, with the dicts and lists that they are in.
 
-    `put_back` makes the same objects so again, since others may hold them too: an optimizer finds
-    a state by its parameter, and a parameter is known by which object it is. What is neither
-    tensor, dict, list nor tuple is taken for a value that nobody changes in place.
+    `put_back` restores the same objects, because others may hold them too: an optimizer finds a
+    state by its parameter, and a parameter by its identity. A value that is no tensor, dict, list
+    or tuple is assumed never to change in place.
 
     Args:
-        roots: what is remembered, with all that is in it.
+        roots: the objects to remember, with everything in them.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -51,7 +51,7 @@ class Remembered:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Make everything what it was."""
+        """Make everything what it was when it was remembered."""
         for mapping, entries in self._dicts.values():
             mapping.clear()
             mapping.update(entries)

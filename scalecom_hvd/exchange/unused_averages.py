@@ -1,8 +1,9 @@
-"""Warns of averages that no optimizer's step uses: what was sent of them is lost.
+"""Warns of averages that no optimizer's step uses, because what was sent for them is lost.
 
 A script may average gradients, and zero them before a step: FGSM, SAM, the generator's backward
-through a GAN's discriminator. What was sent has left the residues then. Whether a script zeroes
-gradients cannot be seen in a hook, but steps of optimizers can. Imports nothing of this package.
+through a GAN's discriminator. The values that were sent have then left the residues. A hook cannot
+see that a script zeroes gradients, but it can see optimizers' steps. Imports nothing of this
+package.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class _Steps:
     """Steps of this process's optimizers.
 
     Attributes:
-        begun, taken: how many began, and how many ended.
-        under_way: whether one is: it may evaluate its closure, which averages, several times. After
-            a step that raised an error of the script's this holds until the next one ends.
+        begun, taken: how many steps began, and how many ended.
+        under_way: whether a step is under way. It may evaluate its closure, which averages, several
+            times. If the script's own error ended a step, this stays true until the next step ends.
     """
 
     def __init__(self) -> None:
@@ -46,12 +47,12 @@ _steps = _Steps()
 
 
 def end_step_by_error() -> None:
-    """Gradients are refused: the error ends the step that came by them, if one did."""
+    """Gradients are refused. The error also ends the step under way, if there is one."""
     _steps.under_way = False
 
 
 class UnusedAverages:
-    """Looks at one exchange's averages: whether a step comes between one and the next."""
+    """Looks whether a step comes between one exchange's averages and its next ones."""
 
     def __init__(self) -> None:
         self._taken_before: int | None = None
@@ -62,7 +63,7 @@ class UnusedAverages:
         """Gradients are about to be averaged."""
         in_one_step = _steps.under_way and self._begun_before == _steps.begun
         unused = self._taken_before == _steps.taken and not in_one_step
-        # torch.compile, and steps written by hand, go past the hooks that count steps.
+        # torch.compile, and steps written by hand, bypass the hooks that count steps.
         if unused and _steps.taken and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -74,7 +75,7 @@ class UnusedAverages:
             )
 
     def end(self, counts: bool) -> None:
-        """They were averaged.
+        """Gradients were averaged.
 
         Args:
             counts: whether values have left residues, as in a compressed step that is not void.

@@ -1,4 +1,4 @@
-"""The buffer that a bucket's ranks sum: values of compressed tensors, tensors sent whole, a count.
+"""The buffer that ranks sum for a bucket: values of compressed tensors, whole tensors, a count.
 
 Imports kernels.
 """
@@ -35,23 +35,23 @@ class Values:
         self.whole = dict(zip(whole, self._all_whole.split(sizes), strict=True))
 
     def fill(self, grads: Mapping[str, torch.Tensor]) -> Count:
-        """Copy in what is sent whole; gives whether it is not finite."""
+        """Copy in the tensors sent whole. Return whether something in them is not finite."""
         if not self.whole:
             return 0
         torch._foreach_copy_(list(self.whole.values()), [grads[name] for name in self.whole])
-        # Looked at in the wire dtype: what overflows there is not finite either.
+        # Looked at in the wire dtype, because what overflows there is not finite either.
         return ~self._all_whole.isfinite().all()
 
     def copy_to(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """The tensors sent whole <- their averages."""
+        """Copy the averages of the tensors sent whole to these gradients."""
         torch._foreach_copy_([grads[name] for name in self.whole], list(self.whole.values()))
 
 
 def norm(tensors: Sequence[torch.Tensor]) -> float:
-    """The Euclidean norm of all of them together; reads them all."""
+    """The Euclidean norm of all tensors together. Computing it reads them all."""
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors)
     total = math.inf
-    # Squares of what a residue may hold overflow float32; float64 takes eight times as long.
+    # Squares of what a residue may hold overflow float32, but float64 takes eight times as long.
     for wide in (torch.float64,) if has_double else (torch.float32, torch.float64):
         total = math.hypot(*map(float, torch._foreach_norm(list(tensors), 2, dtype=wide)))
         if math.isfinite(total):

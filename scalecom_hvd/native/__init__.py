@@ -1,9 +1,9 @@
-"""The C kernels, loaded through ctypes: of lanes (lanes.c), and of moves ahead (moves_ahead.c).
+"""The C kernels, loaded through ctypes: for lanes (lanes.c) and moves ahead (moves_ahead.c).
 
-They take raw addresses, so any framework can call them, and the GIL is released. That of lanes
-knows lanes only: a tensor's `width` in TENSOR is never 0, so nobody puts the positions of exact
-selection there.
-OPERATIONS is the file with the same kernel as operations of TensorFlow (tensorflow_ops.c), which
+They take raw addresses, so any framework can call them, and the GIL is released. The kernel for
+lanes knows only lanes. A tensor's `width` in TENSOR must never be 0, so never pass it the positions
+of exact selection.
+OPERATIONS is the file with the same kernel as TensorFlow operations (tensorflow_ops.c), which
 tensorflow/kernels.py loads. Imports no framework.
 """
 
@@ -36,7 +36,7 @@ OFFSETS_OUTSIDE = (
 # The codes of lanes.h.
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE, CHOOSE_AHEAD = 0, 1, 2, 3
-REFUSED = -1  # OFFSETS_OUTSIDE there
+REFUSED = -1  # called OFFSETS_OUTSIDE in lanes.h
 
 # One compressed tensor as lanes.c reads it (`tensor` in lanes.h says what the fields are). An array
 # of these goes into every call.
@@ -73,9 +73,9 @@ _SIGNATURES = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The functions of both headers, or None, with one warning, if they were not built.
+    """The functions of both headers. If they were not built: None, after one warning.
 
-    An installation without a compiler has none.
+    They are not built if the installation finds no compiler.
     """
     try:
         loaded = ctypes.CDLL(str(LIBRARY))
@@ -89,10 +89,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def checked(result: int) -> int:
-    """What a move gave.
+    """The result of a move.
 
     Raises:
-        RuntimeError: it refused its offsets.
+        RuntimeError: the move refused its offsets.
     """
     if result == REFUSED:
         raise RuntimeError(OFFSETS_OUTSIDE)
@@ -100,12 +100,12 @@ def checked(result: int) -> int:
 
 
 def warn_missing(path: Path, error: Exception, instead: str) -> None:
-    """Log that a library of the kernel is not there, or cannot be used.
+    """Log a warning that a library of the kernel is missing or cannot be used.
 
     Args:
-        path: the library's.
+        path: where the library should be.
         error: why it was not loaded.
-        instead: what is used, with its verb.
+        instead: what is used instead, with its verb.
     """
     missing = "was not built (no C compiler at installation?)"
     log.warning(

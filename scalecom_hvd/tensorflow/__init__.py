@@ -1,6 +1,6 @@
 """`import scalecom_hvd.tensorflow as hvd`: everything in horovod.tensorflow, and ScaleCom.
 
-Its optimizers and tapes know ScaleCom.
+Its optimizers and tapes accept ScaleCom.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from scalecom_hvd.tensorflow.optimizer import (
     PartialDistributedGradientTape,
 )
 
-# Over Horovod's, which the star may have brought under the same names. (`from
-# scalecom_hvd.tensorflow import ...` would find those.)
+# These replace Horovod's modules, which the star may have imported under the same names. (`from
+# scalecom_hvd.tensorflow import ...` would find Horovod's.)
 elastic = _import_module("scalecom_hvd.tensorflow.elastic")
 keras = _import_module("scalecom_hvd.tensorflow.keras")
 

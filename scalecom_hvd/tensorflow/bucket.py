@@ -1,7 +1,7 @@
 """A bucket: variables whose gradients share one gather of offsets and one all-reduce.
 
-Here is a bucket's part of a step in the graph. Imports kernels, packing, residues, transport and
-the framework-free rooms.
+This module builds a bucket's part of a step in the graph. Imports kernels, packing, residues,
+transport and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from scalecom_hvd.tensorflow.transport import Transport
 
 
 class Now(NamedTuple):
-    """What is true of a step, for all buckets.
+    """What all buckets need to know about a step.
 
     Attributes:
         step: its number.
         size, position: how many ranks there are, and which of them this one is.
         scale: 1 / loss scale, or None for 1.
-        whole: whether it is sent whole; False where that is known when the graph is made.
-        zero: 0, which comes with the step's number, so that TensorFlow cannot know it. What is sent
-            must depend on it. Horovod's operations are not marked as having effects, so those of
-            constants, such as zeros for a gradient that this rank lacks, are run once, when the
-            graph is optimized, and never again, while other ranks wait. And where one function
-            takes several steps, the next must not use these names before this one is done.
+        whole: whether it is sent whole; plain False if that is known when the graph is made.
+        zero: a 0 that is computed from the step's number, so that TensorFlow cannot know it.
+            Everything that is sent must depend on it, for two reasons. Horovod's operations are not
+            marked as having effects, so TensorFlow runs those of constants, such as zeros for a
+            gradient that this rank lacks, once, when it optimizes the graph, and never again, while
+            other ranks wait. And if one function takes several steps, the next step must not use
+            these names before this one is done.
     """
 
     step: tf.Tensor
@@ -63,9 +64,9 @@ class BucketResult(NamedTuple):
 
     Attributes:
         averages: of the bucket's gradients.
-        sound: whether they count.
+        sound: whether the averages count.
         updated: what the residues become if the step counts.
-        chosen: what look-ahead's offsets, and scales of integers, become then.
+        chosen: what look-ahead's offsets, and the scales of integers, become if the step counts.
     """
 
     averages: list[tf.Tensor]
@@ -78,16 +79,16 @@ class Bucket:
     """Tensors that share their collectives.
 
     Values buffer: [values of all compressed tensors | dense tensors | one element that counts
-    workers with non-finite gradients]. Integers are packed into words of int32; the count is one
-    more then, and nothing is dense.
+    workers with non-finite gradients]. Integers are packed into words of int32; then the count is
+    one more word, and nothing is dense.
 
     Attributes:
-        number: the bucket's place among the exchange's.
+        number: the bucket's place among the exchange's buckets.
         names: of all its variables.
-        compressed: those whose offsets and values travel.
-        dense: names of those that are sent whole.
-        wire_dtype: that of values, before integers are packed.
-        layout: where offsets and values of the compressed lie in the buffers.
+        compressed: the tensors whose offsets and values travel.
+        dense: names of the tensors that are sent whole.
+        wire_dtype: the dtype of values, before integers are packed.
+        layout: where offsets and values of the compressed tensors lie in the buffers.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class Bucket:
         dtype = dtype_of(variables[names[0]])
         self._dense_dtype = tf.float64 if dtype == tf.float64 else tf.float32
         self._levels = config.levels if self.compressed else 0
-        # Where values travel in float16, or as integers, nothing is dense (Exchange._kind_of), and
-        # the count of workers is exact.
+        # If values travel in float16 or as integers, nothing is dense (Exchange._kind_of), and the
+        # count of workers is exact.
         self.wire_dtype = self.compressed[0].wire_dtype if self.compressed else self._dense_dtype
         half = self.wire_dtype == tf.float16
         self._average_dtype = self._dense_dtype if half else self.wire_dtype
@@ -126,19 +127,19 @@ class Bucket:
 
     @property
     def dense_bytes(self) -> int:
-        """What is sent of tensors that are sent whole, and of the count."""
+        """The bytes that are sent for dense tensors and for the count."""
         elements = sum(self._elements[name] for name in self.dense)
         return elements * self._dense_dtype.size + (4 if self._levels else self.wire_dtype.size)
 
     def values_bytes(self, size: int) -> int:
-        """What is sent of compressed tensors among so many ranks."""
+        """The bytes that are sent for the values of compressed tensors. size: how many ranks."""
         if self._levels:
             return 4 * words_of(self.layout.n_values, self._levels, size)
         return self.layout.n_values * self.wire_dtype.size
 
     @property
     def whole_bytes(self) -> int:
-        """What is sent in a step that is sent whole."""
+        """The bytes that are sent in a step that is sent whole."""
         return sum(self._elements.values()) * self._dense_dtype.size
 
     def average(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
@@ -156,7 +157,7 @@ class Bucket:
     def _average_whole(self, grads: Mapping[str, tf.Tensor], now: Now) -> BucketResult:
         flat = [tf.cast(grads[name], self._dense_dtype) for name in self.names]
         averages = self._transport.average_each(flat, f"whole.{self.number}")
-        # No count is needed: where a worker's gradient is not finite, the average is not either.
+        # No count is needed: if a worker's gradient is not finite, the average is not either.
         averages = [
             tf.cast(average, grads[name].dtype)
             for name, average in zip(self.names, averages, strict=True)
@@ -164,7 +165,7 @@ class Bucket:
         residues = [read(tensor.residue) for tensor in self.compressed]
         chosen = []
         if self._config.lookahead and self.compressed:
-            # The best guess for the next step's leader is the gradient just sent.
+            # For the next step's leader, the gradient just sent is the best guess.
             own = [grads[tensor.name] for tensor in self.compressed]
             offered = self._kernel.choose(own, residues, self._units(now), self._chooses(now, 1))
             chosen = self._split_choice(self._from_leader(offered))
@@ -255,7 +256,7 @@ class Bucket:
     ) -> tf.Tensor:
         """Whether the averages are finite in the gradients' dtype too.
 
-        float16's range is narrower than that of what was averaged.
+        The range of float16 is narrower than that of the dtype that was averaged.
         """
         half = [
             average
@@ -276,7 +277,7 @@ class Bucket:
         return for_ranks(float16_limit, size, tf.float32) if self.wire_dtype == tf.float16 else 0.0
 
     def _chooses(self, now: Now, later: int) -> tf.Tensor:
-        """Whether this rank is the leader so many steps later."""
+        """Whether this rank is the leader `later` steps from now."""
         staggered = self._config.leader == "staggered"
         chooser = leader(now.step + later, self.number, tf.cast(now.size, tf.int64), staggered)
         return tf.equal(chooser, tf.cast(now.position, tf.int64))
@@ -287,7 +288,7 @@ class Bucket:
         return unpack_choice(received, self.layout)
 
     def _held_choice(self) -> tf.Tensor:
-        """The choice that came during the last step, as it lies in the layout."""
+        """The choice that came during the last step, in the layout's order."""
         held = self._progress
         scales = [read(held.scales[own.name]) for own in self.compressed] if self._levels else []
         in_layout = sorted(self.layout.offsets, key=lambda name: self.layout.offsets[name].start)
@@ -295,7 +296,7 @@ class Bucket:
         return tf.concat([*map(as_bytes, scales), *offsets], 0)
 
     def _split_choice(self, choice: tf.Tensor) -> list[tf.Tensor]:
-        """Each compressed tensor's offsets, in bytes, and after them all the scales."""
+        """Each compressed tensor's offsets, in bytes, and then each one's scales."""
 
         def parts(places: Mapping[str, slice]) -> list[tf.Tensor]:
             own = [places[tensor.name] for tensor in self.compressed]

@@ -1,7 +1,7 @@
-"""ScaleCom: what users pass as `compression=` to this package's optimizers and tapes.
+"""ScaleCom: the object that users pass as `compression=` to this package's optimizers and tapes.
 
-It holds settings, residues and the loss scale. The graph's part is exchange.py's. Tapes are made
-anew every step, so residues live here, by variable. Used by reduction.py, elastic.py and
+It holds the settings, the residues and the loss scale; exchange.py builds the graph. A new tape is
+made for every step, so the residues live here, by variable. Used by reduction.py, elastic.py and
 optimizer.py. Imports elastic_agreement, exchange, residues, transport and the framework-free rooms.
 """
 
@@ -51,12 +51,12 @@ MAKE_IT_ONCE = (
     "DistributedGradientTape"
 )
 
-# What a state is of besides the config: see saved_state.check_state.
+# What a saved state must match besides the config; see saved_state.check_state.
 SETTINGS = {"method": "ScaleCom"}
 
-# Numbers of stats() of which, of several exchanges, the largest counts; others are summed.
+# For several exchanges, stats() gives the largest of these numbers, and the sum of all others.
 _LARGEST_COUNTS = ("step", "rate", "leader", "residue_ratio")
-# What a single process sends, and every one before its first step.
+# The numbers of a single process, and of every process before its first step.
 _NOTHING_SENT: dict[str, int | float | None] = {
     **dict.fromkeys(("step", "skipped_steps", "leader"), 0),
     **dict.fromkeys(("bytes_offsets", "bytes_values", "bytes_dense", "bytes_traffic"), 0),
@@ -75,10 +75,10 @@ LossScale: TypeAlias = (
 
 
 class _Stream(Tracked):
-    """What one series of gradients needs.
+    """The state of one series of gradients.
 
     There is one stream, unless a persistent tape is asked for gradients of the same variables
-    several times in a step: those are different series, and each keeps what was not sent of it.
+    several times in a step. Those are separate series, and each has residues of its own.
 
     Attributes:
         residues: {name: variable}.
@@ -92,12 +92,12 @@ class _Stream(Tracked):
 
 
 class _Settings(tf.train.experimental.PythonState):
-    """The settings, and whose residues they are, in a tf.train.Checkpoint.
+    """The settings, and the rank that the residues belong to, in a tf.train.Checkpoint.
 
     Residues that were made with other settings are refused.
 
     Attributes:
-        place: of the rank whose residues were loaded, or of this one; as `_place` gives it.
+        place: `_place` of the rank whose residues were loaded, or of this rank.
     """
 
     def __init__(self, config: ScaleComConfig, streams: Sequence[_Stream]) -> None:
@@ -117,14 +117,14 @@ class _Settings(tf.train.experimental.PythonState):
 
 
 class _Bound:
-    """What a ScaleCom knows of variables and must not be part of a checkpoint.
+    """What a ScaleCom knows about variables and a checkpoint must not contain.
 
     Attributes:
         names: {variable.ref(): name}.
-        shapes, rates: by name, of all variables seen so far.
+        shapes, rates: of all variables seen so far, by name.
         tensors: {name: CompressedTensor} of each stream.
         exchanges: {(stream, names): Exchange}.
-        loaded: a state that not every variable has taken up yet.
+        loaded: a loaded state that some variables have not taken up yet.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class ScaleCom(Tracked, Compressor):
 
     @staticmethod
     def compress(tensor: Any) -> Any:
-        """What horovod.tensorflow itself would call; it does not say for which variable.
+        """Called by horovod.tensorflow itself, which does not say for which variable.
 
         Raises:
             TypeError: always.
@@ -217,17 +217,17 @@ class ScaleCom(Tracked, Compressor):
     ) -> tuple[Exchange, list[str]]:
         """The exchange of these variables, on which all ranks agreed, and their names in it.
 
-        Blocks until all ranks are here, unless they have agreed on it before.
+        Blocks until all ranks have called it, unless they agreed on the exchange before.
 
         Args:
-            stream: which of several series of gradients of these variables this is.
-            variables: those whose gradients are averaged.
-            present: those of them that have a gradient on this rank.
+            stream: the number of this series of gradients, if these variables have several.
+            variables: the variables whose gradients are averaged.
+            present: the variables among them that have a gradient on this rank.
             sparse: other variables, whose gradients are sparse.
-            arguments: what the optimizer or tape was given.
+            arguments: the arguments of the optimizer or tape.
 
         Raises:
-            RuntimeError: ranks differ.
+            RuntimeError: the ranks differ.
             TypeError: a variable cannot be averaged over ranks.
         """
         known = self._bound.exchanges
@@ -293,7 +293,7 @@ class ScaleCom(Tracked, Compressor):
         return Exchange(variables, mine, rates, kept.progress[label], self.config, arguments)
 
     def _residues_of(self) -> int | None:
-        """The rank whose residues these are, where it can be known."""
+        """The rank whose residues these are; None if that is unknown."""
         place = self._settings.place
         same_ranks = place.get("ranks") == horovod.size() and not is_elastic()
         return place.get("rank") if same_ranks else None
@@ -310,7 +310,7 @@ class ScaleCom(Tracked, Compressor):
             for tensor in tensors.values():
                 progress.hold_choice(tensor)
         self._take_up_progress(progress)
-        # Variables that were frozen or thawed: the same training goes on.
+        # If variables were frozen or thawed, this is a new exchange of the same training.
         related = [
             exchange.progress
             for (other, names), exchange in self._bound.exchanges.items()
@@ -321,7 +321,7 @@ class ScaleCom(Tracked, Compressor):
         return progress
 
     def _rates_of(self, variables: Mapping[str, tf.Variable]) -> dict[str, float]:
-        """The rates of variables. One stays what it was when the variable was first seen.
+        """The rates of variables. A variable keeps the rate that it had when it was first seen.
 
         Globs may match any variable seen so far.
         """
@@ -331,11 +331,11 @@ class ScaleCom(Tracked, Compressor):
         return {name: bound.rates[name] for name in variables}
 
     def _make_stream(self) -> None:
-        self._streams.append(_Stream())  # a new list would not be restored into
+        self._streams.append(_Stream())  # a checkpoint would not restore into a new list
         self._bound.tensors.append({})
 
     def _name_of(self, variable: tf.Variable) -> str:
-        """The variable's name without ":0". A second one of that name gets ".1", and so on."""
+        """The variable's name without ":0". A second variable of that name gets ".1", and so on."""
         names = self._bound.names
         if variable.ref() not in names:
             stem = variable.name.partition(":")[0]
@@ -393,7 +393,7 @@ class ScaleCom(Tracked, Compressor):
             {name: array shaped like the variable}, "exchanges": what else each exchange needs}. If
             there are residues, "rank" and "ranks" say whose they are.
         """
-        # What was loaded and nobody has needed yet is still to be saved.
+        # A loaded state that no variable has taken up yet must be saved, too.
         loaded = self._bound.loaded or {"step": 0, "residues": {}}
         residues = {
             _in_stream(stream, name): value_of(tensor.residue).reshape(tensor.shape)
@@ -449,14 +449,14 @@ class ScaleCom(Tracked, Compressor):
             self._bound.loaded = None
 
     def _take_up_residues(self, stream: int, tensors: Mapping[str, CompressedTensor]) -> None:
-        """Residues that were loaded, for tensors that want them."""
+        """Give tensors the residues that were loaded for them."""
         if self._bound.loaded is None or not tensors:
             return
         saved = self._bound.loaded["residues"]
         shapes = {_in_stream(stream, name): tensor.shape for name, tensor in tensors.items()}
         if saved:
             found = {name: shape for name, shape in shapes.items() if name in saved}
-            # Variables that come after others may have been frozen when the state was saved.
+            # Variables that join later may have been frozen when the state was saved.
             wanted = found if any(self._bound.tensors) else shapes
             check_residues({name: np.shape(saved[name]) for name in found}, wanted)
         for name, tensor in tensors.items():
@@ -464,7 +464,7 @@ class ScaleCom(Tracked, Compressor):
             set_value(tensor.residue, saved.get(_in_stream(stream, name), zeros))
 
     def _take_up_progress(self, progress: Progress) -> None:
-        """The step, and look-ahead's offsets, that were loaded for an exchange."""
+        """Give an exchange the step, and look-ahead's offsets, that were loaded for it."""
         loaded = self._bound.loaded
         if loaded is not None:
             saved = loaded.get("exchanges", {})
@@ -483,9 +483,9 @@ def all_exchanges() -> list[Exchange]:
 
 @functools.cache
 def shared() -> ScaleCom:
-    """What the bare class stands for in a tape: one object for all tapes of the process.
+    """The object of all tapes of the process that are given the class itself.
 
-    It has the defaults and the environment's settings.
+    Its settings are the defaults and the environment's.
     """
     with tf.init_scope():
         return ScaleCom()
@@ -501,7 +501,7 @@ def is_scalecom(
 
 
 def _place(has_residues: bool) -> dict[str, int]:
-    """This rank among how many, for a state; nothing for one without residues."""
+    """The rank and the number of ranks, for a state; empty if the state has no residues."""
     known = has_residues and horovod.is_initialized()
     return {"rank": horovod.rank(), "ranks": horovod.size()} if known else {}
 

@@ -1,8 +1,8 @@
-"""horovod.tensorflow.elastic with states that know residues.
+"""horovod.tensorflow.elastic with states that include residues.
 
-Every rank commits and restores its own, and newcomers learn what is agreed. Horovod's states
-broadcast rank 0's model and optimizer. Residues are no part of either, so rank 0's never come to
-other ranks, and a rank that comes later starts with residues of zero. Elastic training with
+Every rank commits and restores its own residues, and new ranks learn what the others agreed on.
+Horovod's states broadcast rank 0's model and optimizer. Residues belong to neither, so rank 0's
+residues never reach other ranks, and a new rank starts with residues of zero. Elastic training with
 ScaleCom needs one of these states.
 
 Imports compressor and elastic_agreement.
@@ -25,14 +25,14 @@ from horovod.tensorflow.elastic import *  # noqa: F403
 from scalecom_hvd.tensorflow.compressor import ScaleCom, all_exchanges, objects
 from scalecom_hvd.tensorflow.elastic_agreement import have_met, meet
 
-# What super() finds is one of Horovod's states, which mypy cannot know.
+# super() finds one of Horovod's states, which mypy cannot know.
 _State: Any = object
 
 
 class KeepsResidues(_State):
-    """Mixed into Horovod's states: commits and restores residues with the rest.
+    """A mixin for Horovod's states that also commits and restores residues.
 
-    Those of all ScaleComs of this process.
+    They are the residues of all ScaleComs of this process.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,7 +40,7 @@ class KeepsResidues(_State):
         super().__init__(*args, **kwargs)
 
     def save(self) -> None:
-        """Take note of the residues, too."""
+        """Save the residues, too."""
         self._keep_residues()
         super().save()
 
@@ -50,14 +50,14 @@ class KeepsResidues(_State):
             now = compressor.state_dict()
             before_any = now | {"step": 0, "residues": {}, "exchanges": {}}
             then = self._residues.get(compressor, before_any)
-            # Residues that came after the commit were zero at it.
+            # Residues that were made after the commit count as zero at that time.
             zeros = {name: np.zeros_like(residue) for name, residue in now["residues"].items()}
             compressor.load_state_dict(then | {"residues": zeros | then["residues"]})
         super().restore()
 
     def reset(self) -> None:
-        """Horovod has been started again: newcomers want to know what the others are doing."""
-        gc.collect()  # a ScaleCom that nobody uses any more takes part in nothing
+        """Horovod was started again, so ranks meet: new ranks must learn what others agreed on."""
+        gc.collect()  # a ScaleCom that is no longer used must not take part
         with contextlib.suppress(HorovodInternalError), _as_lost_worker():  # `sync` will try again
             meet(all_exchanges())
         super().reset()
@@ -79,10 +79,10 @@ class KeepsResidues(_State):
 
 @contextlib.contextmanager
 def _as_lost_worker() -> Iterator[None]:
-    """Errors of Horovod's operations as hvd.elastic.run wants them.
+    """Turn errors of Horovod's operations into the error that hvd.elastic.run expects.
 
-    It looks for others in the training function only, and would not survive the loss of a worker
-    while ranks come together.
+    hvd.elastic.run looks for other errors in the training function only. Without this, it would not
+    survive the loss of a worker while ranks meet.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""What ranks of an elastic run tell each other when they meet, whenever Horovod starts.
+"""What the ranks of an elastic run tell each other whenever Horovod starts.
 
-Newcomers must learn how far the others' exchanges have come. They cannot ask in a training step: a
-function that was traced before they came is not traced again, so nobody would answer. So all ranks
-meet once, before any step, and what they tell a newcomer is kept here until it makes the exchange.
-That is this module's only state.
+New ranks must learn how far the others' exchanges have come. They cannot ask in a training step: a
+function that was traced before they came is not traced again, so no rank would answer. Therefore
+all ranks meet once, before any step. A new rank keeps here what the others told it until it makes
+the exchange. That is this module's only state.
 
 Called by elastic.py, whose states bring ranks together, and by compressor.py, which makes
 exchanges. Imports exchange, transport and agreement.
@@ -20,8 +20,8 @@ from scalecom_hvd.agreement import Names
 from scalecom_hvd.tensorflow.exchange import Exchange
 from scalecom_hvd.tensorflow.transport import Transport
 
-# By label, what others agreed on of exchanges that this process has not made yet. None until ranks
-# have met.
+# {label: what other ranks agreed on}, for exchanges that this process has not made yet. None until
+# the ranks have met.
 _kept: dict[str, dict[str, Any]] | None = None
 
 
@@ -31,10 +31,10 @@ def have_met() -> bool:
 
 
 def meet(exchanges: Iterable[Exchange]) -> None:
-    """Meet all ranks, and go on where they go on. Blocks until all ranks are here.
+    """Meet all ranks, and go on at the agreed step. Blocks until all ranks have called it.
 
     Args:
-        exchanges: all that this process takes part in.
+        exchanges: all exchanges that this process takes part in.
 
     Raises:
         UnknownError: a rank is lost.
@@ -50,7 +50,7 @@ def meet(exchanges: Iterable[Exchange]) -> None:
     agreements = {label: exchange.agreement() for label, exchange in mine.items()}
     everyone = transport.gather_objects(agreements, "agreements")
     agreed: dict[str, dict[str, Any]] = {}
-    for theirs in reversed(everyone):  # the first rank's word counts, like its weights
+    for theirs in reversed(everyone):  # the first rank's agreement counts, as its weights do
         agreed |= theirs
     for label, exchange in mine.items():
         ahead = agreed[label]["ahead"]
@@ -62,7 +62,7 @@ def meet(exchanges: Iterable[Exchange]) -> None:
 def take_agreement(label: str) -> dict[str, Any] | None:
     """What others agreed on about an exchange that this process is about to make.
 
-    Each agreement is given once. None if the exchange is new to the others, too.
+    Each agreement is returned once. None if the exchange is new to the others, too.
     """
     found = next((known for known in _kept or {} if known.partition(".")[0] == label), None)
     return None if found is None else _kept.pop(found)

@@ -9,12 +9,12 @@ One step, per bucket:
     look-ahead  all gradients are here -> take at the offsets that came during the last step, and
                 accumulate, in which the next leader chooses
                 -> all-reduce -> scatter, and at the same time the next offsets
-    commit      all buckets are here -> if no rank's gradient was not finite, variables take the
+    commit      all buckets are here -> if all ranks' gradients were finite, variables take the
                 updated residues
 
-TensorFlow runs these as soon as their inputs are there, so buckets overlap with backward and with
-each other. Nothing is assigned before the whole step is known to count: a step that is void, or
-dies in the middle, has changed nothing.
+TensorFlow runs these operations as soon as their inputs are there, so buckets overlap with backward
+and with each other. Nothing is assigned before the whole step is known to count, so a step that is
+void or dies in the middle changes nothing.
 
 Used by compressor.py, elastic_agreement.py and reduction.py. Imports bucket, residues, transport
 and the framework-free rooms.
@@ -70,9 +70,9 @@ log = logging.getLogger("scalecom_hvd")
 
 @dataclass(frozen=True)
 class Arguments:
-    """What Horovod's optimizers and tapes are told about the reduction.
+    """The arguments of Horovod's optimizers and tapes that concern the reduction.
 
-    Names, meanings and defaults are theirs.
+    Names, meanings and defaults are Horovod's.
     """
 
     op: int = horovod.Average
@@ -84,7 +84,7 @@ class Arguments:
     device_sparse: str = ""
 
     def check(self) -> None:
-        """Raise ValueError for what ScaleCom cannot do."""
+        """Raise ValueError for arguments that ScaleCom does not support."""
         check_operation(self.op, self.gradient_predivide_factor, horovod)
         if self.groups is not None and not (isinstance(self.groups, list) or self.groups > 0):
             raise ValueError(
@@ -110,16 +110,16 @@ class Arguments:
 class Exchange:
     """The exchange of a fixed set of variables.
 
-    All ranks make the same collectives by the same names.
+    All ranks make the same collectives under the same names.
 
     Attributes:
         variables: {name: variable} of all whose gradients were asked for.
         tensors: the compressed ones among them.
-        members: names of those that have a gradient on some rank. Only these take part, with zeros
-            where a rank has none.
+        members: names of the variables that have a gradient on some rank. Only these take part; a
+            rank without their gradients sends zeros.
         buckets: of the members.
-        progress: how far it has come.
-        arguments: what it was asked for with.
+        progress: how far the exchange has come.
+        arguments: the arguments of its optimizer or tape.
         function: `average` as a function of TensorFlow, for eager steps.
     """
 
@@ -146,13 +146,13 @@ class Exchange:
             arguments.device_dense,
             self._names,
         )
-        # A function, since operations that run one by one have no names.
+        # Make a function, because operations that run one by one have no names.
         self._count_ranks = tf.function(
             lambda fact: self._transport.sum(fact, "more"), autograph=False
         )
 
-    # Ranks agree once. That blocks, so they do it where every rank surely is: at the first call for
-    # these variables.
+    # Ranks agree once. Agreeing blocks, so they do it at a point that every rank surely reaches:
+    # the first call for these variables.
 
     def agree(self, present: Iterable[str], sparse: Sequence[str], residues_of: int | None) -> None:
         """Compare settings and tensors of all ranks; agree on members, names and the step.
@@ -160,10 +160,10 @@ class Exchange:
         Args:
             present: names of variables that have a gradient on this rank.
             sparse: names of variables whose gradients are sparse.
-            residues_of: the rank whose residues this one has loaded, where it can be known.
+            residues_of: the rank whose residues this one has loaded; None if that is unknown.
 
         Raises:
-            RuntimeError: ranks differ, or two have the residues of one. All ranks raise alike.
+            RuntimeError: ranks differ, or two ranks have the residues of one. All ranks raise it.
         """
         eager = runs_eagerly()
         mine = self._describe(sparse) | {
@@ -212,11 +212,11 @@ class Exchange:
         return dict(self._description)
 
     def lacks(self, given: set[str]) -> bool:
-        """Whether a variable that is no member has a gradient, so that ranks must agree anew.
+        """Whether a variable that is no member has a gradient, so that ranks must agree again.
 
-        In eager steps this may be so on one rank only, so ranks ask each other in every step. In a
-        traced function no rank asks: ranks may trace it at different times (for a smaller batch).
-        Each rank decides for itself there, and all must find the same.
+        In eager steps this may be true on one rank only, so ranks ask each other in every step. In
+        a traced function no rank asks, because ranks may trace it at different times (for a smaller
+        batch). There each rank decides for itself, and all must come to the same result.
 
         Args:
             given: names of variables that have a gradient on this rank.
@@ -226,10 +226,10 @@ class Exchange:
             int(self._count_ranks(tf.constant(int(more)))) > 0 if tf.executing_eagerly() else more
         )
 
-    # In elastic runs ranks come later; see elastic_agreement.py.
+    # In elastic runs, new ranks join later; see elastic_agreement.py.
 
     def agreement(self) -> dict[str, Any]:
-        """What ranks that come later must know; "ahead" is a digest of look-ahead's choice."""
+        """What ranks that join later must know. "ahead" is a digest of look-ahead's choice."""
         progress = self.progress.as_dict()
         return self._description | {
             "members": sorted(self.members),
@@ -245,7 +245,7 @@ class Exchange:
         }
 
     def join(self, agreed: Mapping[str, Any], sparse: Sequence[str], given: set[str]) -> None:
-        """Take part in what other ranks agreed on.
+        """Take part in an exchange that other ranks agreed on.
 
         Args:
             agreed: their `agreement`.
@@ -253,9 +253,9 @@ class Exchange:
             given: names of variables that have a gradient on this rank.
 
         Raises:
-            RuntimeError: this rank's settings or tensors are others; or it has, in a traced
-                function, gradients that the others' functions do not send, which are not traced
-                again.
+            RuntimeError: this rank's settings or tensors differ from theirs. Or this rank has, in a
+                traced function, gradients that the others' functions do not send; those functions
+                are not traced again.
         """
         mine = self._describe(sparse)
         compare_ranks([*[agreed] * max(self._transport.position, 1), mine], list(mine))
@@ -271,12 +271,12 @@ class Exchange:
         self.go_on(agreed["step"], False)
 
     def go_on(self, step: int, ahead: bool) -> None:
-        """Go on where all ranks do.
+        """Go on at the step at which all ranks go on.
 
         Args:
             step: the step's number.
-            ahead: whether look-ahead's offsets are the same on all; else the next step is sent
-                whole.
+            ahead: whether look-ahead's offsets are the same on all ranks. If they are not, the next
+                step is sent whole.
         """
         mine = int(value_of(self.progress.step))
         if mine != step:
@@ -315,7 +315,7 @@ class Exchange:
         return group_names(groups, {id(v): name for name, v in self.variables.items()})
 
     def _kind_of(self, name: str) -> tuple[str, tf.DType, tf.DType]:
-        """Its device, its dtype, and its dtype on the wire."""
+        """A variable's device, its dtype, and its dtype on the wire."""
         variable, tensor = self.variables[name], self.tensors.get(name)
         dense_dtype = tf.float64 if dtype_of(variable) == tf.float64 else tf.float32
         wire_dtype = tensor.wire_dtype if tensor else dense_dtype
@@ -328,9 +328,9 @@ class Exchange:
     # One step.
 
     def complete(self, grads: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Gradients of all members, zeros where this rank has none.
+        """Gradients of all members, with zeros for those that this rank lacks.
 
-        So `function` is not traced again when it lacks others.
+        So `function` is not traced again when this rank lacks other gradients than before.
         """
         return {
             name: grads[name] if name in grads else tf.zeros(variable.shape, dtype_of(variable))
@@ -344,10 +344,10 @@ class Exchange:
         """The averages of the gradients of all members, shaped like their variables.
 
         Args:
-            grads: those of all members (`complete`).
+            grads: the gradients of all members, from `complete`.
             scale: the loss scale, or None for 1.
-            others_are_finite: whether sparse gradients, which do not pass here, are finite on all
-                ranks.
+            others_are_finite: whether sparse gradients, which do not pass through here, are finite
+                on all ranks.
 
         Returns:
             {name: average}; NaN in a step that does not count.
@@ -385,7 +385,7 @@ class Exchange:
             updated = [residue for result in results for residue in result.updated]
             if updated:
                 assigned.append(self._look(flat, updated, now))
-            # In a session only what fetches need is run: so averages need the assignments.
+            # A session runs only what the fetches depend on, so averages depend on assignments.
             with tf.control_dependencies(assigned):
                 return [tf.identity(average) for average in averages]
 
@@ -404,9 +404,9 @@ class Exchange:
     def _look(
         self, grads: Mapping[str, tf.Tensor], residues: Sequence[tf.Tensor], now: Now
     ) -> tf.Tensor:
-        """Every so many steps, see whether residues keep growing, and tell the user once.
+        """Every LOOK_EVERY steps, check whether residues keep growing, and warn the user once.
 
-        This is what training_warnings does, in the graph. Gives whether it looked.
+        This does in the graph what training_warnings does. Returns whether it looked.
         """
 
         def norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -427,7 +427,7 @@ class Exchange:
             ratio = tf.cast(tf.round(norms[0, -1] / tf.reduce_max(norms[1])), tf.int64)
 
             def warn() -> tf.Tensor:
-                # Not by TensorFlow's log, which many switch off with its banners.
+                # Not through TensorFlow's log, which many users switch off with its banners.
                 text = tf.strings.format(message, (now.step, ratio))
                 with tf.control_dependencies([tf.print(text, output_stream=sys.stderr)]):
                     return tf.constant(True)

@@ -1,8 +1,8 @@
 """The moves of one step on a bucket's tensors, and the kernels that make them.
 
-A move is a function from tensors to tensors. It changes no residue: it gives the updated one, which
-is assigned when the step is known to count. Both kernels give bit-identical results, and those of
-reference.py. Called by bucket.py. Imports the framework-free rooms only.
+A move is a function from tensors to tensors. It changes no residue but returns the updated one,
+which is assigned once the step is known to count. Both kernels give bit-identical results, the same
+as reference.py. Called by bucket.py. Imports the framework-free rooms only.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Units:
     """What a step's moves depend on besides the tensors.
 
     Attributes:
-        beta: the low-pass filter's.
+        beta: of the low-pass filter.
         scale: 1 / loss scale, a scalar; None for 1.
         limit: the largest magnitude that is sent as float16.
-        extra: how many times more of what waits is sent where g points the same way.
+        extra: this many times what waits is sent in addition, unless g has the opposite sign.
     """
 
     beta: float
@@ -57,14 +57,14 @@ class Kernel(Protocol):
     Args and results that several moves share:
         grads, residues, updated: (N,) each, in the order of the geometries.
         chooses: whether this rank chooses; a bool scalar.
-        offsets, chosen: bytes, laid out by bucket_layout.Layout, the scales of integers among them;
-            none, (0,), where a rank does not choose.
+        offsets, chosen: bytes, laid out by bucket_layout.Layout. They include the scales of
+            integers. Empty, (0,), if a rank does not choose.
         wire: the dtype in which values travel; int8 for integers.
-        values: (k,) of all tensors together, of dtype `wire`.
-        bad: how many elements or values are; an int64 scalar.
+        values: (k,), those of all tensors together, of dtype `wire`.
+        bad: how many elements or values are bad; an int64 scalar.
 
-    Where values travel as integers (`levels`, see integers.py), `choose` and `take_and_accumulate`
-    serve, in this order.
+    If values travel as integers (`levels`, see integers.py), use `choose` and then
+    `take_and_accumulate`.
     """
 
     def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None: ...
@@ -77,7 +77,7 @@ class Kernel(Protocol):
     def accumulate(
         self, grads: Tensors, residues: Tensors, units: Units, chooses: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, tf.Tensor]:
-        """m + beta*g, and where this rank chooses, the offsets of the winners of |m + g|.
+        """m + beta*g and, if this rank chooses, the offsets of the winners of |m + g|.
 
         Returns:
             updated, chosen, bad.
@@ -92,7 +92,8 @@ class Kernel(Protocol):
             updated, values, bad.
 
         Raises:
-            InvalidArgumentError: in the graph: the offsets are not those of exactly one leader.
+            InvalidArgumentError: when the graph runs, if the offsets are not those of exactly one
+                leader.
         """
 
     def take_and_accumulate(
@@ -116,11 +117,11 @@ class Kernel(Protocol):
     def scatter(
         self, grads: Tensors, units: Units, offsets: tf.Tensor, values: tf.Tensor
     ) -> Tensors:
-        """For every gradient (whose memory may be used), values / scale at I and zero elsewhere."""
+        """For every gradient (its memory may be used), values / scale at I and zero elsewhere."""
 
 
 class GraphKernel:
-    """Plain TensorFlow operations, for any device and for both ways to choose."""
+    """Plain TensorFlow operations, for any device and both kinds of selection."""
 
     def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None:
         self._geometries = list(geometries.values())
@@ -129,7 +130,7 @@ class GraphKernel:
         self._offsets_at = [layout.offsets[name] for name in geometries]
         self._scales_at = [layout.scales[name] for name in geometries]
         self._sizes = [geometry.k for geometry in self._geometries]
-        # Where tensors' offsets lie in the buffer is the layout's order, not theirs.
+        # In the buffer, offsets lie in the layout's order, not in the tensors' order.
         self._order = sorted(range(len(self._geometries)), key=lambda i: self._offsets_at[i].start)
         self._bytes = layout.offsets_bytes
 
@@ -198,7 +199,7 @@ class GraphKernel:
         wire: tf.DType,
         share: float,
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """v = m[I] + share*g[I], extra included, and the residues with m[I] - beta*v."""
+        """v = m[I] + share*g[I], including extra, and the residues with m[I] - beta*v."""
         taken, values, bad = [], [], []
         for m, g, index, at in zip(
             residues, grads, self._indices(offsets), self._scales_at, strict=True
@@ -231,7 +232,7 @@ class GraphKernel:
     def _chosen(
         self, chooses: tf.Tensor, residues: Tensors, gradients: Tensors, extra: float
     ) -> tf.Tensor:
-        """The offsets of the winners of |m + g|, after the scales of integers there, or none."""
+        """The scales of integers, then the offsets of the winners of |m + g|; or nothing."""
 
         def choose() -> tf.Tensor:
             winners = [
@@ -264,7 +265,7 @@ class GraphKernel:
 class NativeKernel:
     """The C kernel (native/tensorflow_ops.c), for lanes in the CPU's memory.
 
-    Every move is one operation. Raises TypeError for exact selection, which is GraphKernel's.
+    Every move is one operation. Raises TypeError for exact selection, which only GraphKernel has.
     """
 
     def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None:
@@ -337,12 +338,12 @@ def kernel_for(device: str, selection: str, same_width: bool) -> type[Kernel]:
     SCALECOM_KERNEL=tensorflow asks for plain operations; =native makes a missing library an error.
 
     Args:
-        device: its type ("CPU", "GPU", ...).
+        device: the device's type ("CPU", "GPU", ...).
         selection: the setting of that name ("lanes" or "exact").
-        same_width: whether residues are float64 exactly where gradients are.
+        same_width: whether either both residues and gradients are float64, or neither.
 
     Raises:
-        ValueError: SCALECOM_KERNEL names no kernel of TensorFlow's.
+        ValueError: SCALECOM_KERNEL names no kernel for TensorFlow.
         RuntimeError: SCALECOM_KERNEL=native, and there is no library.
     """
     asked = os.environ.get("SCALECOM_KERNEL", "")
@@ -363,8 +364,8 @@ def operations() -> ModuleType | None:
     """The C kernel's operations, or None, with one warning, if they were not built."""
     path = native.OPERATIONS
     try:
-        # The library names symbols of these two, not the files they are in, so that it serves any
-        # installed TensorFlow.
+        # The library refers to symbols of these two but does not name their files, so that it works
+        # with any installed TensorFlow.
         frameworks = Path(tf.sysconfig.get_lib()).glob("libtensorflow_framework.*")
         for needed in (*frameworks, native.LIBRARY):
             ctypes.CDLL(str(needed), ctypes.RTLD_GLOBAL)
@@ -375,7 +376,7 @@ def operations() -> ModuleType | None:
 
 
 def _as_number(value: float | tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """A number or tensor as a scalar of this dtype: tf.cast makes a number a float32 first."""
+    """A number or tensor as a scalar of this dtype. tf.cast would make a number a float32 first."""
     return tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
 
 
@@ -393,15 +394,15 @@ def _usable(
 def _sendable(
     m: tf.Tensor, g: tf.Tensor, waited: tf.Tensor, share: float, extra: float
 ) -> tf.Tensor:
-    """m + share*g, and `extra` times what waited, where that and g do not point apart."""
+    """m + share*g, plus `extra` times what waited unless that and g have opposite signs."""
     value = m + _as_number(share, m.dtype) * g
     more = _as_number(extra, m.dtype) * waited
-    # A sum of three in a row would be added up in another order.
+    # If this were one sum of three terms, they would be added in another order.
     return tf.where(waited * g >= 0, value + more, value)
 
 
 def _scales(values: tf.Tensor, k: int, levels: int) -> tf.Tensor:
-    """The scales (blocks,) of the leader's values (k,), as reference.scales."""
+    """The scales (blocks,) of the leader's values (k,), as in reference.scales."""
     size = tf.abs(tf.cast(values, tf.float64))
     size = tf.where(tf.math.is_finite(size), size, tf.zeros_like(size))
     blocks = tf.reshape(tf.pad(size, [[0, -k % BLOCK]]), [blocks_of(k), BLOCK])
@@ -419,12 +420,12 @@ def scales_of(part: tf.Tensor) -> tf.Tensor:
 
 
 def scale_of_each(part: tf.Tensor, values: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The scale of each of a tensor's values (k,), of this dtype, from the scales' bytes."""
+    """The scale of each of a tensor's values (k,), in this dtype, from the scales' bytes."""
     return tf.cast(tf.repeat(scales_of(part), BLOCK)[: tf.size(values)], dtype)
 
 
 def _integers(values: tf.Tensor, scales: tf.Tensor, levels: int) -> tf.Tensor:
-    """The integers (k,), int8, nearest to values / scales, as reference.integers."""
+    """The integers (k,), int8, nearest to values / scales, as in reference.integers."""
     zeros = tf.zeros_like(scales)
     per_scale = tf.where(scales > 0, 2 / scales, zeros)
     halves = tf.minimum(tf.abs(values) * per_scale, _as_number(2 * levels, values.dtype))
@@ -434,10 +435,10 @@ def _integers(values: tf.Tensor, scales: tf.Tensor, levels: int) -> tf.Tensor:
 
 
 def times_scales(integers: tf.Tensor, scales: tf.Tensor) -> tf.Tensor:
-    """Integers (k,), or sums of them, times the scale of each (k,), of the scales' dtype."""
+    """Integers (k,), or sums of them, times the scale of each (k,), in the scales' dtype."""
     product = tf.cast(integers, scales.dtype) * scales
-    # Without a selection behind it, TensorFlow may multiply scales by the next factor first, which
-    # rounds.
+    # Without the tf.where, TensorFlow may multiply scales by the next factor first, and that
+    # product is rounded.
     return tf.where(tf.equal(integers, 0), tf.zeros_like(scales), product)
 
 
@@ -453,11 +454,11 @@ def _count_true(mask: tf.Tensor) -> tf.Tensor:
 def _winners(size: tf.Tensor, geometry: Lanes) -> tf.Tensor:
     """The bytes of the offsets of each lane's largest element.
 
-    With exact selection: of the k largest, ascending by position.
+    With exact selection, the bytes of the offsets of the k largest, in ascending order.
     """
     dtype = tf.as_dtype(geometry.offset_dtype)
     if isinstance(geometry, Positions):
-        # Of equals, top_k takes the first.
+        # Of equal elements, top_k takes the first.
         offsets = tf.sort(tf.math.top_k(size, geometry.k, sorted=False).indices)
     else:
         parts = []

@@ -1,4 +1,4 @@
-"""Monitor, by Horovod's ranks and with TensorFlow's summaries; and Keras's callback of it."""
+"""Monitor for Horovod's ranks, with TensorFlow's summaries, and a Keras callback for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scalecom_hvd.diagnostics import Summary
 
 
 class _Scalars:
-    """TensorFlow's summaries under the names of PyTorch's."""
+    """TensorFlow's summaries under PyTorch's method names."""
 
     def __init__(self, directory: str) -> None:
         self._file = tf.summary.create_file_writer(directory)
@@ -60,13 +60,13 @@ class MonitorCallback(tf.keras.callbacks.Callback):
         self._settings = {"every": every} | settings
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Keras's: a second call of fit goes on with the same monitor."""
+        """Called by Keras. A second call of fit goes on with the same monitor."""
         if self.monitor is None:
             optimizer = self.model.optimizer
             source = self._compression or getattr(optimizer, "inner_optimizer", optimizer)
             self.monitor = Monitor(source, **self._settings)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keras's."""
+        """Called by Keras."""
         assert self.monitor is not None, "training has begun"
         self.monitor.step()

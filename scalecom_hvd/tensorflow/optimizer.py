@@ -1,7 +1,7 @@
 """The drop-in DistributedOptimizer and tapes.
 
-They are Horovod's own objects, in which the one attribute that they reduce through is replaced.
-Hooks, aggregation over several passes, local variables, casts and configurations stay Horovod's.
+They are Horovod's own objects. Only the attribute through which they reduce is replaced. Hooks,
+aggregation over several passes, local variables, casts and configurations stay Horovod's.
 Imports compressor, exchange and reduction.
 """
 
@@ -103,9 +103,9 @@ def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
         given: Horovod's arguments, by name.
 
     Raises:
-        TypeError: this is a LossScaleOptimizer; or, later, one is put around it, and the ScaleCom
-            does not know the scale.
-        ValueError: what ScaleCom cannot do.
+        TypeError: the optimizer is a LossScaleOptimizer. Also raised later, if a LossScaleOptimizer
+            is put around it and the ScaleCom does not know the scale.
+        ValueError: ScaleCom does not support an argument.
     """
     if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
         raise TypeError(_LOSS_SCALE_INSIDE)
@@ -113,8 +113,8 @@ def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
     arguments, stock = _arguments(given)
     wrapped = horovod_keras.DistributedOptimizer(optimizer, **stock)
     reduce = reduction(compressor, arguments, wrapped._name)
-    # Horovod makes a class for every optimizer it wraps, so this changes no other. Keras makes new
-    # objects of it (from_config).
+    # Horovod makes a class for every optimizer it wraps, so this changes no other optimizer. Keras
+    # makes new objects of the class (from_config).
     made, init = type(wrapped), type(wrapped).__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -122,13 +122,13 @@ def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
         _replace_reduction(self, reduce)
 
     made.__init__ = __init__
-    # A property: an attribute would become a part of checkpoints and saved models, which hold one
-    # rank's state for all.
+    # This is a property because an attribute would become a part of checkpoints and saved models,
+    # which hold one rank's state for all ranks.
     made.compression = property(
         lambda self: compressor, doc="The ScaleCom of this optimizer: stats(), state_dict()."
     )
 
-    # What Keras sets to say so.
+    # Keras sets this when it puts a LossScaleOptimizer around the optimizer.
     def is_scaled(self: Any, value: bool) -> None:
         if value and not compressor.knows_loss_scale:
             raise TypeError(_LOSS_SCALE_UNKNOWN)
@@ -207,7 +207,7 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
 
 
 def check_optimizer(optimizer: object, compression: object) -> None:
-    """Raise TypeError for what is no optimizer of Keras or TensorFlow 1, or no compression."""
+    """Raise TypeError unless given an optimizer of Keras or TensorFlow 1, and a compression."""
     of_tensorflow_1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     has = "get_name" if of_tensorflow_1 else "get_config"
     check_arguments(optimizer, has, "Keras and TensorFlow", compression)
@@ -228,7 +228,7 @@ def _tape(make: Callable[..., tf.GradientTape], given: dict[str, Any]) -> tf.Gra
 
 
 def _arguments(given: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-    """What the exchange is told, and what Horovod is told about all the rest; both by name."""
+    """The exchange's arguments, and Horovod's arguments by name, for all the rest."""
     given = {
         name: value for name, value in given.items() if name not in ("optimizer", "compression")
     }
@@ -253,6 +253,6 @@ def _replace_reduction(optimizer: Any, reduce: Reduction) -> None:
     optimizer._allreduce_grads = reduce
     helper = optimizer._agg_helper
     if helper is not None:
-        # It sums over several passes and holds the function itself, under one name or another.
+        # The helper sums over several passes and holds the function itself, under one of two names.
         public = hasattr(helper, "allreduce_grads")
         setattr(helper, "allreduce_grads" if public else "_allreduce_grads", reduce)

@@ -1,6 +1,6 @@
-"""What travels for a choice, and for integers: narrow offsets two to a byte, words of fields.
+"""Packs a choice, with narrow offsets two to a byte, and integers, as fields of words.
 
-bucket_layout.py and integers.py say where they lie. Called by bucket.py. Imports the framework-free
+bucket_layout.py and integers.py define the layout. Called by bucket.py. Imports the framework-free
 rooms only.
 """
 
@@ -14,12 +14,12 @@ from scalecom_hvd import native
 from scalecom_hvd.bucket_layout import Layout
 from scalecom_hvd.integers import field_bits
 
-# Ranks of an elastic run for which what depends on their number is at hand in the graph.
+# The graph of an elastic run has a table of what depends on the number of ranks, up to this number.
 _MOST_ELASTIC_RANKS = 1024
 
 
 def pack_choice(choice: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """The bytes that travel for a choice; none for none.
+    """The bytes that travel for a choice; an empty choice stays empty.
 
     The arithmetic is that of bucket_layout.pack_halves.
     """
@@ -34,10 +34,10 @@ def pack_choice(choice: tf.Tensor, layout: Layout) -> tf.Tensor:
 
 
 def unpack_choice(message: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """The inverse of `pack_choice`, of what exactly one leader sent.
+    """The inverse of `pack_choice`, for a message that exactly one leader sent.
 
     Raises:
-        InvalidArgumentError: in the graph: none did, or several.
+        InvalidArgumentError: when the graph runs, if no leader sent one, or several did.
     """
     whole = tf.debugging.assert_equal(tf.size(message), layout.message_bytes, native.WRONG_OFFSETS)
     with tf.control_dependencies([whole]):
@@ -54,14 +54,14 @@ def unpack_choice(message: tf.Tensor, layout: Layout) -> tf.Tensor:
 def for_ranks(
     of: Callable[[int], float], size: int | tf.Tensor, dtype: tf.DType
 ) -> float | tf.Tensor:
-    """What a function of the number of ranks gives: a number, or a scalar where they may change."""
+    """A function's value for the number of ranks: a number, or a scalar if that may change."""
     if isinstance(size, int):
         return of(size)
     return tf.constant([of(max(n, 1)) for n in range(_MOST_ELASTIC_RANKS + 1)], dtype)[size]
 
 
 def pack_integers(integers: tf.Tensor, k: int, levels: int, size: int | tf.Tensor) -> tf.Tensor:
-    """The words that travel for integers (k,) of -levels to levels; those of all ranks add up."""
+    """The words that travel for integers (k,) of -levels to levels. Ranks' words can be summed."""
     bits = for_ranks(lambda n: field_bits(levels, n), size, tf.int32)
     fields = 32 // bits
     words = -(-k // fields)

@@ -1,8 +1,8 @@
-"""What takes the place of Horovod's `_allreduce_grads` in its optimizers and tapes.
+"""The function that replaces Horovod's `_allreduce_grads` in its optimizers and tapes.
 
-They reduce through this one attribute. What stands there instead sends gradients of variables
-through ScaleCom's exchange of them, and leaves all others to Horovod: sparse gradients, and
-gradients with respect to tensors, which have no name and no next step.
+They reduce through this one attribute. The replacement sends gradients of variables through
+ScaleCom's exchange, and leaves all others to Horovod: sparse gradients, and gradients with respect
+to tensors, which have no name and no next step.
 
 Called by optimizer.py. Imports compressor, exchange, bucket and agreement.
 """
@@ -25,7 +25,7 @@ from scalecom_hvd.tensorflow.exchange import Arguments
 
 log = logging.getLogger("scalecom_hvd")
 
-# What Horovod's objects give for a variable.
+# What Horovod's objects pass for a variable.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 _NO_DERIVATIVE = (
@@ -39,7 +39,7 @@ _KEEPER_CHANGED = (
 
 
 class Reduction(Protocol):
-    """Horovod's `_allreduce_grads`, and what takes its place."""
+    """Horovod's `_allreduce_grads`, or its replacement."""
 
     def __call__(
         self,
@@ -47,7 +47,7 @@ class Reduction(Protocol):
         variables: Sequence[tf.Variable | tf.Tensor],
         use_generic_names: bool = False,
     ) -> list[Gradient]:
-        """Gradients averaged over ranks, None for None."""
+        """Gradients averaged over ranks; None stays None."""
 
 
 def reduction(
@@ -56,13 +56,13 @@ def reduction(
     name: str,
     calls_of: dict[Hashable, int] | None = None,
 ) -> Reduction:
-    """What takes the place of Horovod's `_allreduce_grads`.
+    """The replacement of Horovod's `_allreduce_grads`.
 
     Args:
         compressor: keeps the residues.
-        arguments: what the optimizer or tape was given.
+        arguments: the arguments of the optimizer or tape.
         name: Horovod's name for what it still reduces itself.
-        calls_of: {variable.ref(): how often its gradient was asked for}, of one tape.
+        calls_of: {variable.ref(): how often its gradient was asked for}, for one tape.
     """
     itself = horovod._make_allreduce_grads_fn(
         name,
@@ -76,7 +76,7 @@ def reduction(
         arguments.process_set,
     )
 
-    # Python decides here while a function is traced; AutoGraph would make it the graph's business.
+    # Python decides here while a function is traced. AutoGraph would move decisions into the graph.
     @tf.autograph.experimental.do_not_convert
     def allreduce_grads(
         grads: Sequence[Gradient],
@@ -115,7 +115,7 @@ def reduction(
         stream = 0 if calls_of is None else _stream_of(compressor, trained, calls_of)
         exchange, names = compressor.exchange_for(stream, trained, present, sparse, arguments)
         own = {name: grads[i] for i, name in zip(ours, names, strict=True) if grads[i] is not None}
-        # A tape may still be recording, and the exchange is nothing that it could go back through.
+        # A tape may still be recording, and it cannot differentiate the exchange.
         constants = {name: tf.stop_gradient(grad) for name, grad in own.items()}
         run = exchange.function if tf.executing_eagerly() else exchange.average
         averages = run(exchange.complete(constants), compressor.current_loss_scale(), finite)
@@ -132,9 +132,10 @@ def reduction(
 def _without_derivative(
     averages: dict[str, tf.Tensor], own: dict[str, tf.Tensor]
 ) -> dict[str, tf.Tensor]:
-    """The averages. Who asks for their derivatives by this rank's gradients gets a LookupError.
+    """The averages. Their derivatives by this rank's gradients raise a LookupError.
 
-    Without it they would be left out. No custom_gradient: who saves the function traces that, too.
+    Without this, TensorFlow would leave out these derivatives. A custom_gradient would not do:
+    saving the function traces it, too.
     """
     dead_ends = [
         tf.raw_ops.PreventGradient(input=grad, message=_NO_DERIVATIVE) for grad in own.values()
@@ -156,12 +157,12 @@ def _stream_of(
 
 @dataclass
 class _Keeper:
-    """Noted at a variable: which ScaleCom keeps its residue for tapes.
+    """A note on a variable: which ScaleCom keeps its residue for tapes.
 
     Attributes:
         who: the ScaleCom.
         eager: whether it became the keeper in an eager step.
-        calls: in how many calls it has been the keeper.
+        calls: for how many calls it has been the keeper.
     """
 
     who: weakref.ref[ScaleCom]
@@ -172,10 +173,10 @@ class _Keeper:
 def _notice_changed_keeper(compressor: ScaleCom, variables: Iterable[tf.Variable]) -> None:
     """Notice a ScaleCom that is made inside of the training step.
 
-    Such a step makes a new one every time, and what the old one had not sent is lost.
+    Such a step makes a new ScaleCom every time, and what the old one had not sent is lost.
 
     Raises:
-        ValueError: an eager step surely does so. If that is not sure, a warning is logged.
+        ValueError: an eager step certainly does this. If it is not certain, a warning is logged.
     """
     eager, warned = tf.executing_eagerly(), False
     for variable in variables:

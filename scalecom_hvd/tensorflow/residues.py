@@ -1,8 +1,9 @@
 """What a rank keeps between steps: residues by name, and how far each exchange has come.
 
-All of it is in TensorFlow variables. They are made outside of any function being traced, belong to
-no optimizer or model (Horovod would broadcast rank 0's, and Keras save them), and are tracked by
-tf.train.Checkpoint through ScaleCom. Imports transport and the framework-free rooms only.
+All of it is kept in TensorFlow variables, which are made outside of any function being traced. They
+belong to no optimizer or model, because Horovod would broadcast rank 0's and Keras would save them.
+tf.train.Checkpoint tracks them through ScaleCom. Imports transport and the framework-free rooms
+only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def make_variable(
 ) -> tf.Variable:
     """A variable of zeros.
 
-    In TensorFlow 1's graphs a local one, which Horovod's hook does not broadcast, nor a Saver save.
+    In TensorFlow 1's graphs it is a local variable, so that Horovod's hook does not broadcast it
+    and a Saver does not save it.
     """
 
     def make() -> tf.Variable:
@@ -42,8 +44,8 @@ def make_variable(
             )
 
     if runs_eagerly():
-        # On another thread, where no function is being traced: one that is refuses variables after
-        # its first trace, also in init_scope.
+        # On another thread no function is being traced. A function that is being traced refuses
+        # variables after its first trace, even in init_scope.
         with ThreadPoolExecutor(1) as elsewhere:
             return elsewhere.submit(make).result()
     with tf.init_scope():
@@ -51,12 +53,12 @@ def make_variable(
 
 
 def shape_of(variable: tf.Variable) -> tuple[int, ...]:
-    """Its shape in numbers, where TensorFlow 1's behaviour is Dimensions."""
+    """The variable's shape in numbers; with TensorFlow 1's behaviour it has Dimensions."""
     return tuple(variable.shape.as_list())
 
 
 def dtype_of(variable: tf.Variable) -> tf.DType:
-    """Its dtype, where TensorFlow 1's reference variables have one of their own."""
+    """The variable's dtype; TensorFlow 1's reference variables have a dtype of their own."""
     return variable.dtype.base_dtype
 
 
@@ -81,7 +83,7 @@ def value_of(variable: tf.Variable) -> np.ndarray:
         with tf.init_scope():
             return variable.numpy()
     try:
-        # The variable itself, not `read`: that would be a new operation, and the graph may be
+        # Run the variable itself and not `read`, which would be a new operation: the graph may be
         # finalized.
         return _session().run(variable)
     except tf.errors.FailedPreconditionError:
@@ -117,7 +119,7 @@ class CompressedTensor:
         geometry: its lanes, or positions.
         dtype: the residue's, float32 or float64.
         levels: L of values that travel as integers; 0: they travel as numbers.
-        wire_dtype: that in which its values travel; int8 for integers, which are packed.
+        wire_dtype: the dtype in which its values travel; int8 for integers, which are packed.
         residue: (N,), zero at the start.
     """
 
@@ -137,8 +139,8 @@ class CompressedTensor:
         )
 
 
-# In checkpoints like tf.Module, but not among the variables of a model that holds it as an
-# attribute: a model's are broadcast, and those here are every rank's own.
+# Checkpoints track it like a tf.Module. But if a model holds it as an attribute, its variables are
+# not the model's: a model's variables are broadcast, and these are every rank's own.
 Tracked: Any = tf.__internal__.tracking.AutoTrackable
 
 
@@ -146,15 +148,15 @@ class Progress(Tracked):
     """How far one exchange has come.
 
     Attributes:
-        step: how many steps happened.
-        skipped: how many did not, because a gradient was not finite.
+        step: how many steps counted.
+        skipped: how many steps were void, because a gradient was not finite.
         ranks: how many ranks there were.
         ahead: whether look-ahead has offsets for the next step.
         whole: whether the last step was sent whole.
         norms: (2, 3), the last three norms of residues, and of gradients.
-        warned: whether the user has been warned of them.
-        offsets: in look-ahead {name: bytes} of the next step's choices.
-        scales: {name: scales (blocks,)} that come with them where values are integers.
+        warned: whether the user has been warned about growing residues.
+        offsets: with look-ahead, {name: bytes} of the next step's choices.
+        scales: {name: scales (blocks,)} that come with the offsets if values are integers.
     """
 
     def __init__(self, label: str) -> None:
@@ -172,7 +174,7 @@ class Progress(Tracked):
         self._lanes: dict[str, Lanes] = {}
 
     def hold_choice(self, tensor: CompressedTensor) -> None:
-        """Make room for a tensor's next offsets, and scales of integers."""
+        """Make room for a tensor's next offsets and, for integers, its next scales."""
         if tensor.name not in self.offsets:
             bytes_ = tensor.geometry.k * tensor.geometry.offset_dtype.itemsize
             self.offsets[tensor.name] = make_variable(
@@ -216,10 +218,10 @@ class Progress(Tracked):
         check_scales(scales, {name: blocks_of(own.k) for name, own in self._lanes.items()})
 
     def take_up(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `as_dict` gave. A choice counts only if there is one for every tensor.
+        """Go on from what `as_dict` gave. Choices count only if every tensor has one.
 
         Raises:
-            ValueError: it is damaged, or of another model.
+            ValueError: `saved` is damaged, or belongs to another model.
         """
         self.check(saved)
         offsets, scales = saved.get("offsets", {}), saved.get("scales", {})

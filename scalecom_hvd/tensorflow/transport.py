@@ -1,6 +1,6 @@
-"""What is said to Horovod while training: the collectives of one exchange.
+"""The calls to Horovod during training: the collectives of one exchange.
 
-Names decide which tensors meet, so all ranks must use the same. Imports agreement only.
+Horovod matches tensors by name, so all ranks must use the same names. Imports agreement only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scalecom_hvd.agreement import Names, is_elastic
 
 
 def runs_eagerly() -> bool:
-    """Whether variables live in eager mode: always, but in TensorFlow 1's graphs and sessions."""
+    """Whether variables are eager: always, except in TensorFlow 1's graphs and sessions."""
     with tf.init_scope():
         return tf.executing_eagerly()
 
@@ -30,8 +30,8 @@ def values_now(make: Callable[[], list[tf.Tensor]]) -> list[np.ndarray]:
     """
     if runs_eagerly():
         with tf.init_scope():
-            # As a function, since operations that run one by one have no names; a concrete one,
-            # since TensorFlow warns of many functions.
+            # Make a function, because operations that run one by one have no names. Make it
+            # concrete, because TensorFlow warns if there are many functions.
             function = tf.function(make, autograph=False).get_concrete_function()
             return [tensor.numpy() for tensor in function()]
     with tf.Graph().as_default():
@@ -41,10 +41,10 @@ def values_now(make: Callable[[], list[tf.Tensor]]) -> list[np.ndarray]:
 
 
 def _named_in_errors(operation: str) -> AbstractContextManager[str]:
-    """A name scope, which collectives' names ignore, and messages of errors do not.
+    """A name scope that error messages contain and collectives' names ignore.
 
-    hvd.elastic.run tells by this word that an error is Horovod's and a worker is lost. Without it,
-    it takes training for done.
+    By this word hvd.elastic.run knows that an error is Horovod's and a worker is lost. Without the
+    word, it takes training for done.
     """
     return tf.name_scope(operation)
 
@@ -53,9 +53,9 @@ class Transport:
     """Horovod's collectives on a process set.
 
     Args:
-        process_set: who takes part.
+        process_set: the ranks that take part.
         op, predivide, device: Horovod's op, gradient_predivide_factor and device_dense.
-        names: of the collectives.
+        names: makes the collectives' names.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class Transport:
         return self._process_set.rank()
 
     def size_and_position(self) -> tuple[int | tf.Tensor, int | tf.Tensor]:
-        """Both as they are when the graph runs; numbers where they cannot change."""
+        """Both as they are when the graph runs; plain numbers if they cannot change."""
         if is_elastic() and self._process_set.process_set_id == 0:
             return horovod.size_op(), horovod.rank_op()
         return self.size, self.position
 
     def from_leader(self, offsets: tf.Tensor, name: str) -> tf.Tensor:
-        """The leader's bytes, where every other rank gives none.
+        """The leader's bytes. Every other rank passes an empty tensor.
 
-        A gather, not a broadcast: a broadcast's root is fixed when the graph is made
-        (mpi_ops.cc:988), and the leader changes every step.
+        This is a gather and not a broadcast, because a broadcast's root is fixed when the graph is
+        made (mpi_ops.cc:988), and the leader changes every step.
         """
         with tf.device(self._device), _named_in_errors("HorovodAllgather"):
             return self._gather(offsets, name)
@@ -113,14 +113,14 @@ class Transport:
     ) -> tf.Tensor:
         """The average over ranks, or with op=Sum the sum.
 
-        float16 is summed, and divided in `dtype`: Horovod would divide in float16, whose steps are
-        6e-8 below 6e-5, and nobody would know what that loses.
+        A float16 buffer is summed, and the sum is divided in `dtype`. Horovod would divide in
+        float16, whose spacing is 6e-8 below 6e-5, and the loss would go unnoticed.
 
         Args:
             buffer: what this rank adds.
-            name: the collective's.
+            name: the collective's name.
             size: how many ranks there are when the graph runs.
-            dtype: the result's; for any buffer but float16 its own.
+            dtype: the result's dtype. It is the buffer's own unless that is float16.
         """
         if buffer.dtype == tf.float16:
             return self.share_of(tf.cast(self.sum(buffer, name), dtype), size)
@@ -128,7 +128,7 @@ class Transport:
             return horovod.allreduce(buffer, name=self._names(name), **self._reduction)
 
     def share_of(self, total: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
-        """What a sum over ranks stands for: the average, or with op=Sum itself."""
+        """The average that a sum over ranks stands for, or with op=Sum the sum itself."""
         return total / tf.cast(size, total.dtype) if self._averages else total
 
     def average_each(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -139,7 +139,7 @@ class Transport:
             )
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """Every rank's JSON value, in order of position. Blocks: all ranks must be here."""
+        """Every rank's JSON value, in order of position. Blocks until all ranks have called it."""
         payload = np.frombuffer(json.dumps(value).encode(), np.uint8)
 
         def gathered() -> list[tf.Tensor]:

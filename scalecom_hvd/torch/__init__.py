@@ -1,7 +1,7 @@
-"""`import scalecom_hvd.torch as hvd`: all of horovod.torch, and ScaleCom with its optimizer.
+"""`import scalecom_hvd.torch as hvd`: everything in horovod.torch, plus what this package adds.
 
-What has the same name as in Horovod takes its place: DistributedOptimizer, which knows ScaleCom,
-broadcast_parameters, elastic, join, and the collectives, whose calls get names.
+These replace Horovod's of the same name: DistributedOptimizer (which takes ScaleCom),
+broadcast_parameters, elastic, join, and the collectives (their calls get names).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def join(device: int = -1) -> int:
     Raises:
         RuntimeError: an optimizer uses ScaleCom, and join would break its broadcasts.
     """
-    # Of optimizers that were dropped while averages travelled: where only some ranks have submitted
+    # Wait for averages that still travel for dropped optimizers: if only some ranks have submitted
     # a collective, Horovod 0.28.1's join() ends in a segmentation fault.
     _wait_for_kept()
     if _exchanges_alive():

@@ -1,6 +1,6 @@
-"""horovod.torch.broadcast_parameters, for models with local steps too.
+"""horovod.torch.broadcast_parameters, which also works for models with local steps.
 
-Imports optimizers of exchange/ only.
+Imports only optimizers of exchange/.
 """
 
 from __future__ import annotations

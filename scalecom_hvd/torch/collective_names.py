@@ -1,14 +1,15 @@
-"""Names for the collectives that a script calls without one, and that their gradients need.
+"""Names for the collectives that a script calls without one, and for those in their backward.
 
-Horovod names a nameless collective by a counter of all collectives of the process
-(torch/mpi_ops_v2.cc, GetOpName), which counts the exchange's too. How many of those a rank has
-submitted at some moment of backward depends on when offsets arrived. So a nameless
-`hvd.allreduce(loss)` between backward() and step() would be called something else on every rank,
-and wait for ever. So would a differentiable collective in the middle of a model, named or not: its
-backward calls nameless ones (mpi_ops.py, HorovodAllgather).
+Horovod names an unnamed collective by a counter of all collectives of the process
+(torch/mpi_ops_v2.cc, GetOpName). This counter includes the exchange's collectives. How many of
+these a rank has submitted at a given moment of backward depends on when offsets arrived. So an
+unnamed `hvd.allreduce(loss)` between backward() and step() would have a different name on every
+rank, and would wait forever. The same holds for a differentiable collective in the middle of a
+model, named or not: its backward calls unnamed ones (mpi_ops.py, HorovodAllgather).
 
-Here they are counted by themselves, and from zero again whenever Horovod is started again, as
-Horovod counts: in elastic runs a newcomer has called none yet. Imports horovod_collectives only.
+Here the script's collectives have counters of their own. These start from zero whenever Horovod is
+started again, as Horovod's does: in elastic runs, a new rank has called none yet. Imports only
+horovod_collectives.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _ENDINGS = ("", "_", "_async", "_async_")
 
 
 def named_collectives() -> dict[str, Callable[..., Any]]:
-    """All collectives of horovod.torch, so that they name what was not named.
+    """All collectives of horovod.torch, changed so that they name unnamed calls.
 
     Returns:
-        {function's name: the same function with names}.
+        {function name: the function that names its calls}.
     """
     counts = _Counts()
-    # Horovod's own code, in a namespace of its own: there the backward of a differentiable
-    # collective finds the functions below. Horovod's module stays as it is.
+    # Run Horovod's own code in a copy of its namespace, in which the backward of a differentiable
+    # collective finds the functions below. Horovod's module stays unchanged.
     namespace = dict(vars(mpi_ops))
     for name, kind in vars(mpi_ops).items():
         if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):
@@ -58,7 +59,7 @@ def named_collectives() -> dict[str, Callable[..., Any]]:
 
 
 def _moved(function: Callable[..., Any], namespace: dict[str, Any]) -> Callable[..., Any]:
-    """The same code, in which the module's names mean what they mean in `namespace`."""
+    """The same function, which looks up its global names in `namespace`."""
     moved = FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )
@@ -73,7 +74,7 @@ class _Counts:
         self._counts: collections.Counter[tuple[str, int]] = collections.Counter()
 
     def next(self, what: str, process_set: int) -> int:
-        """The number of a call: of this collective, in this process set."""
+        """The number of this call, counted per collective and process set."""
         key = what, process_set
         if self._restarts.noticed():
             self._counts.clear()
@@ -88,7 +89,7 @@ def _named(function: Callable[..., Any], what: str, counts: _Counts) -> Callable
     def collective(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("name") is None:
-            # Per process set: ranks outside one do not count its calls.
+            # Count per process set: ranks outside of a set do not make its calls.
             process_set = getattr(given.arguments.get("process_set"), "process_set_id", 0)
             given.arguments["name"] = f"{what}.call.{counts.next(what, process_set)}"
         return function(*given.args, **given.kwargs)

@@ -1,11 +1,11 @@
-"""horovod.torch.elastic, whose states keep residues.
+"""horovod.torch.elastic, with states that keep residues.
 
-Every rank commits and restores its own residues, and newcomers start with none. Horovod's
-TorchState asks a registry of handlers how to keep an object. Here handlers are put into it: for
-ScaleCom and the other methods, for optimizers that use them, and for models. So TorchState knows
-them from the import of scalecom_hvd.torch on. Rank 0's model and optimizer come to all ranks, its
-residues to none. With local steps every rank keeps its own parameters and optimizer, and newcomers
-get the common parameters.
+Every rank commits and restores its own residues, and new ranks start with none. Horovod's
+TorchState asks a registry of handlers how to keep an object. This module adds handlers for ScaleCom
+and the other methods, for optimizers that use them, and for models. So TorchState knows all of
+these once scalecom_hvd.torch is imported. All ranks get rank 0's model and optimizer, but never its
+residues. With local steps, every rank keeps its own parameters and optimizer, and new ranks get the
+common parameters.
 
 Imports broadcast, exchange/local_steps and exchange/methods.
 """
@@ -29,7 +29,7 @@ from scalecom_hvd.torch.broadcast import broadcast_parameters
 
 
 class ResiduesHandler(_state.StateHandler):
-    """Keeps a method's residues and step: this rank's own, of the last commit."""
+    """Keeps a method's residues and step on this rank, as of the last commit."""
 
     def __init__(self, method: Method) -> None:
         super().__init__(method)
@@ -41,26 +41,28 @@ class ResiduesHandler(_state.StateHandler):
             state = self.value.state_dict()
         except HorovodInternalError:
             if self.value.run.averager.travels:
-                # Others may have received the averages that this rank waited for, and have
-                # committed them. The last commit stays: all go on from the latest there is.
+                # Other ranks may have received the averages that this rank waited for, and
+                # committed them. So this rank keeps its last commit, and all ranks go on from the
+                # latest commit there is.
                 raise
-            # A worker was lost after the step, with look-ahead's offsets under way. The commit is
-            # whole without them: they would be dropped when Horovod starts again. Half a commit,
-            # the model of this step with the residues of another, would not be.
+            # A worker was lost after the step, while look-ahead's offsets were travelling. The
+            # commit is complete without them, because they are dropped when Horovod starts again.
+            # Half a commit would not be complete: it would have the model of this step with the
+            # residues of another.
             self.value.run.averager.abort()
             state = self.value.state_dict()
         self._saved = copy.deepcopy(state)
 
     def restore(self) -> None:
-        """Take up what was remembered."""
-        # A worker may be lost anywhere, so a step may be half done, and what is under way will
-        # never arrive.
+        """Restore the remembered state."""
+        # A worker may be lost at any moment. So a step may be half done, and what is travelling
+        # will never arrive.
         if self.value.run.averager is not None:
             self.value.run.averager.abort()
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
-        """Ranks come together."""
+        """Meet the other ranks again. All ranks do so."""
         self.value.rejoin()
 
 
@@ -72,21 +74,21 @@ class OptimizerHandler(_state.OptimizerStateHandler):
         self._residues = ResiduesHandler(self.value._compression)
 
     def save(self) -> None:
-        """Remember the optimizer's state, and its method's, which may fail and so comes first."""
+        """Remember the method's state and the optimizer's. The method comes first: it may fail."""
         self._residues.set_value(self.value._compression)
         super().save()
 
     def restore(self) -> None:
-        """Take up what was remembered."""
+        """Restore the remembered state."""
         self._residues.restore()
-        # An optimizer goes on with the tensors it is given. Horovod would give it the commit's
-        # own, which a second failure needs.
+        # An optimizer goes on using the tensors that it loads, so give it copies. Horovod would
+        # give it the commit's own tensors, which are needed again after a second failure.
         self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
 
     def sync(self) -> None:
         """Give rank 0's state to all ranks.
 
-        With local steps, where every rank has its own, only to newcomers.
+        With local steps, every rank has its own state, so only new ranks get it.
         """
         local = self.value._compression.run.averager
         if not isinstance(local, LocalSteps):
@@ -101,10 +103,10 @@ class OptimizerHandler(_state.OptimizerStateHandler):
 
 
 class ModelHandler(_state.ModelStateHandler):
-    """Keeps a model as Horovod does; in the middle of a round of local steps, each rank its own."""
+    """Keeps a model as Horovod does. Within a round of local steps, each rank keeps its own."""
 
     def sync(self) -> None:
-        """Give rank 0's parameters to all ranks; with local steps the common ones to newcomers."""
+        """Give rank 0's parameters to all ranks; with local steps, the common ones to new ranks."""
         values = self.value.state_dict()
         for local in rounds_of(values):
             local.keep()

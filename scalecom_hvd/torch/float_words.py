@@ -1,11 +1,12 @@
-"""Integers of few bits as fields of float32 words, for Horovod's own optimizer.
+"""Few-bit integers as fields of float32 words, for Horovod's own optimizer.
 
-That averages floats, or sums them, after it has multiplied them by what the script asks for, and
-says neither which nor when. So a word holds whole numbers: the sum over f of q_f * 2**(b f), b bits
-to a field, as integers.py has it, but without a sign to be known beforehand. A one goes before the
-words: what has become of it tells what they were multiplied by. Each multiplication and addition
-rounds, by 2**-24 of the sum. As many fields are left out as keep the sum of all that below a
-quarter, so that the nearest whole numbers are the right ones. Imports integers.
+Horovod's optimizer averages or sums floats. Before that it multiplies them by what the script asks
+for, and it says neither by which factor nor when. So a word holds whole numbers: the sum over f of
+q_f * 2**(b f), with b bits per field. This is as in integers.py, except that a field holds q
+itself, with its sign. A one goes before the words: its value in the result tells what the words
+were multiplied by. Each multiplication and addition rounds, by 2**-24 of the sum. A word has so few
+fields that all this rounding together stays below a quarter. The nearest whole numbers are then the
+right ones. Imports integers.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ def fields_per_word(levels: int, ranks: int) -> int:
     """How many fields a word has.
 
     Raises:
-        ValueError: none, as there are too many ranks.
+        ValueError: there are too many ranks for even one field.
     """
-    # Rounded: n times before the sum, n - 1 times in it, and twice behind it, each sum being at
-    # most half of 2**bits.
+    # Numbers are rounded n times before the sum, n - 1 times in it, and twice after it. Each sum is
+    # at most half of 2**bits.
     bits = _MANTISSA - 1 - math.ceil(math.log2(2 * ranks + 1))
     fields = bits // field_bits(levels, ranks)
     if fields == 0:
@@ -47,10 +48,10 @@ def pack(integers: torch.Tensor, levels: int, ranks: int) -> torch.Tensor:
 
 
 def unpack(result: torch.Tensor, k: int, levels: int, ranks: int) -> tuple[torch.Tensor, float]:
-    """The sums (k,), int32, of all ranks' integers; and what a sum is multiplied by.
+    """The sums (k,), int32, of all ranks' integers, and the factor that Horovod multiplied them by.
 
     Args:
-        result: what Horovod made of `pack`; finite.
+        result: Horovod's result for what `pack` gave; finite.
     """
     fields, bits = fields_per_word(levels, ranks), field_bits(levels, ranks)
     share = float(result[0]) / ranks

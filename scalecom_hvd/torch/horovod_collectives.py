@@ -1,12 +1,12 @@
-"""Horovod's collectives, as an exchange asks for them: all that is said to Horovod while training.
+"""Horovod's collectives in the form that an exchange needs: all calls of Horovod in training.
 
-Names decide which tensors meet, so all ranks must use the same.
+Horovod matches tensors by name, so all ranks must use the same names.
 
-Of a GPU's tensors Horovod reads what the current stream had enqueued when they were submitted
-(0.28.1, torch/ready_event.cc: an event is recorded there). It calls a collective done when the
-device has done it (common/ops/gpu_operations.cc, FinalizeGPUQueue: a thread waits for its events),
-but for what it then does itself on the default stream; see `_ENDS_ON_DEFAULT_STREAM`. Imports
-agreement, and collectives of exchange/.
+For a tensor on a GPU, Horovod reads what the current stream had enqueued when the tensor was
+submitted (0.28.1, torch/ready_event.cc: it records an event there). It reports a collective as done
+when the device has done it (common/ops/gpu_operations.cc, FinalizeGPUQueue: a thread waits for its
+events). The exception is work that Horovod then does itself on the default stream; see
+`_ENDS_ON_DEFAULT_STREAM`. Imports agreement, and collectives of exchange/.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ TWO_THREADS = (
     "both models, or start a process for each"
 )
 SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
-# On ROCm it divides in the callback (torch/mpi_ops.py, Average), and with asynchronous completion
-# the callback alone waits for the device (torch/mpi_ops_v2.cc).
+# On ROCm, Horovod divides in the callback (torch/mpi_ops.py, Average). With asynchronous
+# completion, only the callback waits for the device (torch/mpi_ops_v2.cc).
 _ENDS_ON_DEFAULT_STREAM = bool(torch.version.hip) or os.environ.get(
     "HOROVOD_ENABLE_ASYNC_COMPLETION", "0"
 ) not in ("", "0")
@@ -44,23 +44,23 @@ _alive: weakref.WeakSet[HorovodCollectives] = weakref.WeakSet()
 
 def exchanges_alive() -> bool:
     """Whether an optimizer of this process uses ScaleCom on more than one rank."""
-    gc.collect()  # an optimizer that was deleted hangs in a cycle with its own class
+    gc.collect()  # a deleted optimizer stays in a cycle with its own class
     return any(collectives.size > 1 for collectives in _alive)
 
 
 class Restarts:
     """Tells whether Horovod was shut down and started again, as in elastic runs.
 
-    Then there may be other ranks, and no handle from before is alive. A second `hvd.init()`
-    without a shutdown looks the same, so all ranks must call it, or none.
+    After a restart the ranks may be others, and handles from before it are gone. A second
+    `hvd.init()` without a shutdown looks like a restart, so either all ranks must call it or none.
     """
 
     def __init__(self) -> None:
         self._started = mpi_ops._handle_map
 
     def noticed(self) -> bool:
-        """Whether that happened since this was last called."""
-        # Every init() makes a new one (0.28.1, mpi_ops.py:71).
+        """Whether Horovod was restarted since the last call of this method."""
+        # Every init() makes a new handle map (0.28.1, mpi_ops.py:71).
         before, self._started = self._started, mpi_ops._handle_map
         return self._started is not before
 
@@ -80,15 +80,15 @@ class HorovodWork:
         return self._handle is None or bool(horovod.poll(self._handle))
 
     def wait(self) -> torch.Tensor:
-        """Wait for it, and give its result.
+        """Wait for the collective, and return its result.
 
-        Horovod's own waiting spins. That is quickest for what comes at once, but it takes the core
-        from whoever is to send. So for large models this sleeps, each time for a tenth of what it
-        has waited already.
+        Horovod's own wait spins. That is fastest for results that come at once, but it takes the
+        core from threads that have to send. So for large models this method sleeps, each time for a
+        tenth of the time that it has already waited.
 
         Raises:
-            RuntimeError: it failed because a rank called hvd.join().
-            HorovodInternalError: it failed otherwise, such as for a worker that was lost.
+            RuntimeError: the collective failed because a rank called hvd.join().
+            HorovodInternalError: it failed for another reason, such as a lost worker.
         """
         begun = time.monotonic()
         while not self.done():
@@ -121,7 +121,7 @@ class HorovodCollectives:
 
     Args:
         process_set: default: all ranks.
-        op: hvd.Average or hvd.Sum: what `all_reduce` gives.
+        op: hvd.Average or hvd.Sum, which `all_reduce` computes.
         predivide: the gradient_predivide_factor of Horovod's DistributedOptimizer.
     """
 
@@ -148,7 +148,7 @@ class HorovodCollectives:
         _alive.add(self)
 
     def restarts(self) -> Callable[[], bool]:
-        """Tells whether Horovod was shut down and started again since it was last called."""
+        """A function that tells whether Horovod was restarted since its last call."""
         return Restarts().noticed
 
     @property
@@ -158,8 +158,8 @@ class HorovodCollectives:
 
     @property
     def size(self) -> int:
-        """How many ranks the process set has; 0 where this one is not in it."""
-        # When a rank has ended, Horovod forgets all sets but the one of all ranks.
+        """How many ranks the process set has; 0 if this rank is not in it."""
+        # When a rank has ended, Horovod forgets all process sets except that of all ranks.
         with contextlib.suppress(ValueError):
             self._size = self._process_set.size() if self._process_set.included() else 0
         return self._size
@@ -171,11 +171,11 @@ class HorovodCollectives:
 
     @property
     def share(self) -> float:
-        """What `all_reduce` multiplies a sum over ranks by."""
+        """The factor by which `all_reduce` multiplies a sum over ranks."""
         return 1 / self.size if self._reduction["op"] == horovod.Average else 1.0
 
     def channel(self) -> HorovodCollectives:
-        """Horovod's meet by name, in any order."""
+        """This object itself: Horovod matches collectives by name, in any order."""
         return self
 
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> HorovodWork:
@@ -185,7 +185,7 @@ class HorovodCollectives:
         return self._submit(horovod.broadcast_async_, buffer, root, name, self._process_set)
 
     def all_reduce(self, buffer: torch.Tensor, name: str) -> HorovodWork:
-        """Average over ranks (or sum) in place; of SUMMED the sum."""
+        """Average (or sum) over ranks, in place. The dtypes in SUMMED are always summed."""
         reduction = self._reduction | (self._sum if buffer.dtype in SUMMED else {})
         return self._submit(horovod.allreduce_async_, buffer, name=name, **reduction)
 
@@ -208,13 +208,13 @@ class HorovodCollectives:
 
 
 def _owner_in_cpp(tensor: torch.Tensor) -> torch.Tensor:
-    """An object that owns the tensor in C++, as long as it lives.
+    """An object that owns the tensor in C++ for as long as the object lives.
 
-    When a rank ends or is lost, the others' Horovod drops all pending tensors under a lock that
-    whoever submits wants too (0.28.1, process_set.cc, ProcessSetTable::Finalize). Since PyTorch
-    2.13 at the latest, whoever drops the last owner in C++ of a tensor that Python has too takes
-    Python's lock, and whoever submits has that one: both wait for ever. So Horovod's must not be
-    the last.
+    When a rank ends or is lost, Horovod on the other ranks drops all pending tensors under a lock.
+    A thread that submits a tensor needs this lock too (0.28.1, process_set.cc,
+    ProcessSetTable::Finalize). Since PyTorch 2.13 at the latest, a thread that drops the last owner
+    in C++ of a tensor that Python owns too takes Python's lock, which the submitting thread holds.
+    Then both would wait forever. So Horovod must not be the last owner.
     """
     owner = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     owner.grad = tensor

@@ -17,13 +17,13 @@ from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 
 
 def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node]:
-    """This rank's peers, one in each node, and the ranks of its node. All ranks call it together.
+    """This rank's peers, one in each node, and the ranks of its node. All ranks must call this.
 
     Args:
-        nodes: True: a host is a node; a number: so many nodes, of consecutive ranks.
+        nodes: True: each host is a node. A number: that many nodes, of consecutive ranks.
 
     Raises:
-        ValueError: ranks do not fill two nodes or more of equal size, or Horovod was started
+        ValueError: ranks do not fill two or more nodes of equal size, or Horovod was started
             without what process sets need.
     """
     if is_elastic():
@@ -50,7 +50,7 @@ def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node]:
             "each host as many slots, such as -H node1:4,node2:4"
         )
     everyone = [*members.values(), *(list(ranks) for ranks in zip(*members.values(), strict=True))]
-    sets = [_process_set(ranks) for ranks in everyone]  # all of them, in one order on all ranks
+    sets = [_process_set(ranks) for ranks in everyone]  # all ranks make all of them, in one order
     node, peers = (one for one in sets if horovod.rank() in one.ranks)
     inside = HorovodCollectives(node, horovod.Sum)
     return HorovodCollectives(peers), Node(inside, HorovodCollectives(), number)
@@ -66,7 +66,7 @@ def _place(nodes: bool | int) -> int:
 
 
 def process_sets() -> dict[tuple[int, ...], ProcessSet]:
-    """{ranks: the set of them}, of all that Horovod has now, which has one of each."""
+    """{ranks: their process set}, for all sets that Horovod has now. No two have the same ranks."""
     found = {}
     for number, ranks in _horovods_sets._basics._get_process_set_ids_and_ranks().items():
         found[tuple(ranks)] = made = ProcessSet(list(ranks))

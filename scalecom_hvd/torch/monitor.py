@@ -1,4 +1,4 @@
-"""Monitor, by Horovod's ranks. Imports diagnostics_sampler of exchange/."""
+"""Monitor with Horovod's ranks. Imports diagnostics_sampler of exchange/."""
 
 from __future__ import annotations
 

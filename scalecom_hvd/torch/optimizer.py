@@ -1,10 +1,11 @@
 """The drop-in DistributedOptimizer: Horovod's own, with the exchange in place of its all-reduces.
 
-Horovod makes its optimizer's class from a copy of `_DistributedOptimizer.__dict__`, and that
-copy's methods call `super(self.__class__, self)`, so it cannot be subclassed (0.28.1,
-optimizer.py:598). Here the same is done with its two reduce methods replaced. Hooks, accumulation,
-clipping, closures and state stay Horovod's. So do synchronize and load_state_dict, but they look
-at the exchange first. With local steps there are no hooks, and `step` is replaced as well.
+Horovod makes its optimizer's class from a copy of `_DistributedOptimizer.__dict__`, and that copy's
+methods call `super(self.__class__, self)`, so the class cannot be subclassed (0.28.1,
+optimizer.py:598). This module makes its class in the same way, with Horovod's two reduce methods
+replaced. Hooks, accumulation, clipping, closures and state remain Horovod's. synchronize and
+load_state_dict do too, but they look at the exchange first. With local steps there are no hooks,
+and `step` is replaced as well.
 
 Imports horovod_collectives, horovod_nodes, and exchange, local_steps, methods, node_exchange and
 optimizers of exchange/.
@@ -197,8 +198,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         members = _members(averager.exchange) | own
     else:
         members = _members(averager)
-    # All that may be refused is refused before Horovod puts hooks on the parameters, which nothing
-    # takes off again.
+    # Refuse everything that may be refused before Horovod puts hooks on the parameters: nothing
+    # removes these hooks again.
     on_gpus = all(p.is_cuda for p in parameters.values())
     warn_of_half_sums(method.sums_halves, on_gpus, horovod)
     base = type(optimizer)
@@ -210,17 +211,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             backward_passes_per_step,
             op,
             gradient_predivide_factor,
-            # Groups are the exchange's buckets. Horovod's own grouping would ask for real handles
-            # where the exchange gives results.
+            # The exchange's buckets serve as groups. Horovod's own grouping would need real
+            # handles, but the exchange gives results.
             None,
             sparse_as_dense,
             process_set,
         )
-    # The method, which a script may keep, must not keep an optimizer that was deleted: its hooks
-    # would go on.
+    # A script may keep the method. So the method must not keep a deleted optimizer alive: the
+    # optimizer's hooks would go on.
     this: Callable[[], Any] = weakref.ref(wrapped)
-    # Horovod puts hooks on nothing where it has one rank only (optimizer.py:110), but a transport
-    # of the script's own may have more.
+    # With only one rank, Horovod registers no hooks (optimizer.py:110). But the script's own
+    # transport may have more ranks.
     if is_own_transport and isinstance(averager, Exchange) and not wrapped._requires_update:
         wrapped._register_hooks()
     return wrapped
@@ -233,7 +234,7 @@ def _check_settings_of_nodes(
     local_steps: object,
     collectives: Collectives | None,
 ) -> None:
-    """Raise ValueError for what does not go together with nodes=."""
+    """Raise ValueError for arguments that cannot be combined with nodes=."""
     settings = (
         (op != horovod.Average, "op", "gradients are averaged, inside a node and between nodes"),
         (predivide != 1.0, "gradient_predivide_factor", "gradients are averaged in two stages"),
@@ -245,9 +246,9 @@ def _check_settings_of_nodes(
 
 
 def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Callable[[], torch.Tensor], None]:
-    """Report a gradient; gives what Horovod's synchronize() calls for the result.
+    """Report a gradient. Returns the function that Horovod's synchronize() calls for the result.
 
-    It calls a handle that is callable (optimizer.py:284).
+    Horovod calls handles that are callable (optimizer.py:284).
     """
     self._exchange.ready(p)
     return functools.partial(self._exchange.result, p), None
@@ -264,11 +265,11 @@ def _grouped_allreduce_grad_async(self: Any, ps: Sequence[torch.Tensor]) -> None
 
 
 def _synchronize(self: Any) -> None:
-    """Do what Horovod's does, unless no rank has gradients that were not exchanged yet."""
+    """Do what Horovod's method does, unless no rank has gradients that are not exchanged yet."""
     if self._requires_update:
         check_parameters(self.param_groups, self._exchange.trained, "average")
     try:
-        # Without hooks there is one rank, or this one is not in the process set.
+        # No hooks means: there is only one rank, or this rank is not in the process set.
         if not self._requires_update or self._exchange.must_exchange(fresh=bool(self._handles)):
             horovod_optimizer._DistributedOptimizer.__dict__["synchronize"](self)
     except BaseException:  # the exchange has given the step up; Horovod would refuse the next one
@@ -279,13 +280,13 @@ def _synchronize(self: Any) -> None:
 
 
 def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Do what Horovod's does, which drops what is under way (elastic restores load states)."""
+    """Drop what is under way, as Horovod does (elastic restores load states), and load."""
     self._exchange.start_over()
     horovod_optimizer._DistributedOptimizer.__dict__["load_state_dict"](self, *args, **kwargs)
 
 
 def _members(exchange: NodeExchange | Exchange) -> dict[str, Any]:
-    """What Horovod's class has, with the reduce methods replaced."""
+    """The members of Horovod's class, with the reduce methods replaced."""
     # __module__ stays Horovod's: broadcast_optimizer_state looks at it (functions.py:105).
     return dict(horovod_optimizer._DistributedOptimizer.__dict__) | {
         "_exchange": exchange,

@@ -1,20 +1,20 @@
-"""ScaleCom in Horovod's own DistributedOptimizer: every tensor its own all-reduce.
+"""ScaleCom in Horovod's own DistributedOptimizer, with one all-reduce for each tensor.
 
-Horovod calls `compress` for every gradient, in any order, some of them in hooks, where a rank must
-not wait: ranks may miss different gradients, and one that waits there for a broadcast waits for
-ever. So this is look-ahead: the next leader's offsets are broadcast, all in one, when the last
-result of a step came, and needed when the next step's first gradient comes; every rank has
-submitted them by then without waiting for another rank's hooks. The first step is sent whole, since
-no offsets are known yet.
+Horovod calls `compress` for every gradient, in any order. Some of these calls come from hooks, in
+which a rank must not wait: ranks may miss different gradients, so a rank that waits in a hook for a
+broadcast may wait forever. So this module uses look-ahead. When the last result of a step has come,
+the next leader's offsets are broadcast, all in one. They are needed when the next step's first
+gradient comes. By then every rank has submitted the broadcast, without waiting for another rank's
+hooks. The first step is sent whole, because no offsets are known yet.
 
-Horovod averages here, in the dtype of what it is given. It would divide sums of float16 values in
-float16, where what is small is lost for good, so wire_dtype="float16" is refused. Integers of few
-bits travel in float32 (float_words.py).
+Here Horovod does the averaging, in the dtype of what it is given. It would divide sums of float16
+values in float16, which loses small values for good, so wire_dtype="float16" is refused. Few-bit
+integers travel in float32 (float_words.py).
 
-Horovod's synchronize() compresses every gradient again where no rank has a new one
-(new_gradients.py). Those are sent as they are, and averaged, as without compression, and residues,
-leader and step stay. Only before ranks have agreed for the first time can that not be known at the
-step's begin: then the step is rolled back at its end.
+If no rank has a new gradient, Horovod's synchronize() compresses every gradient again
+(new_gradients.py). Then the gradients are sent and averaged as without compression, and residues,
+leader and step stay as they are. Before ranks have agreed for the first time, they cannot know this
+when a step begins. Then they roll the step back at its end.
 
 Imports float_words, horovod_collectives and exchange.
 """
@@ -93,9 +93,9 @@ class ScaleCom(methods.ScaleCom):
         self._fresh = freshness(named)
 
     def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
-        """What Horovod's own optimizer sends of a gradient: k values, or all of it.
+        """What Horovod's own optimizer sends for a gradient: k values, or all of it.
 
-        Called in backward's hooks; waits for nothing in them.
+        Horovod calls this in backward's hooks, where it waits for nothing.
         """
         if not isinstance(self, ScaleCom):  # the bare class was called: `self` is the gradient
             raise TypeError(_NEEDS_PARAMETERS)
@@ -114,14 +114,14 @@ class ScaleCom(methods.ScaleCom):
         return averager.compress(tensor)
 
     def decompress(self, tensor: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """The averaged gradient for what `compress` gave; `ctx` None: nothing was compressed."""
+        """The averaged gradient for what `compress` gave. `ctx` None: nothing was compressed."""
         if ctx is None:
             return tensor
         assert isinstance(self.run.averager, PerTensor), "only `compress` gives a ctx"
         return self.run.averager.decompress(tensor, ctx)
 
     def rejoin(self) -> None:
-        """What all ranks do when they were started again, or newcomers have come."""
+        """What all ranks do after a restart, or when new ranks have come."""
         self._serve_horovod()
         super().rejoin()
 
@@ -144,8 +144,8 @@ class ScaleCom(methods.ScaleCom):
                 )
         if self._named_parameters is None:
             raise TypeError(_NEEDS_PARAMETERS)
-        # Horovod keeps to what was trained when its optimizer was made: between this object and
-        # the first step.
+        # Horovod keeps to the parameters that were trained when its optimizer was made. That was
+        # after this object was made, and before the first step.
         parameters = {
             name: p
             for name, p in self._named_parameters.items()
@@ -156,7 +156,7 @@ class ScaleCom(methods.ScaleCom):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sent:
-    """What decompress must know about a tensor: Horovod carries it there from compress."""
+    """What decompress must know about a tensor. Horovod carries it there from compress."""
 
     name: str
     shape: torch.Size
@@ -166,9 +166,9 @@ class Sent:
 
 @dataclasses.dataclass
 class Ahead:
-    """The choice of one device's tensors: where the next one arrives, and by what.
+    """The next choice for one device's tensors: its buffer, and the collective that brings it.
 
-    That is offsets, and the scales of integers.
+    A choice consists of offsets and, for integers, scales.
     """
 
     tensors: Sequence[CompressedTensor]
@@ -177,7 +177,7 @@ class Ahead:
     work: Work | None = None
 
     def of(self, tensor: CompressedTensor) -> dict[str, torch.Tensor]:
-        """A tensor's next choice: {"offsets": (k,)}, and of integers "scales" (blocks,)."""
+        """A tensor's next choice: {"offsets": (k,)}, and for integers "scales" (blocks,)."""
         offsets = self.buffer[self.layout.offsets[tensor.name]].view(tensor.offset_dtype)
         if not tensor.levels:
             return {"offsets": offsets}
@@ -193,7 +193,7 @@ class PerTensor(Averager):
             trains.
         method: the ScaleCom. Its state holds this step's offsets.
         collectives: the ranks.
-        fresh: names whose gradients backward gave since this was last emptied.
+        fresh: the names that got gradients from backward since this set was last emptied.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class PerTensor(Averager):
         self._ahead: dict[torch.device, Ahead] = {}
         self._usual_order = list(reversed(self._parameters))
         self._seen: list[str] = []
-        # What gradients were when they were compressed, and which are others now.
+        # What gradients were when they were compressed, and the names of those that have changed.
         self._marks: dict[str, Mark] = {}
         self._changed: list[str] = []
         self._members: set[str] = set()
@@ -225,8 +225,8 @@ class PerTensor(Averager):
         self._agreed = False
         self._news = NewGradients(collectives, self._names, self._parameters)
         self._fresh = fresh
-        # Whether no rank has a gradient that was not averaged yet, and until ranks have agreed:
-        # how this one stands, and what it gave out.
+        # Whether no rank has a gradient that was not averaged yet. Until ranks have agreed, also
+        # how this rank's gradients stand, and what it gave out.
         self._idle = False
         self._standing: dict[str, Any] = {}
         self._given: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -242,7 +242,7 @@ class PerTensor(Averager):
         return any(sent() is not None for sent in self._pending.values())
 
     def complete_state(self) -> None:
-        """The offsets that the last step's end broadcast become this step's."""
+        """Make the offsets that were broadcast at the last step's end those of this step."""
         self._notice_restart()
         for ahead in self._ahead.values():
             if ahead.work is None:
@@ -250,16 +250,16 @@ class PerTensor(Averager):
             ahead.work.wait()
             for tensor in ahead.tensors:
                 self._run.tensor_states[tensor.name].update(ahead.of(tensor))
-            # The views keep this buffer; the next offsets arrive in a new one. Tensors that do not
-            # come in a step keep theirs.
+            # The views keep this buffer alive; the next offsets arrive in a new one. A tensor that
+            # does not come in a step keeps its offsets.
             ahead.buffer, ahead.work = ahead.buffer.clone(), None
 
     def agree_anew(self) -> None:
-        """Other residues were loaded: ranks compare at the next step's end."""
+        """Note that other residues were loaded: ranks compare at the end of the next step."""
         self._agreed = False
 
     def watch(self, diagnostics: Diagnostics) -> None:
-        """Refused: tensors come one by one here, in any order, and no step is seen whole."""
+        """Refuse this: tensors come one by one here, in any order, so no step is seen whole."""
         raise ValueError(
             "diagnostics are not seen in horovod.torch's own DistributedOptimizer: use "
             "scalecom_hvd.torch's DistributedOptimizer (import scalecom_hvd.torch as hvd), or "
@@ -267,12 +267,13 @@ class PerTensor(Averager):
         )
 
     def abort(self) -> None:
-        """Forget the step in progress and the offsets under way: the step is rolled back."""
+        """Roll back the step in progress, and forget the offsets under way."""
         with self._lock:
             for bucket in self._buckets.values():
                 bucket.roll_back()
             self._pending.clear()
-            # What is under way may still arrive where it was to: all buffers are made anew.
+            # Collectives under way may still write into their buffers, so all buffers are made
+            # anew.
             self._buckets, self._ahead = {}, {}
             self._run.begin_equal_state_anew()
             self._agreed = False
@@ -282,9 +283,9 @@ class PerTensor(Averager):
             self._given.clear()
 
     def rejoin(self) -> None:
-        """Ranks of an elastic run come together: they agree on the step, as no hook can wait.
+        """Agree with the other ranks of an elastic run on the step: no hook can wait for this.
 
-        All ranks of the process set must be here.
+        All ranks of the process set must call this.
         """
         if not self.collectives.size:
             return
@@ -330,14 +331,14 @@ class PerTensor(Averager):
             self._begin_step()
         self._seen.append(name)
         bucket = self._buckets.get(name)
-        # Horovod moves the gradient's tensor onto the result's memory; this alias keeps the
-        # gradient until the step's end.
+        # Horovod makes the gradient's tensor use the result's memory. This alias keeps the
+        # gradient's own memory until the step's end.
         flat = grad.detach().contiguous().view(-1)
         if bucket is not None:
             bucket.begin(self._scale, self._whole, {name: flat})
             self._marks[name] = Mark(self._parameters[name])
         if bucket is None or self._whole:
-            # A copy where the gradient is needed at the step's end: Horovod reduces in place.
+            # Copy the gradient if it is needed at the step's end: Horovod reduces in place.
             whole = flat.to(wide_dtype(flat), copy=bucket is not None)
             self._handed_over["dense"] += whole.numel() * whole.element_size()
             return whole, Sent(name, grad.shape, grad.dtype, None)
@@ -347,7 +348,7 @@ class PerTensor(Averager):
             choice = bucket.join_choice(self._run.tensor_states)
             values, chosen = finished(bucket.take_and_accumulate(choice, choose=self._chooses()))
         except BaseException:
-            # Of this tensor nothing is sent; the others' values may be on their way already.
+            # Nothing of this tensor is sent; values of other tensors may be on their way already.
             bucket.roll_back()
             self._seen.remove(name)
             raise
@@ -355,8 +356,8 @@ class PerTensor(Averager):
             self._keep_choice(bucket, chosen)
         if tensor.levels:
             values = float_words.pack(values, tensor.levels, self.collectives.size)
-        # One NaN tells every rank, through the average, that this gradient was not finite
-        # somewhere.
+        # One NaN in the values becomes one in the average, and so tells every rank that this
+        # gradient was not finite on some rank.
         is_bad = torch.as_tensor(bucket.bad != 0, device=values.device)
         values[:1].masked_fill_(is_bad, float("nan"))
         self._handed_over["values"] += values.numel() * values.element_size()
@@ -382,7 +383,7 @@ class PerTensor(Averager):
                     "state, or call zero_grad() and backward() again"
                 )
             bucket, tensor = self._buckets[sent.name], self._residues.tensors[sent.name]
-            # Whether Horovod has averaged numbers, or summed them, it does not say.
+            # Horovod does not say whether it averaged numbers or summed them.
             share = 1 / self.collectives.size
             if tensor.levels:
                 result, share = self._scaled(bucket, tensor, result)
@@ -405,7 +406,7 @@ class PerTensor(Averager):
     # One step.
 
     def _notice_restart(self) -> None:
-        """Ranks were started anew (elastic runs): nothing that was under way is."""
+        """If ranks were restarted (elastic runs), roll back: nothing is under way any more."""
         if self._restarted():
             self.abort()
 
@@ -413,7 +414,8 @@ class PerTensor(Averager):
         self.complete_state()
         residues, size = self._residues, self.collectives.size
         if residues.note_ranks(size, self.collectives.position):
-            # Newcomers have no offsets, and this is no place to wait for any: nobody uses them.
+            # New ranks have no offsets, and a rank must not wait for offsets here. So no rank uses
+            # its own.
             self._run.begin_equal_state_anew()
         if not self._buckets:
             self._make_buckets()
@@ -427,7 +429,7 @@ class PerTensor(Averager):
         if not self._idle:
             self._news.unused.begin()
         if not has_met:
-            # Which of the parameters this optimizer trains is known when all have come.
+            # Which of the parameters this optimizer trains is known only when all have come.
             grads = self._news.standing(self._parameters)
             self._standing = {"fresh": set(self._fresh), "grads": grads}
         has_offsets = any("offsets" in state for state in self._run.tensor_states.values())
@@ -446,7 +448,7 @@ class PerTensor(Averager):
         return self._news.ask(fresh=False) or self._news.compare(members) is Found.SET_BY_HAND
 
     def _end_step(self) -> None:
-        """The last result has come. Every rank comes here without waiting for later steps."""
+        """The last result ends the step. Every rank gets here without waiting for later steps."""
         if self._method.ahead is not None:
             self._method.ahead.restore()
         self._usual_order = self._seen
@@ -475,9 +477,9 @@ class PerTensor(Averager):
             bucket.forget()
 
     def _hear_from_ranks(self) -> None:
-        """All ranks tell how they stand. Raises RuntimeError, on all of them, to refuse the step.
+        """Tell all ranks how this one stands. To refuse the step, all ranks raise RuntimeError.
 
-        At first, and after some rank has loaded a state, they agree.
+        In the first step, and after some rank has loaded a state, ranks agree.
         """
         changed, alike = False, False
         try:
@@ -488,7 +490,7 @@ class PerTensor(Averager):
             if not alike:
                 self._agree()
         except RuntimeError:
-            if self._changed:  # others may have been, where nobody looked
+            if self._changed:  # others may have changed unnoticed
                 for bucket in self._buckets.values():
                     bucket.roll_back(keep_gradients=True)
             self.abort()
@@ -514,7 +516,7 @@ class PerTensor(Averager):
         self._run.take_state(())  # what was loaded need not be kept
 
     def _average_again(self) -> None:
-        """Values were sent in a step that had nothing to send.
+        """Repair a step that sent values although there was nothing to send.
 
         Gradients become what they would be without compression.
         """
@@ -541,21 +543,21 @@ class PerTensor(Averager):
     def _scaled(
         self, bucket: Bucket, tensor: CompressedTensor, result: torch.Tensor
     ) -> tuple[torch.Tensor, float]:
-        """What words of integers stand for, (k,): their average, or sum, as the script asked.
+        """The values (k,) that words of integers stand for: average or sum, as the script asked.
 
-        And what a sum was multiplied by for it.
+        Also returns what a sum was multiplied by to get them.
         """
         k = tensor.geometry.k
-        if not result.isfinite().all():  # a gradient of some rank's was not
+        if not result.isfinite().all():  # some rank's gradient was not
             return result.new_full((k,), math.nan), 1.0
         sums, share = float_words.unpack(result, k, tensor.levels, self.collectives.size)
         return bucket.scaled(sums) * share, share
 
     def _make_buckets(self) -> None:
-        """One for each tensor, and the offsets of all.
+        """Make one bucket for each tensor, and room for the offsets of all.
 
-        Also of those that never come here (sparse ones, which Horovod does not compress): the
-        same on every rank.
+        This includes tensors that never come here (sparse ones, which Horovod does not compress),
+        so that it is the same on every rank.
         """
         size = self.collectives.size
         by_device: dict[torch.device, list[CompressedTensor]] = {}
@@ -580,7 +582,7 @@ class PerTensor(Averager):
             self.collectives,
             self._names,
             {},
-            # Where this step gathered.
+            # The places whose values this step sent.
             {"look-ahead offsets": None if self._whole else self._run.digest_of_state()},
             {"changed": bool(self._changed), "fresh": fresh, "grads": grads},
         )
@@ -625,7 +627,7 @@ class PerTensor(Averager):
 
 
 def _by_name(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """{name: parameter}; a tied parameter goes by the first of its names, on every rank alike."""
+    """{name: parameter}. A tied parameter has the first of its names, the same on every rank."""
     named_parameters = list(named_parameters)
     if not all(
         isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)

@@ -1,22 +1,22 @@
 """The fused lane kernel for CUDA, in Triton: what one step does to the residues of many tensors.
 
-There is one launch per move. PyTorch's Triton kernel calls it with addresses, so it imports no
+There is one launch per move. PyTorch's Triton kernel passes addresses, so this module imports no
 other framework. The arithmetic is that of native/lanes.c, rounding by rounding, so results are
-bit-identical to every other kernel's; launch with enable_fp_fusion=False. With TRITON_INTERPRET=1
-in the environment when this is imported, the kernels run on tensors of the CPU, slowly.
+bit-identical to every other kernel's; launch with enable_fp_fusion=False. If TRITON_INTERPRET=1 is
+in the environment when this module is imported, the kernels run on CPU tensors, slowly.
 
-One program does one tile: at most 64 lanes side by side (lanes.py), over all their rows. Tables on
-the device say where things lie:
+One program handles one tile: at most 64 lanes side by side (lanes.py), over all their rows. Tables
+on the device say where things lie:
 
-    tiles    int32 (tiles, 2)                the tensor that a tile is of, and how many of the
-                                             tensor's tiles come before it
+    tiles    int32 (tiles, 2)                a tile's tensor, and how many of the tensor's tiles
+                                             come before it
     tensors  int64 (tensors, N_FIELDS)       what is fixed about a tensor: the fields RESIDUE to
                                              LEVELS
-    step     int64 (tensors, N_STEP_FIELDS)  what is this step's: the fields ADDRESS to ALIGNED
+    step     int64 (tensors, N_STEP_FIELDS)  what changes in a step: the fields ADDRESS to ALIGNED
 
-Floats arrive as float64 and are rounded to the residue's dtype once. GRAD is the dtype that
-gradients are stored in, where int16 stands for bfloat16, whose bits are converted here (the
-interpreter does not round them). REAL is the residue's dtype. BLOCK: rows at a time.
+Floats arrive as float64 and are rounded to the residue's dtype once. GRAD is the dtype in which
+gradients are stored. int16 stands for bfloat16, whose bits are converted here (the interpreter does
+not round them). REAL is the residue's dtype. BLOCK is the number of rows at a time.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ import triton.language as tl
 from scalecom_hvd import integers, lanes, native
 from scalecom_hvd.config import largest_gradient
 
-# What a kernel reads must be a constexpr.
+# Globals that a kernel reads must be constexpr.
 CHOOSE_NOTHING = tl.constexpr(native.CHOOSE_NOTHING)
 CHOOSE_ACCUMULATOR = tl.constexpr(native.CHOOSE_ACCUMULATOR)
 CHOOSE_RESIDUE = tl.constexpr(native.CHOOSE_RESIDUE)
@@ -39,8 +39,8 @@ LARGEST_SCALE = tl.constexpr(float(np.finfo(np.float32).max))
 LAST_ROW = tl.constexpr(2**31 - 1)
 LARGEST_32 = tl.constexpr(int(np.float32(largest_gradient("float32")).view(np.int32)))
 LARGEST_64 = tl.constexpr(int(np.float64(largest_gradient("float64")).view(np.int64)))
-# Rows that the threads of a program hold side by side when each has 16 bytes: of so many, one keeps
-# the best.
+# How many rows the threads of a program hold side by side if each thread has 16 bytes. A kernel
+# keeps one best element for each of these rows.
 SLOTS = tl.constexpr(8)
 
 # RESIDUE: its address. NUMEL, K, FULL_LANES: as in lanes.py. ROWS, LAST_ROWS: of a full group, and
@@ -52,8 +52,8 @@ RESIDUE, NUMEL, K, FULL_LANES, ROWS, LAST_ROWS, OFFSET_WIDTH, OFFSETS_AT, VALUES
     tl.constexpr(i) for i in range(9)
 )
 SCALES_AT, LEVELS = (tl.constexpr(i) for i in range(9, 11))
-# ADDRESS: of the gradient, or of what is written in its stead. FROZEN: whether the residue stays as
-# it is. ALIGNED: this address and the residue's are multiples of 16.
+# ADDRESS: of the gradient, or of the output that is written instead. FROZEN: whether the residue
+# stays as it is. ALIGNED: whether this address and the residue's are multiples of 16.
 N_STEP_FIELDS = tl.constexpr(3)
 ADDRESS, FROZEN, ALIGNED = (tl.constexpr(i) for i in range(3))
 
@@ -73,7 +73,7 @@ class Tile(NamedTuple):
     end: tl.tensor
     stride: tl.tensor
     rows: tl.tensor
-    lane: tl.tensor  # the first one's number
+    lane: tl.tensor  # the first lane's number
     lanes: tl.tensor
     # 64 lanes and a stride of 64 in aligned memory: one stretch, moved 16 bytes at a time.
     wide: tl.tensor
@@ -100,10 +100,10 @@ def accumulate_tiles(
     BLOCK: tl.constexpr,
     STORES: tl.constexpr = True,
 ):
-    """m <- m + beta * g; where asked, `chosen` <- the row of each lane's largest element.
+    """m <- m + beta * g; if CHOOSE says so, `chosen` <- the row of each lane's largest element.
 
-    That is the largest |m_old + g|, |m_new|, or |m_new + g|. Adds to `count` how many
-    elements of g are bad: NaN, or larger than config.largest_gradient. Those count as zero.
+    CHOOSE says what is compared: |m_old + g|, |m_new|, or |m_new + g|. Adds to `count` how many
+    elements of g are bad: NaN, or larger than config.largest_gradient. Bad elements count as zero.
     STORES: whether m changes at all.
     """
     tile = _tile(tiles, tensors, step, GRAD, REAL)
@@ -135,11 +135,12 @@ def take_tiles(
 ):
     """values, sent <- m[I] + share * g[I], clamped, in the wire dtype; m[I] <- m[I] - beta * sent.
 
-    In int8 values travel as integers times the scales in the buffer of offsets.
+    If the wire dtype is int8, values travel as integers, in units of the scales in the buffer of
+    offsets.
 
-    within: how many times g is in m already. Where m without it and g do not point apart, `extra`
-    times that m is sent besides. WITH_GRAD: share is not 0. Adds to `count` how
-    many values are not finite: those are sent as zero.
+    within: how many times m already contains g. If m without g and g do not have opposite signs,
+    `extra` times m without g is sent in addition. WITH_GRAD: whether share is not 0. Adds to
+    `count` how many values are not finite. These are sent as zero.
     """
     tile = _tile(tiles, tensors, step, GRAD, REAL)
     row = _load_offsets(offsets, tile)
@@ -215,10 +216,10 @@ def measure_blocks(
     GRAD: tl.constexpr,
     REAL: tl.constexpr,
 ):
-    """The scales of what the chosen places would send, as integers.py has them.
+    """The scales of what the chosen places would send, as integers.py defines them.
 
-    One program does one block of values, which is of several tiles. blocks: int32 (blocks, 2), the
-    tensor that a block is of, and its number there.
+    One program handles one block of values, which belong to several tiles. blocks: int32 (blocks,
+    2), a block's tensor, and the block's number in that tensor.
     """
     number = tl.program_id(0)
     tensor, block = tl.load(blocks + 2 * number), tl.load(blocks + 2 * number + 1)
@@ -236,7 +237,7 @@ def measure_blocks(
     g, _ = _usable(g, _real(scale, REAL))
     value = m + g + tl.where(m * g >= 0, _real(extra, REAL) * m, 0)
     total = tl.sum(tl.where(_is_finite(value), tl.abs(value).to(tl.float64), 0))
-    # Divided as scale_divisor says.
+    # The divisor is integers.scale_divisor's.
     levels = tl.load(fixed + LEVELS).to(tl.float64)
     divisor = tl.maximum((levels + 1) / 8, tl.minimum((levels + 3) / 4, 2.0))
     mean = total / (tl.minimum(k - first, VALUES_PER_SCALE).to(tl.float64) * divisor)
@@ -267,7 +268,7 @@ def roll_back_tiles(
     was_sent = _load_values(sent, tile).to(REAL) * _scale_of(offsets, tile, sent.dtype.element_ty)
     m += _unless_frozen(tile, beta) * was_sent
     tl.debug_barrier()  # all threads have read m[I] before one writes there
-    # Subtracting is adding the negative, to the bit.
+    # Adding the negative gives the same bits as subtracting.
     _pass(tile, -accumulated, scale, row, m, True, CHOOSE_NOTHING, BLOCK, True)
 
 
@@ -310,9 +311,9 @@ def _pass(
     BLOCK: tl.constexpr,
     STORES: tl.constexpr,
 ):
-    """m <- m + beta * g; CHANGED: in every lane, `instead` stands for m in row `changed`.
+    """m <- m + beta * g. If CHANGED, `instead` replaces m in row `changed` of every lane.
 
-    Gives every lane's winner, and the number of bad elements of g.
+    Returns every lane's winner, and the number of bad elements of g.
     """
     beta, scale = _unless_frozen(tile, beta), _real(scale, tile.residue.dtype.element_ty)
     if tile.wide:
@@ -340,8 +341,8 @@ def _pass_rows(
     STORES: tl.constexpr,
 ):
     """`_pass` for one kind of tile."""
-    # Rows that lie SLOTS apart are compared within a thread, and share what is kept; threads ask
-    # one another only at the end.
+    # Rows that lie SLOTS apart are compared within a thread, which keeps one best element of them.
+    # Threads compare with one another only at the end.
     best = tl.full((SLOTS, LANES), -1, _magnitude(beta).dtype)
     winner = tl.zeros((SLOTS, LANES), tl.int32)
     bad = tl.zeros((SLOTS, LANES), tl.int32)
@@ -371,7 +372,7 @@ def _pass_rows(
     lane_winner = tl.zeros((LANES,), tl.int32)
     if CHOOSE != CHOOSE_NOTHING:
         largest = tl.max(best, axis=0)
-        # The first of equals.
+        # Of equal elements, take the first.
         lane_winner = tl.min(tl.where(best == largest[None, :], winner, LAST_ROW), axis=0)
     return lane_winner, tl.sum(bad)
 
@@ -391,7 +392,7 @@ def _send(
     limit,
     WITH_GRAD: tl.constexpr,
 ):
-    """Writes a tile's values; gives what stays of m there, and how many values are not finite."""
+    """Write a tile's values; returns what stays of m there, and how many are not finite."""
     REAL: tl.constexpr = tile.residue.dtype.element_ty
     index, is_lane = _indices(tile, row), _is_lane(tile)
     m = tl.load(tile.residue + index, mask=is_lane, other=0)
@@ -416,7 +417,7 @@ def _send(
 
 @triton.jit
 def _scale_of(offsets, tile, dtype: tl.constexpr):
-    """The scale of a tile's integers; 1 where values are no integers."""
+    """The scale of a tile's integers; 1 if values are not integers."""
     REAL: tl.constexpr = tile.residue.dtype.element_ty
     unit = _real(1.0, REAL)
     if dtype == tl.int8:
@@ -427,9 +428,9 @@ def _scale_of(offsets, tile, dtype: tl.constexpr):
 
 @triton.jit
 def _integer(value, unit, levels):
-    """The integers nearest to value / unit, of those from -levels to levels."""
+    """The integers from -levels to levels that are nearest to value / unit."""
     two, divisor = tl.full((), 2.0, value.dtype), tl.where(unit > 0, unit, 1)
-    # Of float32 "/" is approximate.
+    # For float32, "/" is approximate.
     per_unit = two / divisor if value.dtype == tl.float64 else tl.div_rn(two, divisor)
     per_unit = tl.where(unit > 0, per_unit, 0)
     most = (2 * levels).to(value.dtype)
@@ -441,7 +442,7 @@ def _integer(value, unit, levels):
 
 @triton.jit
 def _write(tile, chosen, value, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """In every lane, `value` in row `chosen`, and zeros."""
+    """Write `value` in row `chosen` of every lane, and zeros elsewhere."""
     for first in range(0, tile.rows, BLOCK):
         row, begin, within, exists = _block(tile, first, WIDE, BLOCK)
         output = _elements(tile.grad, begin, within, WIDE)
@@ -452,8 +453,8 @@ def _write(tile, chosen, value, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 def _block(tile, first, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """A tile's rows from `first` on.
 
-    Gives their numbers, the index where they begin, where in there the elements are, and which
-    exist.
+    Returns the rows' numbers, the index at which they begin, where the elements lie relative to it,
+    and which elements exist.
     """
     slot, column = tl.arange(0, BLOCK), tl.arange(0, LANES)
     row = first + slot
@@ -472,9 +473,9 @@ def _elements(tensor, begin, within, WIDE: tl.constexpr):
     """Pointers to a block's elements."""
     block = tensor + begin
     if WIDE:
-        # No more than four elements at a time, also of two bytes: so the same thread holds a
-        # gradient and its residue. The hint is for this very sum, since the compiler forgets those
-        # on a function's arguments.
+        # A thread takes at most four elements at a time, even if they have two bytes, so that the
+        # same thread holds a gradient and its residue. The hint must be on this sum, because the
+        # compiler forgets hints on a function's arguments.
         block = tl.multiple_of(block, 16 if tensor.dtype.element_ty.primitive_bitwidth >= 32 else 8)
     return block + within
 
@@ -499,7 +500,7 @@ def _load_offsets(buffer, tile):
 
 @triton.jit
 def _rows(here, offset_width, at, mask):
-    """The offsets of lanes `at`, of a tensor whose offsets begin here."""
+    """The offsets of lanes `at`, of a tensor whose offsets begin at `here`."""
     if offset_width == 1:
         row = tl.load(here + at, mask=mask, other=0).to(tl.int32)
     elif offset_width == 2:
@@ -540,9 +541,9 @@ def _unless_frozen(tile, beta):
 
 @triton.jit
 def _usable(g, scale):
-    """scale * g in scale's dtype, with zero for bad elements; and where it is good.
+    """scale * g in scale's dtype, with zero for bad elements; and which elements are good.
 
-    What is good is told by its bits, as lanes.c does.
+    The bits tell whether an element is good, as in lanes.c.
     """
     if g.dtype == tl.int16:
         g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -554,7 +555,7 @@ def _usable(g, scale):
 
 @triton.jit
 def _is_finite(x):
-    """By the exponent's bits, whatever a compiler assumes about NaN."""
+    """Whether x is finite, by the exponent's bits, whatever a compiler assumes about NaN."""
     infinity: tl.constexpr = 0x7FF0000000000000 if x.dtype == tl.float64 else 0x7F800000
     return _magnitude(x) < infinity
 
@@ -590,5 +591,5 @@ def _to_gradient(value, dtype: tl.constexpr):
 
 @triton.jit
 def _add(count, n):
-    """Only integers are added so: their sum is the same in any order."""
+    """Add an integer to a count. Only integers are added so: their sum is the same in any order."""
     tl.atomic_add(count, n.to(tl.int64), mask=n > 0, sem="relaxed")

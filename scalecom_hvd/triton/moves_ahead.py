@@ -1,13 +1,13 @@
-"""Parameters moved a step ahead, in Triton: see exchange/moves_ahead.py, whose numbers these are.
+"""Moves parameters a step ahead, in Triton. It computes what exchange/moves_ahead.py defines.
 
-Each tensor is read once and written once. Results are those of plain PyTorch, to rounding: nothing
-that ranks share is made of them.
+Each tensor is read once and written once. Results are those of plain PyTorch up to rounding, which
+is enough because nothing that ranks share is computed from them.
 """
 
 import triton
 import triton.language as tl
 
-# Of each tensor: five addresses (0: there is none), and how many elements it has.
+# For each tensor: five addresses (0: there is none), and how many elements it has.
 N_FIELDS = tl.constexpr(6)
 OWN_AT, SPARE_AT, RESIDUE_AT, MOMENTUM_AT, SECOND_AT, NUMEL = (tl.constexpr(i) for i in range(6))
 
@@ -33,8 +33,9 @@ def move_ahead_blocks(
 ):
     """spare <- own; own <- own - rate * D(weight * residue + share * momentum).
 
-    OWN, MOMENTUM, SECOND: what these are stored in; None: there is none. REAL: the residue's dtype.
-    ROOT: whether the second moment's root divides. ALIGNED: addresses are multiples of 16.
+    OWN, MOMENTUM, SECOND: the dtypes in which these are stored; None: there is none. REAL: the
+    residue's dtype. ROOT: whether to divide by the second moment's root. ALIGNED: whether addresses
+    are multiples of 16.
     """
     number = tl.program_id(0)
     tensor, block = tl.load(blocks + 2 * number), tl.load(blocks + 2 * number + 1)
@@ -67,7 +68,7 @@ def move_ahead_blocks(
 
 @triton.jit
 def _elements(field, begin, dtype: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to a block's elements of the tensor whose address stands here."""
+    """Pointers to a block's elements of the tensor whose address is stored at `field`."""
     start = tl.load(field).to(tl.pointer_type(dtype)) + begin
     if ALIGNED:
         start = tl.multiple_of(start, 16)

@@ -1,9 +1,9 @@
-"""`make bench`: how long a step takes over slow and fast networks, dense and with every way of
-compressing; table, JSON, CSV and picture.
+"""`make bench`: how long a step takes over slow and fast networks, dense and compressed.
 
-The workers run on hosts of their own (hosts.py), so real Horovod talks over a real network of the
-speed asked for. All that is compared is measured within one job; ratios are of medians. Needs root,
-for the hosts.
+It measures every way of compressing, and writes a table, JSON, CSV and a picture. The workers run
+on hosts of their own (hosts.py), so real Horovod talks over a real network of the speed asked for.
+Everything that is compared is measured within one job; ratios are of medians. Needs root, for the
+hosts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hosts  # which says where launch.py and pictures.py are
+import hosts  # puts the folder of launch.py and pictures.py on the path
 import pictures
 from bench_worker import DDP, LOCAL, METHODS
 from tqdm import tqdm
 
 SCRIPTS = Path(__file__).resolve().parent
 Result = dict[str, Any]
-# What a bar of pictures.PARTS is made of, as ranges of the profiler; "compute" and "other" are
-# calculated.
+# {part of a bar, as in pictures.PARTS: the profiler's ranges that it sums up}. "compute" and
+# "other" are calculated.
 PARTS = {
     "select": ("accumulate", "take_and_accumulate", "wait for kernel", "select"),
     "offsets": ("wait for offsets",),
@@ -76,7 +76,7 @@ class Job:
 
 # The seconds are those of a round of 16 steps at the slower speed.
 LOCAL_STEPS = Job("transformer", 2, (100, 1000), ("no communication", "dense", *LOCAL), 4.0)
-# torch.distributed's face beside Horovod's, and PyTorch's own hooks.
+# The face for torch.distributed and the one for Horovod, and PyTorch's own hooks.
 BOTH_FACES = ("no communication", "dense", "ScaleCom cyclic", "ScaleCom look-ahead", *DDP)
 DDP_JOBS = [
     Job("transformer", 2, (100, 1000, 10_000, 0), BOTH_FACES, 2.0),
@@ -85,7 +85,7 @@ DDP_JOBS = [
 ]
 
 
-# A model of whose steps `plan` is asked in docs/speed.md.
+# docs/speed.md asks `plan` about this model's steps.
 GPT2 = ("no communication", "dense", "ScaleCom cyclic", "ScaleCom look-ahead")
 GPT2_JOBS = [Job("gpt2", n_hosts, (1000,), GPT2, 10.0) for n_hosts in (2, 4)]
 
@@ -172,9 +172,7 @@ def _show_progress(bar: tqdm, output: Path, ended: threading.Event, before: int)
 
 
 def with_ratios(results: list[Result]) -> list[Result]:
-    """A job's results with what they are when compared with each other: exposed time, and ratios to
-    dense.
-    """
+    """A job's results, compared with each other: with exposed time, and ratios to dense."""
     found = {(r["case"], r["hosts"], r["mbit"], r["method"]): r for r in results}
     for result in results:
         beside = (result["case"], result["hosts"], result["mbit"])
@@ -222,8 +220,8 @@ def split(result: Result) -> dict[str, float]:
     found = {part: sum(measured.get(name, 0.0) for name in names) for part, names in PARTS.items()}
     if result["method"] in ("dense", "fp16"):
         found["values"] = max(result["exposed_ms"], 0.0)
-    # Profiled steps are other steps, and slower; parts are made to fit into what an ordinary step
-    # took.
+    # Profiled steps are separate steps, and slower. So the parts are scaled to fit into the time of
+    # an ordinary step.
     scale = min(1.0, max(result["exposed_ms"], 0.0) / max(sum(found.values()), 1e-9))
     found = {part: milliseconds * scale for part, milliseconds in found.items()}
     return {
@@ -234,7 +232,7 @@ def split(result: Result) -> dict[str, float]:
 
 
 def once(results: list[Result]) -> list[Result]:
-    """Without "no communication"; of what several jobs measured, the first job's."""
+    """Results without "no communication". If several jobs measured the same, the first counts."""
     found: dict[tuple[Any, ...], Result] = {}
     for r in results:
         if r["method"] != "no communication":

@@ -1,7 +1,6 @@
-"""What `make bench` trains: a model whose compute is a pause, as if a GPU did it, and a real
-ResNet.
+"""What `make bench` trains: models whose compute is a pause, as if a GPU did it, and a real ResNet.
 
-Run by bench_worker.py on every rank.
+bench_worker.py runs them on every rank.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ Loss = Callable[[torch.nn.Module], torch.Tensor]
 def transformer_shapes(
     layers: int = 6, width: int = 512, tokens: int = 11_000, positions: int = 512
 ) -> list[list[tuple[int, ...]]]:
-    """The parameters of a Transformer encoder with tied embedding, layer by layer: 24.8 M in 75
-    tensors.
+    """The parameters of a Transformer encoder with tied embedding, layer by layer.
+
+    They are 24.8 M in 75 tensors.
     """
     block = [
         (3 * width, width),
@@ -47,8 +47,9 @@ def transformer_shapes(
 
 
 class _PausedLayer(torch.autograd.Function):
-    """A layer whose forward and backward take `pause` seconds each and whose gradients lie in
-    memory already.
+    """A layer whose gradients lie in memory already.
+
+    Its forward and backward take as long as the case says.
     """
 
     @staticmethod
@@ -65,8 +66,9 @@ class _PausedLayer(torch.autograd.Function):
 
 
 class PausedLayer(torch.nn.Module):
-    """Parameters with random gradients, which are made anew in every forward: that takes part of
-    its pause.
+    """Parameters with random gradients.
+
+    Every forward makes new gradients, which takes part of its pause.
     """
 
     def __init__(
@@ -100,7 +102,8 @@ def paused_transformer(
 ) -> tuple[torch.nn.Module, Loss]:
     """The model, and a function that computes its loss, wrapped or not.
 
-    pause: seconds of compute a step, a third of them in forward, by parameters.
+    pause: seconds of compute per step, a third of them in forward. Layers share them by their
+        numbers of parameters.
     """
     torch.manual_seed(seed)
     shapes = shapes or transformer_shapes()
@@ -122,8 +125,9 @@ def gpt2(seed: int) -> tuple[torch.nn.Module, Loss]:
 
 
 def language_model(seed: int) -> tuple[torch.nn.Module, Loss]:
-    """The shapes of the race's language model, 5 M parameters; a step computes for 30 ms, as the
-    Transformer's does by its size.
+    """The shapes of the race's language model, 5 M parameters; a step computes for 30 ms.
+
+    In proportion to its size, that is as long as the Transformer's step.
     """
     with torch.device("meta"):
         model = race_tasks.Decoder(race_tasks.FULL)
@@ -140,7 +144,7 @@ def resnet(seed: int) -> tuple[torch.nn.Module, Loss]:
     return model, lambda model: torch.nn.functional.cross_entropy(model(images), labels)
 
 
-# Whose state moves ahead, too, and costs time; others have plain SGD.
+# Cases with AdamW, whose state moves ahead, too, and costs time. Others have plain SGD.
 WITH_ADAMW = ("language-model",)
 CASES = {
     "transformer": paused_transformer,

@@ -1,11 +1,11 @@
-"""What ScaleCom's checks cost per step: those for gradients that are not finite or too large,
-damaged offsets, and growing residues.
+"""What ScaleCom's checks cost per step.
 
+The checks find gradients that are not finite or too large, damaged offsets, and growing residues.
 The model of `make bench` (24.8 M parameters) trains on this machine's ranks. Steps with all checks,
-as shipped, and without any take turns, and their medians are compared. Without: a kernel compiled
-from the same C code with its tests taken out, and no look at what arrived. The look at norms, every
-100 steps, is timed by itself. (What only happens at the start, the agreement, is no part of a
-step.)
+as shipped, and steps without any take turns, and their medians are compared. A step without checks
+has a kernel compiled from the same C code with its tests taken out, and does not look at what
+arrived. The look at norms, every 100 steps, is timed by itself. (The agreement is no part of a
+step: it happens only at the start.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where launch.py is
 
 import launch
 
-# The tests in the C code, and what stands there without them.
+# The tests in the C code, and what replaces them.
 TESTS = {
     "lanes_template.h": [("INTEGER good = (bits & MAGNITUDE) <= LARGEST;", "INTEGER good = 1;")],
     "lanes.c": [("if (!all_fit(tensors, count, offsets)) return OFFSETS_OUTSIDE;", "")],
@@ -64,7 +64,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in KERNELS:
             compile_kernel(Path(folder), name)
-        # each in processes of its own, where memory lies as it does for a user
+        # each method in processes of its own, where memory lies as it does for a user
         for method in args.methods:
             program = [__file__, "--as-rank", folder, *sys.argv[1:], "--methods", method]
             code = subprocess.call(
@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace) -> None:
             timed(step, SETTLING_STEPS)
             seconds: dict[bool, list[float]] = {True: [], False: []}
             for number in range(args.steps):
-                # two by two: every rank leads as often with checks as without
+                # two by two, so that every rank leads as often with checks as without
                 checks = number // 2 % 2 == 0
                 with contextlib.nullcontext() if checks else unchecked(library):
                     seconds[checks].append(timed(step, 1))
@@ -153,7 +153,7 @@ def loaded(folder: Path, name: str) -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def unchecked(library: Switch) -> Iterator[None]:
-    """Steps in here check nothing."""
+    """Steps in this context check nothing."""
     import torch
 
     from scalecom_hvd.exchange import bucket, values
@@ -168,7 +168,7 @@ def unchecked(library: Switch) -> Iterator[None]:
 
 
 def fill_without_look(self: Any, grads: dict[str, Any]) -> int:
-    """Values.fill, but for the look at what is sent whole."""
+    """Values.fill without the look at what is sent whole."""
     import torch
 
     if self.whole:
@@ -179,9 +179,10 @@ def fill_without_look(self: Any, grads: dict[str, Any]) -> int:
 def training_step(
     settings: dict[str, Any],
 ) -> tuple[Callable[[], object], Callable[[], object], Callable[[], int]]:
-    """A step whose forward and backward cost next to nothing, so that the exchange is nearly all of
-    it: the worst case for a ratio; the look at norms, as Bucket.norms does it; and how many steps
-    were skipped.
+    """A step, the look at norms as Bucket.norms does it, and how many steps were skipped.
+
+    The step's forward and backward cost next to nothing, so that the exchange is nearly all of it.
+    That is the worst case for a ratio.
     """
     import torch
     from bench_cases import transformer_shapes

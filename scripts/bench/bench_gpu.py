@@ -1,9 +1,8 @@
-"""The Triton kernel's speed on a CUDA GPU against the device's own copying, for many tensors in one
-launch.
+"""The Triton kernel's speed on a CUDA GPU, compared with the device's own copying.
 
-A ratio is a move's time over the time in which copy_ moves as many bytes as the move must: 1 is as
-fast as memory. Everything is timed in turn, round by round, in one run, and medians are compared.
-Prints a table and, last, one line of JSON.
+One launch handles many tensors. A ratio is a move's time over the time in which copy_ moves as many
+bytes as the move must: 1 is as fast as memory. Everything is timed in turn, round by round, in one
+run, and medians are compared. Prints a table and, last, one line of JSON.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.native import CHOOSE_ACCUMULATOR, CHOOSE_AHEAD, CHOOSE_NOTHING
 
 BETA, EXTRA, LIMIT = 0.5, 1.0, 65504.0
-# The defaults'.
+# Of the defaults.
 BITS, FEW_BITS_RATE = 3, 16
 N_TENSORS = 75
-# Read before every move: many times what a cache holds, and long enough to keep the device busy
-# while the host queues the move.
+# A tensor of this size is read before every move. It is many times larger than a cache, and reading
+# it keeps the device busy while the host queues the move.
 FLUSHING_ELEMENTS = 2**28
 
 
 class Candidate(NamedTuple):
-    """Something to time. bytes: what it must move at least; 0 where that is not what takes its
-    time.
+    """Something to time.
+
+    bytes: what it must move at least; 0 if moving bytes is not what takes its time.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Workload:
         return kernel
 
     def _kernel(self, kind: type[Kernel], has_scales: bool) -> Kernel:
-        """The same before its step, and buffers for what it moves."""
+        """A kernel before its step, and buffers for what it moves."""
         layout = Layout(dict(zip(map(str, range(N_TENSORS)), self.lanes, strict=True)), has_scales)
         slots = [
             TensorSlot(
@@ -117,7 +117,7 @@ class Workload:
             moves_ahead.move_of(parameter.detach(), spare, residue, group, state[parameter], 1.0)
             for parameter, spare, residue in zip(parameters, spares, self.residues, strict=True)
         ]
-        # Two are read for their norms; four are read, and two written.
+        # Two tensors are read for their norms. Then four are read, and two are written.
         yield Candidate(
             "AdamW, a step ahead", lambda: moves_ahead.make(moves, 0.5, BETA), 32 * self.numel
         )
@@ -156,7 +156,7 @@ class Workload:
         )
 
     def copies(self) -> Iterator[Candidate]:
-        """What the moves are held against: the first."""
+        """The copies. Moves are compared with the first one."""
         whole, there = torch.randn(2, self.numel, device=self.residues[0].device)
         yield Candidate("copy_ of one tensor", lambda: there.copy_(whole), 8 * self.numel)
         yield Candidate(
@@ -186,8 +186,9 @@ def candidates(numel: int, rate: float, device: torch.device) -> Iterator[Candid
 def measure(
     tried: list[Candidate], rounds: int, device: torch.device
 ) -> dict[str, dict[str, float | None]]:
-    """Milliseconds on the device and on the host, gigabytes per second, and the ratio to the first
-    candidate, by name.
+    """By name: milliseconds on the device and on the host, gigabytes per second, and the ratio.
+
+    The ratio is to the first candidate.
     """
     flushing = torch.randn(FLUSHING_ELEMENTS, device=device)
     taken: dict[str, list[tuple[float, float]]] = {candidate.name: [] for candidate in tried}

@@ -1,11 +1,12 @@
 """Whole training steps of a GPT-2 on this machine's GPUs: dense, half precision, and ScaleCom.
 
-Starts two ranks with torchrun for each way, one after the other. Ranks share a GPU if there is one:
-each then tells NCCL that it is on a machine of its own, so that values travel through sockets, and
-their kernels take turns on the GPU. Such times compare ways, and are no other machine's.
+Starts two ranks with torchrun for each way, one after the other. If there is only one GPU, the
+ranks share it. Then each rank tells NCCL that it is on a machine of its own, so values travel
+through sockets, and the ranks' kernels take turns on the GPU. Such times compare ways; they are not
+the times of other machines.
 
-Prints a table: milliseconds of a step (median), the most memory, and from a profile of two steps
-how long the exchange's own kernels ran, and how much of that beside the model's.
+Prints a table: milliseconds of a step (median), the most memory and, from a profile of two steps,
+how long the exchange's own kernels ran, and for how much of that time the model's ran, too.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def train(way: str, steps: int) -> None:
         if on_gpu:
             torch.cuda.synchronize()
 
-    for _ in range(6):  # Triton compiles, and DDP makes its buckets anew
+    for _ in range(6):  # Triton compiles, and DDP rebuilds its buckets
         step()
     times = []
     for _ in range(steps):
@@ -97,8 +98,9 @@ def train(way: str, steps: int) -> None:
 
 
 def profiled(step: Any) -> dict[str, float]:
-    """Of a step: milliseconds and number of the exchange's own kernels, and the share beside the
-    model's.
+    """Milliseconds and number of the exchange's own kernels in a step.
+
+    Also the share of that time in which the model's kernels ran, too.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -115,7 +117,7 @@ def profiled(step: Any) -> dict[str, float]:
 
 
 def measured(way: str, steps: int) -> Mapping[str, float]:
-    """What two ranks say of a way."""
+    """What two ranks measured for a way."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", __file__, "--way", way, "--steps", str(steps)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

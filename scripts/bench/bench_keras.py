@@ -1,9 +1,8 @@
-"""Step times of Keras training on the ranks of this machine: Horovod's dense all-reduce against
-ScaleCom, in one run.
+"""Step times of Keras training on the ranks of this machine, dense and with ScaleCom.
 
-Every method trains a model of its own; they take turns, some steps each, round by round, so that a
-noisy machine hurts all alike. The ratio to dense is taken within each round, and its median over
-rounds is what counts.
+Horovod's dense all-reduce and ScaleCom are compared in one run. Every method trains a model of its
+own. The methods take turns, some steps each, round by round, so that a noisy machine hurts all
+alike. The ratio to dense is taken within each round, and its median over rounds counts.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def measure(args: argparse.Namespace) -> None:
         steps = {}
         for method, settings in METHODS.items():
             steps[method] = training_step(case, settings)
-            # asked when the first step is traced
+            # read when the first step is traced
             os.environ["SCALECOM_KERNEL"] = "tensorflow" if "plain" in method else ""
             run(steps[method], SETTLING_STEPS)
         rounds = [
@@ -123,8 +122,9 @@ def convolutions() -> tuple:
 
 
 def matrices() -> tuple:
-    """Four layers of 2500 x 2500, 25 million parameters, 32 rows per rank: 100 MB of gradients for
-    little arithmetic.
+    """Four layers of 2500 x 2500, 25 million parameters, 32 rows per rank.
+
+    This makes 100 MB of gradients for little arithmetic.
     """
     import tensorflow as tf
 

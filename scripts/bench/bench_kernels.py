@@ -1,8 +1,8 @@
-"""What the residues of a whole model cost on one core, against the memory's speed:
-`torch._foreach_add_(residues, grads, alpha=beta)`.
+"""What the residues of a whole model cost on one core, compared with the memory's speed.
 
-The model is that of `make bench`, 24.8 M parameters. All are timed in turn, round by round, in one
-run, and the medians compared, so that a noisy machine hurts all alike.
+The memory's speed is that of `torch._foreach_add_(residues, grads, alpha=beta)`. The model is that
+of `make bench`, 24.8 M parameters. All are timed in turn, round by round, in one run, and the
+medians are compared, so that a noisy machine hurts all alike.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
     }
 
 
-# Whole steps of one rank, made up of the above.
+# Whole steps of one rank, as sums of the above.
 STEPS = {
     "cyclic step, leader": ("accumulate + choose", "take", "scatter"),
     "cyclic step, other ranks": ("accumulate", "take", "scatter"),

@@ -1,11 +1,12 @@
-"""`make bench-nodes`: several ranks on each host, all of them workers, or each host one.
+"""`make bench-nodes`: several ranks on each host; every rank is a worker, or every host is one.
 
     python scripts/bench/bench_nodes.py                      2 and 4 hosts of 2 ranks, 1 Gbit/s
     python scripts/bench/bench_nodes.py --hosts 2 --ranks-per-host 4 --mbit 100
 
-The model is that of `make bench`: 24.8 million parameters, and a pause in the place of compute.
-What leaves a host is what its network interface has counted; inside a host the network is as fast
-as this machine. One job a table, each way measured twice in it, there and back. Needs root.
+The model is that of `make bench`: 24.8 million parameters, and a pause instead of compute. A host's
+network interface counts the bytes that leave the host; inside a host the network is as fast as this
+machine. Each table is one job. It measures each way twice: in order, and then in reverse order.
+Needs root.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _residue_bytes(method: Any) -> int:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One rank: every way, there and back; rank 0 writes what it measured."""
+    """One rank: every way, in order and in reverse; rank 0 writes what it measured."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     mesh = init_device_mesh(

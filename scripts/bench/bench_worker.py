@@ -1,8 +1,7 @@
-"""One rank of `make bench`: trains a case with every method at every speed, and rank 0 writes what
-it measured, line by line, as JSON.
+"""One rank of `make bench`: trains a case with every method at every speed.
 
-Started by bench.py on hosts that hosts.py made. All ranks go through the same list in the same
-order.
+Rank 0 writes what it measured, line by line, as JSON. bench.py starts the ranks on hosts that
+hosts.py made. All ranks go through the same list in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
 SETTLING_STEPS = 3
 LOCAL_TOP_K_RATE = 100
-# The paper's form: values as they are.
+# The paper's form: values are sent as they are.
 PAPER = {"bits": 32, "rate": 100}
 # {name: settings of ScaleCom, over its defaults}
 SCALECOM = {
@@ -47,8 +46,7 @@ SCALECOM = {
     },
 }
 IN_TURN = {"overlap": 1, "fragments": 8}
-# {name: (local steps, their arguments, compression)}: what is averaged is the change of so many
-# steps.
+# {name: (local steps, their arguments, compression)}: the change over this many steps is averaged.
 LOCAL = {
     f"{name}, H = {h}": (h, more, make)
     for name, more, make, rounds in (
@@ -66,9 +64,9 @@ LOCAL = {
     )
     for h in rounds
 }
-# What papers train with; the race's. See scalecom_hvd's recipes.
+# What papers and the race train with. See scalecom_hvd's recipes.
 RECIPES = {"DiLoCo, H = 20": hvd.diloco(20), "SparseLoCo, H = 20": hvd.sparseloco(20)}
-# What a microbatch costs that no step follows.
+# A microbatch without a step after it.
 NO_STEP = "forward and backward"
 METHODS = ["no communication", "dense", "fp16", "local top-k", *SCALECOM]
 
@@ -90,14 +88,14 @@ def _scalecom(**more: Any) -> Callable[..., Any]:
     return hook
 
 
-def _nothing_sent(state, bucket):  # whose annotations DDP would not take as strings
+def _nothing_sent(state, bucket):  # DDP does not accept annotations that are strings
     """What DistributedDataParallel itself costs: it copies gradients into buckets."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
-# {name: what gives a state and a hook of DistributedDataParallel; None: without one}
+# {name: makes a state and a hook for DistributedDataParallel; None: no hook}
 DDP: dict[str, Callable[..., Any] | None] = {
     "DDP nothing sent": lambda model, **settings: (None, _nothing_sent),
     "DDP dense": None,
@@ -125,11 +123,11 @@ class Training:
         self._steps = method != NO_STEP
         self.reduce: Callable[[], None] = lambda: None
         self.local: LocalTopK | None = None
-        # Steps of which one is unlike the others.
+        # How many steps are a round, in which one step is unlike the others.
         self.round = 1
         if method in DDP:
-            # PowerSGD's hook submits collectives when others have ended, which over Gloo may be in
-            # another order on every rank: it dies where there is more than one bucket.
+            # PowerSGD's hook submits collectives when others have ended. Over Gloo, that order may
+            # differ between ranks, so the hook dies if there is more than one bucket.
             whole = "PowerSGD" in method or method.endswith("one bucket")
             one_bucket = {"bucket_cap_mb": 1000} if whole else {}
             self.model = DistributedDataParallel(
@@ -177,9 +175,11 @@ def bytes_sent() -> int:
 
 
 def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[str, Any]:
-    """Times of single steps in ms, their median (with local steps, that of whole rounds' means),
-    that of rounds' longest steps, and per step what this host sent and how long its processor was
-    busy; about `seconds` of them.
+    """Measure steps for about `seconds`.
+
+    Returns the times of single steps in ms, their median (with local steps, the median of rounds'
+    means), the median of rounds' longest steps, and per step what this host sent and how long its
+    processor was busy.
     """
     begun = time.perf_counter()
     training.step()
@@ -191,7 +191,7 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
         begun = time.perf_counter()
         training.step()
         times.append((time.perf_counter() - begun) * 1e3)
-    # Any H steps in a row have one synchronisation among them.
+    # Any H steps in a row include one synchronisation.
     rounds = [
         statistics.mean(times[i : i + training.round]) for i in range(0, count, training.round)
     ]
@@ -217,8 +217,9 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
 
 
 def parts(training: Training, steps: int) -> dict[str, float]:
-    """Milliseconds a step that the training thread spent in each part of the exchange, from
-    torch.profiler.
+    """Milliseconds per step that the training thread spent in each part of the exchange.
+
+    They come from torch.profiler.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(steps):
@@ -245,7 +246,7 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     if DDP.keys() & set(arguments.methods):
-        # Beside Horovod, on the same hosts and ranks.
+        # In addition to Horovod, on the same hosts and ranks.
         dist.init_process_group(
             "gloo", init_method="tcp://h1:29400", rank=hvd.rank(), world_size=hvd.size()
         )
@@ -253,7 +254,7 @@ def main() -> None:
         # The first step of look-ahead is sent whole, which would take long on a slow network.
         shape(None)
         training = Training(arguments.case, method, arguments.options)
-        # The first synchronisation of local steps fills memory that the others find.
+        # The first synchronisation of local steps allocates memory that later ones reuse.
         for _ in range(max(SETTLING_STEPS, 2 * training.round)):
             training.step()
         for mbit in arguments.mbit:
@@ -277,7 +278,7 @@ def main() -> None:
 
 
 def shape(mbit: float | None) -> None:
-    """How fast this host sends; called on each."""
+    """Set how fast this host sends. Call it on every host."""
     for change in hosts.shaping(mbit):
         subprocess.run(change, check=True, stdout=subprocess.DEVNULL)
 

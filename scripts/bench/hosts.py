@@ -1,11 +1,10 @@
-"""2 to 8 hosts on one machine: what `launch.py` does on one host, across hosts with a network of a
-chosen speed between them.
+"""2 to 8 hosts on one machine, with a network of a chosen speed between them.
 
-A host h1..h8 is a network, mount and UTS namespace with its own interface e0, host name,
-/etc/hosts, /dev/shm, sshd and key, so that `horovodrun --gloo -H h1:1,h2:1` and `mpirun -H
-h1:1,h2:1` reach it over ssh as they would reach any other machine; torchrun is started on each.
-Files and processors are those
-of this machine. Tests and benchmarks use the class, people the command line:
+This does across hosts what `launch.py` does on one host. A host h1..h8 is a network, mount and UTS
+namespace with its own interface e0, host name, /etc/hosts, /dev/shm, sshd and key. So `horovodrun
+--gloo -H h1:1,h2:1` and `mpirun -H h1:1,h2:1` reach it over ssh as they would reach any other
+machine; torchrun is started on each host. Files and processors are those of this machine. Tests and
+benchmarks use the class, and people use the command line:
 
     python scripts/bench/hosts.py --hosts 4 --mbit 1000 --launcher mpirun -- \\
         scripts/examples/train_image.py --steps 20
@@ -14,11 +13,11 @@ of this machine. Tests and benchmarks use the class, people the command line:
     python scripts/bench/hosts.py --hosts 2 --mbit 100 --shell
     python scripts/bench/hosts.py --install
 
-The hosts stand in one PID and mount namespace, whose first process waits for the end of a pipe that
-this process holds: when this process closes it, or ends in whatever way, the kernel ends that
-process, every other one inside, and with the last one all interfaces and mounts. So nothing of a
-cluster has a name or a file outside, nothing of it can be left over, and clusters do not see each
-other.
+The hosts are in one PID and mount namespace. Its first process waits for the end of a pipe that
+this process holds. When this process closes the pipe, or ends in whatever way, the kernel ends that
+first process, every other process inside and, with the last one, all interfaces and mounts. So
+nothing of a cluster has a name or a file outside, nothing of it can be left over, and clusters do
+not see each other.
 """
 
 from __future__ import annotations
@@ -114,8 +113,8 @@ class Hosts:
     """A cluster of `n` hosts h1..hn on this machine; a context manager.
 
     n: 2 to 8.
-    mbit: how fast each host sends, in Mbit/s; None: as fast as this machine can. What a host
-        receives is not held back.
+    mbit: how fast each host sends, in Mbit/s; None: as fast as this machine can. Receiving is not
+        limited.
     """
 
     def __init__(self, n: int, mbit: float | None = None) -> None:
@@ -132,8 +131,8 @@ class Hosts:
                 "scripts/bench/hosts.py --install"
             )
         self.names: list[str] = [f"h{i + 1}" for i in range(n)]
-        # In a session of its own, so that a Ctrl-C at the terminal ends the cluster only when this
-        # process says so.
+        # The cluster has a session of its own, so that a Ctrl-C at the terminal ends it only when
+        # this process says so.
         self._cluster = subprocess.Popen(
             [
                 "unshare",
@@ -206,7 +205,7 @@ class Hosts:
     ) -> list[str]:
         """The command line that runs `python program...` with these variables.
 
-        It is to be run in that same environment.
+        Run it in that same environment.
 
         launcher: "mpirun", "horovodrun --gloo" or "torchrun".
         """
@@ -216,8 +215,8 @@ class Hosts:
         if launcher == "torchrun":
             return ["bash", "-c", self._torchrun_everywhere(program, ranks_per_host)]
         if launcher == "horovodrun --gloo":
-            # Its cache, a file in the home directory, would say for an hour that hosts of these
-            # names can be reached.
+            # horovodrun's cache, a file in the home directory, would say for an hour that hosts of
+            # these names can be reached.
             options = [
                 "--gloo",
                 "--disable-cache",
@@ -234,15 +233,14 @@ class Hosts:
                 "btl": "tcp,self",
                 "btl_tcp_if_include": "e0",
                 "oob_tcp_if_include": "e0",
-                # what goes there is named after PIDs, which stand for other processes in other
-                # clusters
+                # files there are named after PIDs, which are other processes in other clusters
                 "orte_tmpdir_base": "/run",
-                # or ranks that wait keep those of other hosts from working: they share the
-                # processors
+                # without this, ranks that wait keep ranks of other hosts from working, because
+                # they share the processors
                 "mpi_yield_when_idle": "1",
             }
             settings = [part for name, value in mca.items() for part in ("--mca", name, value)]
-            # By itself, mpirun passes on to other hosts only the variables that are its own.
+            # By itself, mpirun passes on only its own variables to other hosts.
             variables = [
                 part for name in environment if name.isidentifier() for part in ("-x", name)
             ]
@@ -264,7 +262,7 @@ class Hosts:
             torchrun += ["--nproc-per-node", str(ranks_per_host)]
             torchrun += ["--master-addr", "10.0.0.1", "--master-port", "29500", *program]
             lines.append(shlex.join(self.enter(name, torchrun)) + " & pids+=($!)")
-        # By their numbers: `wait -n` does not find one that ended while it waited for another.
+        # Wait by PID: `wait -n` does not find a process that ended while it waited for another.
         return "\n".join([*lines, "code=0", WAIT_FOR_ALL, "exit $code"])
 
     def run(
@@ -277,10 +275,10 @@ class Hosts:
         stdout: int | IO | None = None,
         ranks_per_host: int = 1,
     ) -> subprocess.CompletedProcess:
-        """Run `python program...` on all hosts, with these variables besides those of this process;
-        leave none of its processes.
+        """Run `python program...` on all hosts, and leave none of its processes.
 
         timeout: seconds after which all ranks are killed and subprocess.TimeoutExpired is raised.
+        environment: variables besides those of this process.
         stdout: where its output and its errors go, as for subprocess.run; the result holds what
             went to subprocess.PIPE.
         """
@@ -323,7 +321,7 @@ class Hosts:
         """All processes of the cluster."""
         space, found = os.readlink(f"/proc/{self._pids['h1']}/ns/pid"), set()
         for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # it has just ended, or is nobody's to look at
+            with contextlib.suppress(OSError):  # it has just ended, or nobody may look at it
                 if os.readlink(f"/proc/{pid}/ns/pid") == space:
                     found.add(int(pid))
         return found
@@ -341,14 +339,15 @@ class Hosts:
 
 
 def shaping(mbit: float | None) -> list[list[str]]:
-    """The commands that let the host in which they are run send at most `mbit` Mbit/s; None:
-    without limit.
+    """The commands that let the host in which they run send at most `mbit` Mbit/s.
+
+    None: without limit.
     """
     if mbit is not None and not mbit > 0:
         raise ValueError(f"a rate is a positive number of Mbit/s, or None for no limit, not {mbit}")
-    # What a host may send at once after a pause: a quarter of a millisecond's worth, but never less
-    # than two packets. The more it is, the less a short message feels the rate. Packets that the
-    # kernel is yet to cut up must fit in, or it cuts them on the processor.
+    # How much a host may send at once after a pause: a quarter of a millisecond's worth, but never
+    # less than two packets. The more it is, the less the rate limits a short message. Packets that
+    # the kernel has yet to cut up must fit in, or it cuts them on the processor.
     burst = max(4096, int((mbit or 10_000) * 1e6 / 8 / 4000))
     queue = (
         ["tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "limit", "64mb"]
@@ -372,8 +371,9 @@ def missing() -> dict[str, str]:
 
 
 def install() -> None:
-    """Install what is missing with apt-get, as root, without letting sshd serve this machine, now
-    or at the next boot.
+    """Install what is missing with apt-get, as root.
+
+    sshd does not begin to serve this machine, now or at the next boot.
     """
     if not (absent := missing()):
         return
@@ -395,8 +395,9 @@ def install() -> None:
 
 
 def _environment(**more: str) -> dict[str, str]:
-    """What launch.environment() gives, with the places for root's programs, which su and sudo may
-    leave out of the PATH.
+    """What launch.environment() gives, with the folders of root's programs in the PATH.
+
+    su and sudo may leave these folders out.
     """
     environment = launch.environment(**more)
     return {**environment, "PATH": f"{environment['PATH']}:/usr/sbin:/sbin"}

@@ -1,11 +1,10 @@
-"""The baseline of `make bench`: local top-k with error feedback and an all-gather, as Deep Gradient
-Compression does it.
+"""The baseline of `make bench`: local top-k with error feedback and an all-gather.
 
-Lin et al., 2018 (arXiv 1712.01887): every worker sends its own largest elements, found by a
-threshold estimated on a sample; what it does not send it keeps and adds to the next gradient. The
-indices differ between workers, so values and indices are gathered, and the traffic grows with the
-number of workers. Written as fast as it can be in PyTorch: buffers are kept, indices are 32 bits
-wide.
+It is Deep Gradient Compression (Lin et al., 2018, arXiv 1712.01887). Every worker sends its own
+largest elements, found by a threshold that is estimated on a sample. What it does not send, it
+keeps and adds to the next gradient. The indices differ between workers, so values and indices are
+gathered, and the traffic grows with the number of workers. The code is as fast as it can be in
+PyTorch: buffers are kept, and indices are 32 bits wide.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ SAMPLED = 0.01  # of a tensor's elements, for the threshold (the paper's 0.1 % t
 
 
 class LocalTopK:
-    """Averages the gradients of `parameters` over the ranks, sending one element in `rate` of every
-    rank.
+    """Averages the gradients of `parameters` over the ranks.
 
-    Call `reduce` after backward.
+    Every rank sends one element in `rate`. Call `reduce` after backward.
     """
 
     def __init__(
@@ -51,8 +49,9 @@ class LocalTopK:
         )
 
     def _largest(self, residue: torch.Tensor) -> torch.Tensor:
-        """Indices of about N / rate elements: those above the threshold that as many of a sample
-        are above.
+        """Indices of about N / rate elements: those above a threshold.
+
+        In a sample, the same share of elements is above that threshold.
         """
         magnitudes = torch.abs(residue, out=self._magnitudes[: residue.numel()])
         stride = max(1, min(int(1 / SAMPLED), residue.numel() // (4 * self._rate)))
@@ -78,6 +77,6 @@ class LocalTopK:
             torch._foreach_copy_([p.grad.view(-1) for p in self._small], list(parts))
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()

@@ -1,5 +1,7 @@
-"""What a step costs on 2 to 4096 workers and networks of 1 to 400 Gbit/s: fits the constants of
-scalecom_hvd/scaling.py, which holds the model, to what `make bench` measured; report and picture.
+"""What a step costs on 2 to 4096 workers and networks of 1 to 400 Gbit/s.
+
+This fits the constants of the model in scalecom_hvd/scaling.py to what `make bench` measured, and
+writes a report and a picture.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ import pictures
 
 
 def fit(measured: list[dict[str, Any]], cores: int) -> Constants:
-    """The constants that bring the predictions nearest to the measured steps, in logarithms: 10 %
-    is 10 % everywhere.
+    """The constants that bring the predictions nearest to the measured steps.
+
+    Distances are those of logarithms, so that 10 % is 10 % everywhere.
     """
     there = {method_of(r) for r in measured}
     methods = [method for method in (*METHODS, *LOCAL_METHODS) if method in there]
@@ -68,12 +71,12 @@ def fit(measured: list[dict[str, Any]], cores: int) -> Constants:
 
 
 def family_of(method: str) -> str:
-    """Methods of one family handle a megabyte alike. Too few steps tell them apart."""
+    """Methods of one family handle a megabyte alike. Too few measured steps tell them apart."""
     return "ScaleCom" if method.startswith("ScaleCom") else method
 
 
 def method_of(result: dict[str, Any]) -> str | None:
-    """The model's name of what `make bench` measured; None: it knows no such method."""
+    """The model's name of a method of `make bench`; None: the model does not know the method."""
     name, _, steps = result["method"].partition(", H = ")
     if steps:
         return {"local SGD": "local SGD", "ScaleCom": "ScaleCom local"}.get(name)
@@ -81,18 +84,19 @@ def method_of(result: dict[str, Any]) -> str | None:
 
 
 def setting_of(result: dict[str, Any]) -> Setting:
-    # "Unshaped" is a bridge in this machine's memory; a figure far above what any shaped network
-    # gives stands for it.
+    # "Unshaped" is a bridge in this machine's memory. A speed far above that of any shaped network
+    # stands for it.
     gbit = (result["mbit"] or 40_000) / 1000
     local_steps = int(result["method"].partition(", H = ")[2] or 1)
     return Setting(result["hosts"], gbit, result["compute_ms"], local_steps=local_steps)
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], int | None]:
-    """The measured steps that the model knows, and on how many cores; a table does not say.
+    """The measured steps that the model knows, and on how many cores; None for a table.
 
     path: results.json, or a table in CSV with the columns method, hosts, mbit, step_ms and
-        exposed_ms. There the cyclic leader's rows stand for the staggered ones' where it has none.
+        exposed_ms. If a table has no rows of staggered leaders, those of the cyclic leader stand
+        for them.
     """
     if path.suffix == ".json":
         found = json.loads(path.read_text())
@@ -183,8 +187,10 @@ def report(measured: list[dict[str, Any]], c: Constants) -> str:
 
 
 def plot(measured: list[dict[str, Any]], c: Constants, path: Path) -> None:
-    """Step time against workers, with the measured points (this machine's cores shared), and
-    predictions per speed.
+    """Step time against workers.
+
+    One panel has the measured points, for which workers shared this machine's cores. The others
+    have predictions, one panel for each speed.
     """
     speeds = (1, 10, 100)
     titles = [f"model, {gbit} Gbit/s, 150 ms of compute" for gbit in speeds]

@@ -1,9 +1,10 @@
-"""`make demo`: train a ResNet on handwritten digits, in PyTorch and in Keras, and an LSTM on source
-code with Horovod, dense and with ScaleCom, and compare.
+"""`make demo`: train three models with Horovod, dense and with ScaleCom, and compare.
 
-Starts train_image.py, train_keras.py and train_char_lm.py by `horovodrun -np 2` over MPI, and the
-first by torchrun too, shows their progress, prints a table, and writes demo/results.json and
-demo/curves.png. Needs no download. Run it with the Python of the environment that holds Horovod.
+The models are a ResNet on handwritten digits, in PyTorch and in Keras, and an LSTM on source code.
+The demo starts train_image.py, train_keras.py and train_char_lm.py by `horovodrun -np 2` over MPI,
+and the first by torchrun too. It shows their progress, prints a table, and writes demo/results.json
+and demo/curves.png. It needs no download. Run it with the Python of the environment that holds
+Horovod.
 
 `make demo-torch` is --torch-alone: it trains the ResNet only, by torchrun, with the Python of an
 environment that needs no Horovod.
@@ -36,8 +37,10 @@ METHODS = {"none": "dense", "scalecom": "ScaleCom", "torchrun": "ScaleCom, torch
 
 @dataclass(frozen=True)
 class Task:
-    """One model to train. metric: its name in the metrics file; label: on the axis; unit and scale:
-    how its values are shown.
+    """One model to train.
+
+    metric: its name in the metrics file. label: its name on the axis. unit, scale: how its values
+        are shown.
     """
 
     key: str
@@ -110,9 +113,9 @@ def main() -> None:
 
 
 def run(task: Task, method: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train once and give what the metrics file tells.
+    """Train once and return what the metrics file says.
 
-    Where it fails: its output, and a non-zero exit.
+    If training fails, this shows its output and exits with a non-zero status.
     """
     metrics = args.output / f"{task.key}-{method}.jsonl"
     metrics.unlink(missing_ok=True)
@@ -186,8 +189,9 @@ def read_events(metrics: Path) -> list[dict[str, Any]]:
 def result(
     task: Task, method: str, steps: int, ranks: int, events: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """One row of the table, with the curve: [step, metric, MB that a worker sent until then] per
-    evaluation.
+    """One row of the table, with the curve.
+
+    The curve has [step, metric, MB that a worker sent until then] for each evaluation.
     """
     summary = events[-1]
     dense_bytes = 2 * (ranks - 1) / ranks * 4 * summary["parameters"]

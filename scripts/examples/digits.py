@@ -1,7 +1,6 @@
-"""scikit-learn's 1797 handwritten digits, 8 x 8 pixels, split the same way for everyone: 1437 to
-train, 360 to test.
+"""scikit-learn's 1797 handwritten digits, 8 x 8 pixels, split the same way for everyone.
 
-NumPy alone.
+1437 digits are to train with, and 360 to test with. Uses only NumPy.
 """
 
 from __future__ import annotations
@@ -15,8 +14,11 @@ SPLIT_SEED = 0
 
 
 class Digits(NamedTuple):
-    """images: (count, 8, 8) float32, background zero, ink up to 2, so that a shift can be filled
-    with zero.  labels: (count,) int64.
+    """Images and their labels.
+
+    images: (count, 8, 8) float32. The background is zero, so that a shift can be filled with zero;
+        ink is up to 2.
+    labels: (count,) int64.
     """
 
     images: np.ndarray
@@ -24,7 +26,7 @@ class Digits(NamedTuple):
 
 
 def load() -> tuple[Digits, Digits]:
-    """Those to train on, and those to test with."""
+    """The digits to train on, and those to test with."""
     from sklearn import datasets
 
     digits = datasets.load_digits()
@@ -37,7 +39,7 @@ def load() -> tuple[Digits, Digits]:
 
 
 def permutation(count: int, seed: int) -> np.ndarray:
-    """What torch.randperm gives with a generator of that seed, also where there is no torch."""
+    """What torch.randperm gives with a generator of this seed, computed without torch."""
     draws = np.random.RandomState(seed).randint(0, 2**32, size=count - 1, dtype=np.uint32)
     order = np.arange(count)
     for place, draw in enumerate(draws):
@@ -47,7 +49,7 @@ def permutation(count: int, seed: int) -> np.ndarray:
 
 
 def shift(images: np.ndarray, dx: int, dy: int) -> np.ndarray:
-    """Move images by one pixel at most, right by dx and down by dy; what comes in is zero."""
+    """Move images by one pixel at most, right by dx and down by dy; new pixels are zero."""
     return np.pad(images, ((0, 0), (1, 1), (1, 1)))[:, 1 - dy : 9 - dy, 1 - dx : 9 - dx]
 
 

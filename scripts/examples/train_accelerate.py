@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 scripts/examples/train_accelerate.py --resume /tmp/digits
     accelerate launch --cpu --num_processes 2 scripts/examples/train_accelerate.py
 
-To copy: the hook is registered on the model that `prepare` gives, and every rank writes its own
-residues beside what `save_state` writes. Needs torch, accelerate and scikit-learn.
+An example to copy. The hook is registered on the model that `prepare` returns, and every rank
+writes its own residues next to what `save_state` writes. Needs torch, accelerate and scikit-learn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     accelerator = accelerate.Accelerator(
         cpu=True,
         gradient_accumulation_steps=options.passes,
-        # Each epoch has an order of its own, also in a run that begins in the middle.
+        # Each epoch has an order of its own, even in a run that begins in the middle.
         dataloader_config=accelerate.DataLoaderConfiguration(use_seedable_sampler=True),
     )
     model, optimizer, batches, test_batches = accelerator.prepare(
@@ -86,9 +86,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Over Gloo torch 2.13 may abort where Python ends while a thread still lets go of what was
-    # averaged (pytorch/pytorch#190489). The group's end waits for its threads, but for ever where
-    # a wrapped model has hold of it still.
+    # Over Gloo, torch 2.13 may abort if Python ends while a thread still releases averaged tensors
+    # (pytorch/pytorch#190489). Destroying the group waits for its threads, but it waits for ever if
+    # a wrapped model still holds the group.
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,5 +1,4 @@
-"""Train an LSTM or a Transformer to predict the next character of text with Horovod, dense or with
-ScaleCom.
+"""Train an LSTM or Transformer to predict characters with Horovod, dense or with ScaleCom.
 
     horovodrun -np 2 python scripts/examples/train_char_lm.py --compression scalecom
     mpirun -np 4 python scripts/examples/train_char_lm.py --model transformer --text-dir ~/books
@@ -7,8 +6,8 @@ ScaleCom.
     python scripts/examples/train_char_lm.py --steps 200      (one process, to try things out)
 
 Without --text-dir the text is the source of Python's own standard library, which is on every
-machine. An example to copy: `train` is the whole of it. The metric is bits per character on files
-that were held out.
+machine. An example to copy: `train` is all of it. The metric is bits per character on files that
+were held out.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from training_torch import hvd, start
 
 WINDOW = 64
 TEST_WINDOWS = 1000
-# One file in so many is held out.
+# One file in this many is held out.
 HELD_OUT = 20
 # Printable ASCII, tab and newline; every other byte is the one symbol 0.
 ALPHABET = bytes([9, 10, *range(32, 127)])
@@ -37,7 +36,7 @@ SYMBOLS = len(ALPHABET) + 1
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train as the options say; gives the run's summary."""
+    """Train as the options say; returns the run's summary."""
     text = load_text(args.text_dir)
     steps = training.total_steps(args, len(text.train) // WINDOW, hvd.size())
 
@@ -72,8 +71,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         training_torch.set_learning_rate(
             optimizer, training.learning_rate(args, step, steps, hvd.size())
         )
-        # Windows start anywhere in the text: the random choice already deals different ones to the
-        # ranks.
+        # Windows start anywhere in the text, so the random choice already deals different windows
+        # to the ranks.
         random = training_torch.generator(args.seed, step, hvd.rank())
         windows = windows_at(
             text.train,
@@ -109,8 +108,9 @@ def cross_entropy(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: torch.Tensor) -> dict[str, float]:
-    """{"bits_per_character"} over windows spread evenly over the held-out text, each rank doing its
-    share.
+    """{"bits_per_character"} over windows spread evenly over the held-out text.
+
+    Each rank does its share.
     """
     training_torch.share_buffers(model)
     model.eval()
@@ -140,8 +140,9 @@ class Text(NamedTuple):
 
 
 def load_text(folder: Path | None) -> Text:
-    """All files of a folder, or the standard library's modules; one file in twenty, in the order of
-    names, is held out.
+    """All files of a folder, or the standard library's modules.
+
+    One file in twenty, in the order of names, is held out.
     """
     files = (
         standard_library()
@@ -162,8 +163,9 @@ def load_text(folder: Path | None) -> Text:
 
 
 def standard_library() -> list[Path]:
-    """Python's own modules, without tests and installed packages, in the same order on every
-    machine.
+    """Python's own modules, in the same order on every machine.
+
+    Tests and installed packages are left out.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -184,8 +186,9 @@ def _tensor(contents: list[bytes]) -> torch.Tensor:
 
 
 def windows_at(text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """(batch, WINDOW + 1) symbols as int64: one character more than the model reads, the last to be
-    predicted.
+    """(batch, WINDOW + 1) symbols as int64.
+
+    That is one character more than the model reads: the last one is only predicted.
     """
     return text[starts[:, None] + torch.arange(WINDOW + 1)].long()
 

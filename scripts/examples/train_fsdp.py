@@ -4,9 +4,9 @@
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint node1:29500 \\
         scripts/examples/train_fsdp.py                                               (two nodes)
 
-An example to copy. The text is the source of Python's own standard library. A run that was stopped
-goes on with --resume, on as many nodes of as many ranks. The metric is bits per character on files
-that were held out.
+An example to copy. The text is the source of Python's own standard library. With --resume, a
+stopped run goes on, on the same number of nodes and of ranks per node. The metric is bits per
+character on files that were held out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def train(args: argparse.Namespace) -> None:
     )
     torch.manual_seed(0)  # the same parameters on all nodes
     model = Transformer(width=128, inner=512, layers=4)
-    shards = mesh if args.dense else mesh["shard"]  # the first averages between nodes itself, whole
+    shards = mesh if args.dense else mesh["shard"]  # with `mesh`, FSDP2 averages between nodes
     for block in model.layers.layers:
         fully_shard(block, mesh=shards)
     fully_shard(model, mesh=shards)
@@ -72,7 +72,7 @@ def train(args: argparse.Namespace) -> None:
         starts = torch.randint(len(text.train) - WINDOW, (args.batch_size,), generator=random)
         optimizer.zero_grad()
         loss = cross_entropy(model, windows_at(text.train, starts))
-        loss.backward()  # averaged, inside the node and between nodes, when it returns
+        loss.backward()  # when it returns, gradients are averaged in the node and between nodes
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 20 == 0 and rank == 0:
@@ -87,7 +87,7 @@ def train(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, held_out: torch.Tensor) -> float:
-    """Bits per character. Every rank does as many windows: FSDP2 gathers parameters in step."""
+    """Bits per character. All ranks read equally many windows: FSDP2 gathers in step."""
     model.eval()
     everywhere = torch.linspace(0, len(held_out) - WINDOW - 1, 512).long()
     own = everywhere[dist.get_rank() :: dist.get_world_size()][: 512 // dist.get_world_size()]
@@ -107,7 +107,7 @@ def save(folder: Path, model: torch.nn.Module, optimizer: Any, step: int) -> Non
 
 
 def load(folder: Path, model: torch.nn.Module, optimizer: Any) -> int:
-    """Take up what was saved; gives the step at which training goes on."""
+    """Load what was saved; returns the step at which training goes on."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer, "step": 0}
     if hasattr(optimizer, "compression"):

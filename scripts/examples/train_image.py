@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 scripts/examples/train_image.py             (without Horovod)
     python scripts/examples/train_image.py --steps 200      (one process, to try things out)
 
-An example to copy: `train` is the whole of it. The lines that differ from a script without Horovod
-call `hvd`, and the one that differs from a script with Horovod is `compression=`.
+An example to copy: `train` is all of it. Compared with a script without Horovod, the lines that
+differ call `hvd`. Compared with a script with Horovod, only `compression=` differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CIFAR10_TEST_FILE = "test_batch"
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train as the options say; gives the run's summary."""
+    """Train as the options say; returns the run's summary."""
     data = load_data(args.dataset, args.data_dir)
     steps = training.total_steps(args, len(data.train_images), hvd.size())
 
@@ -96,8 +96,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
-    """{"accuracy"} on the test images, each rank doing its share; with shifts also {"acc9"}: over
-    their nine one-pixel shifts.
+    """{"accuracy"} on the test images; with shifts also {"acc9"}, over their nine one-pixel shifts.
+
+    Each rank does its share.
     """
     training_torch.share_buffers(model)
     model.eval()
@@ -122,8 +123,10 @@ def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
 
 
 class Data(NamedTuple):
-    """Images are (count, channels, height, width), float32, centred. shifts: augment and test with
-    one-pixel shifts; else crop and flip.
+    """Images are (count, channels, height, width), float32, centred.
+
+    shifts: whether to augment and test with one-pixel shifts. If not, images are cropped and
+        flipped.
     """
 
     train_images: torch.Tensor
@@ -134,7 +137,7 @@ class Data(NamedTuple):
 
 
 def load_data(dataset: str, folder: Path | None) -> Data:
-    """The data set by name. Raises WrongInput that says which files belong where."""
+    """The data set by name. Raises WrongInput, which says which files belong where."""
     return load_digits() if dataset == "digits" else load_cifar10(folder)
 
 
@@ -191,14 +194,15 @@ def _cifar10_file(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shift(images: torch.Tensor, dx: int, dy: int) -> torch.Tensor:
-    """Move images by one pixel at most, right by dx and down by dy; what comes in is zero."""
+    """Move images by one pixel at most, right by dx and down by dy; new pixels are zero."""
     height, width = images.shape[-2:]
     return F.pad(images, (1, 1, 1, 1))[..., 1 - dy : 1 - dy + height, 1 - dx : 1 - dx + width]
 
 
 def augment(images: torch.Tensor, data: Data, generator: torch.Generator) -> torch.Tensor:
-    """Random one-pixel shifts for digits; shifts by up to four pixels and mirror images for
-    photographs.
+    """Random one-pixel shifts for digits.
+
+    For photographs, random shifts by up to four pixels and mirror images.
     """
     reach = 1 if data.shifts else 4
     height, width = images.shape[-2:]
@@ -221,7 +225,7 @@ def augment(images: torch.Tensor, data: Data, generator: torch.Generator) -> tor
 def build_model(name: str, norm: str, channels: int, classes: int = 10) -> nn.Module:
     """A network by its name in MODELS, for images from 8 x 8 up; norm: one of NORMS.
 
-    Of about 200 000 parameters, but for ResNet-34: 21 million.
+    Each has about 200 000 parameters, except ResNet-34, which has 21 million.
     """
     return MODELS[name](norm, channels, classes)
 
@@ -245,7 +249,7 @@ def convolution(
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut (He et al., 2016)."""
+    """Two 3 x 3 convolutions with a shortcut (He et al., 2016)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -261,7 +265,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem and stages of residual blocks, each but the first halving height and width.
+    """A stem and stages of residual blocks. Each stage but the first halves height and width.
 
     depths: blocks in each stage.
     """
@@ -331,8 +335,9 @@ class MobileNetV2(nn.Module):
 
 
 class PlainNetwork(nn.Module):
-    """Three convolutions and a hidden layer, without shortcuts: more easily upset by a large
-    learning rate than the others.
+    """Three convolutions and a hidden layer, without shortcuts.
+
+    A large learning rate upsets it more easily than the other models.
     """
 
     def __init__(self, norm: str, channels: int, classes: int) -> None:

@@ -5,8 +5,9 @@
     python scripts/examples/train_keras.py --steps 200      (one process, to try things out)
 
 An example to copy: `train` sets up, then `fit` trains with Keras's model.fit, or `custom_loop` with
-a gradient tape. The lines that differ from a script without Horovod call `hvd` or `keras_hvd`, and
-the one in `train` or `custom_loop` that differs from a script with Horovod is `compression=`.
+a gradient tape. Compared with a script without Horovod, the lines that differ call `hvd` or
+`keras_hvd`. Compared with a script with Horovod, only `compression=` in `train` or `custom_loop`
+differs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train as the options say; gives the run's summary."""
+    """Train as the options say; returns the run's summary."""
     train_digits, test_digits = digits.load()
     steps = training.total_steps(args, len(train_digits.images), hvd.size())
 
@@ -42,8 +43,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         for variable in model.trainable_variables
     }
     compression = training.compression_from(args, shapes, hvd)
-    # Keras clips averaged gradients; it decays weights beside the gradient, so that momentum does
-    # not amplify the decay as in PyTorch.
+    # Keras clips averaged gradients. It decays weights separately from the gradient, so momentum
+    # does not amplify the decay as it does in PyTorch.
     clip_norm = None if args.clip_norm == math.inf else args.clip_norm
     shared = {"weight_decay": args.weight_decay, "global_clipnorm": clip_norm}
     if args.optimizer == "adamw":
@@ -91,7 +92,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             save_checkpoint(args.checkpoint_dir, done, model, optimizer, compression)
 
     if first_step < last_step:
-        # refuses batches that are too large, here where all ranks still listen
+        # refuses batches that are too large while all ranks still listen
         batch_of(first_step)
         loop = fit if args.loop == "fit" else custom_loop
         loop(
@@ -111,8 +112,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Steps(NamedTuple):
-    """The steps first, ..., last - 1 and what belongs to each: its batch, what is to be done before
-    it, and after it with its loss.
+    """The steps first, ..., last - 1 and what belongs to each.
+
+    That is its batch, what to do before it, and what to do after it with its loss.
     """
 
     first: int
@@ -130,7 +132,7 @@ class Steps(NamedTuple):
 def fit(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> None:
     """Train with model.fit, for which all steps are one epoch.
 
-    `optimizer` compresses: it is a DistributedOptimizer.
+    `optimizer` is a DistributedOptimizer, which compresses.
     """
     model.compile(optimizer, CROSS_ENTROPY)
     model.fit(
@@ -142,8 +144,9 @@ def fit(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> N
 
 
 class EachStep(keras.callbacks.Callback):
-    """Sets the learning rate before each step of model.fit; shows progress, evaluates and saves
-    after it.
+    """Sets the learning rate before each step of model.fit.
+
+    After the step it shows progress, evaluates and saves.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -154,7 +157,7 @@ class EachStep(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._step = next(self._numbers)
         self._steps.before(self._step)
-        # Else Keras would give the mean loss since the epoch's beginning.
+        # Without this, Keras would give the mean loss since the epoch's beginning.
         self.model.reset_metrics()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
@@ -164,7 +167,7 @@ class EachStep(keras.callbacks.Callback):
 def custom_loop(model: keras.Model, optimizer: Any, compression: Any, steps: Steps) -> None:
     """Train with a gradient tape, which compresses; `optimizer` is Keras's own.
 
-    One function, so that TensorFlow traces it once.
+    The step is one function, so that TensorFlow traces it once.
     """
 
     @tf.function
@@ -190,8 +193,9 @@ def custom_loop(model: keras.Model, optimizer: Any, compression: Any, steps: Ste
 
 
 def start() -> None:
-    """Start Horovod, share this machine's cores and GPUs fairly between its ranks, and compute the
-    same in every run.
+    """Start Horovod, and make every run compute the same.
+
+    The ranks of this machine share its cores and GPUs fairly.
     """
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(
@@ -204,7 +208,7 @@ def start() -> None:
 
 
 def generator(*numbers: int) -> np.random.Generator:
-    """A random generator that depends on these numbers alone, such as (seed, step, rank)."""
+    """A random generator that depends only on these numbers, such as (seed, step, rank)."""
     return np.random.default_rng(training.seed_from(*numbers))
 
 
@@ -213,17 +217,18 @@ def mean_over_ranks(loss: Any) -> float:
 
 
 def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
-    """Sum both over all ranks and divide: the mean of a metric of which each rank knows a part."""
+    """Sum both over all ranks and divide. This is a metric's mean if each rank knows a part."""
     sums = hvd.allreduce(tf.constant([numerator, denominator], tf.float64), op=hvd.Sum, name=name)
     return float(sums[0] / sums[1])
 
 
 def evaluate(model: keras.Model, predict: Callable, data: digits.Digits) -> dict[str, float]:
-    """{"accuracy", "acc9"} on the test images, plain and over their nine one-pixel shifts, each
-    rank doing its share.
+    """{"accuracy", "acc9"} on the test images, plain and over their nine one-pixel shifts.
+
+    Each rank does its share.
     """
-    # Batch normalisation's running statistics, which each rank gathers on its own: all evaluate
-    # with rank 0's.
+    # Each rank gathers batch normalisation's running statistics on its own. All ranks evaluate with
+    # rank 0's.
     if model.non_trainable_variables:
         hvd.broadcast_variables(model.non_trainable_variables, root_rank=0)
     mine = list(training.my_share(len(data.images), hvd))
@@ -246,8 +251,9 @@ def evaluate(model: keras.Model, predict: Callable, data: digits.Digits) -> dict
 def save_checkpoint(
     folder: Path, step: int, model: keras.Model, optimizer: Any, compression: Any
 ) -> None:
-    """Save the state after `step` steps: rank 0 the model and the optimizer, every rank its own
-    residues.
+    """Save the state after `step` steps.
+
+    Rank 0 saves the model and the optimizer, and every rank saves its own residues.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(compression, hvd.ScaleCom):
@@ -265,8 +271,9 @@ def save_checkpoint(
 
 
 def _write(checkpoint: tf.train.Checkpoint, folder: Path, name: str) -> None:
-    """Write a checkpoint's files, which count once the checkpoint is committed; by then they are on
-    the disk.
+    """Write a checkpoint's files, and wait until they are on the disk.
+
+    They count once the checkpoint is committed.
     """
     checkpoint.write(str(folder / name))
     training.keep([folder / f"{name}.index", *folder.glob(f"{name}.data-*")])
@@ -274,12 +281,10 @@ def _write(checkpoint: tf.train.Checkpoint, folder: Path, name: str) -> None:
 
 
 def load_checkpoint(folder: Path, model: keras.Model, optimizer: Any, compression: Any) -> int:
-    """Load the newest checkpoint and give its step; 0 where there is none.
+    """Load the newest checkpoint and return its step; 0 if there is none.
 
-    Every rank reads rank 0's model and its own residues.
-
-    On more ranks than before, the new ones start with residues of zero. Raises WrongInput, on all
-    ranks, for what does not fit.
+    Every rank reads rank 0's model and its own residues. If there are more ranks than before, the
+    new ones start with residues of zero. If something does not fit, all ranks raise WrongInput.
     """
     found = training.latest_checkpoint(folder, hvd)
     if found is None:
@@ -310,8 +315,9 @@ def load_checkpoint(folder: Path, model: keras.Model, optimizer: Any, compressio
 
 
 def build_model(norm: str, width: int = 24) -> keras.Model:
-    """A stem and three residual blocks, each but the first halving height and width: 174 000
-    parameters; norm: "batch" or "group".
+    """A stem and three residual blocks, 174 000 parameters. norm: "batch" or "group".
+
+    Each block but the first halves height and width.
     """
     images = keras.Input((8, 8, 1))
     x = keras.activations.relu(convolution(images, width, norm, "stem"))
@@ -324,7 +330,7 @@ def build_model(norm: str, width: int = 24) -> keras.Model:
 
 
 def residual_block(x: Any, outputs: int, stride: int, norm: str, name: str) -> Any:
-    """Two 3 x 3 convolutions beside a shortcut (He et al., 2016)."""
+    """Two 3 x 3 convolutions with a shortcut (He et al., 2016)."""
     shortcut = (
         x
         if stride == 1 and x.shape[-1] == outputs

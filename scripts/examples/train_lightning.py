@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 scripts/examples/train_lightning.py --checkpoint /tmp/digits.ckpt
     torchrun --nproc-per-node 2 scripts/examples/train_lightning.py --resume /tmp/digits.ckpt
 
-To copy: `ScaleComCallback`. DDPStrategy(ddp_comm_state=, ddp_comm_hook=) would register the hook on
-GPUs alone, and ignores it elsewhere without a word; and a state is made of a model that is wrapped.
-Needs torch, lightning and scikit-learn.
+The part to copy is `ScaleComCallback`. DDPStrategy(ddp_comm_state=, ddp_comm_hook=) would register
+the hook on GPUs only and silently ignore it elsewhere. Besides, a state is made from a model that
+is already wrapped. Needs torch, lightning and scikit-learn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 class ScaleComCallback(lightning.Callback):
     """Registers the hook when DistributedDataParallel has wrapped the model.
 
-    A checkpoint holds the residues of all ranks, and a run of as many goes on with them.
+    A checkpoint holds the residues of all ranks. A run with as many ranks goes on with them.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -117,9 +117,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Over Gloo torch 2.13 may abort where Python ends while a thread still lets go of what was
-    # averaged (pytorch/pytorch#190489). The group's end waits for its threads, but for ever where
-    # a wrapped model has hold of it still.
+    # Over Gloo, torch 2.13 may abort if Python ends while a thread still releases averaged tensors
+    # (pytorch/pytorch#190489). Destroying the group waits for its threads, but it waits for ever if
+    # a wrapped model still holds the group.
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 scripts/examples/train_trainer.py --output /tmp/trained
     torchrun --nproc-per-node 2 scripts/examples/train_trainer.py --output /tmp/trained --resume
 
-To copy: `ScaleComCallback`. Trainer wraps the model when training begins, and offers no hook of its
-own. Needs torch, transformers and accelerate; the text is the standard library's source.
+The part to copy is `ScaleComCallback`. Trainer wraps the model when training begins, and offers no
+hook of its own. Needs torch, transformers and accelerate; the text is the standard library's
+source.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LENGTH = 64  # characters of an example
 class ScaleComCallback(transformers.TrainerCallback):
     """Registers the hook when training begins; every rank's residues are part of a checkpoint.
 
-    Its `trainer` is set after that was made.
+    Set its `trainer` once the Trainer is made.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -119,9 +120,9 @@ class _StopAt(transformers.TrainerCallback):
 
 if __name__ == "__main__":
     main()
-    # Over Gloo torch 2.13 may abort where Python ends while a thread still lets go of what was
-    # averaged (pytorch/pytorch#190489). The group's end waits for its threads, but for ever where
-    # a wrapped model has hold of it still.
+    # Over Gloo, torch 2.13 may abort if Python ends while a thread still releases averaged tensors
+    # (pytorch/pytorch#190489). Destroying the group waits for its threads, but it waits for ever if
+    # a wrapped model still holds the group.
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""What the training scripts share whatever the framework: options, learning rate, the dealing of
-batches, checkpoints' names, metrics.
+"""What the training scripts of all frameworks share.
 
-Everything random is a function of (seed, step, rank) and nothing else, so a resumed run sees what
-an uninterrupted one would have. `hvd` is always the scalecom_hvd.torch or scalecom_hvd.tensorflow
-of the caller. Needs neither framework; training_torch.py has PyTorch's part, train_keras.py
-Keras's.
+That is options, learning rate, the dealing of batches, checkpoints' names, and metrics. Everything
+random is a function of (seed, step, rank) and nothing else, so a resumed run sees what an
+uninterrupted one would have seen. `hvd` is always the caller's module: scalecom_hvd.torch,
+scalecom_hvd.tensorflow, or training_ddp. This module needs neither framework; training_torch.py has PyTorch's part,
+and train_keras.py has Keras's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ADAMW_LR = 0.001
 class WrongInput(Exception):
     """The user asked for something that cannot be done; the message says what to do instead.
 
-    Raised alike on all ranks.
+    All ranks raise it.
     """
 
 
@@ -181,8 +181,9 @@ def add_training_options(
 
 
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse, with the parser's usage and a non-zero exit, combinations that argparse itself cannot
-    see.
+    """Refuse combinations of options that argparse itself cannot see.
+
+    It prints the parser's usage and exits with a non-zero status.
     """
     for name in ("steps", "batch_size", "checkpoint_every", "evaluate_every"):
         if getattr(args, name) < 1:
@@ -210,7 +211,7 @@ def main(
     except WrongInput as error:
         if hvd.rank() == 0:
             sys.exit(f"{parser.prog}: {error}")
-        # The launcher ends all ranks as soon as one fails: rank 0 speaks first.
+        # The launcher ends all ranks as soon as one fails, so rank 0 must speak first.
         time.sleep(1)
         sys.exit(1)
     if hvd.rank() == 0:
@@ -224,11 +225,12 @@ def compression_from(
     hvd: ModuleType,
     **model: Any,
 ) -> Any:
-    """What the options ask for, to be given to hvd.DistributedOptimizer or DistributedGradientTape.
+    """The compression that the options ask for.
 
-    Options not given keep the library's defaults and SCALECOM_* variables.
+    Pass it to hvd.DistributedOptimizer or DistributedGradientTape. For options that are not given,
+    the library's defaults and SCALECOM_* variables hold.
 
-    shapes: of all parameters, by name. model: model=, where its gradients can be computed a step
+    shapes: of all parameters, by name. model: model=, if its gradients can be computed a step
         ahead.
     """
     if args.compression != "scalecom":
@@ -246,9 +248,7 @@ def compression_from(
 
 
 def monitor_from(args: argparse.Namespace, compression: Any, hvd: ModuleType) -> Any:
-    """What tells of `compression` in the progress bar, and where --tensorboard says; None: nothing
-    is compressed.
-    """
+    """A monitor for the progress bar and for --tensorboard; None: nothing is compressed."""
     if args.compression != "scalecom":
         return None
     return hvd.Monitor(compression, every=50, tensorboard=args.tensorboard)
@@ -264,15 +264,17 @@ def _globs(options: list[str]) -> list[str]:
 
 
 def total_steps(args: argparse.Namespace, examples: int, ranks: int) -> int:
-    """--steps, or as many as --epochs passes over `examples` take on all ranks together."""
+    """--steps, or the steps that --epochs passes over `examples` take on all ranks together."""
     if args.epochs is None:
         return args.steps
     return max(1, round(args.epochs * examples / (args.batch_size * ranks)))
 
 
 def learning_rate(args: argparse.Namespace, step: int, steps: int, ranks: int) -> float:
-    """The learning rate of `step`: scaled by the number of ranks, warmed up, then constant or a
-    half cosine down to zero.
+    """The learning rate of `step`.
+
+    It is scaled by the number of ranks and warmed up. Then it is constant, or falls to zero along a
+    half cosine.
     """
     rate = args.default_lr[args.optimizer] if args.lr is None else args.lr
     peak = rate if args.no_scale_lr else rate * ranks
@@ -289,9 +291,7 @@ def learning_rate(args: argparse.Namespace, step: int, steps: int, ranks: int) -
 
 
 def seed_from(*numbers: int) -> int:
-    """A seed for a random generator that depends on these numbers alone, such as (seed, step,
-    rank).
-    """
+    """A random generator's seed that depends only on these numbers, such as (seed, step, rank)."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % 2**63
@@ -299,12 +299,11 @@ def seed_from(*numbers: int) -> int:
 
 
 def deal(args: argparse.Namespace, examples: int, step: int, hvd: ModuleType) -> tuple[int, slice]:
-    """The epoch that `step` is in, and the places in its permutation of all examples that this rank
-    trains on.
+    """The epoch of `step`, and this rank's places in that epoch's permutation of all examples.
 
-    A permutation is dealt out to the ranks as torch's DistributedSampler does; being a function of
-    the step, it needs no state in a checkpoint. A remainder too small for a batch on every rank is
-    left for the next epoch's permutation.
+    A permutation is dealt out to the ranks as torch's DistributedSampler does. It is a function of
+    the step, so it needs no state in a checkpoint. A remainder that is too small for a batch on
+    every rank is left for the next epoch's permutation.
     """
     together = args.batch_size * hvd.size()
     per_epoch = examples // together
@@ -327,20 +326,20 @@ def my_share(count: int, hvd: ModuleType) -> range:
 
 
 def model_name(step: int) -> str:
-    """What rank 0's file of the model and the optimizer is called, without its ending."""
+    """The name of rank 0's file of the model and the optimizer, without its ending."""
     return f"step-{step:06d}"
 
 
 def residues_name(step: int, rank: int) -> str:
-    """What each rank's own file is called, without its ending."""
+    """The name of each rank's own file, without its ending."""
     return f"step-{step:06d}.residues-{rank}"
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let `write` write a file that is there whole or not at all, whenever the program, or the
-    machine, goes down.
+    """Let `write` write a file that is there whole or not at all.
 
-    An older file of this name stays until the new one is on the disk.
+    This holds whenever the program or the machine goes down. An older file of this name stays until
+    the new one is on the disk.
     """
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
@@ -351,7 +350,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def keep(paths: Iterable[Path]) -> None:
-    """Return when what these files hold is on the disk."""
+    """Return once the contents of these files are on the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -361,8 +360,9 @@ def keep(paths: Iterable[Path]) -> None:
 
 
 def keep_names(folder: Path) -> None:
-    """Return when it is on the disk which files there are in a folder; some network file systems
-    cannot say so.
+    """Return once a folder's list of files is on the disk.
+
+    Some network file systems cannot tell.
     """
     with contextlib.suppress(OSError):
         keep([folder])
@@ -371,10 +371,8 @@ def keep_names(folder: Path) -> None:
 def commit_checkpoint(folder: Path, step: int, hvd: ModuleType) -> None:
     """Make the files of `step` the newest checkpoint, and remove older ones.
 
-    Call it when all ranks have written.
-
-    `latest.json` is replaced only then, so a run that dies while it writes resumes from the
-    checkpoint before.
+    Call it when all ranks have written their files. `latest.json` is replaced only then, so a run
+    that dies while it writes resumes from the checkpoint before.
     """
     if hvd.rank() == 0:
         latest = json.dumps({"step": step, "ranks": hvd.size()})
@@ -387,8 +385,7 @@ def commit_checkpoint(folder: Path, step: int, hvd: ModuleType) -> None:
 
 
 def latest_checkpoint(folder: Path, hvd: ModuleType) -> tuple[int, int] | None:
-    """The step of the newest checkpoint and the number of ranks that wrote it; None where there is
-    none.
+    """The newest checkpoint's step and the number of ranks that wrote it; None if there is none.
 
     All ranks must call it.
     """
@@ -411,8 +408,10 @@ def latest_checkpoint(folder: Path, hvd: ModuleType) -> tuple[int, int] | None:
 
 
 def traffic_per_step(args: argparse.Namespace, parameters: int, scalecom: Any, ranks: int) -> int:
-    """Bytes that one rank sends per step on a ring: what ScaleCom counted in its last step, or what
-    an all-reduce of everything takes.
+    """Bytes that one rank sends per step on a ring.
+
+    ScaleCom counted them in its last step. Without ScaleCom, they are those of an all-reduce of
+    everything.
     """
     if args.compression == "scalecom":
         return scalecom.stats()["bytes_traffic"]
@@ -423,7 +422,7 @@ class RunLog:
     """Progress bar and metrics of one run; on ranks other than 0 it only takes part in averaging.
 
     The file holds one JSON object per line, each with an "event": start, train, test or end.
-    mean_over_ranks: averages a loss. monitor: that of `monitor_from`.
+    mean_over_ranks: averages a loss. monitor: from `monitor_from`.
     """
 
     def __init__(
@@ -462,8 +461,9 @@ class RunLog:
         self.write("start", step=first_step, steps=steps, ranks=hvd.size(), options=options)
 
     def timed_steps(self, first: int, last: int) -> Iterator[int]:
-        """The step numbers first, ..., last - 1; the time that the loop's body takes until
-        `step_done` is the step's.
+        """The step numbers first, ..., last - 1.
+
+        A step's time is the time that the loop's body takes until `step_done`.
         """
         for step in range(first, last):
             self._began = time.perf_counter()
@@ -488,7 +488,7 @@ class RunLog:
         self.write("test", step=step, **numbers)
 
     def end(self, **numbers: Any) -> dict[str, Any]:
-        """Close the bar and the file; gives the summary, which is also the file's last line.
+        """Close the bar and the file; returns the summary, which is also the file's last line.
 
         ms_per_step: the median over the last half of the steps, which excludes the start.
         """

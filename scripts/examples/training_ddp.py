@@ -1,5 +1,6 @@
-"""Horovod's names over torch.distributed, as far as the training scripts use them: under torchrun
-training_torch.py takes them from here.
+"""Horovod's names over torch.distributed, as far as the training scripts use them.
+
+Under torchrun, training_torch.py takes them from here.
 """
 
 from __future__ import annotations

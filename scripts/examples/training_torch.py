@@ -1,5 +1,6 @@
-"""What train_image.py and train_char_lm.py share beside training.py: PyTorch's part of set-up,
-batches, evaluation and checkpoints.
+"""What train_image.py and train_char_lm.py share besides training.py.
+
+This is PyTorch's part of set-up, batches, evaluation and checkpoints.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import training
 
-# To be known before there is a parser: which module of ranks and optimizers `hvd` is.
+# This option is read before there is a parser: it decides from which module `hvd` comes.
 backend_option = argparse.ArgumentParser(add_help=False)
 backend_option.add_argument(
     "--backend",
@@ -40,7 +41,7 @@ def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def optimizer_from(
     args: argparse.Namespace, parameters: Iterable[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The optimizer that the options ask for; the rate is set at every step."""
+    """The optimizer that the options ask for; its learning rate is set at every step."""
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, weight_decay=args.weight_decay)
     return torch.optim.SGD(
@@ -54,7 +55,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def apply_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
-    """optimizer.step(), with the averaged gradient clipped before if `clip_norm` says so."""
+    """Clip the averaged gradient if `clip_norm` is given, then call optimizer.step()."""
     if clip_norm is None:
         optimizer.step()
         return
@@ -70,7 +71,7 @@ def apply_gradients(optimizer: torch.optim.Optimizer, clip_norm: float | None) -
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """A random generator that depends on these numbers alone, such as (seed, step, rank)."""
+    """A random generator that depends only on these numbers, such as (seed, step, rank)."""
     return torch.Generator().manual_seed(training.seed_from(*numbers))
 
 
@@ -85,7 +86,7 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 
 
 def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
-    """Sum both over all ranks and divide: the mean of a metric of which each rank knows a part."""
+    """Sum both over all ranks and divide. This is a metric's mean if each rank knows a part."""
     sums = hvd.allreduce(
         torch.tensor([numerator, denominator], dtype=torch.float64), op=hvd.Sum, name=name
     )
@@ -93,8 +94,9 @@ def ratio_over_ranks(numerator: float, denominator: float, name: str) -> float:
 
 
 def share_buffers(model: torch.nn.Module) -> None:
-    """Give every rank rank 0's running statistics, which each rank gathers on its own, so that all
-    evaluate the same model.
+    """Give every rank the running statistics of rank 0, so that all evaluate the same model.
+
+    Each rank gathers running statistics on its own.
     """
     buffers = dict(model.named_buffers())
     if buffers:
@@ -108,8 +110,8 @@ def share_buffers(model: torch.nn.Module) -> None:
 def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Let all ranks begin with rank 0's model and optimizer.
 
-    The optimizer goes first: where its state is empty Horovod makes it with a step of zero
-    gradients, and with weight decay that step moves the parameters.
+    The optimizer goes first: if its state is empty, Horovod makes it with a step of zero gradients,
+    and with weight decay that step moves the parameters.
     """
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -118,8 +120,9 @@ def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 def save_checkpoint(
     folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Save the state after `step` steps: rank 0 the model and the optimizer, every rank its own
-    residues.
+    """Save the state after `step` steps.
+
+    Rank 0 saves the model and the optimizer, and every rank saves its own residues.
     """
     folder.mkdir(parents=True, exist_ok=True)
     compression = getattr(optimizer, "compression", None)
@@ -135,11 +138,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest checkpoint and give its step; 0 where there is none.
+    """Load the newest checkpoint and return its step; 0 if there is none.
 
-    Call `broadcast_state` after it.
-
-    On more ranks than before, the new ones start with residues of zero.
+    Call `broadcast_state` after it. If there are more ranks than before, the new ones start with
+    residues of zero.
     """
     found = training.latest_checkpoint(folder, hvd)
     if found is None:

@@ -1,18 +1,18 @@
-"""`make race`: how soon training is done over a slow network, in this way and in others.
+"""`make race`: how soon training over a slow network is done, with ScaleCom and in other ways.
 
-    python scripts/race/race.py                        all ways; what was done is not done again
+    python scripts/race/race.py                        all ways; finished runs are not repeated
     python scripts/race/race.py --ways "ScaleCom" "DDP, dense" --seeds 1
     python scripts/race/race.py --quick                a small model: minutes
 
-Losses over steps are of real runs under torchrun (race_worker.py), of a language model of 5 million
-parameters with AdamW. The learning rate of each way is the best of three, found with seed 0 on half
-the steps. How long a step takes is measured on hosts with a network between them
-(bench_worker.py), where its compute is a pause. Losses over time are their product, from the first
+Losses over steps come from real runs under torchrun (race_worker.py): a language model of 5 million
+parameters, trained with AdamW. The learning rate of each way is the best of three or more, found with
+seed 0 on half the steps. The time of a step is measured on hosts with a network between them
+(bench_worker.py), where its compute is a pause. Together they give losses over time, from the first
 step to the last.
 
-A way's score at a speed: how long it takes to the loss with which dense training ends, to 0.01
-nats. Where a way ends above that, runs of a quarter and of half as many steps more are tried. In
---output are the runs, the steps' times, curves.csv and curves.png. Needs root, for the hosts.
+A way's score at a speed is the time that it takes to reach the loss with which dense training ends,
+to 0.01 nats. If a way ends above that loss, runs with a quarter and with half more steps are tried.
+--output gets the runs, the steps' times, curves.csv and curves.png. Needs root, for the hosts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WORKER = Path(__file__).with_name("race_worker.py")
 FACTORS = (0.5, 1.0, 2.0)
 TUNING = 0.5  # of the steps
 SPEEDS = (100, 1000, 10_000)  # Mbit/s
-# Nats by which a loss may be above dense training's and still be the same.
+# Nats by which a loss may be above dense training's and still count as the same.
 NEAR = 0.01
 Run = dict[str, Any]
 Curve = list[tuple[float, float]]
@@ -57,7 +57,7 @@ class Race:
     """The runs of one number of workers, and the times of their steps.
 
     Args:
-        folder: where they are kept.
+        folder: where runs and times are kept.
         workers: ranks, each on a host of its own.
         steps: of dense training.
         tiny: whether the model is a small one.
@@ -69,16 +69,16 @@ class Race:
         own = [SCRIPTS / "race" / f"race_{name}.py" for name in ("tasks", "ways", "worker")]
         own += [SCRIPTS / "bench" / f"{n}.py" for n in ("bench_cases", "bench_worker", "hosts")]
         self.code = code_version.of(own)
-        # By what code each result in use was made.
+        # The code that made each result in use.
         self.codes: dict[Path, str | None] = {}
-        # Ranks find it, and do not all make it.
+        # Make the text now, so that ranks find it and do not all make it.
         race_tasks.load_pieces(self.size, folder)
 
     def run(self, way: str, seed: int, factor: float, share: float = 1.0) -> Run:
-        """A run, done now unless it was done before. share: of the steps."""
+        """A run; it is done now unless it was done before. share: of the steps."""
         steps, lr = round(self.steps * share), self.size.lr * factor
         name = f"{way} of {steps} steps, {self.workers} workers, seed {seed}, lr {lr:g}"
-        # What else a run follows from.
+        # A digest of what else determines a run.
         kind = hashlib.sha256(repr((self.size, WAYS[way].trains_as)).encode()).hexdigest()[:8]
         file = self.folder / "runs" / f"{name.replace(', ', ' ').replace(' ', '-')}-{kind}.json"
         if not file.exists():
@@ -111,12 +111,12 @@ class Race:
         return best
 
     def step_times(self, ways: Sequence[str]) -> dict[tuple[str, float], float]:
-        """{(what bench_worker.py calls a step, Mbit/s): milliseconds}, of these ways in one job."""
+        """{(bench_worker.py's name of a step, Mbit/s): milliseconds} for these ways, in one job."""
         wanted = ["no communication", "dense"]
         wanted += dict.fromkeys(name for way in ways for name in WAYS[way].timed)
         file = self.folder / f"steps-{self.workers}.json"
         found = json.loads(file.read_text()) if file.exists() else []
-        if isinstance(found, list):  # as it was written before it said by what code
+        if isinstance(found, list):  # an older file, which does not name the code
             found = {"code": None, "results": found}
         if not {result["method"] for result in found["results"]}.issuperset(wanted):
             seconds = 0.5 if self.tiny else 2.0
@@ -128,13 +128,13 @@ class Race:
 
 
 def final(run: Run) -> float:
-    """The loss at a run's end; infinite where it came apart."""
+    """The loss at a run's end; infinite if the run diverged."""
     loss = list(run["losses"].values())[-1]
     return loss if math.isfinite(loss) else math.inf
 
 
 def mean_end(runs: Sequence[Run]) -> float:
-    """The same of several seeds."""
+    """The mean of `final` over several seeds."""
     return statistics.mean(map(final, runs))
 
 
@@ -157,7 +157,7 @@ def curve(
 
 
 def time_to(loss: float, points: Curve) -> float | None:
-    """Seconds until a curve is at a loss, between points as on a line; None: it never is."""
+    """Seconds until a curve reaches a loss, interpolated linearly; None: it never does."""
     for (before, above), (after, below) in zip(points, points[1:], strict=False):
         if below <= loss:
             share = (above - loss) / (above - below) if above > below else 1.0
@@ -166,7 +166,7 @@ def time_to(loss: float, points: Curve) -> float | None:
 
 
 def loss_at(seconds: float, points: Curve) -> float:
-    """The loss of a curve at a time; that at its end afterwards."""
+    """The loss of a curve at a time; after its end, its last loss."""
     for (before, above), (after, below) in zip(points, points[1:], strict=False):
         if after >= seconds:
             return above + (below - above) * (seconds - before) / max(after - before, 1e-9)
@@ -174,7 +174,7 @@ def loss_at(seconds: float, points: Curve) -> float:
 
 
 def table(curves: Mapping[tuple[str, float], Curve], ways: Sequence[str]) -> Iterator[str]:
-    """For each speed, how long each way takes to dense training's last loss."""
+    """For each speed, how long each way takes to reach dense training's last loss."""
     for mbit in SPEEDS:
         dense = curves[DENSE, mbit]
         loss, whole = dense[-1][1] + NEAR, dense[-1][0]
@@ -230,7 +230,7 @@ def main() -> int:
     ways = list(dict.fromkeys([DENSE, OURS, *args.ways]))
     race = Race(folder, args.workers, args.steps, args.quick)
     try:
-        # First: it fails soon if it fails. All ways, so that they are of one job.
+        # Do this first: if it fails, it fails soon. Time all ways, so that all are of one job.
         times = race.step_times(ways if args.quick else list(WAYS))
     except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"make race: {error}", file=sys.stderr)
@@ -241,7 +241,7 @@ def main() -> int:
         for length in WAYS[way].lengths:
             own = [race.run(way, s, factor, length) for s in range(1, args.seeds + 1)]
             runs.setdefault(way, own)
-            # As near as another seed might be.
+            # This is as near as another seed might be.
             if mean_end(own) <= mean_end(runs[DENSE]) + NEAR:
                 runs[way] = own
                 break

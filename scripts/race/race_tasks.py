@@ -29,13 +29,13 @@ EVALUATED = 32
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model is, and its text.
+    """The size of the model and of its text.
 
     Attributes:
-        vocabulary: pieces; each is a row of the embedding, which is the output layer too.
+        vocabulary: how many pieces. Each is a row of the embedding, which is the output layer too.
         megabytes: of text.
-        batch: windows of a worker in a microbatch.
-        lr: dense training's, found by trying.
+        batch: how many windows a worker has in a microbatch.
+        lr: dense training's learning rate, found by trying.
     """
 
     vocabulary: int = 4096
@@ -52,7 +52,7 @@ TINY = Size(vocabulary=512, width=32, heads=2, layers=2, megabytes=2.0)
 
 
 def load_pieces(size: Size, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """The text as numbers of pieces, (N,) int64 each: to train on, and held out.
+    """The text to train on and the held-out text, as numbers of pieces, (N,) int64 each.
 
     folder: where they are kept.
     """
@@ -93,7 +93,7 @@ def _cut(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
         if total > size.megabytes:
             break
     pieces = vocabulary(texts, size.vocabulary)
-    # One file in so many is held out, as in the example.
+    # One file in HELD_OUT is held out, as in the example.
     parts: list[list[int]] = [[], []]
     for i, text in enumerate(texts):
         parts[i % HELD_OUT == HELD_OUT - 1] += pieces.encode(text)
@@ -132,7 +132,7 @@ class _Block(nn.Module):
         self.down = nn.Linear(inner, width, bias=False)
         for layer in (self.qkv, self.up):
             nn.init.normal_(layer.weight, std=0.02)
-        for layer in (self.out, self.down):  # so that depth does not widen what is added up
+        for layer in (self.out, self.down):  # so that their sum does not grow with depth
             nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * size.layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def batch_of(pieces: torch.Tensor, count: int, random: torch.Generator) -> torch
 
 
 def evaluate(model: nn.Module, held_out: torch.Tensor) -> float:
-    """The mean loss in held-out text, always at the same places."""
+    """The mean loss on held-out text, always at the same places."""
     was = model.training
     model.eval()
     with torch.no_grad():

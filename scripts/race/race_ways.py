@@ -1,8 +1,9 @@
-"""How a user may train where the network is slow: the ways that race.
+"""The ways that race: how a user may train over a slow network.
 
-Each is what its documentation advises: PowerSGD begins after a tenth of the steps, as PyTorch's
-example does; a larger batch has a learning rate of its own; ScaleCom has its defaults, and for
-short runs more places in more bits. DDP's bf16 hook is left out, as it wants NCCL.
+Each way follows its documentation's advice. PowerSGD begins after a tenth of the steps, as in
+PyTorch's example. A larger batch has a learning rate of its own. ScaleCom runs with its defaults,
+and, for short runs, with more places in more bits. DDP's bf16 hook is left out, because it needs
+NCCL.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import scalecom_hvd.ddp as ddp
 Hook = tuple[Any, Any]
 """A state and a communication hook of DistributedDataParallel."""
 
-# Steps in which the learning rate rises; of short runs a quarter.
+# Steps in which the learning rate rises; in short runs, a quarter of the steps.
 WARMUP = 100
 # Steps of an inner optimizer between two synchronisations. Papers take 15 to 500; a run of the race
 # has hundreds of steps.
@@ -33,17 +34,17 @@ class Way:
     """One way to train.
 
     Attributes:
-        steps: the share of dense training's steps that it takes: with more in a step, fewer.
-        lengths: by what they are multiplied: the first with which it ends where dense training
-            does; where none does, the first of all.
+        steps: the share of dense training's steps that it takes; fewer steps if each has more data.
+        lengths: factors of the number of steps. The first factor counts with which the way ends
+            where dense training does; if none does, the first of all.
         microbatches: in a step.
-        hook: gives a hook for the model, by how many steps there are, and with settings of
-            ScaleCom; None: DDP's own.
-        local: arguments of DistributedOptimizer, without DDP; None: it is DDP.
-        timed_as: what bench_worker.py calls a step of it.
-        begins: the share of the steps that are dense ones first, in one bucket.
-        rate: by what the learning rates that are tried are multiplied: a batch m times as large
-            has sqrt(m) times the rate with AdamW, where noise decides.
+        hook: makes a hook from the model, the number of steps and settings of ScaleCom; None: DDP's
+            own.
+        local: makes the arguments of DistributedOptimizer, without DDP; None: the way uses DDP.
+        timed_as: bench_worker.py's name of the way's step.
+        begins: the share of the steps that come first and are dense, in one bucket.
+        rate: a factor of the learning rates that are tried. With AdamW, a batch m times as large
+            has sqrt(m) times the rate if noise dominates.
     """
 
     timed_as: str
@@ -57,7 +58,7 @@ class Way:
 
     @property
     def trains_as(self) -> tuple[Any, ...]:
-        """What a run of it follows from, besides its name."""
+        """What determines a run of it, besides its name."""
         return (
             self.steps,
             self.microbatches,
@@ -68,7 +69,7 @@ class Way:
 
     @property
     def timed(self) -> list[str]:
-        """What must be measured for it."""
+        """The steps that must be measured for it."""
         more = ["DDP dense, one bucket"] * (self.begins > 0)
         return [self.timed_as, *more, *["forward and backward"] * (self.microbatches > 1)]
 
@@ -117,11 +118,11 @@ WAYS = {
 def wrapped(
     way: Way, model: torch.nn.Module, steps: int, settings: dict[str, Any]
 ) -> torch.nn.Module:
-    """The model as this way calls it. settings: of ScaleCom."""
+    """The model, wrapped for this way. settings: of ScaleCom."""
     if way.local is not None:
         return model
-    # PowerSGD's hook submits collectives when others have ended, which over Gloo may be in another
-    # order on every rank: it dies where there is more than one bucket.
+    # PowerSGD's hook submits collectives when others have ended. Over Gloo, that order may differ
+    # between ranks, so the hook dies if there is more than one bucket.
     one_bucket = {"bucket_cap_mb": 1000} if "PowerSGD" in way.timed_as else {}
     called = DistributedDataParallel(model, gradient_as_bucket_view=True, **one_bucket)
     if way.hook is not None:

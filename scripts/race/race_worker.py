@@ -36,11 +36,11 @@ def main() -> None:
         partial.write_text(json.dumps(result))
         partial.rename(args.output)
     dist.barrier()
-    os._exit(0)  # threads of Gloo's may still drop tensors, and PyTorch 2.13 aborts there
+    os._exit(0)  # Gloo's threads may still drop tensors, and then PyTorch 2.13 aborts
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Losses in held-out text, by how many steps were taken."""
+    """Losses on held-out text, by how many steps were taken."""
     way, size = WAYS[args.way], race_tasks.TINY if args.tiny else race_tasks.FULL
     steps = round(args.steps * way.steps)
     pieces, held_out = race_tasks.load_pieces(size, args.pieces)
@@ -84,7 +84,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def share(step: int, steps: int, warmup: int) -> float:
-    """Of the largest learning rate: it rises, then falls to a tenth along a cosine."""
+    """The share of the largest learning rate: it rises, then falls to a tenth along a cosine."""
     begins = max(1, min(warmup, steps // 4))
     if step < begins:
         return (step + 1) / begins

@@ -1,9 +1,9 @@
 """What a method is: a class with one generator, `step`, that averages one bucket's gradients.
 
-A new method is one new file: a subclass of `Method`. It is given the bucket (its moves, see
-bucket.py), the collectives of this bucket, and its own state, and it yields what it waits for.
-What the bucket was told is committed or rolled back with the step, and so is the state. Besides,
-`Method` is what users pass as `compression=`. It holds settings; residues and states are its run's
+A new method is one new file with a subclass of `Method`. Its `step` is given the bucket (for its
+moves, see bucket.py), the collectives of this bucket, and the method's own state. It yields what it
+waits for. What the bucket was told is committed or rolled back with the step, and so is the state.
+Users pass a `Method` as `compression=`. It holds settings; its run holds residues and states
 (run.py).
 
 Imports run, step_ahead, bucket_collectives, bucket and the rooms below.
@@ -142,7 +142,7 @@ class Method:
             self.watch(model)
         self.run = Run(self)
 
-    # What a new method says.
+    # What a new method defines.
 
     def step(
         self, bucket: Bucket, collectives: BucketCollectives, state: State
@@ -199,10 +199,10 @@ class Method:
         """
         return {"method": type(self).__name__} | self._quantiser_settings
 
-    # What its settings come to.
+    # What follows from its settings.
 
     def _checked(self, config: ScaleComConfig) -> ScaleComConfig:
-        """The settings as this method uses them; of those given to `__init__`."""
+        """The settings as this method uses them, from those given to `__init__`."""
         return config
 
     @property
@@ -217,7 +217,7 @@ class Method:
 
     @property
     def loss_scale(self) -> Callable[[], float | torch.Tensor]:
-        """Gives the current loss scale; may be set to a GradScaler too."""
+        """A function that returns the current loss scale. It may be set to a GradScaler too."""
         return self._read_scale
 
     @loss_scale.setter
@@ -225,25 +225,26 @@ class Method:
         self._read_scale = _scale_reader(loss_scale)
 
     def unscaling(self) -> Wait[float]:
-        """1 / loss scale, what makes gradients of the residues' units, when its device has it."""
+        """1 / loss scale, once its device has it. It brings gradients into the residues' units."""
         scale = self._read_scale()
         if not isinstance(scale, torch.Tensor):
             scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
         comes: Wait[float] = Wait("loss scale", HostCopy(scale), round=0, then=_inverse)
-        if comes.work.done():  # what is wrong is said at once
+        if comes.work.done():  # so that a wrong scale is refused at once
             comes.now()
         return comes
 
     def watch(self, model: nn.Module) -> None:
         """Compute this model's gradients a step ahead, if the settings say so.
 
-        Done by __init__ where it is given the model. One that was unpickled must be told anew.
+        __init__ calls this if it is given the model. A method that was unpickled must be given the
+        model anew.
         """
         if self.config.step_ahead and self.ahead is None:
             self.ahead = StepAhead(self.config.step_ahead)
             self.ahead.watch(model)
 
-    # What users, and elastic states, ask of its run.
+    # What users, and elastic states, call. The run does it.
 
     @property
     def residues(self) -> Residues:
@@ -310,11 +311,11 @@ class Method:
         self.run.load_state_dict(state)
 
     def rejoin(self) -> None:
-        """What all ranks do when they were started again, or newcomers have come (elastic runs)."""
+        """All ranks call this when an elastic run was started again, or newcomers have come."""
         self.run.averager.rejoin()
 
     def compress(self, tensor: Any = None) -> tuple[torch.Tensor, Any]:
-        """Refused: Horovod's own optimizer asks for tensors one by one, and nobody may wait."""
+        """Refuse: Horovod's own optimizer asks for tensors one by one, and nobody may wait then."""
         name = self.__name__ if isinstance(self, type) else type(self).__name__
         name = name if isinstance(self, (type, Method)) else "this method"
         raise TypeError(
@@ -324,13 +325,13 @@ class Method:
         )
 
     def decompress(self, tensor: torch.Tensor, ctx: object = None) -> torch.Tensor:
-        """The average as it is: this package's optimizer has made it before Horovod asks."""
+        """The average as it is, because this package's optimizer makes it before Horovod asks."""
         return tensor
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled, or copied: settings and this rank's state; it serves nobody then.
+        """What is pickled, or copied: settings and this rank's state. A copy serves no optimizer.
 
-        The loss scale and the model are left out: give the script's GradScaler anew, as
+        The loss scale and the model are left out. Give the copy the script's GradScaler as
         `loss_scale`, and the model by `watch(model)`.
         """
         left_out = {"run": None, "_read_scale": None, "ahead": None}
@@ -363,7 +364,8 @@ def _scale_reader(loss_scale: object) -> Callable[[], float | torch.Tensor]:
         )
 
     def read() -> float | torch.Tensor:
-        # A GradScaler's own tensor, which get_scale() waits for; None, or missing: it has none yet.
+        # A GradScaler's own tensor, for which get_scale() would wait. If it is None or missing, the
+        # GradScaler has none yet.
         scale = getattr(loss_scale, "_scale", None)
         of_pytorch = isinstance(loss_scale, torch.amp.GradScaler) and scale is not None
         return scale if of_pytorch else reader()

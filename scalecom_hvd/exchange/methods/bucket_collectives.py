@@ -131,8 +131,8 @@ class BucketCollectives:
                     f"gather({name!r}): this rank brought {len(tensor)} rows, and all together "
                     f"{len(joined)}: bring as many on every rank, padded where there are fewer"
                 )
-            # Copies: bytes are viewed as other dtypes only where they begin on a word, and
-            # simulated ranks share what is joined.
+            # Copies, because bytes can be viewed as another dtype only if they begin on a word, and
+            # because simulated ranks share the joined tensor.
             return [part.clone() for part in joined.split(len(tensor))]
 
         work = self._collectives.gather(tensor, self._name(f"{name}.{self.bucket}"))
@@ -154,7 +154,7 @@ class BucketCollectives:
 
 
 class _Unpacked:
-    """A choice on its way, which is unpacked where it arrives."""
+    """A choice on its way, which is unpacked when it has arrived."""
 
     def __init__(self, work: Work, bucket: Bucket, choice: torch.Tensor) -> None:
         self._work, self._bucket, self._choice = work, bucket, choice

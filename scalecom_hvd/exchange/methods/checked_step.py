@@ -1,8 +1,8 @@
-"""What a method's step must keep to, looked at in every step.
+"""Checks, in every step, that a method's step keeps its contract.
 
-Each of these mistakes would else give wrong numbers without a word, and other ones on every rank.
-Only shapes and counts are looked at, never numbers, so it costs nothing. Used by exchange.py.
-Imports base and the rooms below.
+Without the checks, each of these mistakes would silently give wrong numbers, different ones on
+every rank. Only shapes and counts are looked at, never numbers, so this costs nothing. exchange.py
+uses it. Imports base and the rooms below.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 def checked_step(
     method: Method, bucket: Bucket, collectives: BucketCollectives, state: State
 ) -> Step[State | None]:
-    """The method's step, or its whole_step, of one bucket.
+    """The method's step, or its whole_step, for one bucket.
 
     Raises:
-        TypeError: it is no generator, or returns something other than a State or None.
-        RuntimeError: it told the bucket of no average, did not wait for a collective, or changed
+        TypeError: the step is no generator, or returns something other than a State or None.
+        RuntimeError: the step gave the bucket no average, did not wait for a collective, or changed
             its state in place.
-        ValueError: the state that it returns is not of the kind that it was given.
+        ValueError: the step returned a state of another kind than it was given.
     """
     make = method.whole_step if bucket.whole else method.step
     name = f"{type(method).__name__}.{make.__name__}"

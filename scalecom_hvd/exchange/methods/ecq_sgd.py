@@ -42,7 +42,7 @@ class ECQSGD(Method):
         if bits not in (2, 4, 8):
             raise ValueError(f"bits must be 2, 4 or 8, which fill bytes, not {bits!r}")
         super().__init__(**fields)
-        # The paper's rounding: not scaled down, however few the levels.
+        # As in the paper, values are not scaled down, however few levels there are.
         self.quantiser = QSGD(2 ** (bits - 1) - 1, block=BLOCK, scaled=False, seed=seed)
         self.bits, self.seed = bits, int(seed)
 
@@ -52,6 +52,6 @@ class ECQSGD(Method):
         return {"method": type(self).__name__, "bits": self.bits, "seed": self.seed}
 
     def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
-        """All accumulators, rounded."""
+        """Round all accumulators, and average them."""
         everything, counts = slice(None), [len(bucket.accumulators)]
         yield from average_at(bucket, collectives, everything, self.quantiser, counts)

@@ -49,13 +49,13 @@ class GTopK(Method):
 
 
 Choice = tuple[torch.Tensor, torch.Tensor]
-"""Places, ascending, and values."""
+"""Places in ascending order, and their values."""
 
 
 def merge(choices: list[Choice], k: int, position: int) -> tuple[Choice, torch.Tensor]:
     """The k largest sums along the tree.
 
-    Besides, the places at which the rank at `position` has a part in them.
+    Also the places at which the rank at `position` has a part in these sums.
     """
     mine = choices[position][0]
     while len(choices) > 1:

@@ -25,7 +25,7 @@ class GlobalTopK(Method):
     sends_all = True
 
     def step(self, bucket: Bucket, collectives: BucketCollectives, state: State) -> Step[None]:
-        """Average all, choose from the average."""
+        """Average all accumulators, and choose from the average."""
         average = yield from collectives.average(bucket.accumulators.clone(), "accumulators")
         parts = average.split(bucket.sizes)
         chosen = [largest(part, k) for part, k in zip(parts, bucket.counts, strict=True)]

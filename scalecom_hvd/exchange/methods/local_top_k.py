@@ -73,7 +73,7 @@ class LocalTopK(Method):
         values = bucket.sendable(places)
         payload, sent = rounded(self.quantiser, values, counts, collectives)
         bucket.send(places, sent)
-        # Values first: they are viewed as words, and so must begin on one.
+        # Values come first: they are viewed as words, so they must begin on one.
         everyone = yield from collectives.gather(torch.cat([payload, offsets]), "chosen")
 
         def read(theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,11 +93,11 @@ class LocalTopK(Method):
 
 
 def pack(values: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """Values, then bytes, in one buffer of bytes."""
+    """Put values, and more bytes after them, into one buffer of bytes."""
     return torch.cat([values.view(torch.uint8), more])
 
 
 def unpack(payload: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values, as many and of the dtype as in `like`, and the bytes after them."""
+    """The values, with the number and dtype of those in `like`, and the bytes after them."""
     cut = like.numel() * like.element_size()
     return payload[:cut].view(like.dtype), payload[cut:]

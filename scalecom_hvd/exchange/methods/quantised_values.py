@@ -1,6 +1,6 @@
-"""Values of a bucket, quantised and exchanged between ranks: what methods with few bits share.
+"""Quantises values of a bucket, and exchanges them between ranks, for methods with few bits.
 
-Imports base and quantisers.
+Imports bucket, collectives, bucket_collectives and quantisers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rounded(
     counts: Sequence[int],
     collectives: BucketCollectives,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes that this rank sends for its values in this step, and what they stand for."""
+    """The bytes that this rank sends for its values in this step, and the values they stand for."""
     numbers = quantiser.seed, collectives.step, collectives.bucket, collectives.position
     payload = quantiser.pack(values, counts, generator(*numbers), collectives.size)
     return payload, quantiser.unpack(payload, values, counts)
@@ -36,11 +36,11 @@ def average_at(
 ) -> Step[None]:
     """Average the accumulators at places that are the same on all ranks.
 
-    The bucket sends, and receives, what the quantiser makes of them: gathered or summed, whatever
-    is less traffic.
+    The bucket sends and receives what the quantiser makes of these values. They are gathered or
+    summed, whichever is less traffic.
 
     Args:
-        counts: how many of the places are each tensor's; default: those of every tensor's choice.
+        counts: how many of the places belong to each tensor. Default: as many as it chooses.
     """
     counts = bucket.counts if counts is None else counts
     values = bucket.sendable(places)

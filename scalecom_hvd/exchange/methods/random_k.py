@@ -1,4 +1,4 @@
-"""Random-k with a seed that all ranks share: no offsets travel, and nobody searches."""
+"""Random-k with a seed that all ranks share: no offsets travel, and no rank searches for places."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RandomK(Method):
             places = self._draw(bucket, generator(*numbers))
             yield from average_at(bucket, collectives, places, self.quantiser)
             return
-        # A number more than rounding has, so that the two do not draw alike.
+        # One number more than `rounded` gives, so that the two do not draw alike.
         randoms = [generator(*numbers, rank, 0) for rank in range(collectives.size)]
         everyone = [self._draw(bucket, random) for random in randoms]
         mine, counts = everyone[collectives.position], bucket.counts
@@ -74,9 +74,9 @@ class RandomK(Method):
 
 
 def draw(geometry: Lanes, random: torch.Generator) -> torch.Tensor:
-    """k positions (int64) in a tensor, at random.
+    """k random positions (int64) in a tensor.
 
-    One in each lane, uniformly; in exact geometry any, without repeats.
+    One is drawn uniformly from each lane. In exact geometry, any are drawn, without repeats.
     """
     if isinstance(geometry, Positions):
         return torch.randperm(geometry.numel, generator=random, device="cpu")[: geometry.k]

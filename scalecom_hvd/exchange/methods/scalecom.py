@@ -1,9 +1,9 @@
 """ScaleCom: the algorithm of the paper, on this page.
 
 Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
-Distributed Training", NeurIPS 2020, arXiv 2104.11125. Numbers in the comments are those of
-`ScaleCom`'s docstring; reference.py and the moves of bucket.py number the two moves that it ends
-with. Imports base and the rooms below.
+Distributed Training", NeurIPS 2020, arXiv 2104.11125. Numbers in the comments are those of the
+steps in `ScaleCom`'s docstring. reference.py and bucket.py instead number the two moves of step
+(5). Imports base and the rooms below.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ScaleCom(Method):
         bucket.receive(offsets, averages)
 
     def integers(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
-        """As cyclic, with values of few bits: the leader's choice comes before any (1)."""
+        """As `cyclic`, with values of few bits. The leader chooses before any rank does (1)."""
         leads = collectives.leads()
         chosen = (yield from bucket.select()) if leads else bucket.new_offsets()  # (2)
         offsets = yield from collectives.broadcast_choice(chosen, collectives.leader())
@@ -118,10 +118,10 @@ class ScaleCom(Method):
     def look_ahead(
         self, bucket: Bucket, collectives: BucketCollectives, state: State
     ) -> Step[State]:
-        """The leader of the next step chooses in this one; this one's choice is here already."""
+        """The next step's leader chooses in this step. The choice for this step is here already."""
         offsets = bucket.join_choice(state.tensors)
-        # Taking comes first: the next leader chooses on residues from which this step's values
-        # are gone. Both come before the all-reduce, as they count what is not finite.
+        # Taking comes first, so that the next leader chooses from residues that this step's values
+        # have left. Both come before the all-reduce, because they count what is not finite.
         leads = collectives.leads(later=1)
         _, chosen = yield from bucket.take_and_accumulate(offsets, leads)  # (3), (1), (5), (2)
         travelling = collectives.average_taken()
@@ -131,7 +131,7 @@ class ScaleCom(Method):
         return next_state
 
     def quantised(self, bucket: Bucket, collectives: BucketCollectives) -> Step[None]:
-        """As cyclic, with values of few bits."""
+        """As `cyclic`, with values that a quantiser rounds to few bits."""
         leads = collectives.leads()
         chosen = bucket.choose() if leads else bucket.new_offsets()  # (1), (2)
         offsets = yield from collectives.broadcast_choice(chosen, collectives.leader())
@@ -141,7 +141,7 @@ class ScaleCom(Method):
     def whole_step(
         self, bucket: Bucket, collectives: BucketCollectives, state: State
     ) -> Step[State | None]:
-        """With look-ahead the last step that is sent whole has the first choice made."""
+        """With look-ahead, make the first choice in the last step that is sent whole."""
         if not self.config.lookahead or state.whole_next or not bucket.tensors:
             return None
         leads = collectives.leads(later=1)
@@ -159,14 +159,14 @@ class ScaleCom(Method):
         """(2) for the next step."""
         offsets = bucket.new_offsets() if chosen is None else chosen
         travelling = collectives.broadcast_choice(offsets, collectives.leader(later=1))
-        # In the next step every rank has submitted it already.
+        # By the next step, every rank has submitted it.
         arrives: Wait[torch.Tensor] = Wait("offsets", travelling.work, round=0)
         parts = bucket.split_choice(offsets)
         own = {name: {**old, **parts[name]} for name, old in state.tensors.items()}
         return dataclasses.replace(state, tensors=own, arrives=arrives)
 
     def is_ready(self, names: Collection[str]) -> bool:
-        """With look-ahead nothing is chosen before the first step."""
+        """Whether there is a choice. With look-ahead, there is none before the first step."""
         chosen = ("offsets" in self.run.tensor_states[name] for name in names)
         return not self.config.lookahead or all(chosen)
 

@@ -1,6 +1,6 @@
 """`import scalecom_hvd.tensorflow.keras as hvd`: all of horovod.tensorflow.keras, and ScaleCom.
 
-Its optimizers know ScaleCom.
+Its optimizers accept ScaleCom.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scalecom_hvd.tensorflow.optimizer import KerasOptimizer as _KerasOptimizer
 from scalecom_hvd.tensorflow.optimizer import check_optimizer as _check_optimizer
 from scalecom_hvd.tensorflow.optimizer import keras_optimizer as _keras_optimizer
 
-# Over Horovod's, which the star brought.
+# This replaces Horovod's module, which the star imported.
 elastic = _import_module("scalecom_hvd.tensorflow.keras.elastic")
 
 
