@@ -1,6 +1,6 @@
 """scikit-learn's 1797 handwritten digits, 8 x 8 pixels, split the same way for everyone.
 
-1437 digits are to train with, and 360 to test with. Uses only NumPy.
+1437 digits are to train with, and 360 to test with. Uses NumPy and scikit-learn.
 """
 
 from __future__ import annotations

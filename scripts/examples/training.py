@@ -3,8 +3,8 @@
 That is options, learning rate, the dealing of batches, checkpoints' names, and metrics. Everything
 random is a function of (seed, step, rank) and nothing else, so a resumed run sees what an
 uninterrupted one would have seen. `hvd` is always the caller's module: scalecom_hvd.torch,
-scalecom_hvd.tensorflow, or training_ddp. This module needs neither framework; training_torch.py has PyTorch's part,
-and train_keras.py has Keras's.
+scalecom_hvd.tensorflow, or training_ddp. This module needs neither framework; training_torch.py has
+PyTorch's part, and train_keras.py has Keras's.
 """
 
 from __future__ import annotations

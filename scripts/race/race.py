@@ -5,8 +5,8 @@
     python scripts/race/race.py --quick                a small model: minutes
 
 Losses over steps come from real runs under torchrun (race_worker.py): a language model of 5 million
-parameters, trained with AdamW. The learning rate of each way is the best of three or more, found with
-seed 0 on half the steps. The time of a step is measured on hosts with a network between them
+parameters, trained with AdamW. The learning rate of each way is the best of three or more, found
+with seed 0 on half the steps. The time of a step is measured on hosts with a network between them
 (bench_worker.py), where its compute is a pause. Together they give losses over time, from the first
 step to the last.
 
