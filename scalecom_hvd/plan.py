@@ -467,7 +467,7 @@ def _run_time(row: Row, steps: int) -> str:
 def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     if s.rate is None and s.bits is None:
         yield (
-            "- Accuracy: small models lost 0 to 0.5 points on images, and 0.04 bits on text. "
+            "- Accuracy: small models lost 0 to 0.4 points on images, and 0.05 bits on text. "
             "Without model= they lost up to 1.7 points and 0.25 bits."
         )
     if choice.method == "ScaleCom look-ahead":
