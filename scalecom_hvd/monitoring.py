@@ -45,7 +45,7 @@ class Monitor:
         every: the numbers are read once in this many calls of `step`.
         tensorboard: a directory for TensorBoard. There the numbers are called scalecom/<name>:
             bytes_traffic (of one rank, in one step), rate, residue_norm, residue_ratio,
-            skipped_steps and leader, as in stats().
+            skipped_steps, steps_skipped and leader, as in stats().
         writer: a writer of your own, besides TensorBoard's. It must have add_scalar(name, number,
             step).
 

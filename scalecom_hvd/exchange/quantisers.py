@@ -30,7 +30,7 @@ class Quantiser:
     A subclass defines `quantise` and `restore`, which say what a block becomes.
 
     Attributes:
-        bits: bits per value: 1, 2, 4 or 8.
+        bits: bits per value: 1, 2, 4 or 8 (Float16: 16).
         block: how many values of one tensor share scales. The scales travel with the values, in the
             values' dtype.
         scales: how many scales a block has.

@@ -73,7 +73,8 @@ class ScaleCom(methods.ScaleCom):
             required there.
         process_set: the process set given to the optimizer.
 
-    There, ScaleCom works with look-ahead, and takes no quantiser, wire_dtype or diagnostics.
+    There, ScaleCom works with look-ahead, and takes no quantiser, wire_dtype, warmup_rate or
+    diagnostics.
     """
     )
 

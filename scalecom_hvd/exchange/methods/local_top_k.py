@@ -34,7 +34,8 @@ class LocalTopK(Method):
             "contributors", which sent a value other than zero there. With "contributors", a place
             that one rank chose moves n times as far, so what is sent and kept no longer adds up to
             what came in.
-        **fields: fields of ScaleComConfig. leader, lookahead and wire_dtype mean nothing here.
+        **fields: fields of ScaleComConfig, without leader, lookahead, bits and wire_dtype: a value
+            other than the default is refused.
 
     Raises:
         ValueError, TypeError: a setting cannot work.

@@ -33,7 +33,8 @@ class RandomK(Method):
         shared: whether all ranks use the same places. False: each rank has other places, which all
             ranks can draw, and values are gathered.
         quantiser: what rounds the values: None, or one of quantisers.py.
-        **fields: fields of ScaleComConfig. leader, lookahead and wire_dtype mean nothing here.
+        **fields: fields of ScaleComConfig, without leader, lookahead, bits and wire_dtype: a value
+            other than the default is refused.
     """
 
     takes_quantiser = True
