@@ -26,8 +26,8 @@ class GTopK(Method):
     nothing is lost.
 
     Args:
-        **fields: fields of ScaleComConfig, without leader, lookahead, bits, wire_dtype and selection
-            (always exact): a value other than the default is refused.
+        **fields: fields of ScaleComConfig, without leader, lookahead, bits, wire_dtype and
+            selection (always exact): a value other than the default is refused.
     """
 
     unused = (*Method.unused, "selection")

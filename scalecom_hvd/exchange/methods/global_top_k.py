@@ -17,8 +17,8 @@ class GlobalTopK(Method):
     much of the average is then used.
 
     Args:
-        **fields: fields of ScaleComConfig, without leader, lookahead, bits, wire_dtype and selection
-            (always exact): a value other than the default is refused.
+        **fields: fields of ScaleComConfig, without leader, lookahead, bits, wire_dtype and
+            selection (always exact): a value other than the default is refused.
     """
 
     unused = (*Method.unused, "selection")
