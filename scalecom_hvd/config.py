@@ -44,36 +44,36 @@ class ScaleComConfig:
     rate: float = cast(float, None)
     """One element in `rate` is sent (N/k).
 
-    What counts is how often each place is sent: steps / rate times. Below about 5 times every
-    method loses accuracy, so lower the rate for short runs. None: 16 with few bits, 100 with 32.
+    What counts is how often each place is sent: steps / rate times. If that is less than about 5,
+    every method loses accuracy, so lower the rate for short runs. None: 16 with few bits, 100 with 32.
     """
 
     beta: float = cast(float, None)
     """The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1.
 
-    It is the share of what waits at a chosen place that is sent at once. 1 is classic error
-    feedback: it sends everything, however stale, and breaks training without batch norm unless
-    gradients are computed a step ahead. A lower beta is more stable, but what was not sent arrives
+    Of what waits at a chosen place, this share is sent at once. 1 is classic error feedback: it
+    sends everything, however stale, and breaks training without batch norm unless gradients are
+    computed a step ahead. A lower beta is more stable, but what was not sent arrives
     later, over up to rate / beta steps. None: 1 with step_ahead, and 0.2 without.
     """
 
     step_ahead: float = cast(float, None)
     """How far ahead gradients are computed. PyTorch only, and only if the model is known.
 
-    0: at the parameters themselves. 1: where this rank's residue would take the parameters, by the
-    optimizer's own direction: 1.5 * lr * m for SGD with momentum, 0.3 * lr * m / (sqrt(v) + eps)
-    for Adam and its relatives. Such gradients already allow for what waits, so no low-pass filter
-    is needed. In ScaleCom the optimizer's momentum replaces part of m, the more so the less this
-    rank's values agree with the others'. Other methods, and quantisers, do not do this: give them 0
+    0: at the parameters themselves. 1: at the parameters to which this rank's residue would take the
+    model, in the optimizer's own direction. The distance is 1.5 * lr * m for SGD with momentum, and
+    0.3 * lr * m / (sqrt(v) + eps) for Adam and its relatives. Such gradients already allow for what waits, so no low-pass filter
+    is needed. In ScaleCom the optimizer's momentum replaces part of m. The less this rank's
+    values agree with the others', the larger this part is. Other methods, and quantisers, do not do this: give them 0
     if ranks have unlike data. None: 1 if the model is known, as ScaleComState and
     ScaleCom(model=model) know it, and 0 if not.
     """
 
     flush: bool = True
-    """Whether everything that waits is sent where the new gradient does not point against it.
+    """Whether a chosen place sends all that waits there, unless the new gradient points against it.
 
-    True: all of it there, and `beta` of it elsewhere, so that a low beta costs short runs little.
-    False: `beta` of it everywhere, which is the paper's filter.
+    True: all of it, or the share `beta` if the new gradient points against it. A low beta then costs
+    short runs little. False: the share `beta` everywhere, which is the paper's filter.
     """
 
     min_numel: int = 2048
@@ -98,7 +98,7 @@ class ScaleComConfig:
     """
 
     total_steps: int | None = None
-    """How many steps the whole run will have, with all its parts.
+    """How many steps the whole run will have, resumed parts included.
 
     If there are too few steps for the rate, a warning is logged. If a run becomes longer than
     planned, resume with the new number.
@@ -135,9 +135,10 @@ class ScaleComConfig:
     lookahead: bool = False
     """Whether the leader chooses for step t + 1 at the end of step t.
 
-    The broadcast then hides behind forward and backward, so this is the fastest form. The choice
-    does not know the step's own gradient, which costs accuracy without batch norm: less with a
-    lower beta (0.1). With beta near 1 it breaks such training, and the log warns.
+    The broadcast then hides behind forward and backward, so this is the fastest form. The choice is
+    made without the step's own gradient. In models without batch norm this costs accuracy, and a
+    lower beta (0.1) makes the cost smaller. With beta near 1 it breaks such training, and the log
+    warns.
     """
 
     bits: int = cast(int, None)
@@ -148,15 +149,15 @@ class ScaleComConfig:
     values then travel at the same cost: with four workers, 3 bits at rate 16 cost as much as 32
     bits at rate 78. The rounding error stays in the residue. Bytes grow with the logarithm of the
     number of workers. 32: values travel as the residue has them, which is the paper's form. None:
-    3, or 32 with wire_dtype, a quantiser, or a method that knows no bits.
+    3, but 32 with wire_dtype, with a quantiser, or with a method that does not support few bits.
     """
 
     wire_dtype: Literal["float16"] | None = None
     """The dtype in which values travel.
 
     None: the residue's. "float16": values take half the bytes, are summed in float16, and divided
-    in float32. Their rounding error stays in the residue; that of the sum, 2^-11 of it, is lost. On
-    CPUs this pays only on slow networks. Horovod's own optimizer refuses it, because it divides in
+    in float32. Their rounding error stays in the residue. The rounding error of the sum, 2^-11 of
+    the sum, is lost. On CPUs this pays only on slow networks. Horovod's own optimizer refuses it, because it divides in
     float16. Gloo in Horovod 0.28.1 drops some float16 sums: the log warns.
     """
 
