@@ -45,7 +45,8 @@ class ScaleComConfig:
     """One element in `rate` is sent (N/k).
 
     What counts is how often each place is sent: steps / rate times. If that is less than about 5,
-    every method loses accuracy, so lower the rate for short runs. None: 16 with few bits, 100 with 32.
+    every method loses accuracy, so lower the rate for short runs. None: 16 with few bits, 100 with
+    32.
     """
 
     beta: float = cast(float, None)
@@ -53,27 +54,27 @@ class ScaleComConfig:
 
     Of what waits at a chosen place, this share is sent at once. 1 is classic error feedback: it
     sends everything, however stale, and breaks training without batch norm unless gradients are
-    computed a step ahead. A lower beta is more stable, but what was not sent arrives
-    later, over up to rate / beta steps. None: 1 with step_ahead, and 0.2 without.
+    computed a step ahead. A lower beta is more stable, but what was not sent arrives later, over up
+    to rate / beta steps. None: 1 with step_ahead, and 0.2 without.
     """
 
     step_ahead: float = cast(float, None)
     """How far ahead gradients are computed. PyTorch only, and only if the model is known.
 
-    0: at the parameters themselves. 1: at the parameters to which this rank's residue would take the
-    model, in the optimizer's own direction. The distance is 1.5 * lr * m for SGD with momentum, and
-    0.3 * lr * m / (sqrt(v) + eps) for Adam and its relatives. Such gradients already allow for what waits, so no low-pass filter
-    is needed. In ScaleCom the optimizer's momentum replaces part of m. The less this rank's
-    values agree with the others', the larger this part is. Other methods, and quantisers, do not do this: give them 0
-    if ranks have unlike data. None: 1 if the model is known, as ScaleComState and
-    ScaleCom(model=model) know it, and 0 if not.
+    0: at the parameters themselves. 1: at the parameters to which this rank's residue would take
+    the model, in the optimizer's own direction. The distance is 1.5 * lr * m for SGD with momentum,
+    and 0.3 * lr * m / (sqrt(v) + eps) for Adam and its relatives. Such gradients already allow for
+    what waits, so no low-pass filter is needed. In ScaleCom the optimizer's momentum replaces part
+    of m. The less this rank's values agree with the others', the larger this part is. Other
+    methods, and quantisers, do not do this: give them 0 if ranks have unlike data. None: 1 if the
+    model is known, as ScaleComState and ScaleCom(model=model) know it, and 0 if not.
     """
 
     flush: bool = True
     """Whether a chosen place sends all that waits there, unless the new gradient points against it.
 
-    True: all of it, or the share `beta` if the new gradient points against it. A low beta then costs
-    short runs little. False: the share `beta` everywhere, which is the paper's filter.
+    True: all of it, or the share `beta` if the new gradient points against it. A low beta then
+    costs short runs little. False: the share `beta` everywhere, which is the paper's filter.
     """
 
     min_numel: int = 2048
@@ -83,9 +84,9 @@ class ScaleComConfig:
     """Globs on the names of parameters that are sent whole. They win over `rates`.
 
     "auto:output" and "auto:first" stand for the last and the first layer, in the order of
-    `named_parameters`; a model of one layer has neither. If the output layer shares its weight
-    with the embedding, that weight is not listed last: name it, `dense=["embedding.*"]`. With 32
-    bits the output layer matters most.
+    `named_parameters`; a model of one layer has neither. If the output layer shares its weight with
+    the embedding, that weight is not listed last: name it, `dense=["embedding.*"]`. With 32 bits
+    the output layer matters most.
     """
 
     rates: Mapping[str, float] | None = None
@@ -157,8 +158,8 @@ class ScaleComConfig:
 
     None: the residue's. "float16": values take half the bytes, are summed in float16, and divided
     in float32. Their rounding error stays in the residue. The rounding error of the sum, 2^-11 of
-    the sum, is lost. On CPUs this pays only on slow networks. Horovod's own optimizer refuses it, because it divides in
-    float16. Gloo in Horovod 0.28.1 drops some float16 sums: the log warns.
+    the sum, is lost. On CPUs this pays only on slow networks. Horovod's own optimizer refuses it,
+    because it divides in float16. Gloo in Horovod 0.28.1 drops some float16 sums: the log warns.
     """
 
     bucket_bytes: int = 25 * 2**20
