@@ -105,7 +105,7 @@ DDP: dict[str, Callable[..., Any] | None] = {
     "DDP PowerSGD, rank 2": _power_sgd(2),
     "DDP PowerSGD, rank 4": _power_sgd(4),
     "DDP ScaleCom cyclic": _scalecom(),
-    "DDP ScaleCom, rate 8": _scalecom(rate=8),
+    "DDP ScaleCom, rate 8, 4 bits": _scalecom(rate=8, bits=4),
     "DDP ScaleCom look-ahead": _scalecom(**SCALECOM["ScaleCom look-ahead"]),
 }
 

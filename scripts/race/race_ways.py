@@ -94,10 +94,10 @@ WAYS = {
             ddp.scalecom_hook,
         ),
     ),
-    "ScaleCom, rate 8": Way(
-        "DDP ScaleCom, rate 8",
+    "ScaleCom, rate 8, 4 bits": Way(
+        "DDP ScaleCom, rate 8, 4 bits",
         hook=lambda model, steps, **settings: (
-            ddp.ScaleComState(model, rate=8),
+            ddp.ScaleComState(model, rate=8, bits=4),
             ddp.scalecom_hook,
         ),
     ),
