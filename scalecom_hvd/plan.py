@@ -471,7 +471,7 @@ def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
             "Without model= they lost up to 1.7 points and 0.25 bits."
         )
     if choice.method == "ScaleCom look-ahead":
-        yield "- lookahead=True cost an LSTM with AdamW 0.06 bits more, others little."
+        yield "- lookahead=True cost an LSTM with AdamW 0.07 bits more, others little."
     yield "- What to turn when: docs/tuning.md. What it cost where: docs/results.md."
     rate, _ = sends(choice.method, s)
     if steps is None:
