@@ -21,9 +21,9 @@ def tell_stale(codes: Mapping[Path, str | None], current: str) -> None:
     stale = [path for path, code in codes.items() if code != current]
     if not stale:
         return
-    named = ", ".join(path.name for path in stale[:4]) + ", ..." * (len(stale) > 4)
+    named = ", ".join(map(str, stale[:4])) + ", ..." * (len(stale) > 4)
     print(
         f"{len(stale)} of {len(codes)} results were made by another version of the code. To make "
-        f"them anew, remove them from {stale[0].parent}: {named}",
+        f"them anew, remove {named}",
         file=sys.stderr,
     )

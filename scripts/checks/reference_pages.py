@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import itertools
@@ -203,6 +204,7 @@ def methods(cls: Any, name: str, wanted: list[str]) -> Iterator[str]:
             yield from entry(inspect.getattr_static(cls, member), f"{name}.{member}", "####")
 
 
+@functools.cache
 def fields(cls: Any) -> dict[str, tuple[ast.AnnAssign, str]]:
     """The attributes of a class that have a text of their own, which stands behind each."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
@@ -317,11 +319,8 @@ def prose(line: str, indent: bool = False) -> str:
     text = "".join(
         part if part.startswith("`") else re.sub(r"([*<])", r"\\\1", part) for part in parts
     )
-    return (
-        ("  " if indent else "") + MARKUP.sub(lambda m: f"{m[1] or ''}\\", text, count=1)
-        if text
-        else text
-    )
+    text = MARKUP.sub(lambda m: f"{m[1] or ''}\\", text, count=1)
+    return f"  {text}" if indent and text else text
 
 
 def wrapped(text: str) -> list[str]:
