@@ -116,7 +116,7 @@ class ScaleComConfig:
     """The rate during the warm-up, for tensors whose own rate is higher. 1: all is sent whole.
 
     A higher rate saves traffic at the start. What the warm-up does not send waits in the residues
-    for the steps after it.
+    for the steps after it. TensorFlow does not support it together with `lookahead`.
     """
 
     selection: Literal["lanes", "exact"] = "lanes"
@@ -329,6 +329,10 @@ class ScaleComConfig:
     def whole_steps(self) -> int:
         """How many first steps are sent whole."""
         return self.warmup_steps if self.warmup_rate == 1 else 0
+
+    def rate_in_warmup(self, rate: float) -> float:
+        """The rate, in a warm-up that is not sent whole, of a tensor whose own rate is this."""
+        return min(rate, self.warmup_rate) if self.warmup_rate > 1 else rate
 
     @property
     def levels(self) -> int:

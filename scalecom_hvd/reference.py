@@ -228,8 +228,8 @@ class ScaleComReference:
 
     def _top_k(self, name: str, acc: Array) -> Indices:
         rate, config = self.rates[name], self.config
-        if self.step_number < config.warmup_steps and config.warmup_rate > 1:
-            rate = min(rate, config.warmup_rate)
+        if self.step_number < config.warmup_steps:
+            rate = config.rate_in_warmup(rate)
         return select(acc, Lanes(acc.size, rate), config.selection)
 
     def _to_wire(self, v: Array, scale: Array | None = None) -> Array:

@@ -59,8 +59,8 @@ class CompressedTensor:
         self.name = name
         self.shape = parameter.shape
         after = geometry(parameter.numel(), rate, config.selection)
-        first = min(rate, config.warmup_rate) if config.warmup_rate > 1 else rate
-        self._lanes = geometry(parameter.numel(), first, config.selection), after
+        first = geometry(parameter.numel(), config.rate_in_warmup(rate), config.selection)
+        self._lanes = first, after
         self.geometry = after
         dtype = torch_dtype(config.residue_dtype_for(str(parameter.dtype).removeprefix("torch.")))
         self.residue = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)

@@ -175,10 +175,11 @@ class ScaleCom(Tracked, Compressor):
             )
         config = config if config is not None else ScaleComConfig.from_env()
         self.config = config.replace(**fields).resolved()
-        if self.config.warmup_rate > 1:
+        if self.config.warmup_rate > 1 and self.config.lookahead:
+            # The offsets for the step after the warm-up would have to be of other lanes.
             raise ValueError(
-                f"warmup_rate={self.config.warmup_rate:g} is of the PyTorch faces only so far: "
-                "leave warmup_rate out"
+                f"in TensorFlow, warmup_rate={self.config.warmup_rate:g} does not work with "
+                "lookahead=True: leave one of them out"
             )
         if self.config.step_ahead:
             raise ValueError(

@@ -360,7 +360,8 @@ class Exchange:
         size, position = self._transport.size_and_position()
         unscaling = None if scale is None else 1 / tf.cast(scale, tf.float64)
         whole, zero = self._must_send_whole(step), tf.minimum(step, 0)
-        now = Now(step, size, position, unscaling, whole, zero)
+        warms_up = step < self.config.warmup_steps
+        now = Now(step, size, position, unscaling, whole, warms_up, zero)
         results = [bucket.average(flat, now) for bucket in self.buckets]
         sound = tf.reduce_all([others_are_finite, *(result.sound for result in results)])
 
@@ -446,7 +447,7 @@ class Exchange:
 
     def _must_send_whole(self, step: tf.Tensor) -> bool | tf.Tensor:
         """Whether this step is sent whole: False, or a tensor."""
-        whole = step < self.config.warmup_steps if self.config.warmup_steps else False
+        whole = step < self.config.whole_steps if self.config.whole_steps else False
         if self.config.lookahead and self.tensors:
             whole = ~read(self.progress.ahead) | whole
         return whole
@@ -454,6 +455,7 @@ class Exchange:
     def stats(self) -> dict[str, int | float | None]:
         """Numbers of the last step taken; see ScaleCom.stats."""
         whole, step = bool(value_of(self.progress.whole)), int(value_of(self.progress.step))
+        warmed_up = 0 < step <= self.config.warmup_steps
         compressing = [bucket for bucket in self.buckets if bucket.compressed]
         with_offsets = compressing if self.config.lookahead or not whole else []
         size, staggered = self._transport.size, self.config.leader == "staggered"
@@ -461,10 +463,14 @@ class Exchange:
             size,
             leader(max(step - 1, 0), 0, size, staggered),
             {name: math.prod(shape_of(self.variables[name])) for name in self.members},
-            {} if whole else {name: tensor.geometry.k for name, tensor in self.tensors.items()},
+            {}
+            if whole
+            else {name: tensor.lanes[not warmed_up].k for name, tensor in self.tensors.items()},
             len(with_offsets) + (len(self.members) if whole else len(self.buckets)),
-            offsets=sum(bucket.layout.message_bytes for bucket in with_offsets),
-            values=0 if whole else sum(bucket.values_bytes(size) for bucket in self.buckets),
+            offsets=sum(bucket.stage(warmed_up).layout.message_bytes for bucket in with_offsets),
+            values=0
+            if whole
+            else sum(bucket.values_bytes(size, warmed_up) for bucket in self.buckets),
             dense=sum(
                 bucket.whole_bytes if whole else bucket.dense_bytes for bucket in self.buckets
             ),

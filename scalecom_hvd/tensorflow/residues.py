@@ -116,7 +116,7 @@ class CompressedTensor:
     Attributes:
         name: the variable's.
         shape: the variable's.
-        geometry: its lanes, or positions.
+        lanes: its lanes, or positions, in the warm-up, and those in the steps after it.
         dtype: the residue's, float32 or float64.
         levels: L of values that travel as integers; 0: they travel as numbers.
         wire_dtype: the dtype in which its values travel; int8 for integers, which are packed.
@@ -128,15 +128,17 @@ class CompressedTensor:
     ) -> None:
         self.name = name
         self.shape = shape_of(variable)
-        self.geometry: Lanes = geometry(math.prod(self.shape), rate, config.selection)
+        numel = math.prod(self.shape)
+        self.lanes: tuple[Lanes, Lanes] = (
+            geometry(numel, config.rate_in_warmup(rate), config.selection),
+            geometry(numel, rate, config.selection),
+        )
         self.dtype = tf.as_dtype(config.residue_dtype_for(dtype_of(variable).name))
         self.levels = config.levels
         self.wire_dtype = tf.as_dtype(config.wire_dtype) if config.wire_dtype else self.dtype
         if self.levels:
             self.wire_dtype = tf.int8
-        self.residue = make_variable(
-            (self.geometry.numel,), self.dtype, f"scalecom/{name}", variable.device
-        )
+        self.residue = make_variable((numel,), self.dtype, f"scalecom/{name}", variable.device)
 
 
 # Checkpoints track it like a tf.Module. But if a model holds it as an attribute, its variables are
@@ -176,14 +178,15 @@ class Progress(Tracked):
     def hold_choice(self, tensor: CompressedTensor) -> None:
         """Make room for a tensor's next offsets and, for integers, its next scales."""
         if tensor.name not in self.offsets:
-            bytes_ = tensor.geometry.k * tensor.geometry.offset_dtype.itemsize
+            _, lanes = tensor.lanes
+            bytes_ = lanes.k * lanes.offset_dtype.itemsize
             self.offsets[tensor.name] = make_variable(
                 (bytes_,), tf.uint8, f"scalecom/{tensor.name}/offsets", tensor.residue.device
             )
-            self._lanes[tensor.name] = tensor.geometry
+            self._lanes[tensor.name] = lanes
             if tensor.levels:
                 self.scales[tensor.name] = make_variable(
-                    (blocks_of(tensor.geometry.k),),
+                    (blocks_of(lanes.k),),
                     tf.float32,
                     f"scalecom/{tensor.name}/scales",
                     tensor.residue.device,

@@ -37,6 +37,14 @@ CASES = {
     },
     "integers of 3 bits": {"bits": 3, "rate": 16, "beta": 0.3},
     "integers, look-ahead, many buckets": STAGGERED | {"bits": 2, "rate": 7.5, "lookahead": True},
+    "integers, a warm-up at a rate of its own": {
+        "bits": 3,
+        "rate": 16,
+        "rates": {"n64*": 2, "matrix": 300},
+        "beta": 0.3,
+        "warmup_steps": 5,
+        "warmup_rate": 4,
+    },
     "integers of float64 gradients": {
         "bits": 4,
         "rate": 30,

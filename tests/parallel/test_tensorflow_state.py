@@ -21,6 +21,7 @@ MODES = [
     {"leader": "staggered", "lookahead": True, "bucket_bytes": 10_000},
     {"warmup_steps": 9, "wire_dtype": "float16"},
     {"bits": 3, "rate": 16, "lookahead": True},
+    {"bits": 3, "rate": 16, "warmup_steps": 9, "warmup_rate": 4},
 ]
 
 

@@ -199,6 +199,18 @@ def test_a_custom_loop(traced):
     )
 
 
+def test_a_warm_up_at_a_rate_of_its_own():
+    compression = scalecom(rate=30, bits=3, warmup_steps=2, warmup_rate=4)
+    step, sent = Step(variables(SHAPES), compression), []
+    for number in range(3):
+        step(gradients(SHAPES, hvd.rank(), number))
+        sent.append(compression.stats())
+    # Small tensors are sent whole, so the model's rates are a little lower.
+    assert sent[0]["rate"] == sent[1]["rate"] < 4.1 and sent[2]["rate"] > 20
+    assert sent[1]["bytes_values"] > 5 * sent[2]["bytes_values"]
+    assert sent[1]["bytes_offsets"] > 2 * sent[2]["bytes_offsets"]
+
+
 def test_the_bare_class_is_one_object_for_all_tapes(monkeypatch):
     monkeypatch.setenv("SCALECOM_RATE", "10")
     shared.cache_clear()
