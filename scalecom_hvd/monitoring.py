@@ -20,7 +20,7 @@ NAMES = (
     "residue_norm",
     "residue_ratio",
     "skipped_steps",
-    "steps_skipped",
+    "local_steps_skipped",
     "leader",
 )
 
@@ -45,7 +45,7 @@ class Monitor:
         every: the numbers are read once in this many calls of `step`.
         tensorboard: a directory for TensorBoard. There the numbers are called scalecom/<name>:
             bytes_traffic (of one rank, in one step), rate, residue_norm, residue_ratio,
-            skipped_steps, steps_skipped and leader, as in stats().
+            skipped_steps, local_steps_skipped and leader, as in stats().
         writer: a writer of your own, besides TensorBoard's. It must have add_scalar(name, number,
             step).
 
@@ -102,7 +102,7 @@ class Monitor:
     def _look(self) -> None:
         found = self._source.stats()
         # With local steps `step` counts synchronisations.
-        step = int(found.get("steps_taken", found["step"]))
+        step = int(found.get("local_steps_taken", found["step"]))
         numbers = {name: found[name] for name in NAMES if found.get(name) is not None}
         self.line = line_of(numbers)
         log.info("step %d: %s", step, self.line)
@@ -124,5 +124,5 @@ def line_of(numbers: Mapping[str, float]) -> str:
         said += [f"{numbers['bytes_traffic'] / 1e6:.3g} MB", f"rate {numbers['rate']:.3g}"]
     if "residue_ratio" in numbers:
         said.append(f"{numbers['residue_ratio']:.2g} gradients wait")
-    skipped = numbers.get("skipped_steps", 0) + numbers.get("steps_skipped", 0)
+    skipped = numbers.get("skipped_steps", 0) + numbers.get("local_steps_skipped", 0)
     return ", ".join([*said, f"{skipped:g} steps skipped"] if skipped else said)

@@ -604,8 +604,8 @@ class LocalSteps(Averager):
         """Numbers of the last synchronisation, and of local steps.
 
         Returns:
-            What Exchange.stats gives, and "local_steps": the schedule; "steps_taken": by this
-            rank's optimizer; "steps_skipped": those left out because of a bad gradient. If changes
+            What Exchange.stats gives, and "local_steps": the schedule; "local_steps_taken": by this
+            rank's optimizer; "local_steps_skipped": those left out because of a bad gradient. If changes
             are clipped, also "changes_clipped": how many of this rank's were.
         """
         clipping = self._clipping
@@ -615,7 +615,7 @@ class LocalSteps(Averager):
             | clipped
             | {
                 "local_steps": self.schedule.describe(),
-                "steps_taken": self.taken,
-                "steps_skipped": self.skipped,
+                "local_steps_taken": self.taken,
+                "local_steps_skipped": self.skipped,
             }
         )

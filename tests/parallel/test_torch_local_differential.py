@@ -566,7 +566,9 @@ class Training:
                 msg=lambda m, rank=rank: f"rank {rank}: {m}",
             )
             torch.nn.utils.vector_to_parameters(actual.clone(), worker.net.parameters())
-        assert self.worker.optimizer.compression.stats()["steps_taken"] == self.simulated.taken
+        assert (
+            self.worker.optimizer.compression.stats()["local_steps_taken"] == self.simulated.taken
+        )
 
     def freeze(self):
         self.frozen ^= {self.choose(("first", "detour", "last"))}

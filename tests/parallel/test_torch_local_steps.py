@@ -419,8 +419,8 @@ def test_the_optimizers_state_stays_local():
     numbers = compressor.stats()
     assert (
         numbers["step"],
-        numbers["steps_taken"],
-        numbers["steps_skipped"],
+        numbers["local_steps_taken"],
+        numbers["local_steps_skipped"],
         numbers["local_steps"],
     ) == (2, 8, 0, [[0, 4]])
 
@@ -485,7 +485,7 @@ def test_a_bad_gradient_makes_this_ranks_step_one_that_changes_nothing(compressi
     )
     numbers = compressor.stats()
     assert (numbers["step"], numbers["skipped_steps"]) == (3, 0)
-    assert (numbers["steps_taken"], numbers["steps_skipped"]) == (
+    assert (numbers["local_steps_taken"], numbers["local_steps_skipped"]) == (
         9,
         list(bad.values()).count(hvd.rank()),
     )
@@ -577,7 +577,7 @@ def test_a_gradient_scaler(compression):
         scaler.update()
     for name in SHAPES:
         assert torch.equal(plain[name], scaled[name]), name
-    assert (compressor.stats()["step"], compressor.stats()["steps_taken"]) == (4, 12)
+    assert (compressor.stats()["step"], compressor.stats()["local_steps_taken"]) == (4, 12)
     assert same_on_all_ranks(scaled.values())
 
 
@@ -697,7 +697,7 @@ def test_a_closure_whose_gradients_are_bad():
         assert optimizer.step(closure) == 17 + step
         if bad and step == 0:
             assert all(torch.equal(before[name], parameter) for name, parameter in model.items())
-    assert (compressor.stats()["step"], compressor.stats()["steps_skipped"]) == (
+    assert (compressor.stats()["step"], compressor.stats()["local_steps_skipped"]) == (
         2,
         2 * (hvd.rank() == 1),
     )
@@ -787,7 +787,7 @@ def test_a_bad_gradient_in_any_evaluation_undoes_the_step(kind):
         skipped += 1
         assert all(torch.equal(model[name], kept[name]) for name in SHAPES), step
         assert {id(p): id(values) for p, values in optimizer.state.items()} == state
-    assert compressor.stats()["steps_skipped"] == skipped >= (hvd.rank() % 2) * 3
+    assert compressor.stats()["local_steps_skipped"] == skipped >= (hvd.rank() % 2) * 3
     assert all(torch.equal(model[name], alone[name]) for name in SHAPES)
     assert all(id(p) in {id(q) for q in model.values()} for p in optimizer.state)
     optimizer.synchronize_parameters()
@@ -928,7 +928,7 @@ def test_a_bad_gradient_outside_of_the_process_set():
                 model["first"].grad[0, 0] = torch.nan
             optimizer.step()
         stats = compressor.stats()
-        assert (stats["steps_taken"], stats["steps_skipped"]) == (4, 1)
+        assert (stats["local_steps_taken"], stats["local_steps_skipped"]) == (4, 1)
     finally:
         hvd.remove_process_set(zero)
 
@@ -1016,7 +1016,7 @@ def test_resuming_is_bit_identical(compression, at, overlap):
         model, again = resume(compression, 4, saved, order, overlap=overlap)
         run(again, model, range(at, 13))
         assert all(torch.equal(model[name], straight[name]) for name in SHAPES)
-        assert again.compression.stats()["steps_taken"] == 13
+        assert again.compression.stats()["local_steps_taken"] == 13
 
 
 @pytest.mark.parametrize("compression", [*SOME, "ScaleCom, exact, beta"])
@@ -1264,7 +1264,7 @@ def test_a_newcomer_begins_from_the_common_parameters(caplog):
         )
     assert ("begins from the common parameters of rank 0" in caplog.text) == (hvd.rank() == 1)
     run(again, model, range(7, 12))
-    assert again.compression.stats()["steps_taken"] == 12
+    assert again.compression.stats()["local_steps_taken"] == 12
     assert same_on_all_ranks(model.values())
 
 
@@ -1302,7 +1302,7 @@ def test_an_elastic_state_keeps_a_round():
         state.sync()  # rank 0's model comes to all
     state.sync()  # others came, and nothing was lost
     run(optimizer, model, range(2, 4))
-    assert compressor.stats()["steps_taken"] == 4
+    assert compressor.stats()["local_steps_taken"] == 4
     assert same_on_all_ranks(model.values())
     run(optimizer, model, range(4, 6))
     state.sync()  # with steps that nobody committed
@@ -1361,7 +1361,7 @@ def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(w
             for p, m in zip(model.values(), momenta, strict=True)
         )
     optimizer.synchronize_parameters()
-    assert optimizer.compression.stats()["steps_taken"] == 7
+    assert optimizer.compression.stats()["local_steps_taken"] == 7
     assert same_on_all_ranks(model.values())
 
 

@@ -69,7 +69,7 @@ def test_a_bad_step_changes_nothing_and_gives_what_it_would_have_given():
     before = ranks.models[1].detach().clone()
     assert ranks.step([0.1, "bad"]) == [0, 1]
     assert torch.equal(ranks.models[1], before)
-    assert [one.stats()["steps_skipped"] for one in ranks.locals] == [0, 1]
+    assert [one.stats()["local_steps_skipped"] for one in ranks.locals] == [0, 1]
     ranks.step(0.1)
     assert ranks.alike()
 
@@ -577,7 +577,7 @@ def test_stats_are_of_what_has_arrived():
     for _ in range(3):
         ranks.step([0.25, 0.5])
     travels = ranks.compressors[0].stats()
-    changing = {"residue_norm", "steps_taken"}
+    changing = {"residue_norm", "local_steps_taken"}
     assert {n: v for n, v in travels.items() if n not in changing} == {
         n: v for n, v in arrived.items() if n not in changing
     }

@@ -67,7 +67,7 @@ def test_it_looks_every_so_many_steps_and_writes_numbers():
 
 
 def test_the_line_says_what_waits_and_what_was_skipped(caplog):
-    monitor = Monitor(Source(residue_ratio=12.34, skipped_steps=2, steps_taken=70), every=1)
+    monitor = Monitor(Source(residue_ratio=12.34, skipped_steps=2, local_steps_taken=70), every=1)
     with caplog.at_level("INFO", "scalecom_hvd"):
         monitor.step()
     assert monitor.line == "0.0211 MB, rate 33, 12 gradients wait, 2 steps skipped"

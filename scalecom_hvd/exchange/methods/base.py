@@ -273,8 +273,8 @@ class Method:
             diagnostics.look gives them, and its step. These are the same on all ranks, and None
             before the first look. The bytes above do not include what ranks gather for diagnostics.
 
-            With local steps: local_steps (the schedule), steps_taken (by this rank) and
-            steps_skipped (how many of those were left out because a gradient was not finite). If
+            With local steps: local_steps (the schedule), local_steps_taken (by this rank) and
+            local_steps_skipped (how many of those were left out because a gradient was not finite). If
             changes are clipped: changes_clipped (how many of this rank's were). `step` then counts
             synchronisations, or rounds if there are fragments. The bytes are those of the last
             synchronisation, or of the last fragment.
