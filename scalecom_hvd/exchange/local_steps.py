@@ -605,8 +605,8 @@ class LocalSteps(Averager):
 
         Returns:
             What Exchange.stats gives, and "local_steps": the schedule; "local_steps_taken": by this
-            rank's optimizer; "local_steps_skipped": those left out because of a bad gradient. If changes
-            are clipped, also "changes_clipped": how many of this rank's were.
+            rank's optimizer; "local_steps_skipped": those left out because of a bad gradient. If
+            changes are clipped, also "changes_clipped": how many of this rank's were.
         """
         clipping = self._clipping
         clipped = {} if clipping.times is None else {"changes_clipped": clipping.clipped}

@@ -274,8 +274,8 @@ class Method:
             before the first look. The bytes above do not include what ranks gather for diagnostics.
 
             With local steps: local_steps (the schedule), local_steps_taken (by this rank) and
-            local_steps_skipped (how many of those were left out because a gradient was not finite). If
-            changes are clipped: changes_clipped (how many of this rank's were). `step` then counts
+            local_steps_skipped (how many of those were left out because a gradient was not
+            finite). If changes are clipped: changes_clipped (how many of this rank's were). `step` then counts
             synchronisations, or rounds if there are fragments. The bytes are those of the last
             synchronisation, or of the last fragment.
 
