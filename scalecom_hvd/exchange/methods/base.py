@@ -275,9 +275,9 @@ class Method:
 
             With local steps: local_steps (the schedule), local_steps_taken (by this rank) and
             local_steps_skipped (how many of those were left out because a gradient was not
-            finite). If changes are clipped: changes_clipped (how many of this rank's were). `step` then counts
-            synchronisations, or rounds if there are fragments. The bytes are those of the last
-            synchronisation, or of the last fragment.
+            finite). If changes are clipped: changes_clipped (how many of this rank's were). `step`
+            then counts synchronisations, or rounds if there are fragments. The bytes are those of
+            the last synchronisation, or of the last fragment.
 
             If there is a quantiser: quantiser, and values, which says how its values travelled in
             the last step: "gathered", "averaged", or "gathered and averaged" if buckets differed.
