@@ -1,4 +1,4 @@
-# make demo: train for real, dense and with ScaleCom.   make test: the tests of every day.   make setup: only the environment.
+# make demo: train for real, dense and with ScaleCom.   make test: the everyday tests.   make setup: only the environment.
 PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3),python3.11)
 VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(CURDIR)/$(VENV)/bin/python
@@ -31,7 +31,7 @@ help:
 	@echo "make docs          docs/_build/html: the pages as a site (a minute; without Horovod)"
 	@echo "make dist          dist/: an sdist, and one wheel for Python 3 on any Linux with glibc (needs a C compiler; a minute)"
 
-# The script itself finds out what is missing; a second call takes well under a second.
+# The script finds out by itself what is missing. A second call takes well under a second.
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "set-up failed: $(PYTHON) is not on the PATH. Install Python 3.11, or name it: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) scripts/setup/setup_environment.py --venv $(VENV)
@@ -48,7 +48,7 @@ dist:
 	@command -v $(PYTHON) >/dev/null || { echo "make dist failed: $(PYTHON) is not on the PATH. Install Python 3.10 to 3.13, or name it: make dist PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) scripts/setup/make_dist.py
 
-# An environment of its own: the site needs neither Horovod nor a framework.
+# This is a separate environment, because the site needs neither Horovod nor a framework.
 .venv-docs/installed: scripts/setup/requirements-docs.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make docs failed: $(PYTHON) is not on the PATH. Install Python 3.11 or later, or name it: make docs PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make docs failed: it needs Python 3.11 or later, and $(PYTHON) is older: make docs PYTHON=/path/to/python3.12"; exit 1; }
@@ -73,7 +73,7 @@ test: setup
 test-long: setup setup-torch docs
 	@$(RUN) scripts/checks/run_tests.py --long
 
-# On any PyTorch that has CUDA: this makes no environment.
+# It runs with any PyTorch that has CUDA, and makes no environment.
 test-gpu:
 	@$(PYTHON) scripts/checks/run_tests.py --gpu
 

@@ -1,8 +1,9 @@
 """Packaging: the Python packages, and the native lane kernel as plain shared libraries.
 
-The libraries need no Python headers and no framework. One is for any caller. One offers the kernel
-as operations of TensorFlow, whose symbols (and the kernel's) are looked up when it is loaded. So
-one wheel serves every Python; `make dist` makes it one for every Linux with glibc, too.
+The libraries need no Python headers and no framework. One library is for any caller. The other
+offers the kernel as operations of TensorFlow. It looks up TensorFlow's symbols, and the kernel's,
+when it is loaded. So one wheel serves every Python. `make dist` makes it a wheel for every Linux
+with glibc, too.
 """
 
 import sys
@@ -16,16 +17,16 @@ from setuptools.command.build_ext import build_ext
 LIBRARIES = {"_lanes": ["lanes.c", "moves_ahead.c"], "_tensorflow_ops": ["tensorflow_ops.c"]}
 HEADERS = ("lanes", "lanes_template", "moves_ahead", "target_clones", "tensorflow_c_api")
 # Never -ffast-math: it drops NaN tests, and at link time it sets flush-to-zero for the whole
-# process. -ffp-contract=off: a fused multiply-add would round otherwise than NumPy and the plain
-# kernels of the frameworks.
+# process. -ffp-contract=off: a fused multiply-add would round differently from NumPy and the
+# frameworks' plain kernels.
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 class BuildKernel(build_ext):
-    """Build native/*.c; an installation without a compiler goes on without it and says so."""
+    """Build native/*.c. Without a compiler, the installation says so and goes on."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        # Loaded through ctypes, so it carries no Python version in its name.
+        # ctypes loads it, so its name carries no Python version.
         return fullname.replace(".", "/") + ".so"
 
     def get_export_symbols(self, extension: Extension) -> list[str]:
@@ -34,7 +35,7 @@ class BuildKernel(build_ext):
     def build_extension(self, extension: Extension) -> None:
         try:
             super().build_extension(extension)
-        except Exception as error:  # which one, differs between setuptools versions
+        except Exception as error:  # its type differs between setuptools versions
             message = (
                 f"scalecom_hvd: the native kernel was not built ({error}); the slower plain-torch "
                 "kernel will be used"
@@ -49,13 +50,13 @@ class BuildKernel(build_ext):
         self.extensions = all_of_them
 
     def built(self) -> list[Extension]:
-        """Those that a compiler could make."""
+        """The libraries that a compiler could make."""
         library = Path(self.build_lib)
         return [e for e in self.extensions if (library / self.get_ext_filename(e.name)).exists()]
 
 
 class AnyPythonWheel(bdist_wheel):
-    """A wheel for any Python 3, of this platform where it holds libraries."""
+    """A wheel for any Python 3, and for this platform if it holds libraries."""
 
     def get_tag(self) -> tuple[str, str, str]:
         built = self.get_finalized_command("build_ext").built()

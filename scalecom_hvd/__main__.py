@@ -1,6 +1,6 @@
 """`python -m scalecom_hvd doctor` and `python -m scalecom_hvd plan`: the command line.
 
-The one place that writes: doctor/ and plan.py give lines. Imports those two, and no framework.
+Only this module writes: doctor/ and plan.py give lines. Imports those two, and no framework.
 """
 
 from __future__ import annotations
@@ -25,14 +25,23 @@ def main(words: Sequence[str] | None = None) -> int:
         understood end the process with 2.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m scalecom_hvd", description="Gradient compression: is it there, does it pay?"
+        prog="python -m scalecom_hvd",
+        description="Gradient compression: is it installed, and does it pay?",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | plan")
     parsers = {}
     for name, module, purpose in (
-        ("doctor", doctor, "what is installed, whether it works, and what to do about the rest"),
-        ("plan", plan, "what each method would cost a step of your model on your network"),
+        (
+            "doctor",
+            doctor,
+            "show what is installed, whether it works, and how to fix what does not",
+        ),
+        (
+            "plan",
+            plan,
+            "estimate the time of a step of your model on your network with each method",
+        ),
     ):
         parsers[name] = commands.add_parser(name, help=purpose, description=f"{name}: {purpose}.")
         module.add_arguments(parsers[name])

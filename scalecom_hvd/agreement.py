@@ -116,7 +116,7 @@ def check_arguments(optimizer: object, has: str, framework: str, compression: ob
         raise TypeError(
             f"this DistributedOptimizer wraps optimizers of {framework}, not "
             f"{kind.__module__}.{kind.__qualname__}: import hvd from scalecom_hvd.torch for "
-            "PyTorch, from scalecom_hvd.tensorflow.keras for Keras"
+            "PyTorch, and from scalecom_hvd.tensorflow.keras for Keras"
         )
     check_compression(compression)
 
@@ -125,8 +125,8 @@ def check_compression(compression: object) -> None:
     """Raise TypeError for anything but a method or a compressor, for example for "scalecom"."""
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise TypeError(
-            f"compression must be hvd.ScaleCom, hvd.ScaleCom(rate=...), or a compressor of "
-            f"Horovod's such as hvd.Compression.none, not {compression!r}"
+            "compression must be hvd.ScaleCom, hvd.ScaleCom(rate=...), or one of Horovod's "
+            f"compressors, such as hvd.Compression.none, not {compression!r}"
         )
 
 
@@ -143,13 +143,13 @@ def check_operation(op: object, predivide: float, horovod: ModuleType) -> None:
     """
     if op == horovod.Adasum:
         raise ValueError(
-            "ScaleCom averages values, which Adasum does not: use op=hvd.Average (the default), or "
+            "ScaleCom averages values, but Adasum does not. Use op=hvd.Average (the default), or "
             "Adasum without compression"
         )
     if op not in (horovod.Average, horovod.Sum):
         raise ValueError(
-            "ScaleCom works with op=hvd.Average and op=hvd.Sum: any other needs all values, so use "
-            "it without compression"
+            "ScaleCom works with op=hvd.Average and op=hvd.Sum only. Any other operation needs all "
+            "values, so use it without compression"
         )
     if predivide != 1.0 and op != horovod.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -172,9 +172,9 @@ def warn_of_half_sums(sums_halves: bool, on_gpus: bool, horovod: ModuleType) -> 
     by_nccl = on_gpus and horovod.nccl_built()
     if sums_halves and not horovod.mpi_enabled() and not by_nccl:
         log.warning(
-            "wire_dtype='float16' over Gloo: Horovod 0.28.1 drops a few of its float16 sums (about "
-            "2 in a million). Run under MPI (mpirun, horovodrun --mpi), or without wire_dtype (or "
-            "quantiser=hvd.Float16())"
+            "wire_dtype='float16' loses values over Gloo: Horovod 0.28.1 drops about 2 in a "
+            "million of its float16 sums. Run under MPI (mpirun, horovodrun --mpi), or leave out "
+            "wire_dtype (or quantiser=hvd.Float16())"
         )
 
 
@@ -239,9 +239,10 @@ def latest_step(steps: Sequence[int]) -> int:
     """
     if len(set(steps)) > 1:
         log.warning(
-            "ranks come from different steps %s: going on at step %d. Newcomers' residues are "
-            "zero, others' those of their own step; model and optimizer must be the same on all "
-            "ranks (hvd.broadcast_parameters, hvd.broadcast_optimizer_state)",
+            "ranks come from different steps %s: going on at step %d. New ranks start with zero "
+            "residues, and the others keep the residues of their own step. Model and optimizer "
+            "must be the same on all ranks (hvd.broadcast_parameters, "
+            "hvd.broadcast_optimizer_state)",
             steps,
             max(steps),
         )
@@ -265,7 +266,7 @@ def compare_ranks(per_rank: Sequence[Mapping[str, Any]], topics: Sequence[str]) 
             if other != first:
                 advice = _NUMBERED if _numbered_otherwise(first, other) else _ALIKE
                 raise RuntimeError(
-                    f"ScaleCom's {topic} differ between ranks, which would hang or diverge: "
+                    f"ScaleCom's {topic} differ between ranks, so training would hang or diverge: "
                     f"{_difference(first, other, rank)}. {advice}"
                 )
 
@@ -285,9 +286,10 @@ def check_residues_of(everyone: Sequence[Mapping[str, Any]]) -> None:
         of = other["residues_of"]
         if of is not None and of in taken:
             raise RuntimeError(
-                f"ranks {taken[of]} and {rank} have loaded the residues of rank {of}, which would "
-                "be sent twice: residues are each rank's own. Save a file on every rank, and load "
-                "a different one on each; to begin with empty residues load none"
+                f"ranks {taken[of]} and {rank} have both loaded the residues of rank {of}, so "
+                "these residues would be sent twice. Every rank has its own residues: save one "
+                "file on every rank, and load a different file on each. To begin with empty "
+                "residues, load no file"
             )
         taken[of] = rank
 
@@ -297,10 +299,10 @@ _ALIKE = (
     "version"
 )
 _NUMBERED = (
-    "Keras numbers layers without a name by how many a process made before, which differs here: "
-    'give the layers names (tf.keras.layers.Dense(10, name="head")), or make the same models in '
-    "the same order on every rank, or call tf.keras.backend.clear_session() on every rank before "
-    "the model is made"
+    "Keras numbers unnamed layers by how many the process has made before, and this count differs "
+    'between ranks. Give the layers names (tf.keras.layers.Dense(10, name="head")), or make the '
+    "same models in the same order on every rank, or call tf.keras.backend.clear_session() on "
+    "every rank before you make the model"
 )
 
 

@@ -96,7 +96,8 @@ def divide(sizes: Sequence[int], units: Sequence[Unit], count: int) -> list[list
     """
     if len(units) < count:
         raise ValueError(
-            f"{len(units)} tensors, or groups, cannot be cut into {count} fragments: give fewer"
+            f"{len(units)} tensors, or groups, cannot be cut into {count} fragments: give fewer "
+            "fragments"
         )
     parts: list[list[Unit]] = []
     begin = 0

@@ -44,7 +44,7 @@ class ScaleComConfig:
     rate: float = cast(float, None)
     """One element in `rate` is sent (N/k).
 
-    What counts is how often each place is sent: steps / rate times. If that is less than about 5,
+    What counts is how often each element is sent: steps / rate times. If that is less than about 5,
     every method loses accuracy, so lower the rate for short runs. None: 16 with few bits, 100 with
     32.
     """
@@ -52,7 +52,7 @@ class ScaleComConfig:
     beta: float = cast(float, None)
     """The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1.
 
-    Of what waits at a chosen place, this share is sent at once. 1 is classic error feedback: it
+    Of what waits at a chosen index, this share is sent at once. 1 is classic error feedback: it
     sends everything, however stale, and breaks training without batch norm unless gradients are
     computed a step ahead. A lower beta is more stable, but what was not sent arrives later, over up
     to rate / beta steps. None: 1 with step_ahead, and 0.2 without.
@@ -71,7 +71,7 @@ class ScaleComConfig:
     """
 
     flush: bool = True
-    """Whether a chosen place sends all that waits there, unless the new gradient points against it.
+    """Whether all that waits at a chosen index is sent, unless the new gradient points against it.
 
     True: all of it, or the share `beta` if the new gradient points against it. A low beta then
     costs short runs little. False: the share `beta` everywhere, which is the paper's filter.
@@ -220,18 +220,18 @@ class ScaleComConfig:
         for name, rate in {**own, **rates}.items():
             if rate is not None and not (1 <= rate < math.inf):
                 raise ValueError(
-                    f"{name} is N/k, the number of elements of which one is sent: at least 1 "
-                    f"(all), not {rate}"
+                    f"{name} must be at least 1 (all elements are sent), not {rate}. It is the "
+                    "number of elements of which one is sent"
                 )
         if self.step_ahead is not None and not 0 <= self.step_ahead < math.inf:
             raise ValueError(
-                f"step_ahead must be a number from 0 (off) on, not {self.step_ahead}: 1 is right "
-                "for most"
+                f"step_ahead must be 0 (off) or more, not {self.step_ahead}. 1 is right for most "
+                "models"
             )
         if self.beta is not None and not 0 < self.beta <= 1:
             raise ValueError(
-                f"beta must be in (0, 1], not {self.beta}: 1 is classic error feedback, lower is "
-                "stabler"
+                f"beta must be in (0, 1], not {self.beta}. 1 is classic error feedback; a lower "
+                "beta is more stable"
             )
         least = {"min_numel": 0, "warmup_steps": 0, "bucket_bytes": 1, "total_steps": 1}
         for name, minimum in least.items():
@@ -252,8 +252,8 @@ class ScaleComConfig:
         few_bits = self.bits is not None and self.bits < 32
         if few_bits and not 2 <= self.bits <= 8 or not few_bits and self.bits not in (None, 32):
             raise ValueError(
-                f"bits must be from 2 to 8, or 32 (values as they are), not {self.bits}: 3 are the "
-                "best for most"
+                f"bits must be from 2 to 8, or 32 (values are not quantised), not {self.bits}. 3 "
+                "is best for most models"
             )
         if few_bits and self.wire_dtype is not None:
             raise ValueError("bits and wire_dtype exclude each other: leave one of them out")
@@ -264,12 +264,12 @@ class ScaleComConfig:
             for glob in filter(_is_automatic, globs):
                 if glob not in ("auto:first", "auto:output"):
                     raise ValueError(
-                        f"{setting} knows 'auto:first' and 'auto:output', not {glob!r}"
+                        f"{setting} accepts 'auto:first' and 'auto:output', not {glob!r}"
                     )
                 if setting == "rates" and glob in self.dense:
                     raise ValueError(
-                        f"rates has {glob!r}, which dense sends whole: leave it out of dense "
-                        "(dense=[] sends no layer whole)"
+                        f"rates and dense both have {glob!r}, but dense sends this layer "
+                        "uncompressed. Leave it out of dense (dense=[] names no layer)"
                     )
 
     def __eq__(self, other: object) -> bool:
@@ -487,7 +487,7 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             listed = ", ".join(map(spell, known))
-            hint = f"did you mean {spell(near[0])}?" if near else f"it knows {listed}"
+            hint = f"did you mean {spell(near[0])}?" if near else f"the settings are {listed}"
             if name == "planned_steps":
                 hint = f"it is called {spell('total_steps')} now"
             if name in OPTIMIZERS_ARGUMENTS:

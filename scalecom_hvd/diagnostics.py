@@ -86,8 +86,8 @@ class Diagnostics:
     sample: int = 65536
 
     def __post_init__(self) -> None:
-        self._check_number("every", "the number of steps from one look to the next")
-        self._check_number("sample", "a number of elements")
+        self._check_number("every", "the number of steps from one measurement to the next")
+        self._check_number("sample", "the number of elements to sample")
         for name in ("csv", "tensorboard"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, (str, os.PathLike)):
@@ -100,9 +100,11 @@ class Diagnostics:
     def _check_number(self, name: str, what: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"diagnostics: {name} is {what}, a whole number, not {value!r}")
+            raise TypeError(
+                f"diagnostics: {name} must be a whole number, not {value!r}. It is {what}"
+            )
         if value < 1:
-            raise ValueError(f"diagnostics: {name} is {what}: at least 1, not {value}")
+            raise ValueError(f"diagnostics: {name} must be at least 1, not {value}. It is {what}")
 
     @classmethod
     def of(cls, value: Diagnostics | int | None) -> Diagnostics | None:
@@ -156,7 +158,7 @@ class Piece:
             accumulator: (S,).
 
         Returns:
-            Places (k,) in the piece: each lane's largest magnitude, first of equals; or the k
+            Indices (k,) in the piece: each lane's largest magnitude, first of equals; or the k
             largest.
         """
         size = np.abs(accumulator)
@@ -433,7 +435,9 @@ class Board:
             self._summary.flush()
         except Exception as error:
             log.warning(
-                "nothing is written to TensorBoard's %s any more: %s", self._directory, error
+                "TensorBoard's %s cannot be written, so nothing more is written to it: %s",
+                self._directory,
+                error,
             )
             self._directory = None
 
@@ -449,7 +453,7 @@ def check_tensorboard(who: str) -> None:
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise ImportError(
-            f"{who}: tensorboard=... needs TensorBoard, which is not installed: pip install "
+            f"{who}: tensorboard=... needs TensorBoard, which is not installed. Run pip install "
             "tensorboard"
         )
 
@@ -485,7 +489,11 @@ class Writer:
             if self._csv is not None:
                 append_to_csv(self._csv, numbers)
         except Exception as error:
-            log.warning("diagnostics are not written to %s any more: %s", self._csv, error)
+            log.warning(
+                "%s cannot be written, so no more diagnostics are written to it: %s",
+                self._csv,
+                error,
+            )
             self._csv = None
         if self._board is not None:
             self._board.write({n: known[n] for n in NAMES if n in known}, int(known["step"]))
@@ -514,14 +522,13 @@ def append_to_csv(path: Path, numbers: Look) -> None:
 def _check_csv(path: Path) -> None:
     if path.is_dir():
         raise ValueError(
-            f"diagnostics: {path} is a directory, but csv= is to name a file in which rows are "
-            "written"
+            f"diagnostics: {path} is a directory, but csv= must name a file to write rows to"
         )
     if path.exists() and path.stat().st_size > 0:
         with path.open(newline="") as file:
             found = next(csv.reader(file), [])
         if found != list(COLUMNS):
             raise ValueError(
-                f"diagnostics: {path} holds other columns than diagnostics have: give csv= another "
-                "path"
+                f"diagnostics: the columns in {path} are not those of diagnostics. Give csv= "
+                "another path"
             )

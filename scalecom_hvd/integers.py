@@ -1,7 +1,7 @@
 """Values that travel as integers of few bits: how many levels, and how ranks' integers are summed.
 
-At the leader's places, every worker divides its values by a scale that all workers share, and sends
-the nearest integer q, -L <= q <= L. What rounding leaves stays in its residue. The integers
+At the leader's indices, every worker divides its values by a scale that all workers share, and
+sends the nearest integer q, -L <= q <= L. What rounding leaves stays in its residue. The integers
 themselves are summed over ranks, so no rank's integers are gathered, and the average is scale / n
 times the sum.
 
@@ -61,7 +61,7 @@ def fields_per_word(levels: int, ranks: int) -> int:
     fields = 32 // field_bits(levels, ranks)
     if fields == 0:
         raise ValueError(
-            f"{ranks} ranks are too many to sum integers of {levels} levels in 32 bits: take fewer "
+            f"{ranks} ranks are too many to sum integers of {levels} levels in 32 bits: use fewer "
             "bits"
         )
     return fields

@@ -134,8 +134,8 @@ class Positions(Lanes):
         super().__post_init__()
         if self.numel >= 2**31:
             raise ValueError(
-                f"exact selection sends 32-bit positions; {self.numel} elements are too many: "
-                "use selection='lanes'"
+                f"{self.numel} elements are too many for exact selection, which sends 32-bit "
+                "indices: use selection='lanes'"
             )
 
     @property

@@ -6,15 +6,15 @@ from types import ModuleType
 from typing import Any
 
 HOROVOD = (
-    "Horovod, which pip does not bring along: it is compiled for the frameworks that are there "
-    "(https://horovod.readthedocs.io/en/stable/install.html; `make setup` in this package's "
-    "sources does it for PyTorch and TensorFlow). Without Horovod there are scalecom_hvd.ddp, for "
-    "torch.distributed, and scalecom_hvd.reference, in NumPy"
+    "Horovod, which pip does not install along with scalecom_hvd, because it is compiled for the "
+    "installed frameworks (https://horovod.readthedocs.io/en/stable/install.html; `make setup` in "
+    "this package's sources does it for PyTorch and TensorFlow). Without Horovod, use "
+    "scalecom_hvd.ddp, for torch.distributed, or scalecom_hvd.reference, in NumPy"
 )
 WHAT_IT_NEEDS = {
     "horovod": HOROVOD,
     "torch": 'PyTorch: pip install "scalecom_hvd[torch]"',
-    "tensorflow": 'TensorFlow 2.15, so Python 3.11 at most: pip install "scalecom_hvd[tensorflow]"',
+    "tensorflow": 'TensorFlow 2.15 (Python 3.11 at most): pip install "scalecom_hvd[tensorflow]"',
 }
 
 
@@ -60,7 +60,7 @@ def attribute(horovod: ModuleType, name: str, face: str) -> Any:
     """
     if name in TORCHS_ALONE:
         raise AttributeError(
-            f"{face} has no {name}: TensorFlow has ScaleCom alone. In PyTorch, scalecom_hvd.torch "
-            "has it"
+            f"{face} has no {name}, because TensorFlow has only ScaleCom. For PyTorch, "
+            f"scalecom_hvd.torch has {name}"
         )
     return getattr(horovod, name)

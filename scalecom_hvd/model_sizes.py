@@ -45,7 +45,7 @@ def parameters_of(model: str) -> int:
         return KNOWN[model]
     path = Path(model)
     if re.search(r"-of-\d+", path.name):
-        raise ValueError(f"{model} has a part of a model: give --parameters")
+        raise ValueError(f"{model} holds only a part of a model: give --parameters")
     try:
         count = _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch(path)
     except OSError as error:
@@ -53,7 +53,7 @@ def parameters_of(model: str) -> int:
         raise ValueError(f"must be one of {names}, or a file, not {model!r} ({error})") from error
     if not count:
         raise ValueError(
-            f"{model} holds no state_dict, neither itself nor as {', '.join(map(repr, KEYS))}"
+            f"{model} is not a state_dict, and holds none under {', '.join(map(repr, KEYS))}"
         )
     return count
 
@@ -70,7 +70,7 @@ def _of_safetensors(path: Path) -> int:
         floats = [t["shape"] for t in tensors if "F" in t["dtype"]]  # F32, BF16, F8_E4M3
         return sum(math.prod(map(abs, shape)) for shape in floats)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
 
 def _of_torch(path: Path) -> int:
@@ -81,8 +81,8 @@ def _of_torch(path: Path) -> int:
     if done.returncode:
         error = (done.stderr.strip().splitlines() or ["no word"])[-1]
         raise ValueError(
-            f"{path} cannot be read as a state_dict ({error}): save model.state_dict(), not the "
-            "model, or give --parameters"
+            f"{path} cannot be read as a state_dict ({error}). Save model.state_dict() instead of "
+            "the model, or give --parameters"
         )
     return int(done.stdout)
 

@@ -82,11 +82,13 @@ class Monitor:
             self._source = getattr(source, "compression", None)
         if not hasattr(self._source, "stats"):
             raise TypeError(
-                "monitor: there is no stats() to write: give an optimizer that compresses, its "
-                f"compression, or a ScaleComState, not {type(source).__name__}"
+                f"monitor: {type(source).__name__} has no stats() to write. Give an optimizer that "
+                "compresses, its compression, or a ScaleComState"
             )
         if every < 1:
-            raise ValueError(f"monitor: every is a number of steps: at least 1, not {every}")
+            raise ValueError(
+                f"monitor: every must be at least 1, not {every}. It is a number of steps"
+            )
         if tensorboard is not None:
             check_tensorboard("monitor")
         self.line = ""

@@ -120,7 +120,7 @@ def whole_number(least: int, why: str) -> Callable[[str], int]:
         number = _positive(text)
         if number is None or number != int(number) or number < least:
             raise argparse.ArgumentTypeError(
-                f"must be a whole number from {least} on{why}, not {text!r}"
+                f"must be a whole number of at least {least}{why}, not {text!r}"
             )
         return int(number)
 
@@ -140,43 +140,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     workers = whole_number(2, " (a single worker sends nothing)")
     sizes = parser.add_mutually_exclusive_group(required=True)
-    sizes.add_argument("--parameters", type=count, metavar="N", help="of the model: 350M, 1.3B")
+    sizes.add_argument(
+        "--parameters",
+        type=count,
+        metavar="N",
+        help="number of the model's parameters, such as 350M or 1.3B",
+    )
     sizes.add_argument(
         "--model",
         type=model,
         dest="parameters",
         metavar="NAME",
-        help=f"instead of --parameters: {', '.join(KNOWN)}, or a file with its state_dict",
+        help=f"a model instead of --parameters: {', '.join(KNOWN)}, or a file with its state_dict",
     )
-    add("--workers", type=workers, required=True, metavar="N", help="that train together")
+    add(
+        "--workers",
+        type=workers,
+        required=True,
+        metavar="N",
+        help="number of workers that train together",
+    )
     add(
         "--mbit",
         type=positive,
         required=True,
         metavar="N",
-        help="nominal speed of each worker's network link in Mbit/s: 1000 for 1 Gbit/s",
+        help="nominal speed of each worker's network link in Mbit/s (1000 for 1 Gbit/s)",
     )
     add(
         "--gpus-per-node",
         type=whole_number(1, ""),
         default=1,
         metavar="N",
-        help="workers that share a node, and its network link (default: %(default)s)",
+        help="number of workers that share a node and its network link (default: %(default)s)",
     )
     add(
         "--compute-ms",
         type=positive,
         required=True,
         metavar="N",
-        help="forward and backward of a step without any communication, in milliseconds",
+        help="time of a step's forward and backward without any communication, in milliseconds",
     )
     add(
         "--rate",
         type=positive,
         metavar="N",
-        help="one element in so many is sent (default: 16 by ScaleCom, 100 by others)",
+        help="one element in N is sent (default: 16 by ScaleCom, 100 by other methods)",
     )
-    add("--bits", type=whole_number(2, ""), metavar="N", help="of ScaleCom's values (default: 3)")
+    add(
+        "--bits",
+        type=whole_number(2, ""),
+        metavar="N",
+        help="bits of each of ScaleCom's values (default: 3)",
+    )
     add(
         "--local-steps",
         type=whole_number(1, ""),
@@ -187,10 +203,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=whole_number(1, ""),
         metavar="N",
-        help="of the whole run: what does it take, and is it long enough for the rate?",
+        help="steps of the whole run, to estimate its time and whether it is long enough for the "
+        "rate",
     )
     add("--nccl", action="store_true", help="gradients are summed on GPUs, not on processors")
-    add("--json", action="store_true", help="the same numbers for a program")
+    add("--json", action="store_true", help="write the same numbers as JSON")
 
 
 def run(arguments: argparse.Namespace) -> Iterator[str]:
@@ -230,8 +247,8 @@ def setting(arguments: argparse.Namespace) -> Setting:
         raise ValueError(f"--gpus-per-node {per_node} does not divide --workers {workers}")
     if workers == per_node:
         raise ValueError(
-            f"{workers} workers with --gpus-per-node {per_node} are one node: gradients travel "
-            "inside of it, and compression is for slower links. Train dense"
+            f"{workers} workers with --gpus-per-node {per_node} are one node. Gradients travel "
+            "only inside this node, but compression is for slower links. Train dense"
         )
     return Setting(
         workers=arguments.workers,
@@ -350,8 +367,8 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
     yield from _on_gpus(choice, s, c)
     if choice.method == "dense":
         yield (
-            "Leave compression out: averaging less in every step is not "
-            f"{WORTH_IT:g} times as fast here, and dense training costs no accuracy."
+            f"Leave compression out: it would not make steps {WORTH_IT:g} times as fast here, and "
+            "dense training costs no accuracy."
             + (f" A run of {steps:,} steps takes {_run_time(rows[0], steps)}." if steps else "")
         )
         yield from _where_it_would_pay(s, c)
@@ -365,7 +382,7 @@ def advice(s: Setting, c: Constants, rows: list[Row], steps: int | None) -> Iter
     yield from _snippet(choice, s, steps)
     yield ""
     if choice.method == "fp16":
-        yield f"- Sending less is not {WORTH_IT:g} times as fast as that here."
+        yield f"- Methods that send less are not {WORTH_IT:g} times as fast as fp16 here."
         return
     yield from _accuracy(choice, s, steps)
     yield from _what_else(choice, s, c, rows)
@@ -376,20 +393,24 @@ def caveats(s: Setting, c: Constants) -> Iterator[str]:
     buckets = "a bucket" if s.buckets == 1 else f"{s.buckets} buckets"
     yield (
         "This is a model, not a measurement. Its constants are fitted to steps of 24.8 M "
-        "parameters on 2 to 8 hosts of one machine, over Gloo (docs/speed.md). It meets those of "
-        "ScaleCom within 12 %. Dense ones at 1 Gbit/s took 1.2 to 2.9 times as long as it says. "
-        "LocalTopK and RandomK are put together from what was measured."
+        "parameters on 2 to 8 hosts of one machine, over Gloo (docs/speed.md). For ScaleCom, it "
+        "agrees with the measured steps within 12 %. Dense steps at 1 Gbit/s took 1.2 to 2.9 times "
+        "as long as it says. LocalTopK and RandomK are composed from measured parts."
     )
     if not c.megabyte["dense"]:
-        yield "With NCCL nothing was measured: sums are taken to cost nothing."
-    link = "Each worker has a link and" if s.per_node == 1 else "Each node has a link, each worker"
-    yield f"{link} processors of its own, and gradients fill {buckets} of 25 MiB (bucket_bytes)."
+        yield "With NCCL nothing was measured: the model assumes that sums cost nothing."
+    link = (
+        "Each worker has a link and"
+        if s.per_node == 1
+        else "Each node has a link, and each worker has"
+    )
+    yield f"{link} its own processors, and gradients fill {buckets} of 25 MiB (bucket_bytes)."
     yield (
-        "With m times the batch a step here is one of the m batches whose gradients are added up: "
-        "of the same data there are m times fewer updates."
+        "With m times the batch, a step here is one of the m batches whose gradients are added up, "
+        "so the same data gives m times fewer updates."
     )
     if s.per_node > 1:
-        yield "Links inside a node are taken to cost nothing (docs/nodes.md)."
+        yield "The model assumes that links inside a node cost nothing (docs/nodes.md)."
 
 
 def as_numbers(s: Setting, rows: list[Row], choice: Row) -> dict[str, object]:
@@ -408,11 +429,11 @@ def _on_gpus(choice: Row, s: Setting, c: Constants) -> Iterator[str]:
     there = recommended(compare(s, constants(nccl=True), [4]))
     if there.method == choice.method:
         gain = "" if choice.method == "dense" else f", {_times(there.speed_up)} as fast as dense"
-        yield f"The same holds where GPUs sum the gradients by NCCL{gain}."
+        yield f"The same holds if GPUs sum the gradients with NCCL{gain}."
     else:
         yield (
-            "This is for gradients that are summed by processors (Gloo, MPI). Where GPUs sum them "
-            f"by NCCL, ask again with --nccl: there it is {there.label}."
+            "This is for gradients that are summed by processors (Gloo, MPI). If GPUs sum them "
+            f"with NCCL, ask again with --nccl: the answer is then {there.label}."
         )
     yield ""
 
@@ -471,20 +492,21 @@ def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
             "Without model= they lost up to 1.7 points and 0.25 bits."
         )
     if choice.method == "ScaleCom look-ahead":
-        yield "- lookahead=True cost an LSTM with AdamW 0.07 bits more, others little."
-    yield "- What to turn when: docs/tuning.md. What it cost where: docs/results.md."
+        yield "- lookahead=True cost an LSTM with AdamW 0.07 bits more, and other models little."
+    yield "- How to tune it: docs/tuning.md. Measured accuracy: docs/results.md."
     rate, _ = sends(choice.method, s)
     if steps is None:
         yield (
-            f"- Runs of under {math.ceil(SENDS_WANTED * rate):,} steps send a place fewer than "
-            f"{SENDS_WANTED} times at this rate, and lose accuracy by it: lower the rate there."
+            f"- Runs of under {math.ceil(SENDS_WANTED * rate):,} steps send each element fewer "
+            f"than {SENDS_WANTED} times at this rate, and lose accuracy. Lower the rate for such "
+            "runs."
         )
         return
     if steps / rate < SENDS_WANTED:
         lower = math.floor(steps / SENDS_WANTED)
         yield (
-            f"- {steps:,} steps are too few for rate {rate:g}: a place is sent "
-            f"{steps / rate:.1f} times, and under about {SENDS_WANTED} accuracy suffers. "
+            f"- {steps:,} steps are too few for rate {rate:g}: each element is sent "
+            f"{steps / rate:.1f} times, and below about {SENDS_WANTED} times accuracy suffers. "
             + (f"Try --rate {lower}." if lower > 1 else "Train dense.")
         )
 
@@ -495,13 +517,13 @@ def _what_else(choice: Row, s: Setting, c: Constants, rows: list[Row]) -> Iterat
     top_k = by_name["LocalTopK"]
     if top_k.milliseconds <= WORTH_IT * choice.milliseconds:
         yield (
-            "- hvd.LocalTopK is about as fast here. On few workers it is more accurate: take it "
-            "where accuracy comes first."
+            "- hvd.LocalTopK is about as fast here. On few workers it is more accurate: use it if "
+            "accuracy comes first."
         )
     yield from _fewer_averages(choice, rows)
     ends = where_the_gain_ends(choice.method, s, c, WORTH_IT)
     if ends < math.inf:
-        yield f"- On networks faster than {_speed(ends)} it is no longer worth it."
+        yield f"- On networks faster than {_speed(ends)} compression is no longer worth it."
 
 
 def _fewer_averages(choice: Row, rows: list[Row]) -> Iterator[str]:
@@ -511,8 +533,8 @@ def _fewer_averages(choice: Row, rows: list[Row]) -> Iterator[str]:
     )
     if WORTH_IT * local.milliseconds < choice.milliseconds:
         yield (
-            f"- Faster still: {local.label}, {_digits(local.milliseconds)} ms a step. They cost "
-            "accuracy, less of it with hvd.sparseloco(H): docs/local_steps.md."
+            f"- Faster still: {local.label}, {_digits(local.milliseconds)} ms a step. Local steps "
+            "cost accuracy, but less with hvd.sparseloco(H): docs/local_steps.md."
         )
 
 

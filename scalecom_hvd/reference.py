@@ -17,8 +17,8 @@ operations always makes the same selections:
 
 In these units, a residue holds beta times what waits. acc holds the whole gradient, and beta times
 what waits. With `flush` (not in the paper), a worker sends everything that waits at the chosen
-places where its new gradient does not point the other way: there v is larger by (1 / beta - 1) * m,
-with m as it was before (1).
+indices where its new gradient does not point the other way: there v is larger by
+(1 / beta - 1) * m, with m as it was before (1).
 
 `_cyclic` makes the moves in this order, and `_look_ahead` in the other. With `bits` below 32 (not
 in the paper either), v̂ is an integer times a scale, and (2) comes first in both forms. The leader
@@ -56,7 +56,7 @@ class ScaleComReference:
         step_number: t, the number of steps taken.
         selections: I, {name: flat indices (k,)} of the last step's compressed tensors.
         products: (n, 3) of the last step: v̂ · o, v̂ · v̂ and o · o. Here v̂ is all that a worker
-            sent, and o is the sum of what the others sent at the same places.
+            sent, and o is the sum of what the others sent at the same indices.
         alignments: for each worker, the moving average of the cosine of v̂ and o. It is 1 at the
             start.
     """
@@ -199,7 +199,7 @@ class ScaleComReference:
         return I, sent
 
     def _value(self, m: Array, grad: Array) -> Array:
-        """v before rounding, at the places that m and grad are from, before (1)."""
+        """v before rounding, at the indices that m and grad are from, before (1)."""
         return m + grad + self._more(m, grad)
 
     def _choose(
@@ -212,7 +212,7 @@ class ScaleComReference:
         return I, scales(self._value(m[j][I], grad[j][I]), levels) if levels else None
 
     def _more(self, waited: Array, grad: Array) -> Array:
-        """The part sent besides acc of what `waited` at these places before this gradient came."""
+        """What is sent besides acc, of what `waited` at these indices before this gradient came."""
         extra = waited.dtype.type(self.config.extra)
         with np.errstate(over="ignore"):
             agrees = waited * grad >= 0
@@ -263,7 +263,7 @@ def select(accumulator: Array, lanes: Lanes, selection: str) -> Indices:
 
 
 def largest(flat: Array, k: int) -> Indices:
-    """The places (k,) of the k largest magnitudes, ascending; first of equals."""
+    """The indices (k,) of the k largest magnitudes, ascending; first of equals."""
     size = np.abs(flat)
     smallest = np.partition(size, size.size - k)[size.size - k]
     above = np.flatnonzero(size > smallest)

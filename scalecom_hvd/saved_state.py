@@ -63,13 +63,13 @@ def check_state(
     missing = (needed if state.get("version") == 1 else needed | {"settings"}) - set(state)
     if missing:
         raise ValueError(
-            f"this is no ScaleCom state: it lacks {', '.join(sorted(missing))}; pass what "
+            f"this is not a ScaleCom state: it lacks {', '.join(sorted(missing))}. Pass what "
             "ScaleCom.state_dict() gave"
         )
     if state["version"] not in (1, STATE_VERSION):
         raise ValueError(
-            f"this ScaleCom state has version {state['version']}, and this release reads versions "
-            f"1 and {STATE_VERSION}"
+            f"this ScaleCom state has version {state['version']}, but this release reads only "
+            f"versions 1 and {STATE_VERSION}"
         )
     state = _of_version_1(state) if state["version"] == 1 else dict(state)
     theirs = state["settings"]
@@ -77,9 +77,9 @@ def check_state(
         names = dict.fromkeys([*settings, *theirs])
         others = [name for name in names if theirs.get(name) != settings.get(name)]
         raise ValueError(
-            "the residues were made by another method, or with other settings of it: "
+            "the residues were made by another method, or with other settings of the method: "
             f"{_listed(others, theirs, settings)}. Give the method and settings of the state, or "
-            "go on without loading it (the residues start at zero)"
+            "go on without loading the state (the residues start at zero)"
         )
     mine, saved = config.to_dict(), _BEFORE | state["config"]
     free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if settings == {"method": "ScaleCom"} else ())}
@@ -87,9 +87,9 @@ def check_state(
     different = sorted(name for name in compared if mine.get(name) != saved.get(name))
     if different:
         raise ValueError(
-            f"the residues were made with other settings: {_listed(different, saved, mine)}. "
-            "Give the settings of the state, or, to change them, go on without "
-            "loading it (the residues start at zero)"
+            f"the residues were made with other settings: {_listed(different, saved, mine)}. Give "
+            "the settings of the state, or, to change settings, go on without loading the state "
+            "(the residues start at zero)"
         )
     return state
 
@@ -133,9 +133,9 @@ def check_shard(state: Mapping[str, Any], shard: tuple[int, int]) -> None:
     saved = tuple(state.get("shard", (0, 1)))
     if saved != shard and state["residues"]:
         raise ValueError(
-            f"the state's residues are of shard {saved[0]} of {saved[1]} of each tensor, and this "
-            f"rank holds shard {shard[0]} of {shard[1]}: give every rank the state that it saved, "
-            "with as many ranks in each node as then, or go on without loading it on all ranks "
+            f"the state's residues are of shard {saved[0]} of {saved[1]} of each tensor, but this "
+            f"rank holds shard {shard[0]} of {shard[1]}. Give every rank the state that it saved, "
+            "with as many ranks in each node as the saved run had, or load no state on any rank "
             "(the residues start at zero)"
         )
 
@@ -156,8 +156,8 @@ def check_local_steps(state: Mapping[str, Any], *, local: bool) -> None:
         if not local:
             made, now, do = now, made, "give local_steps"
         raise ValueError(
-            f"the state's residues hold {made}, and this optimizer sends {now}: {do} as then, or "
-            "do not load it"
+            f"the state's residues hold {made}, but this optimizer sends {now}: {do} as the saved "
+            "run did, or do not load the state"
         )
 
 
@@ -173,8 +173,8 @@ def check_rounds(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     """
     if ("common" in state) != ("local" in state) or "start" in state:  # once, each rank had an H
         raise ValueError(
-            "the state's local steps are of another kind of schedule: give the same "
-            "local_steps, or go on without it"
+            "the state's local steps follow another kind of schedule: give the same local_steps, "
+            "or go on without loading the state"
         )
     for part in ("common", "local", "sent_from", "averages"):
         saved = {name: tuple(tensor.shape) for name, tensor in (state.get(part) or {}).items()}
@@ -197,9 +197,9 @@ def check_finite(finite: Mapping[str, bool]) -> None:
     if spoilt:
         more = ", ..." if len(spoilt) > 5 else ""
         raise ValueError(
-            f"the state holds residues that are not finite, of {', '.join(spoilt[:5])}{more}: no "
-            "step would count any more. Load the state of an earlier step, or go on without "
-            "loading it (the residues start at zero)"
+            f"the state's residues of {', '.join(spoilt[:5])}{more} are not finite, so every "
+            "further step would be skipped. Load the state of an earlier step, or go on without "
+            "loading a state (the residues start at zero)"
         )
 
 
@@ -218,8 +218,8 @@ def norms_of(state: Mapping[str, Any]) -> list[list[float]]:
     norms = np.asarray(state.get("norms", np.zeros((2, 3))), np.float64)
     if norms.shape != (2, 3) or not np.isfinite(norms).all():
         raise ValueError(
-            f"the state's norms are {norms.tolist()}, not three of residues and three of "
-            "gradients: it is damaged; load an older one, or delete its norms"
+            f"the state is damaged: its norms are {norms.tolist()}, not three of residues and "
+            "three of gradients. Load an older state, or delete the norms from this one"
         )
     return [list(map(float, row)) for row in norms]
 
@@ -233,8 +233,8 @@ def alignment_of(state: Mapping[str, Any]) -> float:
     cosine = float(state.get("alignment", 1.0))
     if not -1 <= cosine <= 1:
         raise ValueError(
-            f"the state's alignment is {cosine}, not a cosine: it is damaged; load an older one, "
-            "or delete its alignment"
+            f"the state is damaged: its alignment is {cosine}, not a cosine. Load an older state, "
+            "or delete the alignment from this one"
         )
     return cosine
 
@@ -252,7 +252,8 @@ def check_residues(
         ValueError: they are not; the error names what differs.
     """
     complaints = [
-        f"{name} is not in this model (or is sent whole)" for name in saved.keys() - expected.keys()
+        f"{name} is not in this model (or is sent uncompressed)"
+        for name in saved.keys() - expected.keys()
     ]
     complaints += [f"{name} is not in the state" for name in expected.keys() - saved.keys()]
     complaints += [
@@ -287,14 +288,14 @@ def check_offsets(offsets: Mapping[str, NDArray[Any]], lanes: Mapping[str, Lanes
             or (given.ndim, given.nbytes) != (1, own.k * own.offset_dtype.itemsize)
         ):
             raise ValueError(
-                f"look-ahead's offsets of {name} belong to another model, or are damaged: load "
+                f"look-ahead's offsets of {name} belong to another model, or are damaged. Load "
                 "another state"
             )
         if not own.fit(given.view(own.offset_dtype)):
             raise ValueError(
                 f"look-ahead's offsets of {name} are damaged: they lie outside of their lanes. "
-                "Load the state of another step, or go on without loading it (residues start at "
-                "zero)"
+                "Load the state of another step, or go on without loading a state (residues start "
+                "at zero)"
             )
 
 
@@ -311,7 +312,7 @@ def check_scales(scales: Mapping[str, NDArray[Any]], blocks: Mapping[str, int]) 
     for name, given in scales.items():
         if given.shape != (blocks.get(name),) or not (np.isfinite(given) & (given >= 0)).all():
             raise ValueError(
-                f"look-ahead's scales of {name} belong to another model, or are damaged: load "
+                f"look-ahead's scales of {name} belong to another model, or are damaged. Load "
                 "another state"
             )
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TypeGuard
 
 _FORMS = (
-    "local_steps must be a number of steps (4), or the number in force from each step on "
-    "({0: 1, 500: 4, 2000: 16})"
+    "local_steps must be a number of steps (4), or a map from steps to the number that holds from "
+    "each step on ({0: 1, 500: 4, 2000: 16})"
 )
 
 
@@ -59,12 +59,11 @@ class Schedule:
         if isinstance(local_steps, Mapping):
             if not all(_is_whole(step) and step >= 0 for step in local_steps):
                 raise ValueError(
-                    f"{_FORMS}: steps are whole numbers from 0 on, not {list(local_steps)!r}"
+                    f"{_FORMS}: steps must be whole numbers of at least 0, not "
+                    f"{list(local_steps)!r}"
                 )
             if 0 not in local_steps:
-                raise ValueError(
-                    f"{_FORMS}: {dict(local_steps)!r} does not say what is in force from step 0 on"
-                )
+                raise ValueError(f"{_FORMS}: {dict(local_steps)!r} has no number for step 0")
             self._changes = [(step, _steps(local_steps[step])) for step in sorted(local_steps)]
         else:
             self._changes = [(0, _steps(local_steps))]
@@ -82,12 +81,12 @@ class Schedule:
         between = max(least // self.fragments, 1)
         if not 0 <= overlap < between:
             several = len(self._changes) > 1
-            what = "the least of local_steps" if several else "local_steps"
+            what = "the smallest number in local_steps" if several else "local_steps"
             share = " // fragments" if self.fragments > 1 else ""
             allowed = f"from 0 to {between - 1}" if between > 1 else "0"
             raise ValueError(
-                f"overlap must be {allowed}, less than {what}{share}, not {overlap}: "
-                "averages must have arrived before the next are sent"
+                f"overlap must be {allowed}, less than {what}{share}, not {overlap}: averages must "
+                "arrive before the next ones are sent"
             )
 
     def fragments_due(self, step: int) -> range:

@@ -33,8 +33,9 @@ WHOLE_WORTH_A_WARNING = 0.05
 # At beta = 1 look-ahead lost 15 points with group norm, at 0.3 under 3.
 LOOK_AHEAD_BETA = 0.5
 GROWTH_WARNING = (
-    "step %d: residues keep growing, and hold as much as %.0f steps of gradients: what is sent is "
-    "mostly old. Send more (a lower rate, more warmup_steps), or take a lower learning rate or beta"
+    "step %d: residues keep growing, and hold as much as %.0f steps of gradients, so the values "
+    "that are sent are mostly old. Send more (with a lower rate or more warmup_steps), or lower "
+    "the learning rate or beta"
 )
 
 
@@ -91,9 +92,9 @@ def check_share_whole(rates: Mapping[str, float], numels: Mapping[str, int]) -> 
     if total < MODEL_WORTH_A_WARNING or len(whole) == len(numels) or share < WHOLE_WORTH_A_WARNING:
         return
     log.warning(
-        "%.0f %% of the model's elements are sent whole, most of them %s, and so is at least that "
-        "much of dense training's traffic. To compress them too, leave them out of dense= and of "
-        "rates=, or lower min_numel",
+        "%.0f %% of the model's elements are sent uncompressed, most of them in %s, so at least "
+        "this share of dense training's traffic remains. To compress these tensors too, leave "
+        "them out of dense= and of rates=, or lower min_numel",
         100 * share,
         max(whole, key=lambda name: whole[name]),
     )
@@ -121,8 +122,9 @@ def check_output_layer(
     is_hidden = rows not in shapes[last] and all(size % columns == 0 for size in shapes[last])
     if rates[first] > rates[last] and rows > columns > 1 and is_hidden:
         log.warning(
-            "'auto:output' stands for %s, the last layer that is listed, and not for %s. If the "
-            "output layer shares that weight, give its name, '%s'; if there is none, leave it out",
+            "'auto:output' stands for %s, the last layer listed, not for %s. If the output layer "
+            "shares the weight of the latter, name it: '%s'. If the model has no output layer, "
+            "leave 'auto:output' out",
             last,
             first,
             first,
@@ -143,9 +145,9 @@ def check_length(total: int | None, warmup: int, rates: Iterable[float]) -> None
     steps = max(total - warmup, 0)
     if steps / rate < SENDS_WANTED:
         log.warning(
-            "total_steps: of %d exchanges %d are sent compressed at rate %g: each element is "
-            "sent %.1f times. Under about %d, accuracy suffers. Use a rate of at most %d, more "
-            "steps, or no compression",
+            "total_steps: of %d exchanges, %d are compressed at rate %g, so each element is sent "
+            "%.1f times. If it is sent fewer than about %d times, accuracy suffers. Use a rate of "
+            "at most %d, more steps, or no compression",
             total,
             steps,
             rate,
@@ -163,8 +165,8 @@ def check_look_ahead(config: ScaleComConfig) -> None:
     config = config.resolved()
     if config.lookahead and config.beta > LOOK_AHEAD_BETA and not config.step_ahead:
         log.warning(
-            "look-ahead with beta=%g breaks training without batch norm: leave beta "
-            "at its default, or take 0.1",
+            "look-ahead with beta=%g breaks training without batch norm: leave beta at its "
+            "default, or give beta=0.1",
             config.beta,
         )
 
@@ -232,8 +234,8 @@ class Health:
         self._skips += 1
         if self._skips == SKIPS_IN_A_ROW:
             log.warning(
-                "step %d was skipped %d times in a row: each time %s had a gradient that is "
-                "not finite, or beyond 2**100. Look for NaN in the data and the loss of every "
+                "step %d was skipped %d times in a row, because each time %s had a gradient that "
+                "was not finite, or beyond 2**100. Look for NaN in the data and the loss of every "
                 "rank, or lower the learning rate or the loss scale",
                 step,
                 SKIPS_IN_A_ROW,

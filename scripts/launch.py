@@ -1,5 +1,6 @@
-"""How the project's own scripts and tests start Horovod on this machine: the command line and
-environment of each launcher.
+"""How the project's own scripts and tests start ranks on this machine.
+
+It has the command line and the environment of each launcher.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 BIN = Path(sys.executable).parent
 
 
-# The environment that has PyTorch and no Horovod.
+# The environment with PyTorch but without Horovod.
 TORCH_ALONE = Path(__file__).resolve().parents[1] / ".venv-torch" / "bin" / "python"
 
 
@@ -24,9 +25,9 @@ def command(
 ) -> list[str]:
     """The command line that runs `python program...` on `ranks` ranks of this machine.
 
-    launcher: "mpirun", "horovodrun" (over MPI), "horovodrun --gloo", or "torchrun". More ranks than
-        cores are allowed.
-    tagged: mpirun puts the rank before every line of output, as horovodrun always does.
+    launcher: "mpirun", "horovodrun" (over MPI), "horovodrun --gloo", or "torchrun". There may be
+        more ranks than cores.
+    tagged: whether mpirun puts the rank before every line of output, as horovodrun always does.
     interpreter: the Python, such as TORCH_ALONE.
     """
     python = [str(interpreter), *program]
@@ -69,8 +70,9 @@ def command(
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment the launchers need: this Python's programs first, leave for root, and no
-    banners.
+    """The environment that the launchers need.
+
+    This Python's programs come first, root is allowed, and there are no banners.
     """
     return {
         **os.environ,
@@ -84,5 +86,5 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def find(program: str) -> str:
-    """A program of this environment, or else of the PATH."""
+    """A program of this environment, or else one on the PATH."""
     return str(BIN / program) if (BIN / program).exists() else program

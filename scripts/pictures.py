@@ -1,8 +1,8 @@
-"""How all pictures of the project look: one style, and in all of them one mark for each method.
+"""How all pictures of the project look: one style, and one mark for each method in all of them.
 
-A mark is a colour of Okabe and Ito's palette, which the colour-blind tell apart, with a marker, a
-line and a hatch that tell the same without colour. Fonts are legible where a page shows the picture
-700 pixels wide, so no picture is wider than two panels.
+A mark is a colour of Okabe and Ito's palette, which the colour-blind can distinguish. Its marker,
+line and hatch say the same without colour. Fonts are legible if a page shows the picture 700 pixels
+wide, so no picture is wider than two panels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # the backend is chosen first
+import matplotlib.pyplot as plt  # the backend must be chosen first
 
 WIDTH = 7.3  # inches, which are 700 pixels of a page
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -47,7 +47,7 @@ plt.rcParams.update(
 
 
 class Mark(NamedTuple):
-    """What tells one thing from another, with colour and without."""
+    """What distinguishes one thing from another, with colour and without."""
 
     colour: str
     marker: str = ""
@@ -55,12 +55,12 @@ class Mark(NamedTuple):
     hatch: str = ""
 
     def curve(self, **more: Any) -> dict[str, Any]:
-        """Keywords of plot() and errorbar()."""
+        """Keywords for plot() and errorbar()."""
         style = {"color": self.colour, "marker": self.marker, "linestyle": self.line}
         return style | more
 
     def bar(self, **more: Any) -> dict[str, Any]:
-        """Keywords of bar() and barh()."""
+        """Keywords for bar() and barh()."""
         style = {
             "facecolor": self.colour,
             "hatch": self.hatch,
@@ -81,14 +81,14 @@ MARKS = {
     "global top-k": Mark(PURPLE, "p", (0, (1, 1)), "++++"),
     "PowerSGD": Mark(GREY, "*", (0, (4, 2)), "//--"),
 }
-# For what is no method: three of Tol's colours first.
+# For things that are not methods. Three of Tol's colours come first.
 SPARE = (
     Mark("#882255", "h", (0, (6, 1, 1, 1))),
     Mark("#332288", ">", (0, (2, 1))),
     Mark("#999933", "<", (0, (8, 2))),
     *reversed(MARKS.values()),
 )
-# What the project's parts call the same methods.
+# Other names of the same methods in the project's parts.
 SAME = {
     "sent whole": "dense",
     "ScaleCom cyclic": "ScaleCom",
@@ -103,7 +103,7 @@ SAME = {
     "with look-ahead": "ScaleCom look-ahead",
     "PowerSGD, rank 2": "PowerSGD",
 }
-# What a step is made of.
+# The parts of a step.
 PARTS = {
     "compute": Mark(LIGHT),
     "select": Mark(BLUE),
@@ -120,7 +120,7 @@ def known(name: str) -> Mark | None:
 
 
 def marks(names: Iterable[str]) -> dict[str, Mark]:
-    """A mark for each name; one that is no known method gets what none of the others has."""
+    """A mark for each name. A name that is no known method gets one that no other name has."""
     names = list(dict.fromkeys(names))
     found = {name: mark for name in names if (mark := known(name))}
     spares = itertools.cycle(mark for mark in SPARE if mark not in found.values())
@@ -128,7 +128,7 @@ def marks(names: Iterable[str]) -> dict[str, Mark]:
 
 
 def panels(titles: Sequence[str], height: float = 2.9, columns: int = 2) -> tuple[Any, Any]:
-    """A figure with a panel for each title, in rows of two; gives it and its axes."""
+    """A figure with a panel for each title, in rows of two. Returns the figure and its axes."""
     columns = min(len(titles), columns)
     rows = -(-len(titles) // columns)
     figure, axes = plt.subplots(
@@ -142,7 +142,7 @@ def panels(titles: Sequence[str], height: float = 2.9, columns: int = 2) -> tupl
 
 
 def legend(figure: Any, axes: Iterable[Any], columns: int = 3) -> None:
-    """One legend above all panels, of what any of them shows."""
+    """Draw one legend above all panels, for what any of them shows."""
     found = {}
     for axis in axes:
         handles, labels = axis.get_legend_handles_labels()
@@ -151,7 +151,7 @@ def legend(figure: Any, axes: Iterable[Any], columns: int = 3) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a picture, of the kind that its name ends in; the same figure gives the same bytes."""
+    """Write a picture, in the format of its suffix. The same figure gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
     figure.savefig(path, metadata=metadata)

@@ -1,10 +1,10 @@
-"""Draws docs/pictures: four from the numbers in docs/bench.csv, study.csv, meetings.csv and
-real_size.csv, three that explain ScaleCom.
+"""Draws docs/pictures: four pictures of measured numbers, and three that explain ScaleCom.
 
     python scripts/pictures_of_docs.py
 
-docs/bench.csv is the steps.csv that `make bench` wrote, docs/study.csv the scores.csv of `make
-study`'s experiments defaults, trials and rivals, docs/meetings.csv those of meetings.
+The numbers are in docs/bench.csv, study.csv, meetings.csv and real_size.csv. docs/bench.csv is the
+steps.csv that `make bench` wrote. docs/study.csv is the scores.csv of `make study`'s experiments
+defaults, trials and rivals, and docs/meetings.csv that of meetings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from real_size import Point, drawn
 from scalecom_hvd.lanes import Lanes
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# What a reader calls them, in the order of the picture; some are not measured everywhere.
+# The methods' names for a reader, in the picture's order. Some are not measured everywhere.
 METHODS = {
     "dense": "dense",
     "fp16": "Horovod's fp16",
@@ -36,7 +36,7 @@ METHODS = {
     "ScaleCom cyclic": "ScaleCom",
     "ScaleCom look-ahead": "ScaleCom,\nlook-ahead",
 }
-# What is shown of few meetings, and what it is called.
+# What the picture of few meetings shows, and the names for it.
 SENT = {
     "dense": "dense, every step",
     "ScaleCom": "ScaleCom, every step",
@@ -47,19 +47,20 @@ SENT = {
     "its choice, 3 %": "SparseLoCo over all",
     "ScaleCom, 2 bits, 3 %": "leader top-k, 2 bits",
 }
-# What is shown of the defaults, and what it is called.
+# What the picture of the defaults shows, and the names for it.
 COMPARED = {
     "the defaults": "ScaleCom",
     "with look-ahead": "ScaleCom, look-ahead",
     "local top-k, rate 100": "local top-k",
 }
-# The elements of one tensor on three ranks, in hundredths: gradients, and what waits in residues.
+# One tensor's elements on three ranks, in hundredths: gradients and residues.
 GRADS = ((3, -6, 2, 4, -1, 5, -2, 1), (2, -7, 1, 2, -2, 6, -3, 2), (4, -3, 1, 5, -1, 3, -1, 1))
 RESIDUES = ((-1, -1, 1, 0, 2, 1, -4, -1), (1, -1, 2, 1, 1, 0, -3, 0), (0, -2, 0, -2, 1, 1, -5, 1))
 # The leader's |m + g| in a tensor of 20 elements.
 SIZES = (2, 11, 10, 6, 16, 15, 7, 3, 9, 8, 4, 18, 13, 5, 12, 7, 19, 6, 5, 9)
-# When what begins, and how long it takes, in a step of three buckets, whose gradients are ready at
-# 5, 8 and 10; the last is smaller. {title: (the step's end, {part: [(begin, length, bucket)]})}
+# When each part begins, and how long it takes, in a step of three buckets. Their gradients are
+# ready at 5, 8 and 10. The last bucket is smaller. {title: (the step's end, {part: [(begin, length,
+# bucket)]})}
 TIMES: dict[str, tuple[float, dict[str, list[tuple[float, float, str]]]]] = {
     "cyclic": (
         12.2,
@@ -98,7 +99,7 @@ def steps() -> Any:
     """How long a step takes, over slow and fast networks."""
     found = {(r["hosts"], r["mbit"], r["method"]): r for r in rows_of(DOCS / "bench.csv")}
     speeds = {"100": "100 Mbit/s", "1000": "1 Gbit/s", "": "unshaped"}
-    # The sixth place is the legend's.
+    # The sixth panel is for the legend.
     places = [("2", mbit) for mbit in speeds] + [("4", "1000"), ("4", "")]
     figure, axes = plt.subplots(2, 3, figsize=(pictures.WIDTH, 4.6), layout="constrained")
     for axis, (hosts, mbit) in zip(axes.flat, places, strict=False):
@@ -120,7 +121,7 @@ def steps() -> Any:
 
 
 def step_bars(axis: Any, here: dict[str, dict[str, str] | None]) -> None:
-    """A bar for each method: what is computed, then what is waited."""
+    """A bar for each method: first computing, then waiting."""
     dense = float(here["dense"]["step_ms"])
     for place, (method, row) in enumerate(here.items()):
         if row is None:
@@ -139,7 +140,7 @@ def step_bars(axis: Any, here: dict[str, dict[str, str] | None]) -> None:
 
 
 def accuracy() -> Any:
-    """What compression costs, in points of accuracy and in bits of a character."""
+    """What compression costs, in points of accuracy and in bits per character."""
     scores: dict[str, dict[str, list[float]]] = {}
     for row in rows_of(DOCS / "study.csv"):
         if row["experiment"] == "defaults":
@@ -164,7 +165,7 @@ def accuracy() -> Any:
 
 
 def meetings() -> Any:
-    """Bits over bytes, where workers average what 4, 16 and 64 steps changed."""
+    """Bits over bytes, with workers that average what 4, 16 and 64 steps changed."""
     found: dict[str, dict[str, dict[int, list[Any]]]] = {}
     for row in rows_of(DOCS / "meetings.csv"):
         by_h = found.setdefault(row["situation"], {}).setdefault(row["sent"], {})
@@ -198,7 +199,7 @@ def real_size() -> Any:
 
 
 def losses(axis: Any, scores: dict[str, dict[str, list[float]]], sign: int) -> None:
-    """A row for each situation: every method's mean, and the reach of its seeds."""
+    """A row for each situation: every method's mean, and the range over its seeds."""
     axis.use_sticky_edges = False
     for place, by_method in enumerate(scores.values()):
         dense = statistics.mean(by_method["dense"])
@@ -240,7 +241,7 @@ def arrow(axis: Any, begin: tuple[float, float], end: tuple[float, float], style
 
 
 def strip(axis: Any, x: float, y: float, values: Sequence[float], sent: Sequence[int]) -> None:
-    """A tensor's elements as bars; those that are sent stand out, and zeros are dots."""
+    """A tensor's elements as bars. Elements that are sent stand out, and zeros are dots."""
     axis.plot([x - 0.3, x + len(values) - 0.7], [y, y], color=pictures.GREY, linewidth=0.8)
     for i, value in enumerate(values):
         mark = PARTS["values" if i in sent else "compute"]
@@ -251,7 +252,7 @@ def strip(axis: Any, x: float, y: float, values: Sequence[float], sent: Sequence
 
 
 def step() -> Any:
-    """One step of ScaleCom on three ranks, of a tensor of eight elements in two lanes."""
+    """One step of ScaleCom on three ranks, with a tensor of eight elements in two lanes."""
     grads, residues, lanes = np.array(GRADS), np.array(RESIDUES), Lanes(8, 4)
     accumulators, leader = grads + residues, 1
     lane = np.abs(accumulators[leader]).reshape(lanes.rows, lanes.k)  # a lane is a column
@@ -299,7 +300,7 @@ def step() -> Any:
 
 
 def lanes() -> Any:
-    """A tensor of 20 elements in four lanes, and the offsets that stand for the largest of each."""
+    """A tensor of 20 elements in four lanes, and the offsets of each lane's largest element."""
     geometry = Lanes(20, 5)
     size = np.array(SIZES) / 8
     table = size.reshape(geometry.rows, geometry.k)
@@ -329,7 +330,7 @@ def lanes() -> Any:
 
 
 def lookahead() -> Any:
-    """When what happens in a step of three buckets: cyclic, and with look-ahead. Not measured."""
+    """The timing of a step with three buckets, cyclic and with look-ahead. It is not measured."""
     figure, axes = plt.subplots(2, 1, figsize=(pictures.WIDTH, 4.4), layout="constrained")
     for axis, (title, (end, pieces)) in zip(axes, TIMES.items(), strict=True):
         model = (0, 3, "forward"), (3, 7, "backward"), (end, 14 - end, "forward")
@@ -356,7 +357,7 @@ def lookahead() -> Any:
 
 
 def span(axis: Any, row: int, begin: float, length: float, part: str, said: str) -> None:
-    """A piece of a time line."""
+    """Draw one piece of a time line."""
     style = PARTS[part].bar(edgecolor="black", linewidth=0.6)
     axis.barh(row, length, left=begin, height=0.7, **style)
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}

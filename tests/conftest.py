@@ -1,7 +1,8 @@
-"""For all tests: how values travel they say themselves; what each does stands in a diary.
+"""The defaults of all tests, and a diary of the tests.
 
-In 32 bits what was sent can be told from what arrived. Tests of few bits, and of gradients a step
-ahead, ask for them; tests of the defaults take these variables away.
+By default tests send 32-bit values, so that a test can tell from what arrived what was sent. Tests
+of few bits and of gradients a step ahead ask for them. Tests of the package's defaults delete these
+environment variables.
 """
 
 import os
@@ -11,9 +12,9 @@ os.environ.setdefault("SCALECOM_STEP_AHEAD", "0")
 
 
 def write(word, test):
-    """Add a line to the diary that scripts/checks/diary.py reads, if there is one.
+    """If there is a diary, add a line to it. scripts/checks/diary.py reads the diary.
 
-    A rank that hangs is ended without a word, and several write at once: each line is one write.
+    Each line is one write, because several ranks write at once, and a rank that hangs is killed.
     """
     if "TEST_DIARY" in os.environ:
         with open(os.environ["TEST_DIARY"], "a") as diary:

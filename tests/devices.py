@@ -1,7 +1,8 @@
-"""Tests on another device than the CPU: TESTS_DEVICE=delayed, the one of tests/delayed, or cuda.
+"""Runs tests on another device than the CPU.
 
-The same tests then make their tensors there, and look at them as ever. On cuda, TESTS_BACKEND says
-how torch.distributed's tensors travel: nccl, or gloo.
+TESTS_DEVICE names the device: delayed (the device of tests/delayed) or cuda. The same tests then
+make their tensors on it, and compare them as on the CPU. On cuda, TESTS_BACKEND names the backend
+of torch.distributed: nccl or gloo.
 """
 
 import os
@@ -10,9 +11,9 @@ DEVICE = os.environ.get("TESTS_DEVICE", "cpu")
 
 
 def begin(local_rank: int, ranks: int) -> None:
-    """From now on tensors are made on the device, if a test does not say where.
+    """Make the device the default device of new tensors.
 
-    ranks: how many there are on this machine.
+    ranks: the number of ranks on this machine.
     """
     import torch
 
@@ -31,7 +32,10 @@ def begin(local_rank: int, ranks: int) -> None:
 
 
 def drawn_on_the_cpu(draw):
-    """The same, which gives a generator's numbers on the device: generators are the CPU's here."""
+    """Return `draw`, changed to draw on the generator's device (here the CPU) and move the result.
+
+    The tests' generators belong to the CPU.
+    """
     import torch
 
     def drawn(*sizes, generator=None, device=None, **more):
@@ -43,7 +47,7 @@ def drawn_on_the_cpu(draw):
 
 
 def share_gpus(local_rank: int, ranks: int) -> None:
-    """Let NCCL take ranks that share a GPU: each says that it is on a machine of its own."""
+    """Make NCCL accept ranks that share a GPU: each rank claims to be on a machine of its own."""
     import torch
 
     if torch.accelerator.device_count() < ranks:
@@ -52,7 +56,7 @@ def share_gpus(local_rank: int, ranks: int) -> None:
 
 
 def backends() -> str:
-    """What torch.distributed is to be started with."""
+    """Return the backends to start torch.distributed with."""
     if DEVICE == "cpu":
         return "gloo"
     if DEVICE == "delayed":

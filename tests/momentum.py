@@ -1,4 +1,4 @@
-"""A method with state in one file, as users write it: a momentum per tensor chooses."""
+"""A method with state in one file, as users write it. A momentum per tensor chooses the indices."""
 
 import dataclasses
 from typing import Any
@@ -12,14 +12,14 @@ from scalecom_hvd.exchange.residue import CompressedTensor
 
 
 class Momentum(Method):
-    """The leader chooses where its momentum of accumulators is largest; all send what they have
-    there.
+    """The leader chooses the indices where its momentum of the accumulators is largest.
 
-    A momentum begins anew where values were sent. Each rank has its own, of every tensor. It grows
-    over the first steps, which are counted for the whole method.
+    All ranks send their accumulators at these indices. The momentum is set to zero where values
+    were sent. Each rank has a momentum of its own for every tensor. The share of it that is kept
+    grows over the first steps, which are counted once for the whole method.
 
     Args:
-        momentum: what is kept of it from step to step, at most.
+        momentum: the largest share of the momentum that is kept from step to step.
         **settings: see Method.
     """
 

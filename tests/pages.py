@@ -1,8 +1,8 @@
 """The pages' examples: the blocks of Python in README.md and docs/*.md.
 
-A comment in the page, `<!-- run with: torch -->`, says what the blocks after it are run with: the
-names that a reader's own script has at that place. Blocks up to the next such comment are one
-script.
+A comment in the page, `<!-- run with: torch -->`, says which names are defined when the blocks
+after it are run: those that a reader's own script defines before them. Blocks up to the next such
+comment are one script.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 KINDS = (
     "torch",  # a model and an optimizer
-    "torch, training",  # where the optimizer is a DistributedOptimizer already
+    "torch, training",  # the optimizer is already a DistributedOptimizer
     "stock",  # the same as torch, without `hvd`
-    "torch script",  # nothing: a whole script
+    "torch script",  # a whole script: no names are given to it
     "torch nodes",
     "ddp",
-    "ddp nodes",  # besides, how many nodes, and ranks of each
+    "ddp nodes",  # additionally the numbers of nodes and of ranks per node
     "ddp script",
     "keras",
     "keras script",
@@ -32,8 +32,8 @@ KINDS = (
 class Example:
     """Blocks that are one script.
 
-    name: of the page, and the line of its comment.  kind: of KINDS.  code: the blocks, with empty
-    lines before them, so that errors name the page's own lines.
+    name: the page's name, and the line of the comment.  kind: one of KINDS.  code: the blocks, with
+    empty lines before them, so that errors name the page's own lines.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Example:
     code: str
 
     def run(self, scope):
-        """Run it with these names, which it may change."""
+        """Run the script with the names in `scope`. The script may change them."""
         exec(compile(self.code, self.name, "exec"), scope)
 
     def shorter(self, number, instead):
-        """The same with a smaller number in place of one that it has."""
+        """Return the same example with a number in its code replaced by a smaller one."""
         assert number in self.code
         return dataclasses.replace(self, code=self.code.replace(number, instead))
 

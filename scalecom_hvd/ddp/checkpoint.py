@@ -67,7 +67,8 @@ class PerRank:
         # What a checkpoint lacks comes back as it was before loading, which is fresh then.
         if saved == self._given and own["step"] == 0:
             log.warning(
-                "the checkpoint holds no residues of rank %d: it begins with empty ones",
+                "the checkpoint holds no residues of rank %d, so this rank begins with empty "
+                "residues",
                 dist.get_rank(),
             )
         else:

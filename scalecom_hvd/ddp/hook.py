@@ -82,7 +82,8 @@ class ScaleComState:
     ) -> None:
         if isinstance(compression, Method) and settings:
             raise TypeError(
-                f"{', '.join(settings)}: settings belong to the method: give "
+                "ScaleComState was given a finished method and the settings "
+                f"{', '.join(settings)}. Give the settings to the method: "
                 f"compression={type(compression).__name__}({', '.join(settings)}=...)"
             )
         self.compression = (
@@ -126,11 +127,16 @@ class ScaleComState:
         check_model(model, wrapper)
         if mesh is not None:
             if process_group is not None or collectives is not None:
-                raise ValueError("mesh= says who averages with whom: leave the other groups out")
+                raise ValueError(
+                    "mesh= already says which ranks average together: leave process_group and "
+                    "collectives out"
+                )
             check_mesh(mesh)
             check_same_ranks(mesh, wrapper.process_group if wrapper else None)
         if collectives is not None and process_group is not None:
-            raise ValueError("collectives= brings the ranks with it: leave process_group out")
+            raise ValueError(
+                "collectives= already says which ranks average together: leave process_group out"
+            )
         if loss_scale is not None:
             self.compression.loss_scale = loss_scale
         parameters = averaged_parameters(model)
@@ -195,7 +201,7 @@ class ScaleComState:
         if self._exchange is None:
             raise RuntimeError(
                 "this ScaleComState was unpickled and serves no model yet: call "
-                "state.attach(model) on every rank before training goes on"
+                "state.attach(model) on every rank before you go on training"
             )
         buffer = bucket.buffer()
         if buffer.is_sparse:
@@ -260,9 +266,9 @@ class ScaleComState:
         missing = [name for name, p in self._names.items() if self._stand_ins[p] in self._missing]
         self._give_up()
         raise RuntimeError(
-            f"DistributedDataParallel ignores {', '.join(missing[:5])}, which the model trained "
-            "when ScaleComState was made: make the state when the model has been wrapped, and all "
-            "parameters to be ignored are known"
+            f"DistributedDataParallel ignores {', '.join(missing[:5])}, but the model trained "
+            "these parameters when ScaleComState was made. Wrap the model and name all parameters "
+            "to be ignored first, then make the state"
         )
 
     def _with_gradients(
@@ -271,16 +277,17 @@ class ScaleComState:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if parameter not in self._stand_ins:
                 raise RuntimeError(
-                    "a gradient came of a parameter that the model did not have, or that was not "
-                    "trained, when ScaleComState was made: make both, DistributedDataParallel and "
-                    "the state, anew when the model has changed"
+                    "a gradient came from a parameter that the model did not have, or did not "
+                    "train, when ScaleComState was made. When the model has changed, make "
+                    "DistributedDataParallel and the state again"
                 )
             stand_in = self._stand_ins[parameter]
             if gradient.dtype != stand_in.dtype:
                 raise RuntimeError(
-                    f"DistributedDataParallel reduces gradients in {gradient.dtype} where "
-                    f"parameters are {stand_in.dtype}, which no residue could make up for: leave "
-                    "out mixed_precision=, and take wire_dtype='float16' or torch.autocast"
+                    f"DistributedDataParallel reduces gradients in {gradient.dtype}, but "
+                    f"parameters are {stand_in.dtype}. No residue could make up for this loss of "
+                    "precision. Leave out mixed_precision=, and use wire_dtype='float16' or "
+                    "torch.autocast"
                 )
             yield stand_in, gradient
 
@@ -315,13 +322,13 @@ def scalecom_hook(
     if isinstance(bucket, tuple):
         raise TypeError(
             "torch._dynamo.config.optimize_ddp='python_reducer' hands out gradients one by one, "
-            "and waits for each: leave it at its default, which torch.compile works with too"
+            "and waits for each. Leave it at its default, which also works with torch.compile"
         )
     if not isinstance(bucket, dist.GradBucket):
         raise TypeError(SHARDED)
     if not isinstance(state, ScaleComState):
         raise TypeError(
-            "register_comm_hook(state, scalecom_hook) wants a ScaleComState, made of this model, "
+            "register_comm_hook(state, scalecom_hook) needs a ScaleComState made from this model, "
             f"not {type(state).__name__}"
         )
     return state.reduce(bucket)
@@ -415,8 +422,8 @@ def check_model(model: nn.Module, wrapper: DistributedDataParallel | None) -> No
     check_not_sharded(model.named_parameters())
     if getattr(wrapper, "skip_all_reduce_unused_params", False):
         raise ValueError(
-            "with skip_all_reduce_unused_params=True DDP does not call the hook for all buckets: "
-            "leave it out"
+            "with skip_all_reduce_unused_params=True DDP does not call the hook for every bucket: "
+            "leave that argument out"
         )
 
 

@@ -25,16 +25,16 @@ def check_mesh(mesh: object) -> None:
         raise TypeError(f"mesh must be a DeviceMesh, such as {EXAMPLE}, not {mesh!r}")
     if mesh.mesh_dim_names != (BETWEEN, INSIDE):
         raise ValueError(
-            f"mesh has the dimensions {mesh.mesh_dim_names}, and must have {(BETWEEN, INSIDE)}: "
-            f"gradients are averaged whole along the second, and compressed along the first. Give "
-            f"{EXAMPLE}. Tensor and pipeline parallelism beside them are not supported"
+            f"mesh must have the dimensions {(BETWEEN, INSIDE)}, not {mesh.mesh_dim_names}. Along "
+            "the first, gradients are averaged compressed, and along the second uncompressed. Give "
+            f"{EXAMPLE}. Further dimensions, for tensor or pipeline parallelism, are not supported"
         )
 
     ranks = mesh.mesh
     if not all(torch.equal(ranks, ranks.sort(dim).values) for dim in (0, 1)):
         raise ValueError(
-            f"mesh has ranks {ranks.tolist()}: they must rise along both dimensions, as process "
-            f"groups number their ranks so. Give {EXAMPLE}"
+            f"mesh has ranks {ranks.tolist()}, but ranks must rise along both dimensions, because "
+            f"process groups number their ranks in this order. Give {EXAMPLE}"
         )
 
 
@@ -53,8 +53,8 @@ def check_same_ranks(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
         raise ValueError(
-            f"mesh has ranks {mesh.mesh.flatten().tolist()}, and DistributedDataParallel averages "
-            f"over ranks {ranks}: give both the same"
+            f"mesh has ranks {mesh.mesh.flatten().tolist()}, but DistributedDataParallel averages "
+            f"over ranks {ranks}: give both the same ranks"
         )
 
 
@@ -65,22 +65,22 @@ def check_shards(parameters: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
         theirs = getattr(parameter, "device_mesh", None)
         if theirs is None:
             raise TypeError(
-                f"{name} is not sharded, and mesh= is for models that are: call "
-                f'fully_shard(model, mesh=mesh["{INSIDE}"]) first. If each rank has the whole '
-                "model, wrap it by DistributedDataParallel, and give the mesh to ScaleComState"
+                f"{name} is not sharded, but mesh= is for sharded models. Call fully_shard(model, "
+                f'mesh=mesh["{INSIDE}"]) first. If each rank has the whole model, wrap the model '
+                "in DistributedDataParallel, and give the mesh to ScaleComState"
             )
         if theirs.ndim > 1:
             raise ValueError(
-                f"{name} lies on a mesh of the dimensions {theirs.mesh_dim_names}: fully_shard "
-                "would average its gradients between nodes itself, whole. Give it one dimension: "
-                f'fully_shard(module, mesh=mesh["{INSIDE}"])'
+                f"{name} is sharded over a mesh with the dimensions {theirs.mesh_dim_names}. "
+                "fully_shard would itself average gradients between nodes, uncompressed. Give "
+                f'fully_shard one dimension: fully_shard(module, mesh=mesh["{INSIDE}"])'
             )
         (placement,) = parameter.placements  # type: ignore[attr-defined]
         if sorted(theirs.mesh.flatten().tolist()) != sorted(own) or not placement.is_shard():
             raise ValueError(
-                f"{name} is placed by {placement} on ranks {theirs.mesh.tolist()}, and the mesh's "
-                f'dimension "{INSIDE}" has ranks {own}: call fully_shard(module, '
-                f'mesh=mesh["{INSIDE}"]) with the mesh that is given here'
+                f"{name} has the placement {placement} on ranks {theirs.mesh.tolist()}, but must "
+                f'be sharded over ranks {own}, which are the dimension "{INSIDE}" of mesh=. Call '
+                f'fully_shard(module, mesh=mesh["{INSIDE}"]) with the same mesh'
             )
 
 
@@ -98,6 +98,6 @@ def check_averages(
     dist.reduce_scatter_tensor(found, ones, op=dist.ReduceOp.AVG, group=group)
     if found.item() != 1:
         raise RuntimeError(
-            f"this PyTorch ({torch.__version__}) sums over {dist.get_backend(group)} where FSDP2 "
-            f"asks for averages, so that gradients would be {size} times too large: update PyTorch"
+            f"this PyTorch ({torch.__version__}) sums over {dist.get_backend(group)} when FSDP2 "
+            f"asks for averages, so gradients would be {size} times too large: update PyTorch"
         )

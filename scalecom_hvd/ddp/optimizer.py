@@ -130,7 +130,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise ValueError("backward_passes_per_step must be > 0")
     if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
         raise ValueError(
-            "op must be dist.ReduceOp.AVG (the default) or SUM: others need all values"
+            "op must be dist.ReduceOp.AVG (the default) or SUM: other operations need all values"
         )
     check_local(local_steps, outer, overlap, fragments, clip_changes)
     _check_not_wrapped(p for group in optimizer.param_groups for p in group["params"])
@@ -166,8 +166,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         collectives = ProcessGroupCollectives(process_group, sums, devices)
     elif op != dist.ReduceOp.AVG or process_group is not None:
         raise ValueError(
-            "op and process_group are torch.distributed's, and collectives= brings another "
-            "transport: leave them out"
+            "collectives= brings its own transport, but op and process_group belong to "
+            "torch.distributed: leave op and process_group out"
         )
     averager = make_averager(
         parameters,
@@ -226,9 +226,13 @@ def _check_settings_of_shards(
     settings = (
         (op != dist.ReduceOp.AVG, "op=SUM", "FSDP2 averages inside nodes"),
         (sparse_as_dense, "sparse_as_dense", "FSDP2 has no sparse gradients"),
-        (process_group is not None, "process_group", "the mesh says who averages with whom"),
-        (collectives is not None, "collectives", "the mesh says who averages with whom"),
-        (local_steps is not None, "local_steps", "they are of whole parameters so far"),
+        (process_group is not None, "process_group", "the mesh says which ranks average together"),
+        (collectives is not None, "collectives", "the mesh says which ranks average together"),
+        (
+            local_steps is not None,
+            "local_steps",
+            "local steps need whole parameters",
+        ),
     )
     check_left_out("mesh=", settings)
 
@@ -247,7 +251,7 @@ def broadcast_parameters(
     Args:
         model: the model, which may differ between ranks only in its numbers; or its state_dict(),
             or a list of (name, tensor) or of tensors.
-        root_rank: the rank that sends, by its place in the group.
+        root_rank: the rank that sends, by its position in the group.
         process_group: default: all ranks. For a sharded model, give the ranks that have the same
             shards, mesh.get_group("replicate").
 
@@ -262,8 +266,8 @@ def broadcast_parameters(
             tensor = item[1] if isinstance(item, tuple) else item
             if hasattr(tensor, "to_local") and process_group is None:
                 raise ValueError(
-                    "the model is sharded: give the ranks that have the same shards, "
-                    'process_group=mesh.get_group("replicate")'
+                    "the model is sharded, so only ranks with the same shards can share values. "
+                    'Give the group of these ranks: process_group=mesh.get_group("replicate")'
                 )
             if isinstance(tensor, torch.Tensor):
                 _broadcast(local_part(tensor.detach()), root, process_group)
@@ -350,7 +354,7 @@ class _Averaging:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() was called after optimizer.synchronize(), and averages "
-                    "again: put it into `with optimizer.skip_synchronize():`",
+                    "gradients again. Call step() inside `with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -426,8 +430,8 @@ def _check_not_wrapped(parameters: Iterable[torch.Tensor]) -> None:
         gc.collect()  # a wrapper that the script dropped may be part of a cycle
         if _is_wrapped(own):
             raise TypeError(
-                "the model is wrapped by DistributedDataParallel, which averages gradients by "
-                "itself: leave the wrapper out, or keep it and use its hook, "
+                "the model is wrapped by DistributedDataParallel, which averages gradients itself. "
+                "Leave the wrapper out, or keep it and use its hook, "
                 "model.register_comm_hook(ScaleComState(model, ...), scalecom_hook), with the "
                 "plain optimizer"
             )
@@ -447,6 +451,6 @@ def _check_names(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
     trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     if any(id(p) not in named for p in trained):
         raise ValueError(
-            "the optimizer trains parameters that named_parameters does not name, or names twice: "
-            "give named_parameters=model.named_parameters() of the whole model"
+            "the optimizer trains parameters that named_parameters does not name, or names twice. "
+            "Give named_parameters=model.named_parameters() of the whole model"
         )

@@ -33,6 +33,7 @@ import ctypes
 import datetime
 import logging
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,6 +48,10 @@ from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
 log = logging.getLogger("scalecom_hvd")
 
 SECONDS_TO_TELL = 60  # of waiting for others before a warning, as in Horovod
+NOT_ALL_HERE = (
+    "this rank has waited %d s for the other ranks to make their DistributedOptimizer or "
+    "ScaleComState, and goes on waiting. Does every rank make them, in the same order?"
+)
 SECONDS_TO_END = 2  # to wait for what is on its way when the process ends
 
 # How many exchanges each set of ranks has made, the same on all of them.
@@ -117,7 +122,10 @@ class ProcessGroupWork:
             try:
                 self._wait_for(work)
             except RuntimeError as error:
-                self._error = CollectiveError(str(error))
+                self._error = CollectiveError(
+                    f"{self._name} failed. Most often another rank has ended with an error, or "
+                    f"took fewer steps than this one. torch.distributed says: {error}"
+                )
                 self._error.__cause__ = error
             else:
                 if self._then is not None:
@@ -138,9 +146,9 @@ class ProcessGroupWork:
         except RuntimeError:
             if not work.is_completed():
                 log.warning(
-                    "this rank has waited %d s for others to submit %s, and goes on waiting. Does "
-                    "every rank take this step? Are several optimizers stepped in the same order "
-                    "everywhere?",
+                    "this rank has waited %d s for other ranks to submit %s, and goes on waiting. "
+                    "Does every rank take this step? If there are several optimizers, do all "
+                    "ranks step them in the same order?",
                     SECONDS_TO_TELL,
                     self._name,
                 )
@@ -207,6 +215,10 @@ class ProcessGroupCollectives:
 
     def _new_gloo(self, name: str) -> Any:
         store = dist.PrefixStore(name, self._store)
+        # Gloo waits for all ranks, and nothing else would say that some are missing.
+        waits = threading.Timer(SECONDS_TO_TELL, log.warning, (NOT_ALL_HERE, SECONDS_TO_TELL))
+        waits.daemon = True
+        waits.start()
         try:
             return dist.ProcessGroupGloo(store, self.position, self.size, self._timeout)
         except RuntimeError as error:
@@ -214,10 +226,13 @@ class ProcessGroupCollectives:
                 raise
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise RuntimeError(
-                f"this process may have {limit} files and connections open, and needs more: each "
-                f"optimizer, or hook, has up to 10 process groups of about {self.size + 3}. Say "
-                "`ulimit -n 65536` before torchrun, in the shell or the job's script"
+                f"this process may have {limit} files and connections open, but needs more: each "
+                "optimizer, or hook, has up to 10 process groups, and each group needs about "
+                f"{self.size + 3}. Run `ulimit -n 65536` before torchrun, in the shell or the "
+                "job's script"
             ) from error
+        finally:
+            waits.cancel()
 
     @property
     def share(self) -> float:
@@ -272,9 +287,9 @@ def _backend_for(device: torch.device, group: dist.ProcessGroup | None) -> str:
     backend = backends.get(device.type)
     if backend not in ("gloo", *_NEW_GROUPS) and backend not in _plugins():
         raise ValueError(
-            f"parameters are on {device}, and the process group has {backends}, of which nothing "
-            f"serves {device.type}: leave the backend out of torch.distributed."
-            "init_process_group(), which then takes the usual one for each device"
+            f"parameters are on {device}, but no backend of the process group ({backends}) serves "
+            f"{device.type}. Leave the backend out of torch.distributed.init_process_group(), "
+            "which then takes the usual backend for each device"
         )
     return backend
 

@@ -94,8 +94,9 @@ class ShardedGradients:
         if self._backward != backward:
             if backward < self._latest:  # autograd counts upwards
                 raise RuntimeError(
-                    "a backward ran within this one, as activation checkpointing with "
-                    "use_reentrant=True has it: give checkpoint(..., use_reentrant=False)"
+                    "a backward pass ran inside this one, as it does under activation "
+                    "checkpointing with use_reentrant=True. Give checkpoint(..., "
+                    "use_reentrant=False)"
                 )
             if self._backward is not None:  # the last ended in an error: its gradients are lost
                 self.forget(keeps=False)

@@ -29,19 +29,21 @@ __all__ = ["Examination", "add_arguments"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `doctor` to a parser."""
     parser.add_argument(
-        "--no-self-test", action="store_true", help="do not start ranks: only look at what there is"
+        "--no-self-test",
+        action="store_true",
+        help="do not start ranks: only look at what is installed",
     )
     parser.add_argument(
         "--limit",
         type=_seconds,
         default=120.0,
         metavar="SECONDS",
-        help="of each import and each test (default: 120)",
+        help="time limit of each import and each test (default: 120)",
     )
     parser.add_argument(
         "--gpu", action="store_true", help="test training on this machine's GPUs too"
     )
-    parser.add_argument("--json", action="store_true", help="the same for a program")
+    parser.add_argument("--json", action="store_true", help="write the report as JSON")
 
 
 def _seconds(text: str) -> float:
@@ -100,9 +102,9 @@ class Examination:
         self.found += findings.findings(there)
         yield ""
         if self._arguments.no_self_test:
-            yield "Self-test: left out."
+            yield "Self-test: skipped."
         else:
-            yield "Self-test: training on two ranks of this machine, held to the reference."
+            yield "Self-test: training on two ranks of this machine, compared with the reference."
             yield from self._test(there, limit)
         yield ""
         yield from findings.lines(self.found)

@@ -44,7 +44,7 @@ class Outcome:
     def why(self) -> str:
         """Why it failed, in words."""
         if self.code is None:
-            return "it was not done at the time limit (--limit)"
+            return "it did not finish within the time limit (--limit)"
         if self.code < 0:
             return f"it was ended by {signal.Signals(-self.code).name}"
         return self.last_line or f"exit code {self.code}"

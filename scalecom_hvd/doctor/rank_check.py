@@ -57,7 +57,7 @@ class RankCheck:
             self._came[name] += sum(grads[name] for grads in gradients) / RANKS
             self._went[name] += received[name]
             if np.count_nonzero(average) == average.size:
-                raise AssertionError(f"{name} was sent whole: nothing was compressed")
+                raise AssertionError(f"{name} was sent uncompressed")
 
     def end(self, residues: Arrays, parameters: Sequence[Array]) -> None:
         """Check at the end what must be conserved.
@@ -71,13 +71,13 @@ class RankCheck:
         """
         for name, came in self._came.items():
             waits = residues[name] / CONFIG.beta
-            _same(f"what was sent of {name}, and its residue,", self._went[name] + waits, came)
+            _same(f"the sent part of {name} plus its residue", self._went[name] + waits, came)
         if not all(np.array_equal(parameters[0], others) for others in parameters):
             raise AssertionError("parameters differ between ranks")
 
     def passed(self, kernel: str) -> None:
         """Report success, in one write because ranks share their output."""
-        sys.stdout.write(f"{PASSED}{STEPS} steps as the reference takes them, {kernel}\n")
+        sys.stdout.write(f"{PASSED}{STEPS} steps equal the reference's, {kernel}\n")
         sys.stdout.flush()
 
 
@@ -85,8 +85,9 @@ def check_size(size: int) -> None:
     """Raise RuntimeError unless all ranks have found each other. size: how many have."""
     if size != RANKS:
         raise RuntimeError(
-            f"{RANKS} ranks were started, and {size} found each other: the launcher is of another "
-            "MPI than Horovod was built with, or was given other ranks"
+            f"{RANKS} ranks were started, but {size} found each other. The launcher belongs to "
+            "another MPI than the one that Horovod was built with, or was given another number of "
+            "ranks"
         )
 
 
@@ -98,4 +99,4 @@ def inputs(step: int, rank: int, rows: int, columns: int) -> Array:
 def _same(what: str, found: Array, expected: Array) -> None:
     if not np.allclose(found, expected, rtol=1e-4, atol=1e-6):
         off = np.abs(found - expected).max()
-        raise AssertionError(f"{what} should be what the reference has, and is off by {off:g}")
+        raise AssertionError(f"{what} differs from the expected values by up to {off:g}")

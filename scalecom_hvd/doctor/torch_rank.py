@@ -169,7 +169,7 @@ def on_torch_distributed(face: str, device: str, backend: str) -> None:
 
 
 def in_mixed_precision(device: str, backend: str) -> None:
-    """Test the hook with autocast and a GradScaler, in float16, with a void step, and in bfloat16.
+    """Test the hook with autocast and a GradScaler, in float16 (skipping a step) and in bfloat16.
 
     Raises:
         AssertionError: training does not go on as it should.
@@ -202,9 +202,11 @@ def in_mixed_precision(device: str, backend: str) -> None:
             losses.append(float(loss.detach()))
         everyones = [torch.empty_like(flat(model)) for _ in range(RANKS)]
         dist.all_gather(everyones, flat(model))
-        assert all(torch.equal(everyones[0], other) for other in everyones), "ranks came apart"
+        assert all(torch.equal(everyones[0], other) for other in everyones), (
+            "parameters differ between ranks"
+        )
         skipped = state.stats()["skipped_steps"]
-        assert (skipped > 0) == scaler.is_enabled(), f"{skipped} steps were void in {dtype}"
+        assert (skipped > 0) == scaler.is_enabled(), f"{skipped} steps were skipped in {dtype}"
         assert losses[-1] < losses[0] / 2, f"the loss went from {losses[0]} to {losses[-1]}"
     sys.stdout.write(f"{PASSED}{AMP_STEPS} steps each in float16 and bfloat16\n")
     sys.stdout.flush()
@@ -252,7 +254,7 @@ def profiled(device: str, backend: str) -> None:
     assert told.beside > 0, "the exchange's kernels ran after backward's"
     sys.stdout.write(
         f"{PASSED}{told.milliseconds / 3:.1f} ms of the exchange's kernels a step, "
-        f"{told.beside:.0%} of it beside the model's\n"
+        f"{told.beside:.0%} of it at the same time as the model's\n"
     )
     sys.stdout.flush()
     dist.barrier()

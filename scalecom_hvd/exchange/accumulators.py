@@ -1,6 +1,6 @@
 """Moves on accumulators, acc = m + g: the algorithm as the paper writes it.
 
-A bucket calls these functions for methods that send any values at any places. Imports residue and
+A bucket calls these functions for methods that send any values at any indices. Imports residue and
 kernels.
 """
 

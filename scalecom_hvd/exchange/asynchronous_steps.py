@@ -57,11 +57,14 @@ class AsynchronousSteps:
         ranks: Sequence[int],
     ) -> None:
         if method.config.lookahead:
-            raise ValueError("lookahead needs to know who synchronises next: leave it out")
+            raise ValueError(
+                "lookahead does not work with a list of local_steps, because it must know which "
+                "ranks synchronise next: leave lookahead out"
+            )
         if len(ranks) != collectives.size or min(ranks) < 1:
             raise ValueError(
-                f"local_steps={list(ranks)} must be a number of steps for each of "
-                f"{collectives.size} ranks"
+                "local_steps must list one number of steps (at least 1) for each of the "
+                f"{collectives.size} ranks, not {list(ranks)}"
             )
         self._parameters, self._ranks = parameters, ranks
         self._position, self._taken = collectives.position, 0

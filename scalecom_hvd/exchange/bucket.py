@@ -7,11 +7,11 @@ what they were, up to rounding.
 Moves come in two forms, and a method uses one of them. `accumulate`, `take` and
 `take_and_accumulate` work in place on the residues, with kernels that fuse them. They serve offsets
 that one rank chose for all ranks, as ScaleCom's leader does. Their numbers, (1) and (2), are those
-of reference.py. `accumulators`, `choose`, `send` and `receive` serve any places and any values.
+of reference.py. `accumulators`, `choose`, `send` and `receive` serve any indices and values.
 They are simple rather than fast, and use two tensors as large as the bucket.
 
-An *offset* is a row in a lane, as it travels. A *position* is an index into one tensor. A *place*
-is an index into the accumulators of the whole bucket.
+An *offset* is a row in a lane, as it travels. A *position* is an index into one tensor. `places`
+are indices into the accumulators of the whole bucket.
 
 Imports accumulators, values, integer_values, residue and the rooms below.
 """
@@ -69,7 +69,7 @@ class Bucket:
     """Tensors that share one broadcast and one all-reduce.
 
     Args:
-        number: the bucket's place among the buckets.
+        number: the bucket's position among the buckets.
         names: the names of its tensors. They are on one device, and have one dtype on the wire.
         parameters: {name: parameter} of at least these tensors.
         residues: the residues of the compressed tensors.
@@ -90,7 +90,7 @@ class Bucket:
         frozen: one bool for each of `compressed`. True: the tensor is no longer trained, or no rank
             uses it in this step, so its residue stays as it is.
         bad: how many elements of this step's gradients and values are not finite, or too large.
-            They count as zero here, and make the step void on all ranks.
+            They count as zero here, and all ranks skip the step.
         has_received: whether the bucket was told this step's averages.
     """
 
@@ -305,11 +305,11 @@ class Bucket:
         """
         if self._levels:
             raise RuntimeError(
-                "values of few bits are taken by bucket.take_and_accumulate(): give bits=32 to a "
-                "method that calls take()"
+                "take() does not work with values of few bits. Call bucket.take_and_accumulate() "
+                "instead, or give bits=32 to a method that calls take()"
             )
         if not self._has_accumulated:
-            raise RuntimeError("take() comes after `yield from bucket.accumulate()`")
+            raise RuntimeError("take() must come after `yield from bucket.accumulate()`")
         wire = self._wire._replace(offsets=offsets)
         beta, extra = self._beta, self._extra
         yield from self._run("take", lambda own: own.take(beta, 1 - beta, extra, wire))
@@ -374,7 +374,7 @@ class Bucket:
         return list(self.accumulators.split(self.sizes))
 
     def sendable(self, places: Places) -> torch.Tensor:
-        """The values that this worker should send at these places, as a new tensor.
+        """The values that this worker should send at these indices, as a new tensor.
 
         They are the accumulators there. With config.flush they also include all that waited,
         wherever the gradient does not point the other way.
@@ -398,47 +398,47 @@ class Bucket:
             ]
             kernel = kernel_for(self._device, dtype, dtype, self.geometries[0])
             self._chooser = kernel(slots, [dtype] * len(slots))
-        # Accumulators take the place of residues here, and nothing is added to them.
+        # Accumulators replace residues here, and nothing is added to them.
         self._chooser.begin(parts, [False] * len(parts), 1.0)
         self._chooser.accumulate(0.0, CHOOSE_RESIDUE, buffer)
         self._chooser.release()
         return buffer
 
     def places_at(self, offsets: torch.Tensor) -> torch.Tensor:
-        """The places in `accumulators`, (sum of counts,) int64, that offsets stand for."""
+        """The indices into `accumulators`, (sum of counts,) int64, that offsets stand for."""
         return self.places(
             [positions_of(slot.geometry, slot.offsets(offsets)) for slot in self._slots]
         )
 
     def places(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Convert positions in every tensor to places in `accumulators`."""
+        """Convert positions in every tensor to indices into `accumulators`."""
         return torch.cat([own + at for own, at in zip(positions, self._starts, strict=True)])
 
     def send(self, places: Places, values: torch.Tensor) -> None:
-        """Note that this worker sent these values at these places. The rest stays in its residue.
+        """Note that this worker sent these values at these indices. The rest stays in its residue.
 
         Args:
-            places: no place occurs twice.
-            values: one for each place.
+            places: indices, none of them twice.
+            values: one for each index.
 
         Raises:
-            ValueError: there are more or fewer values than places.
+            ValueError: there are more or fewer values than indices.
         """
         self._refuse_whole("sends")
         self._check_places(places, values)
         self.accumulators[places] -= values
 
     def receive(self, where: Places, averages: torch.Tensor) -> None:
-        """Note the average over ranks: these values at these places, and zero elsewhere.
+        """Note the average over ranks: these values at these indices, and zero elsewhere.
 
         Args:
-            where: places. If a place occurs several times, its values add up. After moves in place:
+            where: indices. If one occurs several times, its values add up. After moves in place:
                 the offsets at which values were taken.
-            averages: one for each place, the same on every rank. After moves in place: what `take`
+            averages: one for each index, the same on every rank. After moves in place: what `take`
                 returned, averaged in place.
 
         Raises:
-            ValueError: there are more or fewer averages than places.
+            ValueError: there are more or fewer averages than indices.
         """
         self._refuse_whole("receives")
         self.has_received = True
@@ -454,18 +454,16 @@ class Bucket:
 
     def _refuse_whole(self, what: str) -> None:
         if self.whole:
-            raise RuntimeError(
-                f"a step that is sent whole {what} nothing by a method: see whole_step"
-            )
+            raise RuntimeError(f"an uncompressed step {what} nothing by a method: see whole_step")
 
     def _check_places(self, places: Places, values: torch.Tensor) -> None:
         if not isinstance(values, torch.Tensor):
-            raise TypeError(f"values must be a tensor, not {values!r}: was it `yield from`?")
+            raise TypeError(f"values must be a tensor, not {values!r}: is a `yield from` missing?")
         shape = self.accumulators[places].shape if isinstance(places, slice) else places.shape
         if values.shape != shape:
             raise ValueError(
-                f"there are {tuple(values.shape)} values for {tuple(shape)} places of bucket "
-                f"{self.number}: each place needs its value"
+                f"there are {tuple(values.shape)} values for {tuple(shape)} indices of bucket "
+                f"{self.number}: each index needs one value"
             )
 
     def will_overwrite(self, tensor: torch.Tensor) -> bool:

@@ -168,7 +168,7 @@ class BucketSteps:
             step.advance(LAST)
 
     def _wave_of(self, step: BucketStep) -> int:
-        """The place of the step's bucket among the buckets of its channel."""
+        """The position of the step's bucket among the buckets of its channel."""
         return step.bucket.number // len(self._channels)
 
     @staticmethod

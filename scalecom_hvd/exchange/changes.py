@@ -29,7 +29,7 @@ class Journey:
         since: how many steps were taken before the departure.
         sent_from: {name: x_i at the departure}, if this rank takes more steps meanwhile.
         averages: {name: averaged change}, once they were waited for. {}: the synchronisation was
-            void.
+            skipped.
     """
 
     names: Sequence[str]
@@ -82,15 +82,15 @@ class Clipping:
         self.times = None if times is None else checked_number("clip_changes", times)
         if self.times is not None and not 0 < self.times < math.inf:
             raise ValueError(
-                "clip_changes is how many times the median length a change may have, such as 2: a "
-                f"number above 0, not {times}"
+                f"clip_changes must be a number above 0, not {times}. A change may be at most this "
+                "many times, such as 2, as long as the median change"
             )
         self.clipped = 0
 
     def clip(self, changes: Sequence[torch.Tensor], collectives: Collectives) -> None:
         """Clip this rank's change, in place. All ranks wait for each other here.
 
-        A change that is not finite is left as it is. It makes the synchronisation void.
+        A change that is not finite is left as it is. The synchronisation is then skipped.
         """
         if self.times is None:
             return

@@ -88,7 +88,7 @@ class Collectives(Protocol):
 
     @property
     def position(self) -> int:
-        """This rank's place, 0 to size - 1."""
+        """This rank's position, 0 to size - 1."""
         ...
 
     @property

@@ -37,8 +37,8 @@ class Streams:
         devices = [device for device in dict.fromkeys(devices) if device.type not in _HOSTS]
         if devices and not hasattr(getattr(torch, "accelerator", None), "set_device_index"):
             raise ValueError(
-                f"parameters are on {devices[0]}, which needs PyTorch 2.7 or newer, and this is "
-                f"{torch.__version__}: update PyTorch, or train on CPUs"
+                f"parameters are on {devices[0]}, which needs PyTorch 2.7 or newer, but this is "
+                f"PyTorch {torch.__version__}. Update PyTorch, or train on CPUs"
             )
         self._streams = [torch.Stream(device=device) for device in devices]
         self._outside: list[torch.Stream] = []

@@ -104,7 +104,7 @@ class Sampler:
     def look(self, step: int, collectives: Collectives, name: str) -> None:
         """Let ranks compare what they saw of a step that is over.
 
-        All ranks call this, so they may wait for each other. If a part of the step was void, all
+        All ranks call this, so they may wait for each other. If a part of the step was skipped, all
         ranks know it, and there is nothing to compare.
 
         Args:

@@ -163,7 +163,7 @@ class Exchange(Averager):
         kinds = ("offsets", "values", "dense", "gathered", "collectives")
         self._submitted = dict.fromkeys(kinds, 0)
         # About the last finished step, or part of a step: whether it ended the step, what was
-        # submitted, how many places of each tensor were chosen, and which tensors it was about.
+        # submitted, how many elements of each tensor were chosen, and which tensors it was about.
         self._places: dict[str, int] = {}
         self._last = True, self._submitted, self._places, list(self._parameters)
         # Whether ranks must still compare parameters. Local steps compare theirs themselves.
@@ -302,7 +302,7 @@ class Exchange(Averager):
             parameter: each reported parameter, once.
 
         Returns:
-            What .grad must become, with its shape and dtype. It is NaN in a void (skipped) step.
+            What .grad must become, with its shape and dtype. It is NaN in a skipped step.
 
         Raises:
             RuntimeError: ranks were started differently. It is raised at the first step, on all
@@ -561,8 +561,8 @@ class Exchange(Averager):
             self._end_step(looks)
 
     def _end_step(self, looks: bool) -> None:
-        """End the step. Each of its parts was committed, or was void."""
-        # If a part was void, or ranks agreed anew since, the norms are not those of all buckets.
+        """End the step. Each of its parts was committed, or was skipped."""
+        # If a part was skipped, or ranks agreed anew since, the norms are not those of all buckets.
         if self._norms and len(self._norms) == sum(bool(b.compressed) for b in self.buckets):
             self.residues.look(list(self._norms.values()))
         self._norms = {}

@@ -46,7 +46,8 @@ def rates_from_flops(
     """
     if batch_size < 1:
         raise ValueError(
-            f"batch_size is the number of samples in example_inputs, at least 1, not {batch_size}"
+            f"batch_size must be at least 1, not {batch_size}. It is the number of samples in "
+            "example_inputs"
         )
     layers = {
         name: module
@@ -54,7 +55,7 @@ def rates_from_flops(
         if any(p.requires_grad for p in module.parameters(recurse=False))
     }
     if not layers:
-        raise ValueError("the model has no parameters that are trained")
+        raise ValueError("the model has no trainable parameters")
     flops = _count(model, layers, example_inputs)
 
     # Tied parameters belong to the layer that comes first, as in model.named_parameters().

@@ -75,9 +75,9 @@ def check_sizes(grads: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tens
         grad = grads[name]
         if grad.numel() != own.numel() or grad.device != own.device:
             raise RuntimeError(
-                f"the gradient of {name} has {grad.numel()} elements on {grad.device}, and its "
-                f"parameter had {own.numel()} on {own.device} when the optimizer was made: make "
-                "the DistributedOptimizer when the model has its final shapes and is on its device"
+                f"the gradient of {name} has {grad.numel()} elements on {grad.device}, but its "
+                f"parameter had {own.numel()} on {own.device} when the optimizer was made. Make "
+                "the DistributedOptimizer after the model has its final shapes and is on its device"
             )
         assert grad.is_contiguous(), "gradients must be flat and contiguous here"
 

@@ -12,7 +12,7 @@ from scalecom_hvd.integers import field_bits, fields_per_word, words_of
 
 
 class IntegerValues:
-    """A buffer that is all-reduced: [words | one count], int32. It takes the place of Values.
+    """A buffer that is all-reduced: [words | one count], int32. It replaces Values.
 
     Args:
         n_values: how many values there are.

@@ -40,8 +40,8 @@ def kernel_for(
     library = native.library()
     if library is None and asked == "native":
         raise RuntimeError(
-            "SCALECOM_KERNEL=native, but the native kernel was not built: install a C compiler, "
-            "then scalecom_hvd again"
+            "SCALECOM_KERNEL=native, but the native kernel was not built. Install a C compiler, "
+            "then install scalecom_hvd again"
         )
     return NativeKernel if library is not None else TorchKernel
 
@@ -72,10 +72,12 @@ def _triton_kernel(device_type: str, required: bool) -> type[Kernel]:
 
         return TritonKernel
     if required:
-        raise RuntimeError(f"SCALECOM_KERNEL=triton, but {why_not}")
+        raise RuntimeError(
+            f"SCALECOM_KERNEL=triton, but the Triton kernel does not work here: {why_not}"
+        )
     _warn(
-        f"the Triton kernel is not used: {why_not}; the plain-torch kernel is used instead, which "
-        "is several times slower"
+        f"the Triton kernel is not used: {why_not}. The plain-torch kernel is used instead, and is "
+        "several times slower"
     )
     return TorchKernel
 
@@ -90,8 +92,8 @@ def _why_not_triton(device_type: str) -> str | None:
         from scalecom_hvd.exchange import triton_kernel
     except ImportError as error:
         return (
-            f"triton cannot be imported ({error}): install the version that torch asks for "
-            "(pip show torch)"
+            f"triton cannot be imported ({error}): install the version that torch requires (pip "
+            "show torch)"
         )
     return triton_kernel.why_not(device_type)
 

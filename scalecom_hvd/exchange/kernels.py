@@ -34,7 +34,7 @@ Count = int | torch.Tensor
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """A compressed tensor's residue, and the tensor's place in the buffers that it shares.
+    """A compressed tensor's residue, and the tensor's position in the buffers that it shares.
 
     Attributes:
         residue: (N,) float32 or float64.
@@ -72,7 +72,7 @@ class Wire(NamedTuple):
     """Where values are taken, and the buffers in which they travel.
 
     Attributes:
-        offsets: the bytes of the places' offsets, and of the scales of integers.
+        offsets: the bytes of the chosen offsets, and of the scales of integers.
         values: the buffer in which values travel. It is averaged in place, except that integers are
             packed first.
         sent: a buffer of the same size, for a copy of what was sent. For integers it is `values`.
@@ -309,7 +309,7 @@ def more_of(waited: torch.Tensor, g: torch.Tensor, extra: float) -> torch.Tensor
 def choose_scales(
     slot: TensorSlot, grad: torch.Tensor, scale: float, extra: float, chosen: torch.Tensor
 ) -> None:
-    """Set the scales of integers for what the chosen places would send, with acc = m + g."""
+    """Set the scales of integers for what the chosen elements would send, with acc = m + g."""
     if slot.levels:
         positions = positions_of(slot.geometry, slot.offsets(chosen))
         m = slot.residue[positions]

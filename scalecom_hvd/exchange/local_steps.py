@@ -24,7 +24,7 @@ Changes may be clipped before they are sent (changes.py). With fragments, the mo
 parts, which synchronise in turn. A round ends with the last part, and is one step of the Exchange.
 
 The Exchange is used as it is, on the common parameters, with changes instead of gradients: buckets,
-residues, leaders, warm-up, void (skipped) steps and checks are the same. Every worker's optimizer
+residues, leaders, warm-up, skipped steps and checks are the same. Every worker's optimizer
 keeps its own state, which is never averaged.
 
 When ranks wait: `step` waits for all ranks at the first step, where they compare, and after each
@@ -121,8 +121,9 @@ class LocalSteps(Averager):
         schedule.check_overlap(overlap)
         if method.config.step_ahead:
             raise ValueError(
-                "local steps and step-ahead gradients exclude each other, as both move a rank's "
-                f"own parameters: leave out model= and step_ahead= of {type(method).__name__}"
+                "local steps and step-ahead gradients exclude each other, because both move a "
+                "rank's own parameters. Leave out model= and step_ahead= of "
+                f"{type(method).__name__}"
             )
         self.schedule = schedule
         self._overlap = overlap
@@ -254,8 +255,8 @@ class LocalSteps(Averager):
                 break
         else:
             raise RuntimeError(
-                "ranks cannot synchronise: their changes, or residues, add up to what is not "
-                "finite. Lower the learning rate"
+                "ranks cannot synchronise: the sum of their changes, or residues, is not finite. "
+                "Lower the learning rate"
             )
 
     @torch.no_grad()
@@ -380,8 +381,9 @@ class LocalSteps(Averager):
             return
         log.warning(
             "step %d: this rank's parameters are not finite, or changed by more than 2**100, "
-            "since its last synchronisation: they are those of then again, and its optimizer's "
-            "state is zero. Look at the loss of every rank, or lower the learning rate",
+            "since its last synchronisation. They are reset to their values at that "
+            "synchronisation, and this rank's optimizer's state is reset to zero. Look at the "
+            "loss of every rank, or lower the learning rate",
             self.taken,
         )
         for name, parameter in self._parameters.items():
@@ -475,8 +477,8 @@ class LocalSteps(Averager):
                     name: self._parameters[name].clone() for name in self._journey.names
                 }
             log.warning(
-                "this rank begins from the common parameters of rank %d, in the middle of a "
-                "round of local steps",
+                "this rank begins from rank %d's common parameters, in the middle of a round of "
+                "local steps",
                 root,
             )
 

@@ -130,8 +130,8 @@ def _state_of(grad: torch.Tensor) -> tuple[int, bytes]:
 
 CHANGED = (
     "gradients were changed on some rank between backward() and step(), while they were being "
-    "averaged, so that the change would be lost: call optimizer.synchronize() after backward(), "
-    "then change them (clip_grad_norm_, scaler.unscale_(optimizer), ...), and call step() inside "
+    "averaged, so the change would be lost. Call optimizer.synchronize() after backward(), then "
+    "change gradients (clip_grad_norm_, scaler.unscale_(optimizer), ...), and call step() inside "
     "`with optimizer.skip_synchronize():`"
 )
 
@@ -326,9 +326,9 @@ class NewGradients:
         found = judge(gather_objects(self._collectives, standing, "agreement.gradients"))
         if found is Found.CHANGED and not self._warned:
             log.warning(
-                "gradients were changed after synchronize(), on every rank in another way, and "
-                "are averaged once more, as Horovod does: whole, not compressed. If they need not "
-                "be, call step() inside `with optimizer.skip_synchronize():`; if they are new "
+                "gradients were changed differently on the ranks after synchronize(), so they are "
+                "averaged again, uncompressed, as Horovod does. If they need no second average, "
+                "call step() inside `with optimizer.skip_synchronize():`. If they are new "
                 "gradients, put them into p.grad as new tensors"
             )
             self._warned = True
@@ -425,8 +425,8 @@ def check_same_parameters(everyone: Sequence[Mapping[str, Any]]) -> None:
     if None not in digests and len(set(digests)) > 1:
         other = next(rank for rank, own in enumerate(digests) if own != digests[0])
         raise RuntimeError(
-            f"ranks 0 and {other} have different parameters, which the same averages would keep "
-            "apart for ever: call broadcast_parameters on all ranks before the first step"
+            f"ranks 0 and {other} have different parameters, and equal averages would never make "
+            "them equal. Call broadcast_parameters on all ranks before the first step"
         )
 
 

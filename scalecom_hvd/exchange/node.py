@@ -43,7 +43,7 @@ class Node:
         whole: {name: shape} of the tensors that the node's ranks share out. None: the shapes are
             those of their parts.
         size: how many ranks the node has, and so how many shards every tensor has.
-        position: this rank's place in the node: which shard it holds.
+        position: this rank's position in the node: which shard it holds.
         bytes_sent: the bytes that this rank has sent inside the node since this was set to 0.
         shards: the shards of a model that each rank has whole. None: the model's tensors are
             sharded already.
@@ -93,13 +93,13 @@ class Node:
         states, steps = told[:, 0].tolist(), told[:, 1].int().tolist()
         if GAVE_UP in states:
             raise CollectiveError(
-                "a rank of this node could not end this step, so that its shard was not averaged: "
-                "see that rank's own error"
+                "a rank of this node could not end this step, so its shard was not averaged: see "
+                "that rank's own error"
             )
         if len(set(steps)) > 1:
             raise RuntimeError(
-                f"the ranks of this node are at different steps, {steps}: "
-                "load the residues of the same step on all ranks, or on none"
+                f"the ranks of this node are at different steps, {steps}. Load residues of the "
+                "same step on all ranks, or load none on any rank"
             )
         products.copy_(told[:, 2:].sum(0))
         return all(state == SOUND for state in states)

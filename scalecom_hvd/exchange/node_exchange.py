@@ -26,7 +26,7 @@ class NodeExchange:
     Args:
         parameters: {name: parameter} of all that are trained, in the model's order.
         method: how tensors are averaged. From now on the method serves these parameters.
-        peers: the ranks at this rank's place in other nodes.
+        peers: the ranks at this rank's position in other nodes.
         node: the ranks of this node. It also knows all ranks of all nodes.
         groups: lists of names that share a bucket.
         sparse_as_dense: whether sparse gradients are made dense. If not, they are refused.
@@ -98,8 +98,8 @@ class NodeExchange:
         fill_in(parameter, False)
         if parameter.grad.is_sparse and not self._sparse_as_dense:
             raise RuntimeError(
-                f"the gradient of {name} is sparse, and between nodes none is averaged: give "
-                "sparse_as_dense=True, or make the embedding with sparse=False"
+                f"the gradient of {name} is sparse, but sparse gradients are not averaged between "
+                "nodes. Give sparse_as_dense=True, or make the embedding with sparse=False"
             )
         if not self._brought:
             self._node.bytes_sent = 0
@@ -170,7 +170,7 @@ class NodeExchange:
         if self._brought:
             raise RuntimeError(
                 "load_state_dict() was called between backward() and step(), which does not work "
-                "with nodes=: call it before backward(), or after step()"
+                "with nodes=. Call it before backward(), or after step()"
             )
         self._exchange.start_over()
 

@@ -152,13 +152,15 @@ def check_local(
     if local_steps is not None:
         return
     for given, name, what in (
-        (outer is not None, "outer", "steps with what local steps changed"),
-        (overlap != 0, "overlap", "lets local steps go on while their change is averaged"),
-        (fragments != 1, "fragments", "has parts of what local steps changed averaged in turn"),
-        (clip_changes is not None, "clip_changes", "makes what local steps changed shorter"),
+        (outer is not None, "outer", "applies the changes that local steps made"),
+        (overlap != 0, "overlap", "lets local steps go on while their changes are averaged"),
+        (fragments != 1, "fragments", "has parts of the local steps' changes averaged in turn"),
+        (clip_changes is not None, "clip_changes", "clips the changes that local steps made"),
     ):
         if given:
-            raise ValueError(f"{name}= {what}: give local_steps=H too, such as 30")
+            raise ValueError(
+                f"{name}= needs local_steps=, because it {what}. Give local_steps=H too, such as 30"
+            )
 
 
 def check_left_out(argument: str, settings: Iterable[tuple[bool, str, str]]) -> None:
@@ -170,7 +172,7 @@ def check_left_out(argument: str, settings: Iterable[tuple[bool, str, str]]) -> 
     """
     for given, what, why in settings:
         if given:
-            raise ValueError(f"with {argument} leave {what} out: {why}")
+            raise ValueError(f"{what} cannot be used with {argument}: {why}. Leave {what} out")
 
 
 def check_parameters(
@@ -187,9 +189,9 @@ def check_parameters(
     if any(p not in known for p in trained):
         end_step_by_error()
         raise RuntimeError(
-            "a parameter was added, or made trainable, after DistributedOptimizer was made, and "
-            f"ranks would never {what} it: make the DistributedOptimizer anew, with all "
-            "parameters that shall be trained"
+            "a parameter was added, or made trainable, after DistributedOptimizer was made, so "
+            f"ranks would never {what} it. Make a new DistributedOptimizer with all parameters "
+            "that are to be trained"
         )
 
 
@@ -252,7 +254,7 @@ def is_method(compression: object) -> bool:
 
 
 SHARDED = (
-    "the model's parameters are sharded, and here every rank must have the whole of each. If "
+    "the model's parameters are sharded, but here every rank must hold all parameters in full. If "
     "fully_shard (FSDP2) sharded them, use scalecom_hvd.ddp.DistributedOptimizer(..., mesh=mesh). "
     "FullyShardedDataParallel (FSDP1), tensor and pipeline parallelism are not supported: use "
     "fully_shard, or DistributedDataParallel"
@@ -285,7 +287,9 @@ def trained_parameters(
         TypeError: they are sharded, or the optimizer is a DistributedOptimizer.
     """
     if hasattr(optimizer, "skip_synchronize"):
-        raise TypeError("this optimizer averages already: wrap the one that it was made of")
+        raise TypeError(
+            "this optimizer already averages gradients: wrap the optimizer that it was made from"
+        )
     trained = {
         # Horovod's name for a nameless parameter (optimizer.py:49).
         id(p): (f"allreduce.noname.{i}.{j}", p)

@@ -105,7 +105,7 @@ class OuterStep:
                 if "outer" in state
                 else ("without", "leave out outer=")
             )
-            raise ValueError(f"the state was made {made} an outer optimizer: {give}")
+            raise ValueError(f"the state was made {made} an outer optimizer, so {give}")
         if self.optimizer is None:
             return
         own, saved = self.optimizer.state_dict(), state["outer"]
@@ -115,8 +115,8 @@ class OuterStep:
         )
         if state.get("outer_kind", kind) != kind or found != counts:
             raise ValueError(
-                f"the state's outer optimizer is no {kind} of these parameters: give the same "
-                "outer="
+                f"the state's outer optimizer is not a {kind} of these parameters: give the outer= "
+                "of the saved run"
             )
 
     def load_state_dict(self, state: Saved) -> None:
@@ -180,15 +180,16 @@ def _made(make: Outer, common: Mapping[str, torch.nn.Parameter]) -> torch.optim.
         x for group in outer.param_groups for x in group["params"]
     } != set(common.values()):
         raise TypeError(
-            "outer must be a function of the common parameters that gives a torch optimizer of "
-            "them, such as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)"
+            "outer must be a function that takes the common parameters and returns a torch "
+            "optimizer of them, such as lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, "
+            "nesterov=True)"
         )
     try:
         inspect.signature(outer.step).bind()
     except TypeError as error:
         raise TypeError(
-            f"outer must be an optimizer that steps without a closure, not {type(outer).__name__}: "
-            "there is no loss to evaluate, only averages"
+            f"outer must be an optimizer that steps without a closure, not {type(outer).__name__}. "
+            "A closure would have no loss to evaluate, only averages"
         ) from error
     return outer
 

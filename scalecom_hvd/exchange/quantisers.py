@@ -36,7 +36,7 @@ class Quantiser:
         scales: how many scales a block has.
         seed: the seed of random rounding, which differs from rank to rank.
         rounds: whether values change at all.
-        sums_halves: whether ranks that chose the same places sum float16 values.
+        sums_halves: whether ranks that chose the same indices sum float16 values.
     """
 
     rounds: bool = True
@@ -111,7 +111,7 @@ class Quantiser:
         given = (scales.shape, scales.dtype), (levels.shape, levels.dtype)
         if given != expected:
             raise ValueError(
-                f"{type(self).__name__}.quantise gave scales and levels of {given}, and they must "
+                f"{type(self).__name__}.quantise gave scales and levels of {given}, but they must "
                 f"be of {expected}"
             )
         own = scales.reshape(-1).view(torch.uint8)
@@ -173,8 +173,8 @@ class QSGD(Quantiser):
     ) -> None:
         if isinstance(levels, bool) or not isinstance(levels, int) or not 1 <= levels <= 127:
             raise ValueError(
-                f"levels must be a whole number from 1 to 127, not {levels!r}: more do not fit "
-                "into 8 bits"
+                f"levels must be a whole number from 1 to 127, not {levels!r}. More levels do not "
+                "fit into 8 bits"
             )
         if norm not in ("max", 2):
             raise ValueError(f'norm must be "max" or 2, not {norm!r}')
@@ -302,7 +302,7 @@ class BinMeans(Quantiser):
 class Float16(Quantiser):
     """Half precision.
 
-    If ranks chose the same places, values are summed in half precision, as with ScaleCom's
+    If ranks chose the same indices, values are summed in half precision, as with ScaleCom's
     wire_dtype="float16". If not, they are gathered. A value that is so large that n such values
     would have no finite sum is cut off, and the rest stays in the residue.
     """
@@ -363,8 +363,8 @@ def quantiser_of(value: Quantiser | type[Quantiser] | None) -> Quantiser:
     if isinstance(value, Quantiser):
         if value.bits not in (1, 2, 4, 8) and type(value).pack is Quantiser.pack:
             raise ValueError(
-                f"{type(value).__name__}.bits must be 1, 2, 4 or 8, which fill bytes, "
-                f"not {value.bits!r}"
+                f"{type(value).__name__}.bits must be 1, 2, 4 or 8, so that values fill whole "
+                f"bytes, not {value.bits!r}"
             )
         return value
     raise TypeError(
@@ -435,7 +435,7 @@ class BlockLayout:
             self._slots = torch.cat(places)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Put values, or levels, (K,) in their places in (blocks, block), with zeros elsewhere."""
+        """Put values, or levels, (K,) at their indices in (blocks, block), with zeros elsewhere."""
         blocks = values.new_zeros(self._shape)
         blocks.view(-1)[slice(self._count) if self._slots is None else self._slots] = values
         return blocks

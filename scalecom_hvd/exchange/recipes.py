@@ -57,9 +57,8 @@ def sparseloco(local_steps: int | Mapping[int, int] = 30, rate: float = 64) -> A
 
     Every rank takes H steps of its own, with AdamW in the paper. It adds its change to 0.95 of what
     it has not sent before. Of the sum, it sends the largest elements, which it chooses by itself,
-    in two bits. At each place, the average over the ranks that sent something there is subtracted.
-    Residues replace the outer momentum. All tensors with at least min_numel elements are
-    compressed.
+    in two bits. For each element, the average over the ranks that sent it is subtracted. Residues
+    replace the outer momentum. All tensors with at least min_numel elements are compressed.
 
     Two details differ from the paper. Of every `rate` elements, the largest is sent; the paper
     sends the 64 largest of every 4096. The levels of the two bits are those of BinMeans.

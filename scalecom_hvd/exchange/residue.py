@@ -50,7 +50,7 @@ class CompressedTensor:
             integers of few bits; several of them share a word (integers.py).
         levels: L of those integers. 0: values travel as numbers.
         beta: the low-pass filter's beta.
-        extra: how many times more of what waits is sent at places where the gradient agrees.
+        extra: how many times more of what waits is sent at indices where the gradient agrees.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Residues:
             if not parameter.is_floating_point():
                 raise TypeError(
                     f"{name} has dtype {parameter.dtype}, which ScaleCom cannot average over "
-                    "ranks: train it as two real parameters, or keep it out of this optimizer"
+                    "ranks. Train it as two real parameters, or leave it out of this optimizer"
                 )
         shapes = dict(whole or {name: tuple(p.shape) for name, p in parameters.items()})
         self.rates = self.config.rates_for(shapes)
@@ -189,8 +189,8 @@ class Residues:
         others = self.ranks not in (None, ranks)
         if others:
             log.warning(
-                "resuming on %d ranks what ran on %d: newcomers start with empty residues, those "
-                "of ranks that are gone are lost",
+                "resuming on %d ranks, after training on %d ranks. New ranks start with empty "
+                "residues; the residues of ranks that are gone are lost",
                 ranks,
                 self.ranks,
             )
@@ -198,7 +198,7 @@ class Residues:
         return others
 
     def note_skipped_step(self) -> None:
-        """Count a void (skipped) step: a gradient was not finite on some rank."""
+        """Count a skipped step: a gradient was not finite on some rank."""
         self.skipped_steps += 1
         log.info(
             "step %d is skipped: a gradient was not finite on some rank (%d skipped so far)",

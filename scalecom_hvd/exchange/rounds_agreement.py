@@ -18,12 +18,11 @@ def check_not_overwritten(everyone: Told) -> None:
     lost = [rank for rank, other in enumerate(everyone) if other["overwritten"]]
     if lost:
         raise RuntimeError(
-            f"parameters of rank {', '.join(map(str, lost))} were changed after a state in the "
-            "middle of a round of local steps was loaded, and are no longer that rank's own: "
-            "load the compressor's state last, or call broadcast_parameters of "
-            "scalecom_hvd.torch when the model is loaded, which leaves every rank its own. To "
-            "begin from other parameters, save after optimizer.synchronize_parameters(), when "
-            "no round is under way"
+            f"parameters of rank {', '.join(map(str, lost))} were changed after loading a state "
+            "from the middle of a round of local steps, so they are no longer that rank's own. "
+            "Load the compressor's state last, or call broadcast_parameters of scalecom_hvd.torch "
+            "after loading the model: it leaves every rank its own parameters. To begin from other "
+            "parameters, save after optimizer.synchronize_parameters(), when no round is under way"
         )
 
 
@@ -42,10 +41,10 @@ def check_same_start(everyone: Told) -> None:
     """Raise RuntimeError unless these ranks begin from the same common parameters."""
     if len({other["parameters"] for other in everyone}) > 1:
         raise RuntimeError(
-            "ranks begin local steps from different parameters, which local steps would keep "
-            "apart for ever: call broadcast_parameters on all ranks before the first step, "
-            "and load states of one step; with a model that was saved in the middle of a "
-            "round the compressor's state too"
+            "ranks begin local steps from different parameters, and local steps would never make "
+            "them equal. Call broadcast_parameters on all ranks before the first step, and load "
+            "states of the same step. If the model was saved in the middle of a round, load the "
+            "compressor's state too"
         )
     check_same_outer(everyone)
 
@@ -55,8 +54,9 @@ def check_same_outer(everyone: Told) -> None:
     groups = [other["outer_groups"] for other in everyone]
     if any(other != groups[0] for other in groups):
         raise RuntimeError(
-            f"ranks' outer optimizers differ: {groups}. Let a scheduler of optimizer.outer step, "
-            "or load its state, on every rank alike, and by a metric that all ranks have in common"
+            f"ranks' outer optimizers differ: {groups}. Step the scheduler of optimizer.outer, or "
+            "load its state, in the same way on every rank. If the scheduler follows a metric, "
+            "give it the same value on all ranks"
         )
 
 
@@ -65,7 +65,7 @@ def check_same_steps(everyone: Told) -> None:
     steps = [other["taken"] for other in everyone]
     if len(set(steps)) > 1:
         raise RuntimeError(
-            f"ranks synchronise after {steps} steps: let every rank take every step, and call "
-            "synchronize_parameters() on all of them after the same one"
+            f"ranks synchronise after different numbers of steps, {steps}. Let every rank take "
+            "every step, and call synchronize_parameters() on all ranks after the same step"
         )
     check_same_outer(everyone)

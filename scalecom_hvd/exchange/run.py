@@ -159,8 +159,8 @@ class Run:
         """
         if self.averager is not None:
             raise ValueError(
-                f"this {type(self._method).__name__} already serves an optimizer; make one for "
-                "each: their residues are different"
+                f"this {type(self._method).__name__} already serves an optimizer. Make one for "
+                "each optimizer, because each has its own residues"
             )
         state = self._loaded
         try:
@@ -190,8 +190,7 @@ class Run:
             if self._method.config.step_ahead:
                 raise ValueError(
                     "step_ahead moves the model's parameters, so it needs the model: "
-                    f"{name}(model=model, step_ahead=...), or .watch(model) of one that was "
-                    "unpickled"
+                    f"{name}(model=model, step_ahead=...), or call .watch(model) after unpickling"
                 )
             return
         collectives = averager.collectives
@@ -320,8 +319,9 @@ class Run:
         found = {what: _shape(value) for what, value in given.items()}
         if found != expected:
             raise ValueError(
-                f"the state of the whole method is {found} in the state and {expected} now: it "
-                f"belongs to another version of {type(self._method).__name__}"
+                f"the state of the whole method is {found} in the loaded state, but should be "
+                f"{expected}. The loaded state belongs to another version of "
+                f"{type(self._method).__name__}"
             )
 
     def _check_tensor_states(
@@ -350,9 +350,9 @@ class Run:
         if found != expected:
             name = next(n for n in [*found, *expected] if found.get(n) != expected.get(n))
             raise ValueError(
-                f"the method's state of {name} is {found.get(name)} in the state and "
-                f"{expected.get(name)} now: it belongs to another model, or another version of "
-                f"{type(self._method).__name__}"
+                f"the method's state of {name} is {found.get(name)} in the loaded state, but "
+                f"should be {expected.get(name)}. The loaded state belongs to another model, or "
+                f"another version of {type(self._method).__name__}"
             )
 
     def _take_up(self, state: Saved) -> None:
@@ -459,7 +459,9 @@ class Run:
     def compare_states(self, digests: Collection[str | None]) -> None:
         """Begin anew what must be the same on all ranks, if their digests differ."""
         if len(set(digests)) > 1:
-            log.warning("ranks come with different states of their method: all begin it anew")
+            log.warning(
+                "ranks loaded different states of their method, so all ranks begin with a fresh one"
+            )
             self.begin_equal_state_anew()
 
     def digest_of_state(self) -> str | None:
@@ -487,11 +489,11 @@ def _note_rank(state: Saved, collectives: Collectives) -> None:
     When ranks agree, it is checked that no two of them have the same rank's residues.
     """
     theirs = state.get("rank")
-    # Ranks of an elastic run change their places, but keep their states.
+    # Ranks of an elastic run change their positions, but keep their states.
     if theirs in (None, collectives.position) or collectives.elastic or not state["residues"]:
         return
     log.warning(
-        "rank %d of %d takes up the residues that rank %s of %s saved",
+        "rank %d of %d loads the residues that rank %s of %s saved",
         collectives.position,
         collectives.size,
         theirs,

@@ -179,8 +179,8 @@ class Network:
                 raise CollectiveError(f"another rank failed: {self._failure}") from self._failure
             if self._running != rank:
                 raise RuntimeError(
-                    f"simulated rank {rank} waits outside of a step for what other ranks have not "
-                    "submitted"
+                    f"simulated rank {rank} waits, outside of a step, for a collective that other "
+                    "ranks have not submitted"
                 )
             with self._lock:
                 if meeting.complete:
@@ -190,7 +190,7 @@ class Network:
             self._gates[rank].acquire()
         if meeting.error is not None:
             raise CollectiveError(
-                f"ranks submitted different collectives by one name: {meeting.error}"
+                f"ranks submitted different collectives under the same name: {meeting.error}"
             )
 
     def _serve(self, rank: int) -> None:
@@ -221,8 +221,8 @@ class Network:
                 missing = [rank for rank in range(self.n) if rank not in meeting.brought]
                 lines.append(f"ranks {waiting} wait for {name}, which {missing} have not submitted")
         return (
-            f"simulated ranks wait for each other for ever: {'; '.join(lines)}. All ranks must ask "
-            "for the same collectives in the same order"
+            f"simulated ranks wait for each other for ever: {'; '.join(lines)}. All ranks must "
+            "submit the same collectives in the same order"
         )
 
     def _wake(self, ranks: Sequence[int]) -> None:
@@ -264,7 +264,7 @@ class SimulatedCollectives:
 
     Args:
         network: where the ranks meet.
-        position: this rank's place.
+        position: this rank's position.
         sums: whether `all_reduce` gives sums.
         predivide: the number by which values are divided before they are summed: Horovod's
             gradient_predivide_factor.
@@ -408,7 +408,10 @@ class Simulation:
                 local: LocalSteps | AsynchronousSteps
                 if isinstance(local_steps, Sequence):
                     if outer or overlap or fragments > 1 or clip_changes is not None or groups:
-                        raise ValueError("a list of local_steps goes with no other of its options")
+                        raise ValueError(
+                            "a list of local_steps excludes outer, overlap, fragments, "
+                            "clip_changes and groups: leave them out"
+                        )
                     local = AsynchronousSteps(parameters, method, collectives, local_steps)
                 else:
                     local = LocalSteps(
@@ -453,7 +456,7 @@ class Simulation:
             if not _are_same(averages[0][name], averages[rank][name]):
                 raise RuntimeError(
                     f"the averages of {name} differ between ranks 0 and {rank}: every rank must "
-                    "receive the same, at the same places"
+                    "receive the same values at the same indices"
                 )
         return averages
 

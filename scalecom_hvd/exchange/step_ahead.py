@@ -37,18 +37,19 @@ log = logging.getLogger("scalecom_hvd")
 # After this many steps in a row without gradients computed ahead, a warning is logged.
 MISSED = 3
 NEVER_AHEAD = (
-    "step %d: gradients are not computed a step ahead: no training forward of the model that was "
-    "given came before them, or no step of a torch.optim.Optimizer of its parameters. Give the "
-    "model that the script calls, or step_ahead=0; as it is, training loses accuracy"
+    "step %d: gradients are not computed a step ahead, so training loses accuracy. The given model "
+    "ran no forward pass in training mode before these gradients, or no torch.optim.Optimizer "
+    "stepped its parameters. Give the model that the script calls, or step_ahead=0"
 )
 UNKNOWN_OPTIMIZER = (
-    "step-ahead gradients follow the optimizer's own direction, and that of {} is not known: they "
-    "work with SGD, and with optimizers that keep exp_avg_sq (Adam, AdamW, NAdam, RAdam, LAMB), "
-    "square_avg (RMSprop), sum (Adagrad) or exp_inf (Adamax); give step_ahead=0"
+    "step-ahead gradients follow the optimizer's own direction, but the direction of {} is not "
+    "known. They work with SGD, and with optimizers that keep exp_avg_sq (Adam, AdamW, NAdam, "
+    "RAdam, LAMB), square_avg (RMSprop), sum (Adagrad) or exp_inf (Adamax). For other optimizers "
+    "give step_ahead=0"
 )
 WRITTEN_TO = (
-    "{} was written to between a training forward and optimizer.step(), while it was moved ahead "
-    "by step-ahead gradients: change parameters after optimizer.step(), or give step_ahead=0"
+    "{} was written to between a training forward and optimizer.step(), while step-ahead gradients "
+    "had moved it ahead. Change parameters after optimizer.step(), or give step_ahead=0"
 )
 
 
@@ -78,6 +79,8 @@ class StepAhead:
         self._of_node: Mapping[str, torch.Tensor] = {}
         self._ranks = 1.0
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        # Those that have stepped a parameter that has a gradient.
+        self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # {name: the common values while the parameter is ahead, or the reverse}. Made once, as
         # large as what is compressed.
         self._spare: dict[str, torch.Tensor] = {}
@@ -189,6 +192,8 @@ class StepAhead:
         is_known = any(known() is optimizer for known in self._optimizers)
         if is_known:
             self.restore()
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                self._stepping.add(optimizer)
         return is_known
 
     def _exchange_with_spare(self) -> None:
@@ -212,8 +217,11 @@ class StepAhead:
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     state = optimizer.state.get(p, {})
-                    # If one optimizer wraps another, the one that steps has the state.
-                    if p.requires_grad and (state or p not in known):
+                    # If one optimizer wraps another, the one that steps has the state, unless it is
+                    # SGD without momentum.
+                    is_sgd = isinstance(optimizer, torch.optim.SGD)
+                    counts = state or p not in known or (is_sgd and not known[p][1])
+                    if p.requires_grad and counts:
                         known[p] = group, state, optimizer
         for name in self._of_node or self._residues.tensors:
             parameter = self._parameters[name]
@@ -222,7 +230,7 @@ class StepAhead:
                 is_sgd = isinstance(optimizer, torch.optim.SGD)
                 if is_sgd or has_direction(state, local_part(parameter)):
                     yield name, parameter, group, state
-                elif state:
+                elif state or (optimizer in self._stepping and not optimizer.state):
                     raise RuntimeError(UNKNOWN_OPTIMIZER.format(type(optimizer).__name__))
 
 

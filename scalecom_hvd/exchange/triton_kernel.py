@@ -44,14 +44,15 @@ def why_not(device_type: str) -> str | None:
         return None
     if device_type == "cpu":
         return (
-            "it is for CUDA devices: tensors of the CPU need TRITON_INTERPRET=1 (slow, for tests)"
+            "it is for CUDA devices; for tensors on the CPU set TRITON_INTERPRET=1 (slow, for "
+            "tests)"
         )
     if device_type != "cuda":
         return f"it is for CUDA devices, not for {device_type!r}"
     if tiles.INTERPRETED:
         return (
-            "TRITON_INTERPRET is set, and the interpreter cannot follow addresses on a device: "
-            "unset it"
+            "the interpreter, which TRITON_INTERPRET turns on, cannot follow addresses on a "
+            "device; unset TRITON_INTERPRET"
         )
     try:
         triton.runtime.driver.active.get_current_target()

@@ -67,18 +67,19 @@ class UnusedAverages:
         if unused and _steps.taken and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "gradients are averaged again, and no step of an optimizer has used the averages "
-                "from before. If they were zeroed (zero_grad()), what was sent of them is lost: "
-                "take such gradients by torch.autograd.grad, freeze the parameters meanwhile, or "
-                "call that backward under model.no_sync(). To accumulate gradients, give "
-                "backward_passes_per_step, or use no_sync() for all passes but the last"
+                "gradients are averaged again, but no optimizer step has used the previous "
+                "averages. If these averages were zeroed (zero_grad()), the part of the gradients "
+                "that was sent is lost. Compute such gradients with torch.autograd.grad, freeze "
+                "the parameters for that backward, or call it under model.no_sync(). To accumulate "
+                "gradients, give backward_passes_per_step, or use no_sync() for all passes but the "
+                "last"
             )
 
     def end(self, counts: bool) -> None:
         """Gradients were averaged.
 
         Args:
-            counts: whether values have left residues, as in a compressed step that is not void.
+            counts: whether values have left residues, as in a compressed step that is not skipped.
         """
         self._taken_before = _steps.taken if counts else None
         self._begun_before = _steps.begun

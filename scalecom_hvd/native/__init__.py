@@ -22,15 +22,15 @@ LIBRARY = Path(__file__).with_name("_lanes.so")
 OPERATIONS = Path(__file__).with_name("_tensorflow_ops.so")
 
 WRONG_OFFSETS = (
-    "ScaleCom received not exactly one leader's offsets: ranks disagree about the step, so about "
-    "who chooses. Restore a checkpoint of the same step on every rank, and give every rank the "
-    "same number of steps"
+    "ScaleCom did not receive exactly one leader's offsets: ranks disagree about the step, and so "
+    "about who chooses. Restore a checkpoint of the same step on every rank, and give every rank "
+    "the same number of steps"
 )
 
 OFFSETS_OUTSIDE = (
-    "ScaleCom was given offsets that lie outside of their lanes, by the leader or in the state "
-    "that was loaded: they are damaged, or of another model. Restore a checkpoint of this model on "
-    "every rank, or go on without loading ScaleCom's state (residues start at zero)"
+    "ScaleCom was given offsets that lie outside of their lanes, by the leader or in the loaded "
+    "state: the offsets are damaged, or belong to another model. Restore a checkpoint of this "
+    "model on every rank, or go on without loading ScaleCom's state (residues start at zero)"
 )
 
 # The codes of lanes.h.
@@ -109,8 +109,9 @@ def warn_missing(path: Path, error: Exception, instead: str) -> None:
     """
     missing = "was not built (no C compiler at installation?)"
     log.warning(
-        "the native kernel %s, so %s used, which is several times slower; to have it, install a C "
-        "compiler and run pip install --force-reinstall --no-deps scalecom_hvd again",
+        "the native kernel %s, so %s used instead, which is several times slower. To have the "
+        "native kernel, install a C compiler and run pip install --force-reinstall --no-deps "
+        "scalecom_hvd again",
         f"cannot be loaded ({error})" if path.exists() else missing,
         instead,
     )

@@ -135,17 +135,17 @@ static int64_t grad_size(const tensor *t) {
     return t->dtype == FLOAT64 ? 8 : t->dtype == FLOAT32 ? 4 : 2;
 }
 static int64_t residue_size(const tensor *t) { return t->dtype == FLOAT64 ? 8 : 4; }
-static const char *GRAD_SIZE = "a gradient has not the size of its variable",
-                  *RESIDUE_SIZE = "a residue has not the size of its variable";
+static const char *GRAD_SIZE = "a gradient does not have the size of its variable",
+                  *RESIDUE_SIZE = "a residue does not have the size of its variable";
 /* native.WRONG_OFFSETS and native.OFFSETS_OUTSIDE. */
 static const char *OFFSETS_SIZE =
-    "ScaleCom received not exactly one leader's offsets: ranks disagree about the step, so about "
-    "who chooses. Restore a checkpoint of the same step on every rank, and give every rank the "
-    "same number of steps";
+    "ScaleCom did not receive exactly one leader's offsets: ranks disagree about the step, and so "
+    "about who chooses. Restore a checkpoint of the same step on every rank, and give every rank "
+    "the same number of steps";
 static const char *OFFSETS_ELSEWHERE =
-    "ScaleCom was given offsets that lie outside of their lanes, by the leader or in the state "
-    "that was loaded: they are damaged, or of another model. Restore a checkpoint of this model "
-    "on every rank, or go on without loading ScaleCom's state (residues start at zero)";
+    "ScaleCom was given offsets that lie outside of their lanes, by the leader or in the loaded "
+    "state: the offsets are damaged, or belong to another model. Restore a checkpoint of this "
+    "model on every rank, or go on without loading ScaleCom's state (residues start at zero)";
 /* What a move gave; a refusal becomes the call's error. */
 static int64_t checked(call *now, int64_t result) {
     if (result == OFFSETS_OUTSIDE) refuse(now, OFFSETS_ELSEWHERE);
@@ -193,7 +193,7 @@ static void choose(void *kernel, TF_OpKernelContext *context) {
     call now = begin(context, 2 * n + 8);
     tensor *tensors = pick_up(&now, of);
     settings(&now, 2 * n);
-    uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses is one bool"));
+    uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses must be one bool"));
     void *chosen = output(&now, 0, chooses && *chooses ? of->offsets_bytes : 0);
     if (!failed(&now) && *chooses) scalecom_choose(tensors, n, now.scale, now.extra, chosen);
     free(tensors);
@@ -211,7 +211,7 @@ static void accumulate_with(int takes, const bucket *of, TF_OpKernelContext *con
         tensors[i].residue = output(&now, i, tensors[i].numel);
     }
     settings(&now, 2 * n);
-    uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses is one bool"));
+    uint8_t *chooses = data(input(&now, 2 * n + 1, 1, "chooses must be one bool"));
     void *offsets = takes ? data(input(&now, 2 * n + 2, of->offsets_bytes, OFFSETS_SIZE)) : NULL;
     void *values = takes ? output(&now, n, of->n_values) : NULL;
     void *chosen = output(&now, n + takes, chooses && *chooses ? of->offsets_bytes : 0);
@@ -297,7 +297,7 @@ static void scatter(void *kernel, TF_OpKernelContext *context) {
     }
     settings(&now, n);
     void *offsets = data(input(&now, n + 1, of->offsets_bytes, OFFSETS_SIZE));
-    TF_Tensor *values = input(&now, n + 2, of->n_values, "there is one value for each lane");
+    TF_Tensor *values = input(&now, n + 2, of->n_values, "there must be one value for each lane");
     if (!failed(&now)) {
         int half = TF_TensorType(values) == TF_HALF;
         checked(&now, scalecom_scatter(tensors, n, 1 / now.scale, offsets, data(values), half));

@@ -106,7 +106,7 @@ class Bucket:
     one more word, and nothing is dense.
 
     Attributes:
-        number: the bucket's place among the exchange's buckets.
+        number: the bucket's position among the exchange's buckets.
         names: of all its variables.
         compressed: the tensors whose offsets and values travel.
         dense: names of the tensors that are sent whole.

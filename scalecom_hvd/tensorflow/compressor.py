@@ -40,10 +40,10 @@ from scalecom_hvd.tensorflow.transport import runs_eagerly
 log = logging.getLogger("scalecom_hvd")
 
 _NEEDS_DROP_IN = (
-    "ScaleCom must know whose gradient it compresses, which horovod.tensorflow does not say: write "
-    "`import scalecom_hvd.tensorflow as hvd` (or `import scalecom_hvd.tensorflow.keras as hvd`) "
-    "and use its DistributedOptimizer or DistributedGradientTape; for a collective of your own use "
-    "hvd.Compression.none"
+    "ScaleCom must know which variable a gradient belongs to, but horovod.tensorflow does not say "
+    "so. Write `import scalecom_hvd.tensorflow as hvd` (or `import scalecom_hvd.tensorflow.keras "
+    "as hvd`) and use its DistributedOptimizer or DistributedGradientTape. For collectives of your "
+    "own use hvd.Compression.none"
 )
 
 MAKE_IT_ONCE = (
@@ -167,11 +167,13 @@ class ScaleCom(Tracked, Compressor):
     ) -> None:
         super().__init__()
         if tf.inside_function():
-            raise ValueError(f"a ScaleCom is made while a function is traced: {MAKE_IT_ONCE}")
+            raise ValueError(
+                f"a ScaleCom was made while a function was being traced: {MAKE_IT_ONCE}"
+            )
         if "named_parameters" in fields:
             raise TypeError(
-                "named_parameters is for PyTorch: in TensorFlow ScaleCom learns variables from the "
-                "optimizer or tape"
+                "named_parameters is for PyTorch only: leave it out. In TensorFlow, ScaleCom "
+                "learns the variables from the optimizer or tape"
             )
         config = config if config is not None else ScaleComConfig.from_env()
         self.config = config.replace(**fields).resolved()
@@ -183,7 +185,7 @@ class ScaleCom(Tracked, Compressor):
             )
         if self.config.step_ahead:
             raise ValueError(
-                f"step_ahead={self.config.step_ahead:g} is of the PyTorch faces only: leave it out"
+                f"step_ahead={self.config.step_ahead:g} works in PyTorch only: leave it out"
             )
         self.number = next(_order)
         self.knows_loss_scale = loss_scale is not None
@@ -268,12 +270,12 @@ class ScaleCom(Tracked, Compressor):
             if not variable.dtype.is_floating:
                 raise TypeError(
                     f"{name} has dtype {variable.dtype.name}, which ScaleCom cannot average over "
-                    "ranks: train it as two real variables, or keep it out of this optimizer"
+                    "ranks. Train it as two real variables, or leave it out of this optimizer"
                 )
             if not variable.shape.is_fully_defined():
                 raise TypeError(
-                    f"{name} has the shape {variable.shape}; ScaleCom needs variables whose shape "
-                    "is known"
+                    f"{name} has the shape {variable.shape}, but ScaleCom needs variables of known "
+                    "shape"
                 )
         rates = self._rates_of(variables)
         kept, tensors = self._streams[stream], self._bound.tensors[stream]
@@ -361,8 +363,8 @@ class ScaleCom(Tracked, Compressor):
         summed.
 
         Returns:
-            A dict. "step": how many steps have counted. "skipped_steps": how many were void
-            (skipped), because a gradient was not finite. "leader": the position of the rank that
+            A dict. "step": how many steps have counted. "skipped_steps": how many were
+            skipped, because a gradient was not finite. "leader": the position of the rank that
             chose last, for the first bucket. "bytes_offsets", "bytes_values" and "bytes_dense": the
             bytes handed to Horovod in the last step. "bytes_traffic": what this rank sent for them
             on a ring, averaged over ranks. "rate": elements of the model per element sent.
@@ -536,8 +538,8 @@ def _scale_reader(loss_scale: LossScale | None) -> Callable[[], tf.Tensor | None
         if not tf.executing_eagerly() and not isinstance(scale, (tf.Tensor, tf.Variable)):
             raise TypeError(
                 "in a traced function loss_scale must give a tf.Tensor or tf.Variable, such as "
-                f"`lambda: optimizer.loss_scale`: a number ({scale!r}) would stay what it is now "
-                "for ever"
+                f"`lambda: optimizer.loss_scale`. With a number ({scale!r}), the scale would never "
+                "change again"
             )
         return tf.cast(scale, tf.float64)
 

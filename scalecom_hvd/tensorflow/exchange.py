@@ -14,7 +14,7 @@ One step, per bucket:
 
 TensorFlow runs these operations as soon as their inputs are there, so buckets overlap with backward
 and with each other. Nothing is assigned before the whole step is known to count, so a step that is
-void or dies in the middle changes nothing.
+skipped, or dies in the middle, changes nothing.
 
 Used by compressor.py, elastic_agreement.py and reduction.py. Imports bucket, residues, transport
 and the framework-free rooms.
@@ -191,8 +191,8 @@ class Exchange:
         before, size = int(value_of(self.progress.ranks)), self._transport.size
         if before not in (0, size):
             log.warning(
-                "the state was saved by %d ranks, and there are %d now: a rank without residues "
-                "starts at zero",
+                "the state was saved by %d ranks, but there are %d now. A rank without saved "
+                "residues starts with zero residues",
                 before,
                 size,
             )
@@ -264,9 +264,9 @@ class Exchange:
         more = sorted(given - self.members)
         if more and not tf.executing_eagerly():
             raise RuntimeError(
-                f"the ranks that were here before send no gradient of {', '.join(more)}, and their "
-                "functions are not traced again: give the same gradients on every rank (zeros "
-                "where there is none)"
+                f"ranks that trained before send no gradient of {', '.join(more)}, and their "
+                "functions are not traced again. Give the same gradients on every rank (zeros for "
+                "a missing gradient)"
             )
         self.go_on(agreed["step"], False)
 
@@ -281,7 +281,7 @@ class Exchange:
         mine = int(value_of(self.progress.step))
         if mine != step:
             log.warning(
-                "training goes on at step %d, and this rank's residues are those of its step %d",
+                "training goes on at step %d, but this rank's residues are from step %d",
                 step,
                 mine,
             )

@@ -270,7 +270,9 @@ class NativeKernel:
 
     def __init__(self, geometries: Mapping[str, Lanes], levels: int = 0) -> None:
         if any(isinstance(geometry, Positions) for geometry in geometries.values()):
-            raise TypeError("the C kernel knows lanes only: exact selection is GraphKernel's")
+            raise TypeError(
+                'the C kernel supports only selection="lanes": use GraphKernel for exact selection'
+            )
         layout = Layout(geometries, has_scales=levels > 0)
         self._operations = operations()
         self._lanes = [
@@ -353,8 +355,8 @@ def kernel_for(device: str, selection: str, same_width: bool) -> type[Kernel]:
         return GraphKernel
     if operations() is None and asked == "native":
         raise RuntimeError(
-            "SCALECOM_KERNEL=native, but the native kernel was not built: install a C compiler, "
-            "then scalecom_hvd again"
+            "SCALECOM_KERNEL=native, but the native kernel was not built. Install a C compiler, "
+            "then install scalecom_hvd again"
         )
     return NativeKernel if operations() is not None else GraphKernel
 

@@ -23,15 +23,15 @@ from scalecom_hvd.tensorflow.exchange import Arguments
 from scalecom_hvd.tensorflow.reduction import Reduction, reduction
 
 _LOSS_SCALE_INSIDE = (
-    "Horovod cannot wrap a LossScaleOptimizer: wrap its inner optimizer, and tell ScaleCom the "
-    "scale, as in optimizer = LossScaleOptimizer(hvd.DistributedOptimizer(inner, "
+    "Horovod cannot wrap a LossScaleOptimizer. Wrap its inner optimizer, and give ScaleCom the "
+    "scale: optimizer = LossScaleOptimizer(hvd.DistributedOptimizer(inner, "
     "compression=hvd.ScaleCom(loss_scale=lambda: optimizer.loss_scale)))"
 )
 _LOSS_SCALE_UNKNOWN = (
-    "gradients come scaled to an optimizer inside of a LossScaleOptimizer, and what was not sent "
-    "waits while the scale changes, so ScaleCom must know the scale: "
-    "compression=hvd.ScaleCom(loss_scale=lambda: optimizer.loss_scale), or, where model.compile "
-    "wraps the optimizer (the policy mixed_float16), lambda: model.optimizer.loss_scale"
+    "an optimizer inside a LossScaleOptimizer receives scaled gradients. The scale changes while "
+    "residues wait, so ScaleCom must know the scale. Give "
+    "compression=hvd.ScaleCom(loss_scale=lambda: optimizer.loss_scale), or, if model.compile wraps "
+    "the optimizer (the policy mixed_float16), lambda: model.optimizer.loss_scale"
 )
 
 KerasOptimizer = TypeVar(

@@ -29,13 +29,11 @@ log = logging.getLogger("scalecom_hvd")
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 _NO_DERIVATIVE = (
-    "ScaleCom sends a choice of what gradients hold, so averaged gradients have no derivative: "
-    "take the inner gradient with a plain tf.GradientTape, and only the outer one with a "
+    "ScaleCom sends only some elements of gradients, so averaged gradients have no derivative. "
+    "Take the inner gradient with a plain tf.GradientTape, and only the outer gradient with a "
     "DistributedGradientTape"
 )
-_KEEPER_CHANGED = (
-    "a new ScaleCom serves the variables of this tape, so their residues start at zero"
-)
+_KEEPER_CHANGED = "a new ScaleCom serves this tape's variables, so their residues start at zero"
 
 
 class Reduction(Protocol):
@@ -190,5 +188,5 @@ def _notice_changed_keeper(compressor: ScaleCom, variables: Iterable[tf.Variable
         if former.who() is None and former.calls == 1 and former.eager and eager:
             raise ValueError(f"{_KEEPER_CHANGED}. {MAKE_IT_ONCE}")
         if not warned:
-            log.warning("%s. If that is the same training: %s", _KEEPER_CHANGED, MAKE_IT_ONCE)
+            log.warning("%s. If this is the same training: %s", _KEEPER_CHANGED, MAKE_IT_ONCE)
             warned = True

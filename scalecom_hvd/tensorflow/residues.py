@@ -151,7 +151,7 @@ class Progress(Tracked):
 
     Attributes:
         step: how many steps counted.
-        skipped: how many steps were void, because a gradient was not finite.
+        skipped: how many steps were skipped, because a gradient was not finite.
         ranks: how many ranks there were.
         ahead: whether look-ahead has offsets for the next step.
         whole: whether the last step was sent whole.

@@ -85,7 +85,7 @@ class Transport:
 
     @property
     def position(self) -> int:
-        """This rank's place in the process set, 0 .. size-1."""
+        """This rank's position in the process set, 0 .. size-1."""
         return self._process_set.rank()
 
     def size_and_position(self) -> tuple[int | tf.Tensor, int | tf.Tensor]:

@@ -32,7 +32,7 @@ def fields_per_word(levels: int, ranks: int) -> int:
     fields = bits // field_bits(levels, ranks)
     if fields == 0:
         raise ValueError(
-            f"{ranks} ranks are too many for integers of {levels} levels in Horovod's own "
+            f"{ranks} ranks are too many to sum integers of {levels} levels in Horovod's own "
             "optimizer: give bits=32, or use scalecom_hvd.torch's DistributedOptimizer"
         )
     return fields

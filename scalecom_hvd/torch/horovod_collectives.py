@@ -29,8 +29,8 @@ from scalecom_hvd.exchange.collectives import SUMMED
 
 TWO_THREADS = (
     "two optimizers of this process take their first steps, or find no new gradients, at the same "
-    "time on two threads, and Horovod cannot tell their collectives apart: let one thread train "
-    "both models, or start a process for each"
+    "time on two threads, so Horovod cannot tell their collectives apart. Train both models on one "
+    "thread, or start a process for each model"
 )
 SHORTEST_SLEEP, LONGEST_SLEEP = 1e-4, 1e-3  # seconds
 # On ROCm, Horovod divides in the callback (torch/mpi_ops.py, Average). With asynchronous
@@ -166,7 +166,7 @@ class HorovodCollectives:
 
     @property
     def position(self) -> int:
-        """This rank's place in the process set."""
+        """This rank's position in the process set."""
         return self._process_set.rank()
 
     @property

@@ -28,8 +28,8 @@ def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node]:
     """
     if is_elastic():
         raise ValueError(
-            "nodes= is for jobs whose ranks stay: leave it out, or launch without "
-            "--host-discovery-script"
+            "nodes= does not work with elastic training, in which ranks come and go: leave nodes= "
+            "out, or launch without --host-discovery-script"
         )
     mine = _place(nodes), NUMBERS.claim()
     places = horovod.allgather_object(mine, name="scalecom.nodes")
@@ -41,13 +41,13 @@ def peers_and_node(nodes: bool | int) -> tuple[HorovodCollectives, Node]:
     sizes = sorted({len(ranks) for ranks in members.values()})
     if len(members) == 1:
         raise ValueError(
-            f"all {len(places)} ranks are one node (nodes={nodes}), and compression is between "
-            "nodes: leave nodes= out; to try it on one machine give nodes=2"
+            f"all {len(places)} ranks are one node (nodes={nodes}), but compression works between "
+            "nodes. Leave nodes= out, or to try it on one machine, give nodes=2"
         )
     if len(sizes) > 1:
         raise ValueError(
-            f"nodes have {', '.join(map(str, sizes))} ranks, and must have equally many: give "
-            "each host as many slots, such as -H node1:4,node2:4"
+            f"nodes have {', '.join(map(str, sizes))} ranks, but all nodes must have the same "
+            "number of ranks. Give each host the same number of slots, such as -H node1:4,node2:4"
         )
     everyone = [*members.values(), *(list(ranks) for ranks in zip(*members.values(), strict=True))]
     sets = [_process_set(ranks) for ranks in everyone]  # all ranks make all of them, in one order
@@ -84,6 +84,6 @@ def _process_set(ranks: Sequence[int]) -> ProcessSet:
         if "DYNAMIC" not in str(error):
             raise
         raise ValueError(
-            "nodes= makes process sets after hvd.init(), which has to allow that: "
+            "nodes= makes process sets after hvd.init(), which must allow new process sets: "
             'hvd.init(process_sets="dynamic")'
         ) from error

@@ -1,4 +1,4 @@
-"""The drop-in DistributedOptimizer: Horovod's own, with the exchange in place of its all-reduces.
+"""The drop-in DistributedOptimizer: Horovod's own, with the exchange instead of its all-reduces.
 
 Horovod makes its optimizer's class from a copy of `_DistributedOptimizer.__dict__`, and that copy's
 methods call `super(self.__class__, self)`, so the class cannot be subclassed (0.28.1,
@@ -160,8 +160,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set is not horovod.global_process_set
     ):
         raise ValueError(
-            "op, gradient_predivide_factor and process_set are Horovod's, and collectives= brings "
-            "another transport: leave them out"
+            "collectives= brings its own transport, but op, gradient_predivide_factor and "
+            "process_set belong to Horovod: leave these three out"
         )
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
@@ -236,10 +236,18 @@ def _check_settings_of_nodes(
 ) -> None:
     """Raise ValueError for arguments that cannot be combined with nodes=."""
     settings = (
-        (op != horovod.Average, "op", "gradients are averaged, inside a node and between nodes"),
+        (
+            op != horovod.Average,
+            "op",
+            "gradients are always averaged, inside a node and between nodes",
+        ),
         (predivide != 1.0, "gradient_predivide_factor", "gradients are averaged in two stages"),
-        (process_set is not horovod.global_process_set, "process_set", "nodes have all ranks"),
-        (local_steps is not None, "local_steps", "they are of whole parameters so far"),
+        (
+            process_set is not horovod.global_process_set,
+            "process_set",
+            "nodes consist of all ranks",
+        ),
+        (local_steps is not None, "local_steps", "local steps need whole parameters"),
         (collectives is not None, "collectives", "nodes are Horovod's process sets"),
     )
     check_left_out("nodes=", settings)
@@ -310,7 +318,7 @@ def _with_local_steps(compression: _Compression) -> Method | type[Method]:
         return compression
     raise ValueError(
         "local_steps send changes of parameters through ScaleCom, another method with error "
-        "feedback, or Compression.none, not through "
-        f"{getattr(compression, '__name__', type(compression).__name__)}: for half precision give "
+        "feedback, or Compression.none, but not through "
+        f"{getattr(compression, '__name__', type(compression).__name__)}. For half precision give "
         "hvd.ScaleCom(quantiser=hvd.Float16())"
     )

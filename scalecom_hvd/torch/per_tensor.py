@@ -55,10 +55,9 @@ from scalecom_hvd.torch import float_words
 from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
 
 _NEEDS_PARAMETERS = (
-    "in horovod.torch's own DistributedOptimizer ScaleCom must know the parameters: write "
-    "compression=ScaleCom(named_parameters=model.named_parameters()), or import "
-    "scalecom_hvd.torch as hvd and use its DistributedOptimizer, which takes "
-    "compression=hvd.ScaleCom"
+    "in horovod.torch's own DistributedOptimizer, ScaleCom must know the parameters. Write "
+    "compression=ScaleCom(named_parameters=model.named_parameters()), or import scalecom_hvd.torch "
+    "as hvd and use its DistributedOptimizer, which takes compression=hvd.ScaleCom"
 )
 
 
@@ -109,8 +108,8 @@ class ScaleCom(methods.ScaleCom):
         averager = self.run.averager
         if not isinstance(averager, PerTensor):
             raise TypeError(
-                "this ScaleCom serves the optimizer it was given to, and compresses nothing else: "
-                "use hvd.Compression.none for this tensor"
+                "this ScaleCom serves the optimizer it was given to, and compresses nothing else. "
+                "Use hvd.Compression.none for this tensor"
             )
         return averager.compress(tensor)
 
@@ -140,7 +139,7 @@ class ScaleCom(methods.ScaleCom):
         ):
             if asked:
                 raise TypeError(
-                    f"{what} works in this package's DistributedOptimizer only: import "
+                    f"{what} works only in this package's DistributedOptimizer: import "
                     "scalecom_hvd.torch as hvd"
                 )
         if self._named_parameters is None:
@@ -262,9 +261,9 @@ class PerTensor(Averager):
     def watch(self, diagnostics: Diagnostics) -> None:
         """Refuse this: tensors come one by one here, in any order, so no step is seen whole."""
         raise ValueError(
-            "diagnostics are not seen in horovod.torch's own DistributedOptimizer: use "
+            "diagnostics do not work in horovod.torch's own DistributedOptimizer. Use "
             "scalecom_hvd.torch's DistributedOptimizer (import scalecom_hvd.torch as hvd), or "
-            "leave out diagnostics"
+            "leave diagnostics out"
         )
 
     def abort(self) -> None:
@@ -380,8 +379,8 @@ class PerTensor(Averager):
         else:
             if sent.name not in self._buckets:
                 raise RuntimeError(
-                    f"the step in which {sent.name} was sent failed, and was rolled back: load a "
-                    "state, or call zero_grad() and backward() again"
+                    f"the step that sent {sent.name} failed, and was rolled back. Load a state, or "
+                    "call zero_grad() and backward() again"
                 )
             bucket, tensor = self._buckets[sent.name], self._residues.tensors[sent.name]
             # Horovod does not say whether it averaged numbers or summed them.
@@ -457,7 +456,7 @@ class PerTensor(Averager):
         self._hear_from_ranks()
         if not self._members.intersection(self._seen):
             raise ValueError(
-                "this ScaleCom serves another optimizer; make one for each: "
+                "this ScaleCom serves another optimizer. Make one for each optimizer: "
                 "ScaleCom(named_parameters=...)"
             )
         seen = {name: self._buckets[name] for name in self._seen if name in self._buckets}
@@ -583,7 +582,7 @@ class PerTensor(Averager):
             self.collectives,
             self._names,
             {},
-            # The places whose values this step sent.
+            # The indices at which this step sent values.
             {"look-ahead offsets": None if self._whole else self._run.digest_of_state()},
             {"changed": bool(self._changed), "fresh": fresh, "grads": grads},
         )
@@ -619,11 +618,11 @@ class PerTensor(Averager):
         if len(candidates) == 1:
             return candidates[0]
         raise TypeError(
-            f"ScaleCom cannot tell whose gradient this tensor of shape {tuple(grad.shape)} is: it "
-            "compresses the gradients of the parameters in ScaleCom(named_parameters=...), inside "
-            "a DistributedOptimizer. For other tensors use hvd.Compression.none; for several "
-            "sparse embeddings of one shape with sparse_as_dense use "
-            "scalecom_hvd.torch.DistributedOptimizer"
+            "ScaleCom cannot tell which parameter's gradient this tensor of shape "
+            f"{tuple(grad.shape)} is. It compresses the gradients of the parameters in "
+            "ScaleCom(named_parameters=...), inside a DistributedOptimizer. For other tensors use "
+            "hvd.Compression.none; for several sparse embeddings of one shape with sparse_as_dense "
+            "use scalecom_hvd.torch.DistributedOptimizer"
         )
 
 
@@ -643,7 +642,7 @@ def _by_name(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, 
     twice = sorted({name for name, parameter in distinct if parameters[name] is not parameter})
     if twice:
         raise ValueError(
-            f"names in ScaleCom's named_parameters must be unique, but {', '.join(twice)} stands "
-            "for several parameters"
+            f"names in ScaleCom's named_parameters must be unique, but {', '.join(twice)} names "
+            "several parameters"
         )
     return parameters

@@ -216,7 +216,7 @@ def measure_blocks(
     GRAD: tl.constexpr,
     REAL: tl.constexpr,
 ):
-    """The scales of what the chosen places would send, as integers.py defines them.
+    """The scales of what the chosen elements would send, as integers.py defines them.
 
     One program handles one block of values, which belong to several tiles. blocks: int32 (blocks,
     2), a block's tensor, and the block's number in that tensor.

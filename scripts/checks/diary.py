@@ -1,6 +1,6 @@
-"""Which tests failed: read from the diary that tests/conftest.py writes.
+"""Which tests failed, according to the diary that tests/conftest.py writes.
 
-Ranks that hang are killed before pytest can tell, and what it does tell is cut and mixed.
+Ranks that hang are killed before pytest can report, and what they do report is cut and mixed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def failed_tests(diary: Path) -> list[str]:
-    """The ids of the tests that failed; if none did, of those that some rank began and none ended.
+    """The ids of the failed tests. If none failed, of those that some rank began and none ended.
 
     Args:
-        diary: what stood in TEST_DIARY; it need not exist.
+        diary: the file that TEST_DIARY named. It need not exist.
     """
     lines = diary.read_text().splitlines() if diary.exists() else []
     found = [line.partition(" ")[::2] for line in lines]

@@ -1,14 +1,14 @@
-"""Which tests notice which mistake: takes one line of behaviour out at a time, and runs the tests.
+"""Which tests notice which mistake: change one line of behaviour at a time, and run the tests.
 
     python scripts/checks/mutations.py                 all of them: two hours on two cores
-    python scripts/checks/mutations.py --only leader   those whose name contains it
+    python scripts/checks/mutations.py --only leader   those with names that contain it
 
 The mutations are in mutations.toml. Each is made in a copy of the working tree, one copy per core.
-Every finished one leaves a file in --output, and a second call does only what is missing. The table
-is --output/table.md. A mutation that no test notices makes the exit code 1.
+Every finished mutation leaves a file in --output, and a second call makes only the missing ones.
+The table is --output/table.md. If no test notices a mutation, the exit code is 1.
 
-On one process all tests run. On several ranks a file ends with its first failure, as ranks no
-longer wait for each other after it; so of each file the first test that notices is known.
+In one process all tests run. On several ranks a file ends with its first failure, because ranks no
+longer wait for each other after it. So for each file only the first test that notices is known.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from diary import failed_tests  # noqa: E402
 
 PYTEST = [
     *("-m", "pytest", "-q", "-p", "no:cacheprovider"),
-    # It asks whether the mutations fit the code, so it would notice every one.
+    # It checks that the mutations fit the code, so it would notice every one.
     "--ignore=tests/single/test_mutations.py",
 ]
 NOT_LONG = ["-m", "not long"]
-SKIPPED = {  # what cannot notice a change outside of native code takes a third of the time
+SKIPPED = {  # they take a third of the time, and notice no change outside of native code
     "native": ["tests/single/test_sanitizers.py"],
     "triton": ["tests/single/test_triton.py"],
 }
@@ -51,7 +51,7 @@ SKIPPED = {  # what cannot notice a change outside of native code takes a third 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of the package, as mutations.toml has it."""
+    """A change of the package, as mutations.toml describes it."""
 
     name: str
     file: str
@@ -63,7 +63,7 @@ class Mutation:
         """The text of its file in a tree, with the mutation.
 
         Raises:
-            ValueError: what it replaces is not there, or not once.
+            ValueError: the text that it replaces is missing, or occurs more than once.
         """
         text = (root / "scalecom_hvd" / self.file).read_text()
         if text.count(self.was) != 1:
@@ -79,7 +79,7 @@ class Mutation:
 
 
 def mutations() -> list[Mutation]:
-    """Those of mutations.toml, in its order."""
+    """The mutations of mutations.toml, in its order."""
     found = tomllib.loads((HERE / "mutations.toml").read_text())["mutation"]
     return [Mutation(**one | {"tests": tuple(one["tests"])}) for one in found]
 
@@ -91,7 +91,7 @@ def build(root: Path) -> None:
 
 
 def copy(root: Path) -> None:
-    """The files of the working tree, and its libraries."""
+    """Copy the working tree's files and libraries."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -101,7 +101,7 @@ def copy(root: Path) -> None:
     ).stdout.split("\n")
     libraries = (str(path.relative_to(ROOT)) for path in ROOT.glob("scalecom_hvd/native/*.so"))
     for name in {*listed, *libraries} - {""}:
-        if (ROOT / name).is_file():  # one that is deleted is still listed
+        if (ROOT / name).is_file():  # a deleted file is still listed
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, root / name)
 
@@ -127,10 +127,10 @@ def notice(mutation: Mutation, root: Path, core: int) -> dict[str, list[str]]:
 
 
 def failing_on_ranks(group: str, root: Path, core: int) -> Iterator[str]:
-    """Of each file of a face, or of the one that is named, the first test that fails."""
+    """The first test that fails in each file of a face, or in the file that is named."""
     face, *more = group.split()
     ranks, *named = more or ["2"]
-    # Files of torch.distributed's face fail wherever torchrun has not started the ranks.
+    # Files of torch.distributed's face fail unless torchrun has started the ranks.
     names = named or [
         file.name
         for file in sorted((root / "tests" / "parallel").glob("test_*.py"))
@@ -144,12 +144,12 @@ def failing_on_ranks(group: str, root: Path, core: int) -> Iterator[str]:
         tests = failing(launch.command(launcher, int(ranks), program), root, core, **device)
         yield from tests
         reached = [n for n, file in enumerate(files) if any(file in test for test in tests)]
-        # Where ranks die without a word, nobody knows where they were.
+        # If ranks die without a report, nobody knows which file they had reached.
         files = files[max(reached) + 1 :] if reached else []
 
 
 def failing(command: Sequence[str], root: Path, core: int, **more: str) -> list[str]:
-    """The functions whose tests fail in a run: values of parameters would fill pages."""
+    """The functions of the tests that fail in a run. Parameters' values would fill pages."""
     diary = root / "diary"
     diary.unlink(missing_ok=True)
     subprocess.run(
@@ -186,9 +186,9 @@ def run(mutation: Mutation, cores: queue.SimpleQueue[int], output: Path) -> None
 
 
 def table(wanted: Sequence[Mutation], output: Path, before: Path | None) -> str:
-    """Every mutation, and how many tests notice it, by file; beside those of another run's folder.
+    """Every mutation, and how many tests notice it, by file; also those of another run's folder.
 
-    Below it the tests that alone notice something, which so cannot go.
+    Below it are the tests that are the only ones to notice something. They must stay.
     """
     compared = before is not None
     lines = [
@@ -215,7 +215,7 @@ def table(wanted: Sequence[Mutation], output: Path, before: Path | None) -> str:
 
 
 def noticed_in(folder: Path, mutation: Mutation) -> list[str]:
-    """The tests that noticed a mutation; none where it was not tried."""
+    """The tests that noticed a mutation; none if it was not tried."""
     path = folder / mutation.file_name
     groups = json.loads(path.read_text()) if path.exists() else {}
     return list(dict.fromkeys(test for tests in groups.values() for test in tests))

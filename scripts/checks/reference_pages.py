@@ -32,7 +32,7 @@ MARK = f"<!-- from here on written by: {BY} -->"
 WIDTH = 100
 
 Groups = dict[str, dict[str, str]]
-"""{heading, or "" for none: {name: its members, separated by spaces; "*": all that are public}}"""
+"""{heading, or "" for none: {name: its members, separated by spaces; "*": all public members}}"""
 
 STATE = "stats state_dict load_state_dict"
 # {module: (a sentence on it, its groups)}
@@ -123,11 +123,11 @@ CONTENTS: dict[str, tuple[str, Groups]] = {
         {"": {"ScaleComReference": "*"}},
     ),
 }
-# The options that an ordinary user meets; all others are advanced.
+# The options that an ordinary user needs. All others are advanced.
 FRONT = ("rate", "bits", "total_steps", "rates", "dense")
 ITEM = re.compile(r"(\**\w[\w.]*(?:, \**\w[\w.]*)*): (.*)")
 SECTION = re.compile(r"(\w+):$")
-# What Markdown would take for the beginning of a list, a heading or a quotation.
+# What Markdown would take for the start of a list, a heading or a quotation.
 MARKUP = re.compile(r"^(?:(?=[-+#>=])|(\d+)(?=[.)] ))")
 
 
@@ -165,7 +165,7 @@ def api() -> str:
 
 
 def options() -> str:
-    """docs/options.md: what stands above the mark is kept."""
+    """docs/options.md. What is above the mark is kept."""
     from scalecom_hvd import ScaleComConfig
 
     kept = (DOCS / "options.md").read_text().partition(MARK)[0].rstrip()
@@ -183,7 +183,7 @@ PAGES: dict[Path, Callable[[], str]] = {DOCS / "api.md": api, DOCS / "options.md
 
 
 def entry(thing: Any, name: str, heading: str) -> Iterator[str]:
-    """A function, class, method or property: its heading, how it is called, what it says."""
+    """A function, class, method or property: its heading, its call, and its docstring."""
     yield from ["", f"{heading} {name}", ""]
     if isinstance(thing, property):
         yield from ["A property.", ""]
@@ -194,7 +194,7 @@ def entry(thing: Any, name: str, heading: str) -> Iterator[str]:
 
 
 def methods(cls: Any, name: str, wanted: list[str]) -> Iterator[str]:
-    """Members of a class, each with a heading of its own."""
+    """Members of a class, each with its own heading."""
     if wanted == ["*"]:
         wanted = [m for m in vars(cls) if not m.startswith("_") and is_documented(vars(cls)[m])]
     for member in wanted:
@@ -206,7 +206,7 @@ def methods(cls: Any, name: str, wanted: list[str]) -> Iterator[str]:
 
 @functools.cache
 def fields(cls: Any) -> dict[str, tuple[ast.AnnAssign, str]]:
-    """The attributes of a class that have a text of their own, which stands behind each."""
+    """The attributes of a class that have a docstring, which is behind each of them."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
     return {
         assigned.target.id: (assigned, inspect.cleandoc(text.value.value))
@@ -216,7 +216,7 @@ def fields(cls: Any) -> dict[str, tuple[ast.AnnAssign, str]]:
 
 
 def field(cls: Any, name: str, heading: str) -> Iterator[str]:
-    """An attribute: its heading, type and default, and what it says."""
+    """An attribute: its heading, type, default and docstring."""
     assigned, text = fields(cls)[name]
     default = assigned.value
     kind = ast.unparse(assigned.annotation).replace("'", '"')
@@ -228,13 +228,13 @@ def field(cls: Any, name: str, heading: str) -> Iterator[str]:
 
 
 def is_documented(member: Any) -> bool:
-    """Whether a member of a class is a method or a property, and says what it does."""
+    """Whether a member of a class is a method or a property with a docstring."""
     kinds = (FunctionType, property, classmethod, staticmethod)
     return isinstance(member, kinds) and bool(inspect.getdoc(member))
 
 
 def signature(thing: Any, name: str) -> list[str]:
-    """How it is called: arguments without types, which docstrings say, and what it returns."""
+    """How it is called: its arguments without types, which docstrings give, and what it returns."""
     if isinstance(thing, property) or is_protocol(thing):
         return []
     thing = getattr(thing, "__func__", thing)
@@ -245,7 +245,7 @@ def signature(thing: Any, name: str) -> list[str]:
         thing = thing.__init__
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))
-    except OSError:  # a dataclass's
+    except OSError:  # a dataclass has no such source
         parameters = list(inspect.signature(thing).parameters.values())[1:]
         return called(
             f"{name}({', '.join(str(p.replace(annotation=p.empty)) for p in parameters)})"
@@ -266,7 +266,7 @@ def signature(thing: Any, name: str) -> list[str]:
 
 
 def called(text: str) -> list[str]:
-    """Lines of code. Names that are private, or those of constants, mean nothing to a reader."""
+    """Lines of code. Private names, and names of constants, mean nothing to a reader."""
     text = text.replace("_horovod_tensorflow.", "horovod.").replace("=BLOCK", f"={BLOCK}")
     return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
 
@@ -300,7 +300,7 @@ def markdown(docstring: str) -> list[str]:
 
 
 def section_of(name: str, block: list[str]) -> Iterator[str]:
-    """Args, Returns, ..., and what stands under it."""
+    """A section such as Args or Returns, and its text."""
     if block[0].startswith(">>>"):
         yield from [f"**{name}**", "", "```pycon", *block, "```"]
         return
@@ -314,7 +314,7 @@ def section_of(name: str, block: list[str]) -> Iterator[str]:
 
 
 def prose(line: str, indent: bool = False) -> str:
-    """A line of text, such that Markdown says the same."""
+    """A line of text, written so that Markdown shows the same."""
     parts = re.split(r"(`[^`]*`)", line)
     text = "".join(
         part if part.startswith("`") else re.sub(r"([*<])", r"\\\1", part) for part in parts
@@ -324,7 +324,7 @@ def prose(line: str, indent: bool = False) -> str:
 
 
 def wrapped(text: str) -> list[str]:
-    """Lines of at most WIDTH columns; those of a list's item are indented."""
+    """Lines of at most WIDTH columns. Those of a list item are indented."""
     indent = "  " if text.startswith("- ") else ""
     return textwrap.wrap(
         text, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False

@@ -1,4 +1,4 @@
-"""What `make test` and `make test-long` run, and CI one after the other.
+"""What `make test` and `make test-long` run. CI runs both, one after the other.
 
     python scripts/checks/run_tests.py                       ruff, mypy and the tests: ten minutes
     python scripts/checks/run_tests.py --long                the others: faults, hosts, fuzz, study
@@ -6,15 +6,16 @@
     python scripts/checks/run_tests.py "torch, mpirun"       parts that begin so
     python scripts/checks/run_tests.py "torch, mpirun" --test tests/parallel/test_torch_amp.py
 
-A part has a time limit, after which it is ended with all its ranks. When one fails its output is
-shown, and the command that runs the test that failed once more. Parts that compute all the time run
-side by side, on cores of their own; then come those that start launchers, and wait for them.
+A part has a time limit. After that it is ended with all its ranks. If a part fails, its output is
+shown, with the command that runs the failed test again. Parts that compute all the time run at the
+same time, on separate cores. Then come the parts that start launchers and wait for them.
 
-Tests that are marked `long` are those of --long. Others run where they tell something new:
-PyTorch's all on 4 ranks under mpirun, and under Gloo on 2 where the launcher matters; those of
-torch.distributed's face on 2 under torchrun, one of them on 3, in --long also where there is no
-Horovod, and on a device whose streams run late (tests/delayed); TensorFlow's all on 2 ranks under
-mpirun, as tracing takes it most of its time.
+Tests marked `long` belong to --long. The other tests run where they show something new:
+
+- All of PyTorch's on 4 ranks under mpirun, and on 2 under Gloo if the launcher matters.
+- Those of torch.distributed's face on 2 ranks under torchrun, and one of them on 3. With --long
+  they also run without Horovod, and on a device whose streams run late (tests/delayed).
+- All of TensorFlow's on 2 ranks under mpirun, because tracing takes most of their time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from diary import failed_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = ["-m", "pytest", "-q", "--color=no"]
-# Tests side by side, the longest first: see tests/integration/conftest.py.
+# Tests run at the same time, the longest first: see tests/integration/conftest.py.
 SHARED = [
     "-n",
     str(min(4, len(os.sched_getaffinity(0)))),
@@ -51,9 +52,9 @@ SHARED = [
     "loadgroup",
     "--no-loadscope-reorder",
 ]
-# Ranks of Open MPI that wait would else keep other processes from the cores.
+# Without this, waiting ranks of Open MPI keep other processes from the cores.
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-# What torchrun sets too, with a warning.
+# torchrun sets this too, with a warning.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 LATE = ONE_THREAD | {"TESTS_DEVICE": "delayed"}
 
@@ -63,9 +64,9 @@ class Part:
     """A command of --long, or of the other tests.
 
     Attributes:
-        command: what is run; pytest's takes files, or tests, at its end.
+        command: what is run. pytest's command takes files, or tests, at its end.
         limit: seconds.
-        environment: variables that it needs besides.
+        environment: variables that it also needs.
         alone: whether it has all cores to itself.
     """
 
@@ -75,14 +76,14 @@ class Part:
     alone: bool = False
 
     def of(self, tests: list[str]) -> Part:
-        """The same, of these tests alone."""
+        """The same part with only these tests."""
         options = (word for word in self.command if not word.startswith("tests/"))
         options = ("" if word in ("long", "not long") else word for word in options)
         return dataclasses.replace(self, command=(*options, *tests))
 
 
 def of_pytest(*files: str, options: Sequence[str], wanted: str = "not long") -> list[str]:
-    """Arguments of Python that run these files, or folders; `wanted` chooses by marks."""
+    """Arguments of Python that run these files or folders. `wanted` chooses by marks."""
     return [*PYTEST, "-m", wanted, *options, *(f"tests/{file}" for file in files)]
 
 
@@ -96,7 +97,7 @@ def on_ranks(
 ) -> Part:
     """Tests of tests/parallel, on every rank.
 
-    A rank that waits for ever is ended with a traceback of where it waits.
+    A rank that waits for ever is ended, with a traceback of where it waits.
     """
     options = ("-x", "--timeout=100", "--timeout-method=thread", *options)
     program = of_pytest(*files, options=options)
@@ -105,31 +106,31 @@ def on_ranks(
 
 
 def parallel(pattern: str) -> list[str]:
-    """Files of tests/parallel, by what stands between test_ and .py."""
+    """Files of tests/parallel, by the part of their names between test_ and .py."""
     found = sorted((ROOT / "tests" / "parallel").glob(f"test_{pattern}.py"))
     return [f"parallel/{file.name}" for file in found]
 
 
 def named(*names: str) -> list[str]:
-    """The same, by the names themselves."""
+    """Files of tests/parallel, by exact names."""
     return [f"parallel/test_{name}.py" for name in names]
 
 
-TORCH = [*named("join", "local_topk"), *parallel("torch_*")]  # join() first, see there
-# Where the launcher decides: the order in which collectives end, what fails and how. The rest runs
-# under Gloo in --long.
+TORCH = [*named("join", "local_topk"), *parallel("torch_*")]  # join() comes first: see there
+# Here the launcher matters: in which order collectives end, what fails, and how. The other tests
+# run under Gloo in --long.
 UNDER_GLOO = named("torch_differential", "torch_orders", "torch_refusals")
 PROGRAMS = named("torch_differential", "torch_local_differential")
 TAPES = "parallel/test_tensorflow_tape.py::test_"
-# What Gloo, and more than two ranks, may change for TensorFlow.
+# What Gloo and more than two ranks may change for TensorFlow.
 UNLIKE = [
     f"{TAPES}{name}"
     for name in ("gradients_that_come_later_on_one_rank_alone", "float16_values_keep_what_is_tiny")
 ]
-SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # which need 4 ranks
+SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # they need 4 ranks
 GLOO = "horovodrun --gloo"
-# Of torch.distributed's face: its own tests, and those of both faces.
-NODES = named("ddp_nodes", "ddp_sharded", "ddp_sharded_differential")  # two ranks in each of two
+# The tests of torch.distributed's face: its own, and those of both faces.
+NODES = named("ddp_nodes", "ddp_sharded", "ddp_sharded_differential")  # two nodes of two ranks
 OF_DEVICES, PAGES = named("ddp_devices"), named("ddp_pages")
 DDP = [
     *[file for file in parallel("ddp_*") if file not in NODES + OF_DEVICES],
@@ -137,7 +138,7 @@ DDP = [
     *named("torch_changed_gradients", "torch_one_rank_loads", "torch_thrown_away"),
     *named("torch_unlike_ranks"),
 ]
-# What Gloo has added up before all ranks have come, of which there must be three.
+# What Gloo has added up before all ranks have come. It needs three ranks.
 SUMS = "parallel/test_torch_unlike_ranks.py::test_one_rank_loads_its_residues_and_nothing_is_lost"
 DDP_LONG = named("torch_diagnostics", "torch_local_steps", "torch_methods", "torch_simulator")
 RUFF = (sys.executable, "-m", "ruff")
@@ -146,7 +147,7 @@ SHORT = {
     "ruff check": Part((*RUFF, "check", "."), 60),
     "ruff format": Part((*RUFF, "format", "--check", "."), 60),
     "mypy": Part((sys.executable, "-m", "mypy"), 300),
-    # The longest first.
+    # The longest comes first.
     "tensorflow, mpirun -np 2": on_ranks("mpirun", 2, parallel("tensorflow_*")),
     "torch, mpirun -np 4": on_ranks("mpirun", 4, TORCH),
     "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, UNDER_GLOO),
@@ -173,12 +174,12 @@ LONG = {
     "device, torchrun -np 2, the rest": on_ranks(
         "torchrun",
         2,
-        [file for file in DDP if file not in PAGES],  # pages' scripts say where they run
+        [file for file in DDP if file not in PAGES],  # the pages' scripts say where they run
         "--timeout=200",
         environment=LATE,
         limit=2400,
     ),
-    # Plain FSDP2 frees what other streams read, so it is no oracle for random programs there.
+    # Plain FSDP2 frees what other streams read, so there it is no oracle for random programs.
     "device nodes, torchrun -np 4": on_ranks(
         "torchrun", 4, named("ddp_nodes", "ddp_sharded"), "--timeout=200", environment=LATE
     ),
@@ -231,14 +232,14 @@ GPU = {
         PATIENT,
         environment=CUDA,
     ),
-    # Not over Gloo, where FSDP2 ends the process (PyTorch 2.11).
+    # Not over Gloo, because FSDP2 ends the process there (PyTorch 2.11).
     "GPU, NCCL, nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES, PATIENT, environment=CUDA),
 }
 PARTS = SHORT | LONG | GPU
 
 
 class Running:
-    """A part that runs, on some cores only, and all that it starts."""
+    """A running part, on some cores only, and everything that it starts."""
 
     def __init__(self, name: str, part: Part, cores: list[int], show: bool) -> None:
         self.name, self.part, self.cores = name, part, cores
@@ -261,7 +262,7 @@ class Running:
         return self._process.poll() is None and time.time() < self.begun + self.part.limit
 
     def end(self, gently: bool = True) -> tuple[int | None, str]:
-        """The exit code (None: out of time), and the output; nothing that it started is left."""
+        """The exit code (None: out of time), and the output. Nothing that it started is left."""
         code = self._process.poll()
         if code is None and gently:
             os.killpg(self._process.pid, signal.SIGTERM)
@@ -277,8 +278,9 @@ class Running:
 def run(
     parts: Mapping[str, Part], shares: list[list[int]], show: bool
 ) -> Iterator[tuple[Running, int | None, str]]:
-    """Run parts side by side, one on each share of the cores; gives each with its exit code (None:
-    out of time) and output when it ends.
+    """Run parts at the same time, one on each share of the cores.
+
+    Yield each part when it ends, with its exit code (None: out of time) and output.
     """
     waiting, free, running = list(parts.items()), list(shares), []
     try:
@@ -296,8 +298,8 @@ def run(
 
 
 def tell(one: Running, code: int | None, output: str) -> int:
-    """A line about a part that ended, and all about one that failed; gives how many passed."""
-    # Ranks run the same tests: the smallest count is the number of tests that passed on all of
+    """Print a line about a part that ended, and all output if it failed. Return how many passed."""
+    # Ranks run the same tests, so the smallest count is the number of tests that passed on all of
     # them.
     counts = [int(n) for n in re.findall(r"(\d+) passed", output)]
     verdict = "ok" if code == 0 else f"FAILED: exit code {code}"
@@ -332,14 +334,14 @@ def main() -> int:
         for name, part in among.items()
         if not arguments.parts or name.startswith(tuple(arguments.parts))
     }
-    if arguments.test:  # what is asked for by its whole name
+    if arguments.test:  # a part asked for by its whole name
         wanted = {name: part for name, part in wanted.items() if name in arguments.parts} or wanted
     if not wanted:
         parser.error(f"no part begins so; there are: {names}")
 
     failed, passed, started = [], 0, time.time()
-    # A part on one core takes little longer than on two, between which its ranks would wake each
-    # other all the time.
+    # A part takes little longer on one core than on two: between two cores its ranks would wake
+    # each other all the time.
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[first::4] for first in range(min(len(cores), 4))]
     together, alone = (

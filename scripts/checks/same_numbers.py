@@ -1,18 +1,19 @@
 """Shows that a change of the code changed no number.
 
 It runs some hundred small training runs, by public names only: every method and setting with
-simulated ranks, and every face for PyTorch with real ones. Of each it takes digests, to the bit, of
-parameters and residues on every rank, of all else that is saved, and of the bytes sent.
+simulated ranks, and every face for PyTorch with real ones. For each run it takes digests, to the
+bit, of parameters and residues on every rank, of everything else that is saved, and of the bytes
+sent.
 
     python scripts/checks/same_numbers.py --output numbers.json    of this checkout
     python scripts/checks/same_numbers.py --against ../old         of both, and what differs
     python scripts/checks/same_numbers.py --against numbers.json   of this, and what differs now
     python scripts/checks/same_numbers.py --against ../old --only GTopK
 
-`--against` ends with exit code 1 if a case differs. Cases are always those of this checkout, and
-settings whose default may change are given in all of them. A case that fails is shown, and makes
-the exit code 1 too: it compares nothing. Each checkout needs its own native kernel, built from its
-own sources (`python setup.py build_ext --inplace`).
+`--against` ends with exit code 1 if a case differs. Cases are always those of this checkout. All of
+them give every setting with a default that may change. A case that fails is shown, and also makes
+the exit code 1, because it compares nothing. Each checkout needs its own native kernel, built from
+its own sources (`python setup.py build_ext --inplace`).
 
 A run of one checkout takes two and a half minutes on two cores.
 """
@@ -46,20 +47,21 @@ LAUNCHES = [("mpirun", 4), ("torchrun", 4), ("mpirun", 2), ("torchrun", 2)]
 LIMIT = 280  # seconds of each process
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
-    # Ranks of Open MPI that wait would else keep other processes from the cores.
+    # Without this, waiting ranks of Open MPI keep other processes from the cores.
     "OMPI_MCA_mpi_yield_when_idle": "1",
-    # What Horovod fuses depends on the time, and the order of a sum on what is fused.
+    # What Horovod fuses depends on time, and the order of a sum depends on what is fused.
     "HOROVOD_FUSION_THRESHOLD": "0",
     "HOROVOD_CYCLE_TIME": "1",
 }
 
 Numbers = dict[str, Parts]
-"""{case: what it came to}."""
+"""{case: its result}."""
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """Variables with which Python imports the package of this checkout, with no settings of its
-    own.
+    """Variables that make Python import this checkout's package.
+
+    They contain no settings of that package.
     """
     variables = launch.environment(PYTHONPATH=str(checkout), **SETTINGS)
     return {name: v for name, v in variables.items() if not name.startswith("SCALECOM_")}
@@ -86,7 +88,7 @@ def run(command: Sequence[str], checkout: Path) -> str:
     try:
         output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        # mpirun ends its ranks when it is asked to, and not when it is killed.
+        # mpirun ends its ranks if it is asked to, but not if it is killed.
         os.killpg(process.pid, signal.SIGTERM)
         time.sleep(3)
         with contextlib.suppress(ProcessLookupError):
@@ -116,18 +118,18 @@ def on_ranks(
     program = [str(HERE / "same_numbers_ranks.py"), str(own), pattern]
     complaint = run(launch.command(launcher, ranks, program), checkout)
     everyone = [read(own / f"rank.{rank}") for rank in range(ranks)]
-    # One that not all ranks ended is missing, and the launch has failed.
+    # A case is missing if not all ranks ended it. The launch has failed then.
     ended = [name for name in everyone[0] if all(name in one for one in everyone)]
     return {name: together([one[name] for one in everyone]) for name in ended}, complaint
 
 
 def read(file: Path) -> Numbers:
-    """What a process wrote, a line for each case that it ended."""
+    """What a process wrote: a line for each case that it ended."""
     return dict(map(json.loads, file.read_text().splitlines())) if file.exists() else {}
 
 
 def numbers_of(checkout: Path, pattern: str) -> tuple[Numbers, list[str]]:
-    """What all cases come to with the package of a checkout, and what went wrong."""
+    """The results of all cases with the package of a checkout, and what went wrong."""
     if not any((checkout / "scalecom_hvd").rglob("*.so")):
         return {}, [f"{checkout} has no native kernel: run `python setup.py build_ext --inplace`"]
     numbers: Numbers = {}
@@ -150,7 +152,7 @@ def numbers_of(checkout: Path, pattern: str) -> tuple[Numbers, list[str]]:
 
 
 def numbers_against(other: Path, pattern: str) -> tuple[Numbers, list[str]]:
-    """The same of another checkout, or of a file that `--output` wrote."""
+    """The same for another checkout, or for a file that `--output` wrote."""
     if other.is_dir():
         return numbers_of(other, pattern)
     saved = json.loads(other.read_text())
@@ -158,12 +160,12 @@ def numbers_against(other: Path, pattern: str) -> tuple[Numbers, list[str]]:
 
 
 def line_of(name: str, parts: Parts) -> str:
-    """A case in one line: its digest, or its error, and its name."""
+    """A case in one line: its digest or its error, and its name."""
     return f"{parts.get('failed') or of_text(json.dumps(parts, sort_keys=True))}  {name}"
 
 
 def differences(ours: Numbers, theirs: Numbers) -> list[str]:
-    """A line for each case that is not the same in both, which says what differs."""
+    """A line for each case that is not the same in both, saying what differs."""
     lines = []
     for name in sorted(ours.keys() | theirs.keys()):
         own, other = ours.get(name, {}), theirs.get(name, {})

@@ -1,6 +1,7 @@
-"""What a case of same_numbers.py comes to: a digest of each part, the same wherever numbers are.
+"""The result of a case of same_numbers.py: a digest of each part.
 
-A digest says nothing of settings, of the version of a saved state, or of the order of its keys.
+Equal numbers have equal digests. A digest depends neither on settings, nor on a saved state's
+version, nor on the order of its keys.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 
 Parts = dict[str, str]
-"""{part: digest}, or {"failed": error} of a case that raised one."""
+"""{part: digest}, or {"failed": error} if a case raised one."""
 
-# What of stats() is compared.
+# The parts of stats() that are compared.
 COUNTED = (
     "bytes_offsets",
     "bytes_values",
@@ -33,15 +34,15 @@ class Record:
         self._stats: list[list[Any]] = []
 
     def note(self, stats: Mapping[str, Any]) -> None:
-        """A step was taken, and these are stats() after it."""
+        """Note the stats() after a step."""
         self._stats.append([stats.get(kind) for kind in COUNTED])
 
     def end(self, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Parts:
-        """The case is over: what the rank holds now.
+        """The case is over: digest what the rank holds now.
 
         Args:
             parameters: {name: parameter} of the model.
-            state: what the method's state_dict() gave.
+            state: what the method's state_dict() returned.
         """
         others = [*tensors_in(state.get("offsets")), *tensors_in(state.get("local_steps"))]
         return {
@@ -54,10 +55,10 @@ class Record:
 
 
 def together(ranks: Sequence[Parts]) -> Parts:
-    """What a case came to on all ranks, as one.
+    """A case's results on all ranks, as one.
 
     Args:
-        ranks: what it came to on each, in order.
+        ranks: the result on each rank, in order.
     """
     failed = [f"rank {rank}: {own['failed']}" for rank, own in enumerate(ranks) if "failed" in own]
     if failed:
@@ -71,12 +72,12 @@ def of_text(text: str) -> str:
 
 
 def of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The digest of tensors, to the bit, and of their names, in whatever order they come."""
+    """The digest of tensors, to the bit, and of their names. Their order does not matter."""
     return of_text(" ".join(sorted(f"{name} {_of_tensor(tensor)}" for name, tensor in named)))
 
 
 def tensors_in(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor in a saved state with its own key; where in the state it is does not count."""
+    """Each tensor in a saved state, with its own key. Its position in the state does not matter."""
     if isinstance(state, torch.Tensor):
         yield name, state
     elif isinstance(state, Mapping):

@@ -1,7 +1,7 @@
 """The methods of same_numbers.py's cases, as plain settings.
 
-They are looked up by name in a face when a case begins. So what one checkout does not have fails
-one case there, and no other.
+They are looked up by name in a face when a case begins. If a checkout lacks one, only that case
+fails there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import scalecom_hvd
 
 Settings = dict[str, Any]
 
-# Every setting whose default may change is given: these cases compare code, not defaults.
+# Every setting with a default that may change is given: these cases compare code, not defaults.
 FILTERS: dict[str, Settings] = {
     "beta 1": {"beta": 1.0, "flush": False},
     "beta 0.2, flush": {"beta": 0.2, "flush": True},
@@ -23,7 +23,7 @@ FILTERS: dict[str, Settings] = {
 }
 BASE: Settings = {"rate": 20, "bits": 32, "min_numel": 100, "dense": [], "warmup_steps": 0}
 STAGGERED: Settings = {"leader": "staggered", "bucket_bytes": 5000}
-# Settings stand over those of a filter. A quantiser is its class and its arguments.
+# A method's settings override a filter's. A quantiser is its class and its arguments.
 METHODS: dict[str, Settings] = {
     "ScaleCom": {},
     "ScaleCom, look-ahead": {"lookahead": True},
@@ -82,7 +82,7 @@ def class_of(face: Any, method: str) -> Any:
 
 
 def arguments_of(face: Any, settings: Mapping[str, Any]) -> Settings:
-    """Settings as the class takes them."""
+    """Settings in the form that the class takes."""
     arguments = dict(settings)
     if "quantiser" in arguments:
         name, own = arguments["quantiser"]
@@ -91,7 +91,7 @@ def arguments_of(face: Any, settings: Mapping[str, Any]) -> Settings:
 
 
 def check_package() -> None:
-    """Raise RuntimeError unless the package is that of the checkout, the working directory."""
+    """Raise RuntimeError unless the package is the checkout's, in the working directory."""
     found = Path(scalecom_hvd.__file__).resolve()
     if not found.is_relative_to(Path.cwd().resolve()):
         raise RuntimeError(f"the package is {found}, and not that of {Path.cwd()}")

@@ -1,8 +1,8 @@
-"""Run on every rank by same_numbers.py: its cases of real ranks, one after the other.
+"""The cases of real ranks, one after the other. same_numbers.py runs this on every rank.
 
     mpirun -np 2 python scripts/checks/same_numbers_ranks.py FOLDER PATTERN
 
-runs Horovod's cases whose name contains PATTERN; torchrun runs those of torch.distributed. Each
+runs Horovod's cases with names that contain PATTERN. torchrun runs those of torch.distributed. Each
 rank appends a line for each case to its own file in FOLDER.
 """
 
@@ -62,10 +62,10 @@ OPTIMIZERS = {
 }
 
 Case = tuple[str, str, dict[str, Any]]
-"""Method, filter, and what is besides."""
+"""Method, filter, and everything else."""
 
 SMALL_BUCKETS = {"bucket_bytes": 6000}
-# Of the optimizers of both faces.
+# For the optimizers of both faces.
 AVERAGING: list[Case] = [
     ("ScaleCom", "beta 0.2, flush", {}),
     ("ScaleCom", "beta 0.1", SMALL_BUCKETS | {"warmup_steps": 3}),
@@ -109,7 +109,8 @@ CASES: dict[str, list[Case]] = {
         ("ScaleCom", "beta 0.1", {"sums": True, "resumed": True, "clip": True}),
     ],
     "ddp optimizer": AVERAGING,
-    # DDP itself averages, and backward makes the step. An optimizer's arguments are not for it.
+    # With the hook, DDP itself averages, and backward makes the step. It takes no arguments of an
+    # optimizer.
     "ddp hook": [
         (method, filters, more)
         for method, filters, more in AVERAGING
@@ -130,7 +131,7 @@ else:
 
 
 class Net(torch.nn.Module):
-    """Two layers, and one between them that some batches do not use."""
+    """Two layers, with one between them that some batches do not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ class Training:
         self.begin()
 
     def begin(self) -> None:
-        """Make all anew, as a script does when it starts."""
+        """Make everything anew, as a script does when it starts."""
         torch.manual_seed(5)
         self.net: Any = Net().to(getattr(torch, self.course.get("dtype", "float32")))
         self.model: Any = self.net
@@ -176,7 +177,7 @@ class Training:
         self.optimizer, self.compression = make(plain)
 
     def made(self, *positional: Any) -> Any:
-        """The method."""
+        """A new method."""
         scale = {"loss_scale": lambda: self.scale} if "scaled" in self.course else {}
         own = methods.arguments_of(face, self.settings)
         return methods.class_of(face, self.method)(*positional, **scale, **own)
@@ -256,7 +257,7 @@ class Training:
         for grad in grads:
             grad.div_(self.scale)
         self.clip()
-        # As a GradScaler does: a step that is not finite is left out.
+        # As a GradScaler does, leave out a step that is not finite.
         if all(bool(grad.isfinite().all()) for grad in grads):
             with self.optimizer.skip_synchronize() if by_hand else contextlib.nullcontext():
                 self.optimizer.step()
@@ -266,7 +267,7 @@ class Training:
         return self.kind == "ddp hook" and not last
 
     def backward(self, step: int, number: int) -> None:
-        """Compute gradients of a batch of this rank's own."""
+        """Compute gradients of this rank's own batch."""
         chance = torch.Generator().manual_seed(1000 * step + 10 * number + self.rank)
         dtype = self.net.output.weight.dtype
         inputs, targets = (
@@ -280,17 +281,17 @@ class Training:
         (loss * self.scale).backward()
 
     def clip(self) -> None:
-        """Clip gradients, if that is asked for."""
+        """Clip gradients, if the case asks for it."""
         if "clip" in self.course:
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
 
     def resume(self) -> None:
-        """Save all, and load it into what is made anew."""
+        """Save everything, and load it into new objects."""
         compression, net, optimizer = copy.deepcopy(
             [one.state_dict() for one in (self.compression, self.net, self.optimizer)]
         )
         self.optimizer = self.compression = self.model = self.net = None
-        gc.collect()  # an optimizer hangs in a cycle with its hooks
+        gc.collect()  # an optimizer and its hooks form a cycle
         self.begin()
         self.net.load_state_dict(net)
         self.optimizer.load_state_dict(optimizer)
@@ -298,14 +299,14 @@ class Training:
 
 
 def name_of(kind: str, one: Case, ranks: int) -> str:
-    """What a case is called."""
+    """The name of a case."""
     method, filters, more = one
     told = ", ".join(f"{key}={value}" for key, value in more.items())
     return f"ranks: {kind}; {method}; {filters}; {ranks} ranks" + (f"; {told}" if told else "")
 
 
 def outcome(kind: str, one: Case, rank: int, ranks: int) -> Mapping[str, str]:
-    """What a case comes to on this rank; that may be an error."""
+    """The result of a case on this rank, which may be an error."""
     try:
         return Training(kind, one, rank, ranks).run()
     except Exception as error:

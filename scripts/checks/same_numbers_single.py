@@ -1,9 +1,9 @@
-"""Run by same_numbers.py: its cases of simulated ranks, in one process.
+"""The cases of simulated ranks, in one process. same_numbers.py runs this.
 
     python scripts/checks/same_numbers_single.py FILE SHARE PARTS PATTERN
 
-runs the cases whose number is SHARE modulo PARTS and whose name contains PATTERN, and appends a
-line to FILE for each.
+runs the cases with a number that is SHARE modulo PARTS and a name that contains PATTERN. It appends
+a line to FILE for each.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
 GROUPS = [["first", "bias", "output"], ["odd"], ["conv", "scalar", "second"]]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
-# What may be besides. The keys of SIMULATIONS and COURSES are explained there; others are settings
-# of the method.
+# What a case may have besides. The keys of SIMULATIONS and COURSES are explained there. All other
+# keys are settings of the method.
 CIRCUMSTANCES: dict[str, methods.Settings] = {
     "warm-up": {"warmup_steps": 3},
     "dense": {"dense": ["auto:output", "odd"]},
@@ -75,7 +75,7 @@ LOCAL: dict[str, methods.Settings] = {
     "clipped": {"local_steps": 2, "clip_changes": 0.7},
     "clipped, overlap": {"local_steps": {0: 2, 4: 3}, "clip_changes": 1.0, "overlap": 1},
 }
-# Among the circumstances those that mean something to local steps, and one of theirs.
+# Those circumstances that matter to local steps, and one that only local steps have.
 LOCAL_CIRCUMSTANCES = {
     name: CIRCUMSTANCES[name]
     for name in (
@@ -106,10 +106,10 @@ SIMULATIONS = {
     "fragments",
     "clip_changes",
 }
-# How training goes: the dtype of parameters; gradients that are missing on one rank, or on all;
-# one that is not finite; a loss scale that changes; a save and a load in the middle; another order
-# in which gradients arrive on each rank; sparse gradients; which kernel; and local steps that
-# synchronise before their time.
+# How training goes: the dtype of parameters; gradients that are missing on one rank, or on all; a
+# gradient that is not finite; a loss scale that changes; a save and a load in the middle; a
+# different order of gradients on each rank; sparse gradients; which kernel; and local steps that
+# synchronise early.
 COURSES = {
     "dtype",
     "missing",
@@ -146,7 +146,7 @@ class Case:
 
 def case(ranks: int, method: str, filters: str, *more: tuple[str, Mapping[str, Any]]) -> Case:
     """The case of a method under a filter, and circumstances by name."""
-    # Settings of a method stand over those of a filter.
+    # A method's settings override a filter's.
     filters = "beta 1" if "beta" in methods.METHODS[method] else filters
     names = ", ".join(name for name, _ in more)
     merged = {key: value for _, own in more for key, value in own.items()}
@@ -162,7 +162,7 @@ def case(ranks: int, method: str, filters: str, *more: tuple[str, Mapping[str, A
 
 
 def all_cases() -> list[Case]:
-    """Every method under every filter; a sample of all else, which is the same every time."""
+    """Every method under every filter, and a sample of everything else, always the same."""
     chance = random.Random(2104)
     filters, ranks = list(methods.FILTERS), (2, 4)
 
@@ -173,7 +173,7 @@ def all_cases() -> list[Case]:
         case(n, method, own)
         for method, own, n in itertools.product(methods.METHODS, filters, ranks)
     ]
-    # Each circumstance with ScaleCom in its two forms, and with some other methods.
+    # Each circumstance with ScaleCom's two forms, and with some other methods.
     for name, own in CIRCUMSTANCES.items():
         cases += [
             case(chance.choice(ranks), method, chance.choice(filters[1:]), (name, own))
@@ -206,7 +206,7 @@ class Training:
         self.begin()
 
     def begin(self) -> None:
-        """Make all anew, as a script does when it starts."""
+        """Make everything anew, as a script does when it starts."""
         one = self.case
         simulation = dict(one.simulation)
         if simulation.get("outer") == "nesterov":
@@ -221,7 +221,7 @@ class Training:
             **simulation,
             **methods.arguments_of(exchange, one.settings),
         )
-        # Momentum never recovers from what is not finite, and no step would count any more.
+        # Momentum never recovers from a number that is not finite, and no later step would count.
         momentum = 0.0 if one.course.get("not_finite") else 0.9
         self.optimizers = [
             torch.optim.SGD(own.values(), lr=0.05, momentum=momentum)
@@ -256,7 +256,7 @@ class Training:
         names = list(reversed(SHAPES))
         orders = [random.Random(f"{rank} {step}").sample(names, len(names)) for rank in ranks]
         averages = self.simulation.step(grads, orders if course.get("shuffled") else None)
-        # As a GradScaler does: a step that is not finite is left out.
+        # As a GradScaler does, leave out a step that is not finite.
         if all(bool(average.isfinite().all()) for average in averages[0].values()):
             for own, optimizer in zip(averages, self.optimizers, strict=True):
                 for average in own.values():
@@ -264,8 +264,9 @@ class Training:
                 optimizer.step()
 
     def gradients(self, rank: int, step: int) -> dict[str, torch.Tensor]:
-        """What a rank computes: noise, and a pull towards zero, so that each step has its part in
-        all later ones.
+        """What a rank computes: noise, and a pull towards zero.
+
+        The pull makes each step affect all later steps.
         """
         course, chance = self.case.course, np.random.default_rng([rank, step])
         grads: dict[str, torch.Tensor] = {}
@@ -292,7 +293,7 @@ class Training:
         return [method.state_dict() for method in self.simulation.compressors]
 
     def resume(self) -> None:
-        """Save all, and load it into what is made anew."""
+        """Save everything, and load it into new objects."""
         states = copy.deepcopy(self.states())
         values, optimizers = self.simulation.parameters, self.optimizers
         self.begin()
@@ -305,7 +306,7 @@ class Training:
 
 
 def first_parameters(dtype: str) -> dict[str, torch.nn.Parameter]:
-    """What every rank begins with."""
+    """The parameters with which every rank begins."""
     chance, parameters = np.random.default_rng(7), {}
     for number, (name, shape) in enumerate(SHAPES.items()):
         own = DTYPES[number % len(DTYPES)] if dtype == "mixed" else getattr(torch, dtype)
@@ -316,7 +317,7 @@ def first_parameters(dtype: str) -> dict[str, torch.nn.Parameter]:
 
 @contextlib.contextmanager
 def kernel(name: str | None) -> Iterator[None]:
-    """Let the package use this kernel; None: the one that it takes by itself."""
+    """Let the package use this kernel. None: let it choose by itself."""
     if name is not None:
         os.environ["SCALECOM_KERNEL"] = name
     try:
@@ -326,7 +327,7 @@ def kernel(name: str | None) -> Iterator[None]:
 
 
 def outcome(one: Case) -> Parts:
-    """What a case comes to; that may be an error."""
+    """The result of a case, which may be an error."""
     try:
         with kernel(one.course.get("kernel")):
             return Training(one).run()

@@ -1,13 +1,14 @@
-"""make soak: trains elastically for minutes while workers are killed, stopped, added and sent home,
-and gradients overflow or are missing.
+"""make soak: trains elastically for minutes under faults, and checks that all of them are survived.
 
-Jobs follow each other, one for each way of using ScaleCom (`PLANS`). Horovod's go on with the
-workers that are left; torchrun starts all workers again, and each goes on from its own checkpoint.
+Workers are killed, stopped, added and sent home. Gradients overflow or are missing.
+
+Jobs follow each other, one for each way of using ScaleCom (`PLANS`). Horovod's jobs go on with the
+workers that are left. torchrun starts all workers again, and each goes on from its own checkpoint.
 The workers (soak_worker.py, soak_tensorflow_worker.py, soak_torchrun_worker.py) check after every
-step that nothing was lost; here their diaries are read: weights must be equal on all ranks at every
-commit, losses must fall, memory must not grow. Ends with a table of faults, and with exit code 1 if
-any was not survived. Of a job with complaints the folder is kept, which has its log, and every
-worker's diary and checkpoint.
+step that nothing was lost. This script reads their diaries: weights must be equal on all ranks at
+every commit, losses must fall, and memory must not grow. It ends with a table of faults, and with
+exit code 1 if any was not survived. If a job has complaints, its folder is kept. It holds the log,
+and every worker's diary and checkpoint.
 
     python scripts/checks/soak.py --minutes 3 --ranks 4
     python scripts/checks/soak.py --minutes 3 --only "local steps" --seed 5
@@ -76,10 +77,13 @@ WHERE = {
 
 
 class Framework(NamedTuple):
-    """A worker's program, and seconds. limit: until training starts, or goes on after a fault.
-    calm: at most, between two faults. gloo_timeout: only the neighbours of a worker that dies
-    notice at once, the others wait so long; and so long a newcomer may take to start. None: it is
-    torchrun's, which starts all workers again.
+    """A worker's program, and its times in seconds.
+
+    limit: the longest time until training starts, or goes on after a fault.
+    calm: the longest time between two faults.
+    gloo_timeout: only the neighbours of a dying worker notice its death at once. The other workers
+        wait this long, and a newcomer may take this long to start. None: torchrun runs the workers,
+        and starts all of them again.
     """
 
     worker: str
@@ -97,9 +101,9 @@ Diary = list[dict[str, Any]]
 
 
 class Job:
-    """A job on this machine whose workers may die.
+    """A job on this machine with workers that may die.
 
-    Under Horovod every worker has a host of its own, since Horovod gives up the host of a worker
+    Under Horovod every worker has a host of its own, because Horovod gives up the host of a worker
     that died.
     """
 
@@ -118,7 +122,7 @@ class Job:
         self._process = subprocess.Popen(
             command,
             cwd=folder,
-            # In PyTorch 2.13 restarted ranks of Gloo else look for the dead ones.
+            # Without this, restarted ranks of Gloo look for the dead ones in PyTorch 2.13.
             env=launch.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
             stdin=subprocess.DEVNULL,
             stdout=self.log,
@@ -168,7 +172,7 @@ class Job:
         return {int(path.stem): list(_entries(path)) for path in self.folder.glob("*.jsonl")}
 
     def workers(self) -> dict[int, str]:
-        """{process number: host} of the workers that live, and have begun to train."""
+        """{process number: host} of the living workers that have begun to train."""
         begun = {pid: diary[0]["host"] for pid, diary in self.diaries().items() if diary}
         return {pid: host for pid, host in begun.items() if self._is_worker(pid)}
 
@@ -179,7 +183,7 @@ class Job:
         part.replace(self.folder / f"order-{pid}")
 
     def _is_worker(self, pid: int) -> bool:
-        """Whether it lives, and is not another process by now."""
+        """Whether the worker lives. Its number may belong to another process by now."""
         try:
             return str(self.folder) in Path("/proc", str(pid), "cmdline").read_text()
         except OSError:
@@ -190,7 +194,7 @@ class Job:
         return self._process.poll() is None
 
     def stop(self, limit: float) -> int | None:
-        """Let the workers end at their next commit; the exit code, None if they did not end."""
+        """Let the workers end at their next commit. Return the exit code; None: they did not."""
         (self.folder / "stop").touch()
         return self.wait(limit)
 
@@ -200,7 +204,7 @@ class Job:
         return self._process.poll()
 
     def tell_where(self) -> None:
-        """Every worker that lives writes into the log where its threads are."""
+        """Make every living worker write into the log where its threads are."""
         for pid in self.workers():
             os.kill(pid, signal.SIGUSR1)
             time.sleep(0.5)
@@ -210,7 +214,7 @@ class Job:
         return Path(self.log.name).read_text(errors="replace")
 
     def close(self) -> None:
-        """Nothing of this job is left: workers have sessions of their own."""
+        """End everything of this job. Workers have sessions of their own."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -226,7 +230,7 @@ def framework_of(plan: Plan) -> Framework:
 
 
 def _loopback_names() -> Iterator[str]:
-    """Names of this machine that are all different for Horovod: 127.0.0.1, 127.0.00.1, ..."""
+    """Names of this machine that Horovod takes for different ones: 127.0.0.1, 127.0.00.1, ..."""
     zeros = "0"
     while True:
         yield f"127.0.{zeros}.1"
@@ -248,7 +252,7 @@ def of(diary: Diary, event: str) -> Diary:
 
 @dataclasses.dataclass
 class Findings:
-    """Of one job. complaints: what was not as it must be."""
+    """What a job's diaries say. complaints: what was wrong."""
 
     steps: int
     compared: int
@@ -258,7 +262,7 @@ class Findings:
 
 
 def judge(diaries: dict[int, Diary], folder: Path) -> Findings:
-    """Compare what the workers wrote down."""
+    """Compare what the workers wrote."""
     commits = collections.defaultdict(dict)
     for pid, diary in diaries.items():
         for commit in of(diary, "commit"):
@@ -309,10 +313,10 @@ def judge(diaries: dict[int, Diary], folder: Path) -> Findings:
 
 
 def _growth(commits: Diary) -> float:
-    """MB per 1000 steps of one worker, from its tenth commit on; 0 for a life too short to tell."""
+    """MB per 1000 steps of one worker, from its tenth commit on; 0 if its life is too short."""
     lived = commits[10:]
     steps = sum(commit["made"] for commit in lived)
-    if steps < 1000:  # every start of Horovod takes up some, the first ones most
+    if steps < 1000:  # every start of Horovod takes some memory, the first ones most
         return 0.0
     half = len(lived) // 2
     first, second = (
@@ -323,9 +327,10 @@ def _growth(commits: Diary) -> float:
 
 
 def _failures(diaries: dict[int, Diary]) -> int:
-    """How often torchrun started workers again that had not come to their end.
+    """How often torchrun restarted workers that had not come to their end.
 
-    Those that had, PyTorch 2.13 may abort as their processes end, with and without ScaleCom.
+    Finished workers do not count: PyTorch 2.13 may abort them as their processes end, with and
+    without ScaleCom.
     """
     lives = collections.defaultdict(list)
     for diary in diaries.values():
@@ -346,13 +351,11 @@ class Trouble:
         self.job, self.ranks, self.dice, self.points = job, ranks, dice, points
         self.survived: collections.Counter = collections.Counter()
         self.tried: collections.Counter = collections.Counter()
-        self.slowest: dict[str, float] = {}  # seconds until training had gone on, by kind of fault
-        self.restarts = 0  # that torchrun owes
+        self.slowest: dict[str, float] = {}  # seconds until training went on, by kind of fault
+        self.restarts = 0  # that torchrun must make
 
     def make(self, limit: float) -> None:
-        """One fault, from which the job must have recovered `limit` seconds later: else
-        TimeoutError.
-        """
+        """Make one fault. Raise TimeoutError if the job has not recovered after `limit` seconds."""
         alive, generations = self.job.workers(), self._generations()
         if len(alive) < self.ranks:
             if not self.job.elastic:
@@ -369,9 +372,8 @@ class Trouble:
         began = time.time()
         wanted = set(spare) if kind != "a worker comes" else set()
         victims = set(alive) - set(spare)
-        # Where workers come or go Horovod starts again, and until it has, nothing else may happen:
-        # while it starts, it forgets what it is told of hosts (0.28.1, common/elastic.py:
-        # on_reset).
+        # If workers come or go, Horovod starts again. Until it has, nothing else may happen: while
+        # it starts, it forgets what it is told of hosts (0.28.1, common/elastic.py: on_reset).
         over = generations if victims or kind == "a worker comes" else set()
         while time.time() - began < limit:
             if not self.job.running:
@@ -382,7 +384,7 @@ class Trouble:
                 for commit in of(diary, "commit")[-1:]
                 if commit["time"] > began and pid in self.job.workers()
             }
-            # A worker that was told to die, or whose host was taken away, trains for a while yet.
+            # A worker that was told to die, or that lost its host, still trains for a while.
             gone = victims.isdisjoint(self.job.workers())
             together = (
                 len(later) >= 2
@@ -402,7 +404,7 @@ class Trouble:
         raise TimeoutError(f"training did not go on within {limit:.0f} s after: {kind}")
 
     def _generations(self) -> set[str]:
-        """One for every time that ranks came together so far."""
+        """One entry for every time that ranks have come together."""
         return {
             entry["generation"]
             for diary in self.job.diaries().values()
@@ -454,7 +456,7 @@ class Trouble:
 def watch(
     plan: Plan, ranks: int, seconds: float, dice: random.Random, bar: tqdm
 ) -> tuple[Findings, Trouble]:
-    """One job for so many seconds."""
+    """Run one job for this many seconds."""
     folder, began, start = Path(tempfile.mkdtemp(prefix="soak.")), time.time(), bar.n
     job = Job(folder, plan, ranks)
     trouble = Trouble(job, ranks, dice, points_of(plan))

@@ -1,11 +1,12 @@
-"""What workers of soak.py have in common, whatever their framework: the plan, what goes wrong, the
-diary, and what is checked after a step.
+"""What the workers of soak.py share in every framework.
+
+That is the plan, the faults, the diary, and the checks after a step.
 
 A worker is started with a folder, and the plan as JSON (`Plan`). The folder holds `hosts`, which
 host discovery shows; `order-PID`, by which soak.py tells a worker where to die; `stop`, which ends
-the job; checkpoints; and every worker's diary, a JSON object per line.
+the job; checkpoints; and every worker's diary, with a JSON object per line.
 
-What is checked, per step and tensor: what left the residues, averaged over ranks, is what arrived
+The check is made per step and tensor: what left the residues, averaged over ranks, is what arrived
 in the gradients. What a rank sent is `m + grad - (m' - (1 - beta) m) / beta`, by the algorithm's
 own line for the new residue m'.
 
@@ -39,7 +40,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Point(enum.StrEnum):
-    """Where in a step a worker may be told to die, or to stand still."""
+    """Where in a step a worker may be told to die, or to wait."""
 
     BACKWARD = "backward"  # before anything is sent
     EXCHANGE = "exchange"  # the leader, between its offsets and its values
@@ -49,7 +50,7 @@ class Point(enum.StrEnum):
 
 
 def points_of(plan: Plan) -> list[Point]:
-    """Those that a worker of this plan comes by in every step."""
+    """The points that a worker of this plan reaches in every step."""
     missing = {
         "stock": {Point.AVERAGES},
         "local steps": {Point.SIGNAL},  # local steps do not signal
@@ -87,12 +88,12 @@ class Plan:
 
 def begin() -> tuple[Plan, Path]:
     """What this worker was told."""
-    faulthandler.register(signal.SIGUSR1)  # by which soak.py asks where a worker waits
+    faulthandler.register(signal.SIGUSR1)  # soak.py asks by this where a worker waits
     return Plan(**json.loads(sys.argv[2])), Path(sys.argv[1])
 
 
 class Diary:
-    """What this worker writes down. hvd: the framework's Horovod, or what stands in for it."""
+    """What this worker writes down. hvd: the framework's Horovod, or its replacement."""
 
     def __init__(self, folder: Path, hvd: Any) -> None:
         self._path, self._hvd = folder / f"{os.getpid()}.jsonl", hvd
@@ -113,8 +114,10 @@ class Diary:
 
 
 class Faults:
-    """What goes wrong in which batch: the same on all ranks, from (seed, batch) alone, so that a
-    batch that is made again fails again.
+    """What goes wrong in which batch.
+
+    It is the same on all ranks, and depends only on (seed, batch). So a batch that is made again
+    fails again.
     """
 
     def __init__(self, plan: Plan, folder: Path, hvd: Any) -> None:
@@ -124,7 +127,7 @@ class Faults:
         return random.Random(f"{self.plan.seed}.{batch}.{what}")
 
     def overflow(self, batch: int, leader: Callable[[], int]) -> tuple[str, float] | None:
-        """Which kind of overflow happens, and what this rank's gradients become (1: nothing)."""
+        """Which kind of overflow happens, and the factor of this rank's gradients (1: none)."""
         dice = self._dice(batch, "overflow")
         if not self.plan.random_faults or dice.random() > 0.1:
             return None
@@ -140,7 +143,7 @@ class Faults:
         ) if hit else 1.0
 
     def detour(self, batch: int) -> bool:
-        """Whether this rank uses the layer that only some do: every rank decides on its own."""
+        """Whether this rank uses the layer that only some use. Every rank decides by itself."""
         return (
             not self.plan.random_faults
             or self._dice(batch, f"detour {self._hvd.rank()}").random() < 0.7
@@ -176,7 +179,7 @@ class Faults:
         return order.read_text() if order.exists() else None
 
     def obeyed(self) -> None:
-        """This worker did what it was told, and lives."""
+        """Note that this worker did what it was told, and lives."""
         (self._folder / f"order-{os.getpid()}").unlink()
 
 
@@ -185,7 +188,7 @@ def die() -> None:
 
 
 class DyingFile(io.FileIO):
-    """A file in whose middle the process dies."""
+    """A file that the process dies in the middle of writing."""
 
     def write(self, data: Any) -> int:
         super().write(bytes(data)[: len(data) // 2])
@@ -194,12 +197,12 @@ class DyingFile(io.FileIO):
 
 
 class Worker:
-    """One worker of a job: its training loop, and what it checks and writes down.
+    """One worker of a job: its training loop, its checks, and its diary.
 
-    How its framework does it, subclasses say.
+    Subclasses say how its framework does these.
     """
 
-    checkpoint: str  # how the names of its files end
+    checkpoint: str  # the suffix of its files
 
     def __init__(self, plan: Plan, folder: Path, hvd: Any) -> None:
         self.plan, self.folder, self._hvd = plan, folder, hvd
@@ -207,14 +210,14 @@ class Worker:
         self.file = folder / f"checkpoint-{os.getpid()}{self.checkpoint}"
         self.compression = self.make()
         self.scale = 1.0
-        # the gradients of the last backward, as they were before anybody changed them
+        # the gradients of the last backward, before anybody changed them
         self.came: Arrays = {}
         self.committed: str | None = None
         self.made = 0  # steps since the last commit
         self.order: str | None = None
 
     def comes_by(self, point: Point) -> None:
-        """Do what this worker was told to do here, if it was."""
+        """Do what this worker was told to do here, if anything."""
         if self.order == f"die {point}":
             die()
         if self.order == f"wait {point}":
@@ -225,14 +228,14 @@ class Worker:
     # What the framework does.
 
     def make(self) -> Any:
-        """Build all that is trained; gives the ScaleCom."""
+        """Build everything that is trained, and return the ScaleCom."""
         raise NotImplementedError
 
     def residues(self) -> Arrays:
         raise NotImplementedError
 
     def kept(self) -> Arrays:
-        """All that is this worker's own from commit to restore."""
+        """Everything of this worker's own that lasts from commit to restore."""
         return self.residues()
 
     def common(self) -> Arrays:
@@ -240,18 +243,18 @@ class Worker:
         raise NotImplementedError
 
     def average(self, values: np.ndarray) -> np.ndarray:
-        """Over all ranks."""
+        """Average over all ranks."""
         raise NotImplementedError
 
     def step(self, batch: int) -> float:
-        """One training step under this batch's faults; gives the loss."""
+        """Take one training step under this batch's faults. Return the loss."""
         raise NotImplementedError
 
     def write(self, file: Any) -> None:
-        """A checkpoint."""
+        """Write a checkpoint."""
         raise NotImplementedError
 
-    # What hvd.elastic.run runs, or torchrun starts again.
+    # hvd.elastic.run runs this, or torchrun starts it again.
 
     def train(self, state: Any) -> None:
         self.begin(state.batch)
@@ -282,7 +285,7 @@ class Worker:
         raise TimeoutError("nobody came")
 
     def begin(self, batch: int) -> None:
-        """Training starts, or goes on after workers came or went."""
+        """Begin training, or go on after workers came or went."""
         self.generation = self._hvd.broadcast_object(
             f"{os.getpid()}.{time.time()}", root_rank=0, name="generation"
         )
@@ -310,7 +313,7 @@ class Worker:
             )
 
     def commit(self, state: Any, loss: float) -> None:
-        """Commits; at the end, if hosts have changed, that raises HostsUpdatedInterrupt."""
+        """Commit. If hosts have changed, the commit ends with HostsUpdatedInterrupt."""
         self.committed = digest(self.kept())
         self.diary.note(
             "commit",
@@ -327,7 +330,7 @@ class Worker:
         state.commit()
 
     def save(self) -> None:
-        """A checkpoint, whole or not at all, whatever happens meanwhile."""
+        """Write a checkpoint, whole or not at all, whatever happens meanwhile."""
         part = self.file.with_suffix(".part")
         dies = self.order == f"die {Point.SAVING}"
         if not dies:
@@ -339,10 +342,10 @@ class Worker:
     # What a step is about.
 
     def overflow(self, batch: int) -> tuple[str, float] | None:
-        """What Faults.overflow gives, and rank 0 notes it."""
+        """What Faults.overflow returns. Rank 0 notes it."""
 
         def leader() -> int:
-            # A newcomer does not know before its first step.
+            # A newcomer does not know its step before its first one.
             step = self._hvd.broadcast_object(
                 self.compression.stats()["step"], root_rank=0, name="leader"
             )
@@ -374,8 +377,10 @@ class Worker:
         overflow: Any,
         trained: Iterable[str],
     ) -> None:
-        """After a step. arrived: the averages of all gradients, unscaled; trained: names of those
-        that are not frozen.
+        """Check a step.
+
+        arrived: the averages of all gradients, unscaled.
+        trained: the names of those that are not frozen.
         """
         if overflow:
             self.expect(not finite, "a step with an overflow was taken", batch)
@@ -399,7 +404,7 @@ class Worker:
 
     def check_sent(self, batch: int, before: Arrays, arrived: Arrays, trained: set[str]) -> None:
         beta, sent, allowed, after = self.compression.config.beta, {}, {}, self.residues()
-        # The sum of float16 values is rounded, and its rounding error is nobody's.
+        # The sum of float16 values is rounded. The rounding error is in no residue.
         precision = 1e-5 if self.compression.config.wire_dtype is None else 2e-3
         for name in after.keys() - arrived.keys():
             self.expect(
@@ -422,7 +427,7 @@ class Worker:
                     f"the residue of {name} changed, which is frozen",
                     batch,
                 )
-            # Integers may sum to zero where much came.
+            # Integers may sum to zero even if much came.
             size = max(float(np.abs(one).max()) for one in (average, then, came))
             allowed[name] = precision * size / beta + 1e-12
         self.compare(batch, sent, arrived, allowed, "what left the residues and what arrived")
@@ -430,7 +435,7 @@ class Worker:
     def compare(
         self, batch: int, sent: Arrays, arrived: Arrays, allowed: dict[str, float], what: str
     ) -> None:
-        """What ranks sent, averaged, is what arrived, but for what is allowed, on average too."""
+        """Check that what ranks sent, averaged, is what arrived, up to the average of `allowed`."""
         parts = [one.ravel() for one in sent.values()]
         parts.append(np.array([allowed[name] for name in sent]))
         *averages, limits = np.split(

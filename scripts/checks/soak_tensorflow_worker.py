@@ -1,8 +1,7 @@
-"""Run on every rank by soak.py: trains elastically with TensorFlow under faults, and checks after
-every step that nothing was lost.
+"""Trains elastically with TensorFlow under faults. soak.py runs this on every rank.
 
-A loop of its own, whose step is a traced function with a tape. See soak_faults.py, which says what
-it is told, what goes wrong, and what is checked.
+After every step it checks that nothing was lost. It has its own loop, with a tape in a traced step.
+soak_faults.py says what the worker is told, what goes wrong, and what is checked.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ from scalecom_hvd.tensorflow.transport import Transport
 
 
 class Net(tf.keras.Model):
-    """Two layers, a third that only some batches use, and no normalisation: a model in which
-    nothing hides an error.
+    """A model that hides no error.
 
-    watch: what gradients pass on their way to the first layer.
+    It has two layers, a third that only some batches use, and no normalisation.
+
+    watch: what gradients pass through on their way to the first layer.
     """
 
     def __init__(self, watch: Callable[[tf.Tensor], tf.Tensor]) -> None:
@@ -37,7 +37,7 @@ class Net(tf.keras.Model):
 
     def call(self, inputs: tf.Tensor, detour: tf.Tensor) -> tf.Tensor:
         hidden = self.watch(self.hidden(inputs))
-        # Without the detour its gradients are zeros.
+        # Without the detour that layer's gradients are zeros.
         hidden += tf.cond(detour, lambda: self.sometimes(hidden), lambda: tf.zeros_like(hidden))
         return self.last(hidden)
 
@@ -48,7 +48,7 @@ class Trainer(soak_faults.Worker):
     checkpoint = ".pickle"
 
     def make(self) -> hvd.ScaleCom:
-        # every worker begins elsewhere: only Horovod's states bring them together
+        # every worker begins with other weights: only Horovod's states make them equal
         tf.keras.utils.set_random_seed(os.getpid())
         self.model, self.optimizer = Net(self._watched), tf.keras.optimizers.SGD(0.05, momentum=0.9)
         self.model(tf.zeros([1, FEATURES]), tf.constant(True))
@@ -56,7 +56,7 @@ class Trainer(soak_faults.Worker):
         self.loss_scale = tf.Variable(1.0, trainable=False)
         self._die_between()
         self._averaged = tf.function(lambda values: averaged(values, "soak.sent"), autograph=False)
-        # With the last layer frozen it is another exchange.
+        # If the last layer is frozen, it is another exchange.
         everything = self.model.trainable_variables
         self._trained = {False: everything, True: [v for v in everything if "last" not in v.name]}
         self._steps = {
@@ -65,8 +65,9 @@ class Trainer(soak_faults.Worker):
         return hvd.ScaleCom(loss_scale=lambda: self.loss_scale, **self.plan.settings)
 
     def _traced(self, variables: list[tf.Variable]) -> Callable:
-        """A training step of these variables; gives the loss, this rank's gradients, their
-        averages, and whether they are finite.
+        """A training step of these variables.
+
+        It returns the loss, this rank's gradients, their averages, and whether they are finite.
         """
 
         @tf.function
@@ -89,7 +90,7 @@ class Trainer(soak_faults.Worker):
         return step
 
     def _watched(self, hidden: tf.Tensor) -> tf.Tensor:
-        """The same, but a worker may die while its gradient is on its way back."""
+        """The same values, but a worker may die while their gradient is on its way back."""
 
         def back(grad: np.ndarray) -> np.ndarray:
             self.comes_by(Point.BACKWARD)
@@ -153,8 +154,8 @@ class Trainer(soak_faults.Worker):
 
 
 def averaged(values: tf.Tensor, name: str) -> tf.Tensor:
-    # By this word hvd.elastic.run tells that an error is Horovod's; without it, it takes training
-    # for done.
+    # By this word hvd.elastic.run knows that an error is Horovod's. Without the word, it takes
+    # training for finished.
     with tf.name_scope("HorovodAllreduce"):
         return hvd.allreduce(values, name=name)
 

@@ -1,10 +1,12 @@
-"""Run on every rank by soak.py: trains under torchrun under faults, with the optimizer or the hook
-of scalecom_hvd.ddp, and checks after every step that nothing was lost.
+"""Trains with torchrun under faults. soak.py runs this on every rank.
 
-Where a worker dies torchrun starts all of them again. Each goes on from its own last checkpoint,
-and with rank 0's model, since ranks may have come to different ones; in local steps, which want
-states of one step, from the last that all ranks have. See soak_worker.py, which trains in the same
-way, and soak_faults.py.
+It uses the optimizer or the hook of scalecom_hvd.ddp, and checks after every step that nothing was
+lost.
+
+If a worker dies, torchrun starts all of them again. Each goes on from its own last checkpoint, but
+with rank 0's model, because ranks may have reached different ones. Local steps need states of one
+step, so there each goes on from the last checkpoint that all ranks have. soak_worker.py trains in
+the same way. See also soak_faults.py.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class Trainer(soak_worker.Trainer):
         self.forward = DistributedDataParallel(self.model, find_unused_parameters=True)
         state = ddp.ScaleComState(self.forward, compression)
         self.forward.register_comm_hook(state, ddp.scalecom_hook)
-        # Backward leaves averages.
+        # Backward leaves averages already.
         optimizer.synchronize, optimizer.skip_synchronize = lambda: None, contextlib.nullcontext
         return optimizer
 
@@ -67,7 +69,7 @@ class Trainer(soak_worker.Trainer):
         torch.save(saved, file)
 
     def save(self) -> None:
-        # Of two checkpoints one is there on all ranks: none is a whole round of commits ahead.
+        # All ranks have one of two checkpoints: no rank is a whole round of commits ahead.
         self.file = self.file_of(self.state.batch)
         super().save()
         self.file_of(self.state.batch - 2 * self.plan.commit_every).unlink(missing_ok=True)
@@ -76,7 +78,7 @@ class Trainer(soak_worker.Trainer):
         return self.folder / f"checkpoint-{dist.get_rank()}-{batch}.pt"
 
     def resume(self) -> Any:
-        """Go on from this rank's checkpoint, if it has one; gives what `train` is given."""
+        """Go on from this rank's checkpoint, if it has one. Return what `train` is given."""
         rounds = self.plan.local_steps is not None
         files = self.folder.glob(f"checkpoint-{dist.get_rank()}-*.pt")
         batches = {int(file.stem.rpartition("-")[2]) for file in files}
@@ -94,14 +96,14 @@ class Trainer(soak_worker.Trainer):
         ddp.broadcast_parameters(self.model)
         common = batch, self.optimizer.state_dict()
         batch, state = self._hvd.broadcast_object(common, root_rank=0, name="start")
-        if not (rounds and batch):  # in which every rank has its own
+        if not (rounds and batch):  # there every rank has its own
             self.optimizer.load_state_dict(state)
         self.state = types.SimpleNamespace(batch=batch, commit=lambda: None)
         return self.state
 
 
 class LocalTrainer(Trainer, soak_worker.LocalTrainer):
-    """One that takes local steps."""
+    """A worker that takes local steps."""
 
 
 def main() -> None:

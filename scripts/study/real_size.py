@@ -1,12 +1,13 @@
-"""One task of real size: a Transformer of 4.8 million parameters on the standard library's source,
-on real ranks, dense and with ScaleCom, with SGD and with AdamW.
+"""One task of real size: a Transformer of 4.8 million parameters, dense and with ScaleCom.
+
+It learns the standard library's source on real ranks, with SGD and with AdamW.
 
     python scripts/study/real_size.py                 four runs of 2000 steps
     python scripts/study/real_size.py --steps 200     shorter
 
-It starts scripts/examples/train_char_lm.py under mpirun, once per method. Runs that were cut off go
-on from their last checkpoint; what is finished is not done again. In --output are metrics of every
-run, curves.csv (loss over steps, bytes and modelled time), and curves.png.
+It starts scripts/examples/train_char_lm.py under mpirun, once per method. Interrupted runs go on
+from their last checkpoint, and finished runs are not made again. --output holds the metrics of
+every run, curves.csv (loss over steps, bytes and modelled time), and curves.png.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import csv
 import dataclasses
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -46,7 +48,7 @@ POINTS = 50
 
 @dataclass(frozen=True)
 class Point:
-    """A place on a method's curve; bytes are a worker's so far, seconds those of the model."""
+    """A point of a method's curve. bytes: what a worker has sent so far. seconds: modelled."""
 
     step: int
     loss: float
@@ -59,7 +61,8 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     results = {}
     for method, options in METHODS.items():
-        # Runs of other lengths have other schedules: none goes on from another's checkpoint.
+        # Runs of other lengths have other schedules, so no run goes on from another one's
+        # checkpoint.
         name = f"{method.replace(', ', '-')}-{args.steps}-ranks{args.ranks}-seed{args.seed}"
         metrics = args.output / f"{name}.jsonl"
         if finished(metrics) is None:
@@ -74,9 +77,9 @@ def main() -> None:
 
 
 def finished(metrics: Path) -> list[dict[str, Any]] | None:
-    """The lines of a run that came to its end; None: it did not.
+    """The lines of a run that reached its end, or None if it did not.
 
-    One that was cut between its last checkpoint and its end has no step left to be timed.
+    If a run was interrupted between its last checkpoint and its end, no step is left to be timed.
     """
     text = metrics.read_text() if metrics.exists() else ""
     lines = [json.loads(line) for line in text.splitlines()]
@@ -85,7 +88,7 @@ def finished(metrics: Path) -> list[dict[str, Any]] | None:
 
 
 def train(args: argparse.Namespace, method: str, options: Sequence[str], metrics: Path) -> None:
-    """Start, or go on with, one run; it ends this script if it fails."""
+    """Start one run, or go on with it. If it fails, this script ends."""
     folder = metrics.with_suffix("")
     own = ["--steps", str(args.steps), "--seed", str(args.seed), "--metrics", str(metrics)]
     own += ["--checkpoint-dir", str(folder), "--checkpoint-every", "200", "--resume"]
@@ -99,9 +102,10 @@ def train(args: argparse.Namespace, method: str, options: Sequence[str], metrics
 
 
 def curve(lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
-    """The points of a run's curve, POINTS of them or a few more.
+    """The points of a run's curve: POINTS of them, or a few more.
 
-    Losses are means of the lines since the last point. What a step sends is known of the last one.
+    Losses are means over the lines since the last point. What a step sends is known only of the
+    last step.
     """
     end = lines[-1]
     share = end["bytes_per_step"] / (4 * end["parameters"])
@@ -116,7 +120,7 @@ def curve(lines: Sequence[dict[str, Any]]) -> Iterator[Point]:
 
 
 def write_curves(curves: dict[str, list[Point]], path: Path) -> None:
-    """One row per method and point."""
+    """Write one row per method and point."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["method", "step", "loss", "bytes", f"seconds at {GBIT} Gbit/s"])
@@ -125,26 +129,24 @@ def write_curves(curves: dict[str, list[Point]], path: Path) -> None:
 
 
 def drawn(curves: dict[str, list[Point]]) -> Any:
-    """A figure of the loss over steps, over bytes, and over modelled time."""
-    titles = ("steps", "GB sent by a worker", f"s, modelled at {GBIT} Gbit/s")
+    """A figure of the loss over steps, and over modelled time."""
+    titles = ("steps", f"seconds, modelled at {GBIT} Gbit/s")
     figure, axes = pictures.panels([f"loss over {title}" for title in titles])
     for axis, title in zip(axes, titles, strict=True):
-        axis.set(xlabel=title, ylabel="training loss, nats")
-    axes[1].set_xscale("log")
+        axis.set(xlabel=title, ylabel="training loss, bits per character")
     for method, points in curves.items():
         name, optimizer = method.split(", ")
         marker = "o" if optimizer == "SGD" else "^"
         style = pictures.MARKS[name].curve(marker=marker, markevery=0.12, label=method)
-        losses = [point.loss for point in points]
+        losses = [point.loss / math.log(2) for point in points]
         axes[0].plot([point.step for point in points], losses, **style)
-        axes[1].plot([point.bytes / 1e9 for point in points], losses, **style)
-        axes[2].plot([point.seconds for point in points], losses, **style)
+        axes[1].plot([point.seconds for point in points], losses, **style)
     axes[0].legend()
     return figure
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """The ends of all runs in Markdown."""
+    """The final results of all runs, in Markdown."""
     lines = [
         "| method | bits per character | MB per worker and step | ms per step |",
         "|---|---|---|---|",

@@ -1,15 +1,16 @@
-"""Does ScaleCom keep accuracy, when not, and against what else: trains every method on several
-tasks, and writes what came out as tables and pictures.
+"""Does ScaleCom keep accuracy, when does it not, and how do other methods compare?
+
+The study trains every method on several tasks, and writes the results as tables and pictures.
 
     python scripts/study/study.py                      everything: hours on two cores
     python scripts/study/study.py --quick              the same questions, smaller
-    python scripts/study/study.py --task my_task.py    of a model of your own (see study_tasks.py)
+    python scripts/study/study.py --task my_task.py    with a model of your own (see study_tasks.py)
     python scripts/study/study.py --only defaults      one experiment
 
-Every finished run leaves a file in --output/runs, and a second call does only what is missing. In
---output are results.csv (a row per case), scores.csv (a row per run), curves.csv (losses and bytes
-over steps), tables.md and pictures. What they mean stands in docs/results.md. Workers are
-simulated: n of them in one process, by the very exchange that real ranks run; one process per core.
+Every finished run leaves a file in --output/runs, and a second call makes only the missing runs.
+--output holds results.csv (a row per case), scores.csv (a row per run), curves.csv (losses and
+bytes over steps), tables.md and pictures. docs/results.md says what they mean. The n workers are
+simulated in one process, by the same exchange that real ranks run. There is one process per core.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from study_run import Run
 from tqdm import tqdm
 
 STANDARD_TASKS = ("resnet", "mobilenet", "lstm", "transformer")
-LONG = 30_000  # in units of Run.cost
+LONG = 30_000  # in the units of Run.cost
 EXPERIMENTS = ("defaults", "ahead", "rivals", "bounded", "local", "widths", "meetings")
-# What is trained first for an experiment.
+# What must be trained before an experiment.
 BEFORE = {"trials": "rivals"}
 
 
@@ -86,19 +87,19 @@ def study(args: argparse.Namespace) -> None:
 
 
 def trained(cases: Sequence[Case], folder: Path, processes: int) -> dict[str, dict[str, Any]]:
-    """The results of all runs of these cases, by their names; what is missing is done."""
+    """The results of all runs of these cases, by their names. Missing runs are made."""
     runs = {run.name: run for case in cases for run in case.runs}
     train_missing(runs.values(), folder, processes)
     return {name: load(run, folder) for name, run in runs.items()}
 
 
 def train_missing(runs: Iterable[Run], folder: Path, processes: int) -> None:
-    """Do the runs that left no file yet, `processes` at a time.
+    """Make the runs that have left no file yet, `processes` at a time.
 
-    An error ends all; what is finished is kept.
+    An error ends all. Finished runs are kept.
     """
-    # In order, but those first that would keep one core busy while the others have nothing left to
-    # do.
+    # Runs go in order. But runs come first if they would keep one core busy while the others have
+    # nothing left to do.
     missing = sorted(
         (run for run in runs if load(run, folder) is None),
         key=lambda run: -run.cost if run.cost > LONG else 0,

@@ -1,7 +1,7 @@
-"""Which runs the study makes: seven experiments, each a list of cases.
+"""The runs that the study makes: seven experiments, each a list of cases.
 
-A case is runs that differ in their seeds alone. Its `group` is the picture's panel it belongs to,
-`what` the curve, `x` the place on it. `--quick` keeps one seed, shorter runs, and what matters
+The runs of a case differ only in their seeds. Its `group` is its panel in the picture, `what` its
+curve, and `x` its position on that curve. `--quick` keeps one seed, shorter runs, and what matters
 most.
 """
 
@@ -17,15 +17,15 @@ from study_run import Run
 
 RATES = (25, 100, 400)
 RATE = 100
-# Tasks on which local steps are not tried.
+# Tasks without local steps.
 SECOND = ("mobilenet", "transformer")
 MANY = {"steps": 250, "batch_size": 8, "norm": "group"}
-# Local steps between synchronisations, what the sent values become, and who chooses them.
+# Local steps between synchronisations, the sent values' quantisation, and who chooses the values.
 STEPS = (1, 4, 16)
 QUANTISERS = ("none", "sign", "4 bits", "8 bits")
 WIDTHS = ("none", "8 bits", "4 bits", "2 bits", "sign")
 SELECTIONS = {"leader": "ScaleCom", "local": "LocalTopK"}
-# Few meetings: what workers send, after H steps or, DeMo, after every step.
+# Few meetings: what workers send after H steps or, with DeMo, after every step.
 FADING = {"beta": 1.0, "decay": 0.95}
 SENT: dict[str, tuple[str, dict[str, Any]]] = {
     "plain average": ("dense", {}),
@@ -51,12 +51,12 @@ MAIN = (
     *("plain average", "DiLoCo", "SparseLoCo, 3 %", "its choice, 3 %"),
     "ScaleCom, 2 bits, 3 %",
 )
-# What is trained, after how many steps workers meet, what they send then, and on how many seeds.
+# What is trained, after how many steps workers meet, what they send then, and how many seeds.
 MEETINGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Iterable[str], int]] = {
     "LSTM, AdamW, 4 workers": ("lstm", {"steps": 1984}, (4, 16, 64), SENT, 3),
     "LSTM, AdamW, 8 workers": ("lstm", {"steps": 1984, "workers": 8}, (16,), MAIN, 1),
     "Transformer of 1.2 M, 4 workers": ("wider", {"lr_warmup": 0.05}, (16, 64), MAIN, 3),
-    # Half an hour of a core each.
+    # These take half an hour of a core each.
     "Transformer, 10,240 steps": (
         "wider",
         {"lr_warmup": 0.05, "steps": 10240},
@@ -65,7 +65,7 @@ MEETINGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Iterable[str], i
         1,
     ),
 }
-# What is compared at all that a run sends: the library's defaults, parts of them, and the paper's
+# What is compared by all that a run sends: the library's defaults, parts of them, and the paper's
 # form.
 LIBRARY: dict[str, Any] = {"warmup": None, "rate": None}
 AHEAD = LIBRARY | {"step_ahead": 1.0}
@@ -78,8 +78,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "32 bits, rate 100": ("ScaleCom", {}),
     "local top-k, rate 100": ("LocalTopK", {}),
 }
-# What a user trains: {name: (task, fields)}. A node of four ranks is one worker, with all their
-# images.
+# What a user trains: {name: (task, fields)}. If a node of four ranks is one worker, it has all
+# their images.
 SITUATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "LSTM, 500 steps, AdamW": ("lstm", {"optimizer": "adamw"}),
     "Transformer, 250 steps, AdamW": ("transformer", {"optimizer": "adamw"}),
@@ -95,8 +95,8 @@ SITUATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "the same 16 ranks, as 4 nodes of 4": ("plain", MANY | {"batch_size": 32}),
     "plain CNN, group norm, 64 workers": ("plain", MANY | {"workers": 64}),
 }
-# Where methods are compared at about equal bytes of a run, each with the learning rate, momentum
-# and filter that were best on a seed that is not reported.
+# Here methods are compared at about equal bytes of a run. Each has the learning rate, momentum and
+# filter that were best on a seed that is not reported.
 TUNED = (
     "ResNet, group norm",
     "LSTM, 500 steps, AdamW",
@@ -120,15 +120,15 @@ RIVALS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 RIVALS_IN_SHORT = ("dense", "the defaults", "PowerSGD, rank 2")
 FACTORS = (0.5, 1, 2)
-# With half the momentum SGD takes five times the learning rate, so that a gradient comes to the
-# same in the end; AdamW's first moment is an average, and changes nothing of that.
+# With half the momentum SGD takes five times the learning rate, so that a gradient has the same
+# effect in the end. AdamW's first moment is an average, which does not change that.
 MOMENTA = {0.9: 1, 0.5: 5}
 TRIAL_SEED = 11
 
 
 @dataclass(frozen=True)
 class Case:
-    """Runs that differ in their seeds alone; see the module."""
+    """Runs that differ only in their seeds: see the module."""
 
     experiment: str
     group: str
@@ -138,7 +138,7 @@ class Case:
 
 
 def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[Case]:
-    """All cases of all experiments; cases of several experiments may share runs."""
+    """All cases of all experiments. Cases of several experiments may share runs."""
     own = [task for task in tasks if task not in SECOND][: 1 if quick else None]
     found = [*defaults(tasks, quick), *ahead(tasks, quick), *trials(tasks, quick)]
     found += [*local(own, quick)]
@@ -150,10 +150,10 @@ def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[C
 
 
 def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]:
-    """All seeds where defaults and methods are held against each other, three or two elsewhere.
+    """All seeds to compare defaults and methods, and three or two elsewhere.
 
-    One is enough for whether something stays bounded over 10 000 steps, and all that there is time
-    for with 64 workers.
+    One seed is enough to see whether something stays bounded over 10 000 steps. With 64 workers
+    there is time for only one.
     """
     (run,) = case.runs
     wanted = {"ahead": 2, "local": 3, "widths": 2}.get(case.experiment, len(seeds))
@@ -175,7 +175,7 @@ def case(
     rate: float | None = RATE,
     **fields: Any,
 ) -> Case:
-    """A case whose run has these fields; those that are not of Run are options of the method."""
+    """A case with a run of these fields. Those that Run does not have are the method's options."""
     own = {field.name for field in dataclasses.fields(Run)}
     options = {name: value for name, value in fields.items() if name not in own}
     if method not in ("dense", "PowerSGD") and rate is not None:
@@ -186,9 +186,9 @@ def case(
 
 
 def defaults(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """1. The library's defaults: what a whole run sends, and what it comes to.
+    """1. The library's defaults: what a whole run sends, and its score.
 
-    Nothing is tuned; task files of one's own are asked about, too.
+    Nothing is tuned. A user's own task files are included too.
     """
     own = {task: (task, {}) for task in tasks if task.endswith(".py") or task == "cifar10"}
     for situation, (task, fields) in (SITUATIONS | own).items():
@@ -214,7 +214,7 @@ def ahead(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def trials(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """3. Each rival with what it may choose from, on a seed that is not reported."""
+    """3. Each rival with all of its choices, on a seed that is not reported."""
     for situation in TUNED[1:2] if quick else TUNED:
         task, fields = SITUATIONS[situation]
         if not asked_about(task, tasks):
@@ -236,15 +236,15 @@ def trials(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
 
 
 def rivals(best: list[Case], seeds: tuple[int, ...], quick: bool) -> list[Case]:
-    """3. What was best of each rival's trials, on the seeds that are reported."""
+    """3. The best of each rival's trials, on the seeds that are reported."""
     found = [dataclasses.replace(case, experiment="rivals") for case in best]
     return [dataclasses.replace(case, runs=tuple(with_seeds(case, seeds, quick))) for case in found]
 
 
 def bounded(quick: bool) -> Iterator[Case]:
-    """4. Residues over ten thousand steps, where gradients do not vanish.
+    """4. Residues over ten thousand steps, with gradients that do not vanish.
 
-    Text that is never seen twice, at a learning rate that does not fall.
+    The text is never seen twice, and the learning rate does not fall.
     """
     steps = 300 if quick else 10_000
     fields = {"steps": steps, "batch_size": 1, "schedule": "constant", "lr": 0.3}
@@ -254,10 +254,10 @@ def bounded(quick: bool) -> Iterator[Case]:
 
 
 def local(tasks: list[str], quick: bool) -> Iterator[Case]:
-    """5. Local steps, and quantised values of both choices, with as many gradients for all."""
+    """5. Local steps, and quantised values of both choices. All take equally many gradients."""
     for task in tasks:
         # A whole number of rounds. Smaller tensors are compressed too, so that what is sent whole
-        # hides less of what bits save.
+        # hides less of what few bits save.
         steps = 144 if quick else {"lstm": 496}.get(task, 400)
         for h in STEPS[1:] if quick else STEPS:
             fields = {"local_steps": h, "steps": steps}
@@ -271,7 +271,7 @@ def local(tasks: list[str], quick: bool) -> Iterator[Case]:
 
 
 def widths() -> Iterator[Case]:
-    """6. How the levels of a quantiser and k play together."""
+    """6. How a quantiser's levels and k work together."""
     fields = {"local_steps": 4, "steps": 400, "min_numel": 256}
     for rate in RATES:
         for width in WIDTHS:
@@ -282,7 +282,8 @@ def widths() -> Iterator[Case]:
 def meetings(quick: bool) -> Iterator[Case]:
     """7. Few meetings: what an outer optimizer wins back, and how little may be sent.
 
-    AdamW inside, and as many gradients for all. All that has 256 elements is compressed.
+    Workers step by AdamW, and all cases take equally many gradients. Every tensor from 256 elements
+    on is compressed.
     """
     for group, (task, own, apart, asked, _) in [*MEETINGS.items()][: 1 if quick else None]:
         fields = {"optimizer": "adamw"} | own | ({"steps": 128} if quick else {})

@@ -1,13 +1,13 @@
-"""DeMo, to be compared with: momentum of which each worker sends the fast-moving part.
+"""DeMo, for comparison: each worker sends the fast-moving part of its momentum.
 
-Decoupled Momentum Optimization (Peng et al., 2024, arXiv 2411.19870), written as a method of one's
-own, and the optimizer that goes with it:
+Decoupled Momentum Optimization (Peng et al., 2024, arXiv 2411.19870), written as a user's method,
+and the optimizer that belongs to it:
 
     m_i <- decay * m_i + g_i                     the worker's momentum, which is its residue
     q_i  = the largest coefficients of each chunk of DCT(m_i);  m_i <- m_i - DCT^-1(q_i)
     x   <- x - lr * sign(DCT^-1(mean_i q_i))
 
-Chunks are of at most 64 elements along each of a matrix's dimensions.
+Chunks have at most 64 elements along each of a matrix's dimensions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CHUNK = 64
 
 
 class DeMo(hvd.Method):
-    """The momentum's largest coefficients, `rate` of them to one, gathered from all workers.
+    """The momentum's largest coefficients, one in `rate`, gathered from all workers.
 
     Args:
-        decay: of the momentum.
-        **fields: of ScaleComConfig; beta is 1.
+        decay: the momentum's decay.
+        **fields: fields of ScaleComConfig; beta is 1.
     """
 
     always_gathers = True
@@ -75,8 +75,8 @@ class Spectrum:
     """A tensor's chunks, and their cosine transform.
 
     Args:
-        shape: of the tensor; all dimensions but the first are taken as one.
-        rate: coefficients for one that is sent.
+        shape: the tensor's shape. All dimensions but the first are taken as one.
+        rate: the number of coefficients of which one is sent.
     """
 
     def __init__(self, shape: tuple[int, ...], rate: float) -> None:
@@ -90,18 +90,18 @@ class Spectrum:
         self._k = max(1, round(math.prod(self._sizes) / rate))
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """(N,) to coefficients (chunks, elements of one)."""
+        """Transform (N,) to coefficients (chunks, elements of a chunk)."""
         (a, b), (m, n) = self._counts, self._sizes
         chunks = values.reshape(a, m, b, n).transpose(1, 2)
         left, right = self._waves
         return (left @ chunks @ right.T).reshape(a * b, m * n)
 
     def choose(self, values: torch.Tensor) -> torch.Tensor:
-        """Which coefficients of each chunk are the largest: (chunks, k)."""
+        """The indices (chunks, k) of the largest coefficients of each chunk."""
         return self.of(values).abs().topk(self._k, dim=1).indices
 
     def restore(self, chosen: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """(N,), from coefficients (chunks, k) at these indices; the others are zero."""
+        """(N,), from coefficients (chunks, k) at these indices. All other coefficients are zero."""
         (a, b), (m, n) = self._counts, self._sizes
         whole = chosen.new_zeros(a * b, m * n).scatter_(1, indices, chosen)
         left, right = self._waves

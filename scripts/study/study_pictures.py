@@ -1,4 +1,4 @@
-"""The study's pictures, one file each: what study_results.py knows, over what was varied."""
+"""The study's pictures, one file each: the numbers of study_results.py over what was varied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def curves(
     known: dict[str, Mark],
     point: Callable[[Scores], Point | None],
 ) -> None:
-    """A curve for each `what`, over what was varied; a line across where nothing was."""
+    """Draw a curve for each `what` over what was varied, or a line across if nothing was varied."""
     for what, mark in known.items():
         own = [s for s in cases if s.case.what == what]
         points = sorted(p for s in own if (p := point(s)) is not None)
@@ -51,13 +51,13 @@ def by_group(
 
 
 def show_metric(axis: Any, cases: Sequence[Scores]) -> None:
-    """What is drawn upwards is the cases' score."""
+    """Label the vertical axis, which shows the cases' score."""
     task = cases[0].task
     axis.set_ylabel(f"{task.metric.replace('_', ' ')}, {task.unit}")
 
 
 def show_varied(axis: Any, cases: Sequence[Scores], xlabel: str) -> None:
-    """What is drawn to the right is what was varied."""
+    """Label the horizontal axis, which shows what was varied."""
     ticks = sorted({s.case.x for s in cases if s.case.x is not None})
     axis.set(xscale="linear" if 0 in ticks else "log", xlabel=xlabel)
     axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
@@ -65,7 +65,7 @@ def show_varied(axis: Any, cases: Sequence[Scores], xlabel: str) -> None:
 
 
 def over_x(study: Study, table: Table) -> Any:
-    """Scores over what was varied, a panel for each group."""
+    """Scores over what was varied, with a panel for each group."""
     figure, groups = by_group(study, table)
     known = marks_of(study, table)
     for axis, cases in groups:
@@ -77,12 +77,12 @@ def over_x(study: Study, table: Table) -> Any:
 
 
 def mean_at(scores: Scores, x: float | None) -> Point | None:
-    """A case's place in a picture; None where it came apart."""
+    """A case's point in a picture, or None if it diverged."""
     return None if scores.mean is None else (x or 0, scores.mean, scores.deviation or 0)
 
 
 def choices(study: Study, table: Table) -> Any:
-    """How much better or worse than the group's first case each choice is, a mark for each seed."""
+    """How each choice differs from the group's first case, with a mark for each seed."""
     tallest = max(len(study.of(table.experiment, g)) for g in study.groups(table.experiment))
     figure, groups = by_group(study, table, 1 + 0.2 * tallest)
     for axis, cases in groups:
@@ -100,13 +100,13 @@ def choices(study: Study, table: Table) -> Any:
         axis.grid(axis="y", visible=False)
         against = f"change against\n'{usual.case.what}'"
         axis.set_xlabel(f"{against},\n{usual.task.unit}; right is better")
-        axis.set_title(axis.get_title(), loc="right")  # names stand to the left of the axis
+        axis.set_title(axis.get_title(), loc="right")  # names are left of the axis
         axis.set_title("")
     return figure
 
 
 def loss_over_bytes(study: Study, table: Table) -> Any:
-    """Training loss over what a worker has sent; what is left of the line came to it earlier."""
+    """Training loss over what a worker has sent. Left of the line the loss was reached earlier."""
     figure, groups = by_group(study, table)
     for axis, cases in groups:
         for s in cases:
@@ -126,7 +126,7 @@ def loss_over_bytes(study: Study, table: Table) -> Any:
 
 
 def bounded(study: Study, table: Table) -> Any:
-    """The largest residue of a worker over the steps, and what it is expected to stay below."""
+    """A worker's largest residue over the steps, and its expected bound."""
     figure, (axis,) = panels(["the largest residue of a worker, and its bound (dashed)"], 4)
     cases = {f"{s.case.group}, {s.case.what}": s for s in study.of(table.experiment)}
     for label, mark in marks(cases).items():
@@ -141,9 +141,9 @@ def bounded(study: Study, table: Table) -> Any:
 
 
 def local(study: Study, table: Table) -> Any:
-    """Scores over what is sent, a curve for each choice and quantiser along H, the points' number.
+    """Scores over what is sent: a curve for each choice and quantiser along H, the points' number.
 
-    In the experiment of that name, of those that choose without what is sent whole.
+    In the experiment "local", only what is chosen counts, without what is sent whole.
     """
     compressed = table.experiment == "local"
     figure, groups = by_group(study, table, 4.2)
@@ -179,7 +179,7 @@ PICTURES: dict[str, Callable[[Study, Table], Any]] = {
 
 
 def draw(study: Study, folder: Path) -> None:
-    """Draw the pictures of all tables that there are runs for."""
+    """Draw the pictures of all tables that have runs."""
     for name, make in PICTURES.items():
         if study.of(TABLES[name].experiment):
             pictures.save(make(study, TABLES[name]), folder / f"{name}.png")

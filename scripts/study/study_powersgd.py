@@ -1,14 +1,14 @@
-"""PowerSGD, to be compared with: gradients as products of two thin matrices.
+"""PowerSGD, for comparison: gradients as products of two thin matrices.
 
-PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019, arXiv 1905.13727), as the communication hook
-of torch.distributed does it: error feedback, factors that go on from the last step's, one power
-iteration a step:
+PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019, arXiv 1905.13727), as torch.distributed's
+communication hook does it: error feedback, factors that start from the last step's factors, and one
+power iteration a step:
 
     P = mean_i (M_i Q);  orthogonalise the columns of P
     Q = mean_i (M_i^T P);  the average is P Q^T, and M_i - P Q^T stays in the residue
 
-M_i is a tensor's accumulator as a matrix (first dimension, all others). A tensor of one dimension,
-or that two factors would not make smaller, is sent whole.
+M_i is a tensor's accumulator as a matrix (first dimension, all others). A tensor is sent whole if
+it has one dimension, or if two factors would not make it smaller.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import scalecom_hvd.torch as hvd
 
 
 class PowerSGD(hvd.Method):
-    """Factors of this rank, by two averages a step.
+    """Sends factors of this rank, by two averages a step.
 
     Args:
         factors: the rank of the product.
-        **fields: of ScaleComConfig; beta is 1. `rate` means nothing, but that 1 is sent whole.
+        **fields: fields of ScaleComConfig; beta is 1. `rate` means nothing, except that with 1
+            everything is sent whole.
     """
 
     equal_state = ("q",)
@@ -56,7 +57,7 @@ class PowerSGD(hvd.Method):
         new_q = dict(zip(q_of, new, strict=True))
         products = [p[i] @ new_q[i].T if i in new_q else p[i] for i in range(len(p))]
         average = torch.cat([product.reshape(-1) for product in products])
-        # What is sent whole is the average too, and leaves nothing behind.
+        # For what is sent whole, the product is the average, and nothing stays in the residue.
         sent = [product if i in new_q else matrices[i] for i, product in enumerate(products)]
         bucket.send(slice(None), torch.cat([part.reshape(-1) for part in sent]))
         bucket.receive(slice(None), average)
@@ -72,11 +73,11 @@ class PowerSGD(hvd.Method):
 
 
 def sides(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of a tensor as a matrix."""
+    """The rows and columns of a tensor as a matrix."""
     return (shape[0], shape.numel() // shape[0]) if shape.numel() else (0, 0)
 
 
 def is_thin(shape: torch.Size, factors: int) -> bool:
-    """Whether two factors are smaller than half of the tensor, as torch's hook asks."""
+    """Whether two factors are smaller than half of the tensor, as torch's hook requires."""
     rows, columns = sides(shape)
     return len(shape) > 1 and 2 * factors * (rows + columns) < rows * columns

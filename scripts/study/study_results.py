@@ -1,7 +1,7 @@
-"""What the study found: numbers of every case, as a CSV file and as Markdown tables.
+"""The study's results: the numbers of every case, as a CSV file and as Markdown tables.
 
-NUMBERS is all that is known of a case; results.csv has a column for each, and a table those of its
-experiment. What the numbers mean is not said here: see docs/results.md.
+NUMBERS is everything known of a case. results.csv has a column for each number, and a table has
+those of its experiment. docs/results.md says what the numbers mean.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ NAMES = {
     "LocalTopK, sign": "local top-k, signs",
     "RandomK": "random-k",
 }
-# The model that times are told of, make bench's: its elements, its compute, and what of a link's
-# nominal speed is reached.
+# make bench's model, for which times are given: its elements, its compute, and the share of a
+# link's nominal speed that is reached.
 NUMEL, COMPUTE_SECONDS, REACHED = 24_800_000, 0.150, 0.95
 
 
 def name_of(what: str) -> str:
-    """What tables and legends call it."""
+    """The name in tables and legends."""
     return NAMES.get(what, what)
 
 
 class Scores:
     """One case, and the results of its runs.
 
-    `mean` is None where any of them came apart: what is left would be a flattering choice.
+    `mean` is None if any run diverged: a mean of the other runs would be too good.
     """
 
     def __init__(self, case: Case, results: Sequence[dict[str, Any]]) -> None:
@@ -50,19 +50,19 @@ class Scores:
 
     @property
     def title(self) -> str:
-        """Its group's: the task's, or the setting's own name."""
+        """The title of its group: the task's title, or the setting's own name."""
         return self.task.title if self.case.group == self.run.task else self.case.group
 
     def better_than(self, other: Scores | None) -> float | None:
-        """By how much, in the metric's units; negative is worse. None: one of both has no mean."""
+        """By how much, in the metric's units; negative is worse. None if either has no mean."""
         if other is None or self.mean is None or other.mean is None:
             return None
         return (self.mean - other.mean) * (1 if self.task.higher_is_better else -1)
 
     def reaches(self, target: float | None) -> tuple[float, float] | None:
-        """(steps, bytes) that a worker had spent when the training loss came to `target`.
+        """(steps, bytes) that a worker had spent when the training loss reached `target`.
 
-        None: it never did, on some seed.
+        None if it never did, on any of the seeds.
         """
         spent = []
         for result in self.results:
@@ -75,16 +75,16 @@ class Scores:
 
     @property
     def bound(self) -> float:
-        """Which norm of a residue is to be expected at most.
+        """The expected upper bound of the norms of a worker's residue.
 
-        If every step sends at least a share d of the accumulator's energy, |acc - sent|^2 <=
-        (1 - d) |m + g|^2, then with the filter |m'| <= (1 - beta) |m| + beta sqrt(1 - d) (|m| +
-        |g|), so |m| cannot grow where |m| (1 - sqrt(1 - d)) >= sqrt(1 - d) |g|. Hence |m| <=
-        sqrt(1 - d) / (1 - sqrt(1 - d)) max |g|, whatever beta, which is about 2/d for small d (the
-        bound of error feedback: Stich et al., 2018, Karimireddy et al., 2019). A leader sends the
-        largest of each lane of its own, so its d is at least 1/rate in each tensor. For the others
-        that holds if the leader's places carry at least the energy that places drawn at random
-        would, which is 1/rate on average: an expectation, not a guarantee.
+        If every step sends at least a share d of the accumulator's energy, |acc - sent|^2 <= (1 -
+        d) |m + g|^2, then with the filter |m'| <= (1 - beta) |m| + beta sqrt(1 - d) (|m| + |g|), so
+        |m| cannot grow if |m| (1 - sqrt(1 - d)) >= sqrt(1 - d) |g|. Hence |m| <= sqrt(1 - d) / (1 -
+        sqrt(1 - d)) max |g|, whatever beta, which is about 2/d for small d (the bound of error
+        feedback: Stich et al., 2018, Karimireddy et al., 2019). A leader sends the largest of each
+        lane of its own, so its d is at least 1/rate in each tensor. For the other workers that
+        holds if the leader's indices carry at least the energy of random indices, which is 1/rate
+        on average: an expectation, not a guarantee.
         """
         share = math.sqrt(1 - 1 / self.results[0]["rate"])
         return share / (1 - share) * max(g for *_, g in self.results[0]["norms"])
@@ -114,7 +114,7 @@ class Study:
         return list(dict.fromkeys(s.case.group for s in self.of(experiment)))
 
     def best(self, experiment: str) -> list[Case]:
-        """Of each group and curve the case with the best score."""
+        """The case with the best score, for each group and curve."""
         found: dict[tuple[str, str], Scores] = {}
         for s in self.of(experiment):
             key = (s.case.group, s.case.what)
@@ -123,19 +123,19 @@ class Study:
         return [s.case for s in found.values()]
 
     def reference(self, scores: Scores) -> Scores | None:
-        """What a case is compared with: values as they are, or dense."""
+        """The case that a case is compared with: values as they are, or dense."""
         whats = ("none", "dense", "sent whole")
         if scores.case.what in whats:
             return None
         own = self.of(scores.case.experiment, scores.case.group)
-        # In the same place if there is one: as many workers, or local steps.
+        # Prefer the same x if it exists: as many workers, or local steps.
         own.sort(key=lambda s: (s.case.x != scores.case.x, s.case.x or 0))
         return next((s for what in whats for s in own if s.case.what == what), None)
 
     def target(self, scores: Scores) -> float | None:
-        """A training loss that dense training and ScaleCom both come to, in all that is compared.
+        """A training loss that dense training and ScaleCom both reach, in all that is compared.
 
-        None: one of them came apart.
+        None if one of them diverged.
         """
         common = {
             "rivals": ("dense", "the defaults"),
@@ -154,15 +154,15 @@ class Study:
 
 
 def seconds(share_of_model: float, steps: float, gbit: float) -> float:
-    """Steps of make bench's model, in each of which a worker sends such a share of its bytes.
+    """How long steps of make bench's model take if a worker sends this share of its bytes in each.
 
-    Nothing is hidden behind backward, and no method's processor time is counted, for all alike.
+    Equally for all methods, nothing is hidden behind backward, and no processor time is counted.
     """
     return steps * (COMPUTE_SECONDS + share_of_model * 4 * NUMEL * 8 / (gbit * 1e9 * REACHED))
 
 
 def to_loss(study: Study, scores: Scores, number: Callable[[float, float], float]) -> float | None:
-    """A number of (steps, bytes) until the target loss."""
+    """A number made of the (steps, bytes) until the target loss."""
     spent = scores.reaches(study.target(scores))
     return None if spent is None else number(*spent)
 
@@ -203,7 +203,7 @@ RESIDUES = ("largest residue", "last residue", "residue bound")
 
 @dataclass(frozen=True)
 class Table:
-    """What is shown of an experiment: `x` says what was varied, `numbers` are some of NUMBERS."""
+    """How an experiment is shown. `x` says what was varied; `numbers` are some of NUMBERS."""
 
     title: str
     experiment: str
@@ -237,14 +237,14 @@ TABLES = {
 
 
 def shown(name: str, number: float | None) -> str:
-    """A number in a table."""
+    """A number as a table shows it."""
     if number is None:
         return ""
     return f"{number:+.3g}" if name == "better" else f"{number:.4g}"
 
 
 def result(scores: Scores) -> str:
-    """Its mean, and the deviation over seeds."""
+    """The mean, and the deviation over seeds."""
     if scores.mean is None:
         return f"came apart ({scores.diverged} of {len(scores.results)})"
     digits = scores.task.digits
@@ -253,7 +253,7 @@ def result(scores: Scores) -> str:
 
 
 def lines_of(study: Study, table: Table) -> Iterator[str]:
-    """The lines of a Markdown table; columns of which no case knows a number are left out."""
+    """The lines of a Markdown table. A column is left out if no case has its number."""
     cases = study.of(table.experiment)
     columns = {name: [NUMBERS[name](study, s) for s in cases] for name in table.numbers}
     columns = {name: found for name, found in columns.items() if any(n is not None for n in found)}
@@ -267,7 +267,7 @@ def lines_of(study: Study, table: Table) -> Iterator[str]:
 
 
 def write_tables(study: Study, path: Path) -> None:
-    """All tables that there are runs for, each with its picture, as one Markdown file."""
+    """Write all tables that have runs, each with its picture, as one Markdown file."""
     lines = ["Made by `make study`; docs/results.md says what it means. `better`: by how much, in"]
     lines += ["the result's unit, than dense training, or than what is recommended.", ""]
     for picture, table in TABLES.items():
@@ -278,7 +278,7 @@ def write_tables(study: Study, path: Path) -> None:
 
 
 def write_csv(study: Study, path: Path) -> None:
-    """One row per case, with all its numbers."""
+    """Write one row per case, with all its numbers."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         head = ("experiment", "group", "what", "x", "task", "steps", "workers", "seeds", "diverged")
@@ -294,7 +294,7 @@ SCORE_COLUMNS = ("experiment", "situation", "what", "seed", "lr", "momentum", "b
 
 
 def write_scores(study: Study, path: Path) -> None:
-    """One row per run: what was chosen for it, its score and what a worker sent, in MB."""
+    """Write one row per run: its settings, its score, and what a worker sent, in MB."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(SCORE_COLUMNS)
@@ -309,7 +309,7 @@ def write_scores(study: Study, path: Path) -> None:
 
 
 def write_curves(study: Study, path: Path) -> None:
-    """One row per run and point: training loss and traffic of a worker so far."""
+    """Write one row per run and point: the training loss, and a worker's traffic so far."""
     pairs = (pair for s in study.scores for pair in zip(s.case.runs, s.results, strict=True))
     by_name = {run.name: found for run, found in pairs}
     with path.open("w", newline="") as file:

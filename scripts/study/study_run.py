@@ -1,5 +1,6 @@
-"""One run of the study: n simulated workers train a task, by the same exchange code that real ranks
-run.
+"""One run of the study: n simulated workers train a task.
+
+They use the same exchange code that real ranks run.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ QUANTISERS = {
     "8 bits": hvd.QSGD(127),
     "means": hvd.BinMeans(),
 }
-# A training loss beyond this many times the first one is a run that came apart.
+# A run has diverged if its training loss exceeds the first one this many times.
 DIVERGED = 20
 
 
-# DiLoCo's (arXiv 2311.08105), and half of its learning rate.
+# DiLoCo's outer optimizer (arXiv 2311.08105), and the same with half its learning rate.
 OUTERS = {
     "nesterov 0.7": lambda common: torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True),
     "nesterov 0.35": lambda common: torch.optim.SGD(common, lr=0.35, momentum=0.9, nesterov=True),
@@ -52,15 +53,17 @@ OUTERS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. Fields of None are the task's own.
+    """One training run. A field that is None takes the task's value.
 
-    method: "dense", "DeMo" (with an optimizer of its own), "PowerSGD", or the name of a class in
-        scalecom_hvd.torch, with `options` ((name, value), ...); warmup: share of steps sent whole;
-        None: what is sent whole is left to the library's defaults.
-    optimizer: "sgd" or "adamw".  momentum: SGD's, or AdamW's b1.
-    local_steps: H, after which workers average their parameters' changes.  outer: of OUTERS, what
-        steps the common parameters with these averages.  overlap: how many steps are taken while
-        these averages travel.  step_ahead: its factor.
+    method: "dense", "DeMo" (which has its own optimizer), "PowerSGD", or the name of a class in
+        scalecom_hvd.torch, with `options` ((name, value), ...).
+    warmup: the share of steps sent whole. None: the library's defaults say what is sent whole.
+    optimizer: "sgd" or "adamw".
+    momentum: SGD's momentum, or AdamW's b1.
+    local_steps: H. After H steps workers average their parameters' changes.
+    outer: the one of OUTERS that steps the common parameters with these averages.
+    overlap: how many steps are taken while these averages travel.
+    step_ahead: its factor.
     """
 
     task: str
@@ -84,7 +87,7 @@ class Run:
     momentum: float | None = None
 
     def resolved(self) -> Run:
-        """With the task's own numbers in the place of None."""
+        """The same run, with the task's values for None."""
         task = study_tasks.find(self.task)
         own = {
             "steps": task.steps,
@@ -97,9 +100,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What its file is called: the same for the same run, and for no other."""
-        # Fields at their defaults are left out, so that a new one changes no name of a run that
-        # does not use it.
+        """The name of its file: the same for the same run, and for no other."""
+        # Fields at their defaults are left out. So a new field changes no name of a run that does
+        # not use it.
         default = {field.name: field.default for field in dataclasses.fields(Run)}
         own = {
             name: value
@@ -114,7 +117,7 @@ class Run:
 
     @property
     def cost(self) -> float:
-        """About how long it takes, relative to others."""
+        """About how long it takes, relative to other runs."""
         run = self.resolved()
         weight = {
             "resnet": 0.25,
@@ -128,9 +131,12 @@ class Run:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train, and give {"score", "losses": [[step, mean loss of the last steps], ...], "bytes":
-    [[step, traffic of a worker so far], ...], "norms": [[step, largest residue and largest gradient
-    of a worker since the last], ...], "diverged", ...}.
+    """Train.
+
+    Returns:
+        {"score", "losses": [[step, mean loss of the last steps], ...], "bytes": [[step, a worker's
+        traffic so far], ...], "norms": [[step, a worker's largest residue and largest gradient
+        since the last entry], ...], "diverged", ...}.
     """
     began = time.perf_counter()
     run = run.resolved()
@@ -182,8 +188,9 @@ def train(run: Run) -> dict[str, Any]:
 
 
 class Together:
-    """Workers that have the same parameters at every step, so that one model computes every
-    worker's gradients in turn.
+    """Workers that have the same parameters at every step.
+
+    One model computes all workers' gradients in turn.
     """
 
     def __init__(self, run: Run) -> None:
@@ -201,22 +208,23 @@ class Together:
             lambda worker: {n: nn.Parameter(p.detach()) for n, p in self._named.items()},
         )
         self._optimizer = optimizer_of(run, self._task, self._parameters)
-        # One model is every worker's in turn, so each worker's residue moves that one.
+        # One model serves all workers in turn, so each worker's residue moves that model.
         for each in self.simulation.compressors:
             if each.ahead is not None:
                 each.ahead.serve(self._named, each.residues, 1.0)
                 each.ahead.know(self._optimizer)
 
     def step(self, step: int, lr: float) -> tuple[list[float], float]:
-        """One step of all; gives every worker's loss, and the largest norm of a worker's compressed
-        gradients.
+        """Take one step of all workers.
+
+        Return every worker's loss, and the largest norm of a worker's compressed gradients.
         """
         run, simulation = self._run, self.simulation
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         grads, losses = [], []
         for worker in range(run.workers):
-            # Running statistics are worker 0's, as they are rank 0's on real ranks.
+            # Running statistics come from worker 0, as they come from rank 0 on real ranks.
             for module in self._normalisations:
                 module.momentum = 0.1 if worker == 0 else 0.0
             ahead = simulation.compressors[worker].ahead
@@ -240,7 +248,7 @@ class Together:
 
 
 class Apart:
-    """Workers that take local steps: each has a model and an optimizer of its own."""
+    """Workers that take local steps. Each has its own model and optimizer."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._task = run, study_tasks.find(run.task)
@@ -254,7 +262,7 @@ class Apart:
         ]
 
     def step(self, step: int, lr: float) -> tuple[list[float], float]:
-        """As Together's."""
+        """The same as in Together."""
         losses, grads = [], []
         for worker, (model, optimizer) in enumerate(
             zip(self._models, self._optimizers, strict=True)
@@ -270,7 +278,7 @@ class Apart:
         return losses, max(norms_of(grads, self.simulation.compressors[0].residues.tensors))
 
     def score(self) -> float:
-        """Of the common parameters."""
+        """The score of the common parameters."""
         self.simulation.synchronise()
         return evaluate(self._task, self.model)
 
@@ -278,7 +286,7 @@ class Apart:
 def optimizer_of(
     run: Run, task: study_tasks.Task, parameters: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """The run's; the rate is set at every step."""
+    """The run's optimizer. The learning rate is set at every step."""
     if run.method == "DeMo":
         return study_demo.Sign(parameters)
     momentum = task.momentum if run.momentum is None else run.momentum
@@ -303,8 +311,10 @@ def evaluate(task: study_tasks.Task, model: nn.Module) -> float:
 
 
 def simulate(run: Run, make_parameters: Callable[[int], dict[str, torch.Tensor]]) -> Simulation:
-    """n workers; what is sent whole needs no residue, so dense training is the same exchange with
-    everything sent whole.
+    """Make n simulated workers.
+
+    What is sent whole needs no residue, so dense training uses the same exchange with everything
+    sent whole.
     """
     options = dict(run.options)
     if "quantiser" in options:
@@ -319,9 +329,9 @@ def simulate(run: Run, make_parameters: Callable[[int], dict[str, torch.Tensor]]
             recommended = {"dense": ["auto:output"], "warmup_steps": round(run.warmup * run.steps)}
             recommended |= {"bits": 32} if run.method == "ScaleCom" else {}
         options = recommended | options
-        if run.step_ahead:  # a model that nobody calls: Together moves parameters itself
+        if run.step_ahead:  # nobody calls this model: Together moves parameters
             options |= {"step_ahead": run.step_ahead, "model": nn.Module()}
-    config = hvd.ScaleComConfig()  # whatever the environment says
+    config = hvd.ScaleComConfig()  # not what the environment says
     return Simulation(
         run.workers,
         make_parameters,
@@ -346,7 +356,7 @@ def learning_rate(run: Run, step: int) -> float:
 def norms_of(
     workers: list[dict[str, torch.Tensor]], names: Iterable[str] | None = None
 ) -> list[float]:
-    """Every worker's norm of these tensors together (of all, without names); zero of none."""
+    """Every worker's norm of these tensors together, or of all; zero if there are none."""
     some = [
         [tensors[name] for name in (tensors if names is None else names)] for tensors in workers
     ]
@@ -358,7 +368,7 @@ def norms_of(
 
 @functools.cache
 def fingerprint() -> str:
-    """Of the code that a result depends on."""
+    """A hash of the code that a result depends on."""
     own = [
         study_tasks.EXAMPLES.parent / f"{name}.py"
         for name in (
@@ -371,7 +381,7 @@ def fingerprint() -> str:
 
 
 def start_process() -> None:
-    """Processes run side by side, one on each core."""
+    """Processes run at the same time, one on each core."""
     torch.set_num_threads(1)
-    # runs too short for their rate, and such that come apart, are part of it
+    # runs too short for their rate, and runs that diverge, are part of the study
     logging.getLogger("scalecom_hvd").setLevel(logging.ERROR)

@@ -1,8 +1,7 @@
-"""What the study trains: small tasks on data that every machine has, and whatever a reader
-brings.
+"""What the study trains: small tasks on data that every machine has, and tasks of a reader's own.
 
-A task of your own is a file that defines TASK, an object like these: a subclass of `Task` with a
-model, batches, a loss and an evaluation.
+A task of your own is a file that defines TASK, an object like these: an instance of a subclass of
+`Task` with a model, batches, a loss and an evaluation.
 
     python scripts/study/study.py --task my_task.py
 """
@@ -24,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-sys.path.append(str(EXAMPLES))  # they are scripts to copy, and no package
+sys.path.append(str(EXAMPLES))  # they are scripts to copy, not a package
 
 import train_char_lm  # noqa: E402
 import train_image  # noqa: E402
@@ -33,11 +32,13 @@ from training_torch import generator  # noqa: E402
 
 
 class Task:
-    """A model, its data, and how it is trained on 4 workers unless an experiment says otherwise.
+    """A model, its data, and its training on 4 workers, unless an experiment says differently.
 
-    title: for tables.  metric, higher_is_better, unit, digits: what `evaluate` gives, and how it is
-    written. steps, batch_size (per worker), lr (of all workers together), momentum, weight_decay;
-    adamw_lr: lr with AdamW in the place of SGD.
+    title: the name in tables.
+    metric, higher_is_better, unit, digits: what `evaluate` returns, and how it is written.
+    steps, batch_size (per worker), lr (of all workers together), momentum, weight_decay: for
+        training.
+    adamw_lr: the lr if AdamW replaces SGD.
     """
 
     title = ""
@@ -53,16 +54,18 @@ class Task:
     weight_decay = 0.0
 
     def model(self, norm: str) -> nn.Module:
-        """A new model, its parameters drawn from torch's generator; norm: "batch", "group", "layer"
-        or "none", where it has a choice.
+        """A new model, with parameters drawn from torch's generator.
+
+        norm: "batch", "group", "layer" or "none", if the model has a choice.
         """
         raise NotImplementedError
 
     def batch(
         self, seed: int, step: int, worker: int, workers: int, size: int, unlike: bool
     ) -> Any:
-        """What a worker trains on in a step; the same whenever it is asked. unlike: from a shard of
-        its own, unlike the others'.
+        """What a worker trains on in a step. It is the same every time.
+
+        unlike: take it from a shard of the worker's own, unlike the other workers' shards.
         """
         raise NotImplementedError
 
@@ -70,12 +73,12 @@ class Task:
         raise NotImplementedError
 
     def evaluate(self, model: nn.Module) -> float:
-        """On data held out."""
+        """Evaluate on held-out data."""
         raise NotImplementedError
 
 
 class Images(Task):
-    """Images: accuracy on those held out; of digits, over the nine one-pixel shifts of each."""
+    """Images: accuracy on held-out ones. For digits it is over nine one-pixel shifts of each."""
 
     unit = "%"
     weight_decay = 1e-4
@@ -112,7 +115,7 @@ class Images(Task):
     def batch(self, seed, step, worker, workers, size, unlike):
         random = generator(seed, step, worker)
         count = len(self._data.train_images)
-        if unlike:  # a worker sees the digits of its own stretch of labels alone
+        if unlike:  # a worker sees only digits of its own range of labels
             own = self._by_label[worker * count // workers : (worker + 1) * count // workers]
             chosen = own[torch.randint(len(own), (size,), generator=random)]
         else:
@@ -142,8 +145,9 @@ class Images(Task):
 
 
 class Characters(Task):
-    """Source code of Python's standard library, character by character: bits per character on files
-    held out.
+    """Source code of Python's standard library, character by character.
+
+    The score is bits per character on held-out files.
     """
 
     metric, unit, digits, higher_is_better = "bits_per_character", "bits", 3, False
@@ -163,7 +167,7 @@ class Characters(Task):
         return self._make()
 
     def batch(self, seed, step, worker, workers, size, unlike):
-        # Neighbouring files are of one package: a stretch of its own is text of another kind.
+        # Neighbouring files belong to one package, so a stretch of its own is text of another kind.
         text = self._text.train
         first, last = (
             (worker * len(text) // workers, (worker + 1) * len(text) // workers)
@@ -189,7 +193,7 @@ class Characters(Task):
 
 
 def load_cifar10() -> train_image.Data:
-    """CIFAR-10, where the environment's CIFAR10_DIR says it is."""
+    """CIFAR-10, from the folder that CIFAR10_DIR in the environment names."""
     return train_image.load_cifar10(
         Path(os.environ["CIFAR10_DIR"]) if "CIFAR10_DIR" in os.environ else None
     )
@@ -222,7 +226,7 @@ TASKS: dict[str, Task] = {
 
 @functools.cache
 def find(name: str) -> Task:
-    """A task by its name in TASKS, or that of a reader's file.
+    """A task by its name in TASKS, or the task of a reader's file.
 
     Raises WrongInput that says what is missing.
     """

@@ -1,9 +1,9 @@
-"""A device without hardware on which streams matter: "delayed".
+"""The device "delayed": a PyTorch device without hardware, on which streams matter.
 
-Its tensors lie in host memory, but every operation is enqueued on the current stream and runs late,
-so that a missing wait_stream, wait_event or record_stream gives wrong numbers on a CPU, as it may
-on a GPU. Importing this package builds the device (once for each version of PyTorch and of the
-sources) and registers it, with torch.accelerator as the interface to its streams.
+Its tensors are in host memory, but every operation is enqueued on the current stream and runs late.
+A missing wait_stream, wait_event or record_stream then gives wrong numbers on a CPU, as it may on a
+GPU. Importing this package builds the device (once for each version of PyTorch and of the sources)
+and registers it. torch.accelerator is the interface to its streams.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAME = "_scalecom_delayed"
 
 
 def built() -> Path:
-    """The library, compiled if nobody has done it yet; several processes may ask at once."""
+    """Compile the library unless it exists; several processes may call this at once."""
     from torch.utils import cpp_extension
 
     files = [*SOURCES, HERE / "delayed.h"]
@@ -76,7 +76,7 @@ def built() -> Path:
 
 
 def device_module() -> ModuleType:
-    """What PyTorch looks for at torch.delayed."""
+    """Return the module that PyTorch expects at torch.delayed."""
     module = ModuleType("torch.delayed")
     functions: dict[str, Callable] = {
         "is_available": lambda: True,
@@ -86,7 +86,7 @@ def device_module() -> ModuleType:
         "set_device": lambda device: None,
         "device": lambda device: contextlib.nullcontext(),
         "_is_in_bad_fork": lambda: False,
-        "manual_seed": lambda seed: None,  # random numbers are the CPU's
+        "manual_seed": lambda seed: None,  # the CPU draws random numbers
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device=None: torch.random.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.random.set_rng_state(state),
@@ -109,7 +109,7 @@ def device_module() -> ModuleType:
 
 
 def registered() -> ModuleType:
-    """The C++ module, loaded once, whatever names this package is imported under."""
+    """Load the C++ module, once even if this package is imported under several names."""
     if NAME in sys.modules:
         return sys.modules[NAME]
     spec = importlib.util.spec_from_file_location(NAME, built())
@@ -129,26 +129,27 @@ _C = registered()
 
 
 def set_delay(seconds: float, order: str = "mixed") -> None:
-    """How late an operation runs, and in which order streams do that don't wait for each other.
+    """Set how late operations run, and in which order streams run that don't wait for each other.
 
     Args:
-        seconds: From its enqueueing to its running on the default stream, unless somebody waits.
-        order: "early": other streams run ahead of the default stream, later ones most, which shows
-            that they read what hasn't been computed. "late": they run behind it, which shows that
-            what they read is overwritten. "mixed": now so, now so. "same": all alike, which shows
-            next to nothing. Of two side streams the one made later is the one ahead, or behind,
-            but four streams on, delays begin anew.
+        seconds: The time from enqueueing an operation to running it on the default stream, unless
+            somebody waits for it.
+        order: "early": other streams run ahead of the default stream, which shows that they read
+            values before these are computed. "late": they run behind it, which shows that the
+            values they read are overwritten. "mixed": sometimes ahead, sometimes behind. "same":
+            all run alike, which shows next to nothing. Of two side streams the one made later is
+            further ahead, or further behind; after four streams the delays repeat.
     """
     _C.set_delay(seconds, order)
 
 
 def host_waits() -> int:
-    """How many times the host waited for the device until now."""
+    """Return how many times the host has waited for the device."""
     return _C.host_waits()
 
 
 def uploads() -> int:
-    """How many blocking copies from ordinary CPU memory to the device there were until now.
+    """Return how many blocking copies there have been from ordinary CPU memory to the device.
 
     They take no time here, but on CUDA the host waits for the current stream at each of them.
     """
@@ -157,10 +158,12 @@ def uploads() -> int:
 
 @contextlib.contextmanager
 def forbid_host_waits(uploads: bool = False) -> Iterator[None]:
-    """Inside, on all threads, what makes the host wait raises a RuntimeError that names it.
+    """Inside, an operation that makes the host wait raises a RuntimeError that names it.
+
+    This holds for all threads.
 
     Args:
-        uploads: Whether to forbid what `uploads` counts as well.
+        uploads: Whether to forbid the copies that `uploads` counts, too.
     """
     _C.forbid(1, int(uploads))
     try:
@@ -170,18 +173,18 @@ def forbid_host_waits(uploads: bool = False) -> Iterator[None]:
 
 
 def synchronous_operations() -> set[str]:
-    """Operations that so far were run at once, without being counted: their sizes are unknown."""
+    """Return the operations that were run at once, uncounted, because their sizes are unknown."""
     return _C.synchronous()
 
 
 def cpu_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the same memory, only to be touched in functions given to `enqueue`."""
+    """Return a CPU tensor over the same memory. Use it only in functions passed to `enqueue`."""
     return _C.cpu_alias(tensor)
 
 
 def enqueue(function: Callable[[], object], stream: torch.Stream | None = None) -> None:
-    """Call a function late, in turn, on a stream (the current one by default).
+    """Call a function late, in its turn on a stream (by default the current one).
 
-    It is called on the stream's thread, may block, and must not wait for the device.
+    The function is called on the stream's thread. It may block, but must not wait for the device.
     """
     _C.enqueue(function, stream)

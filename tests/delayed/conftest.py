@@ -1,4 +1,4 @@
-"""The tests of this folder run on the device "delayed", which importing it registers."""
+"""The tests of this folder run on the device "delayed". Importing `delayed` registers it."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ import delayed
 
 @pytest.fixture(autouse=True)
 def the_defaults(monkeypatch):
-    """Few bits, unless a test says otherwise; tests elsewhere have 32."""
+    """Use few bits unless a test asks for something else; tests in other folders use 32 bits."""
     monkeypatch.delenv("SCALECOM_BITS")
     monkeypatch.delenv("SCALECOM_STEP_AHEAD")
 

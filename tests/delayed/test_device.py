@@ -1,7 +1,7 @@
-"""The device that tests use in place of a GPU, where a missing wait must show.
+"""The device that tests use instead of a GPU. A missing wait must show on it.
 
-Each hazard is tried with the wait, which must give the right numbers in whatever order streams run,
-and without it, which must give wrong ones in the order that the hazard needs.
+Each hazard is tried with and without the wait. With it, the numbers must be right whatever the
+order of streams. Without it, they must be wrong in the order that provokes the hazard.
 """
 
 import copy
@@ -30,19 +30,19 @@ def ones():
 
 
 def read_computed(waits):
-    """A side stream reads what the default stream computes."""
+    """A side stream reads the tensor that the default stream computes."""
     tensor, side = ones(), torch.Stream(device=DEVICE)
     tensor.add_(1)
     if waits:
         side.wait_stream(torch.accelerator.current_stream())
     with side:
         result = tensor * 2
-    time.sleep(0.2)  # nobody forces anything
+    time.sleep(0.2)  # nothing forces the streams to run
     return result
 
 
 def read_overwritten(waits):
-    """The default stream overwrites what a side stream reads."""
+    """The default stream overwrites the tensor that a side stream reads."""
     tensor, side = ones(), torch.Stream(device=DEVICE)
     with side:
         result = tensor * 4
@@ -54,7 +54,7 @@ def read_overwritten(waits):
 
 
 def read_freed(waits):
-    """The host frees what a side stream reads, which the default stream had allocated."""
+    """The host frees a tensor of the default stream while a side stream reads it."""
     tensor, side = ones(), torch.Stream(device=DEVICE)
     with side:
         result = tensor * 4
@@ -66,7 +66,7 @@ def read_freed(waits):
 
 
 def read_between_sides(waits):
-    """Of two side streams the second reads what the first computes."""
+    """One side stream reads the tensor that another side stream computes."""
     tensor, first, second = ones(), *(torch.Stream(device=DEVICE) for _ in range(2))
     with first:
         tensor.add_(1)
@@ -132,7 +132,7 @@ def test_freed_on_its_own_stream_is_reused_in_turn():
 def test_event():
     delayed.set_delay(0.05)
     event, later = (torch.Event(device=DEVICE, enable_timing=True) for _ in range(2))
-    assert event.query()  # never recorded
+    assert event.query()  # it was never recorded
     ones().add_(1)
     event.record()
     assert not event.query()
@@ -195,7 +195,7 @@ def test_copies_between_host_and_device():
     ordinary, pinned = torch.ones(10), torch.ones(10).pin_memory()
     copies = [each.to(DEVICE, non_blocking=True) for each in (ordinary, pinned)]
     ordinary.zero_()
-    pinned.zero_()  # before it was read
+    pinned.zero_()  # before the copy has read it
     assert [copied.sum().item() for copied in copies] == [10, 0]
     late = copies[0].to("cpu", non_blocking=True)
     late.zero_()
@@ -234,7 +234,7 @@ def test_future_waits_by_streams():
 
 
 def operations(device):
-    """What compression does to gradients, on any device, step by step."""
+    """Yield the intermediate results of the operations of compression, on any device."""
     torch.manual_seed(1)
     x, words = torch.randn(40), torch.randint(0, 2**31, (20,), dtype=torch.int32)
     x, words = x.to(device), words.to(device)
@@ -306,7 +306,7 @@ def test_training_equals_that_on_the_cpu(optimizer, foreach):
 
 
 def random_program(seed, streams):
-    """Operations on random streams, each of which waits for what it needs and for no more."""
+    """Run operations on random streams. Each waits only for the streams that it depends on."""
     choose = random.Random(seed)
     expected = [torch.full((64,), float(i)) for i in range(5)]
     tensors = [each.to(DEVICE) for each in expected]

@@ -1,4 +1,4 @@
-"""What `doctor --gpu` runs on a GPU, on the device whose streams run late."""
+"""The checks that `doctor --gpu` runs on a GPU, here on the device whose streams run late."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def test_steps_are_those_of_the_cpu():
 
 def test_a_step_that_is_not_is_found(monkeypatch):
     monkeypatch.setattr(torch, "copysign", lambda size, sign: size)
-    with pytest.raises(AssertionError, match="gives other numbers than on the CPU"):
+    with pytest.raises(AssertionError, match="gives different numbers than on the CPU"):
         gpu_steps.check(torch.device("delayed", 0))
 
 

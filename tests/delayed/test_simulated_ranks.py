@@ -1,6 +1,6 @@
-"""The exchange on a device whose streams run late: the same numbers as on the CPU, to the bit.
+"""The exchange on a device whose streams run late gives the same numbers as on the CPU, to the bit.
 
-A wait that is missing between two streams gives others: see delayed/__init__.py.
+If a wait between two streams is missing, the numbers differ: see delayed/__init__.py.
 """
 
 import threading
@@ -51,7 +51,7 @@ both_orders = pytest.mark.parametrize("order", ["early", "late"])
 
 
 def gradients(random, device, step):
-    """Every rank's, of which one is not finite in one step."""
+    """Return every rank's gradients. In step 3 one element of rank 1's is NaN."""
     everyones = [
         {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
         for _ in range(RANKS)
@@ -74,7 +74,7 @@ def simulation_on(device, **settings):
 
 
 def run(device, **settings):
-    """All that can be seen: every rank's averages and residues of every step."""
+    """Return all that can be observed: every rank's averages and residues after every step."""
     simulation, random, seen = simulation_on(device, **settings), torch.Generator(), []
     random.manual_seed(0)
     for step in range(STEPS):
@@ -100,7 +100,7 @@ def test_the_same_numbers_as_on_the_cpu(settings, order):
 
 @both_orders
 def test_local_steps(order):
-    """Averages travel while steps are taken."""
+    """Averages travel while ranks take steps."""
 
     def trained(device):
         delayed.set_delay(0.002, order)
@@ -152,7 +152,7 @@ def test_a_step_waits_for_its_device_a_few_times_only():
 
 
 def test_backwards_stream_does_not_wait_for_the_exchanges():
-    """And averages do. The exchange's stream is held up, and so residues do not change."""
+    """Averages do wait. Here the exchange's stream is held up, so residues do not change."""
     simulation, random = simulation_on("delayed", bits=32, rate=10), torch.Generator()
     simulation.step(gradients(random, "delayed", 0))
     gate, grads = threading.Event(), gradients(random, "delayed", 1)
@@ -221,7 +221,7 @@ def test_older_versions_of_pytorch_are_refused(monkeypatch):
 
 
 def test_a_method_works_on_what_it_finds():
-    """Kernels of plain PyTorch, as no other serves this device."""
+    """It uses kernels of plain PyTorch, because no others support this device."""
     method = ScaleCom(min_numel=0)
     Simulation(1, lambda _: make_parameters("delayed"), compression=lambda: method)
     assert {t.residue.device.type for t in method.residues.tensors.values()} == {"delayed"}
@@ -229,7 +229,7 @@ def test_a_method_works_on_what_it_finds():
 
 @pytest.mark.parametrize("what", ["lanes", "blocks"])
 def test_what_is_kept_for_later_steps_is_of_one_stream(what):
-    """Another exchange's stream would have to wait for the one that made it."""
+    """Otherwise another exchange's stream would have to wait for the stream that made it."""
 
     def compute():
         if what == "lanes":

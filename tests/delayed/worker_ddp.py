@@ -1,6 +1,6 @@
-"""For test_device.py, under torchrun: collectives and DistributedDataParallel on "delayed".
+"""Run by test_device.py under torchrun: collectives and DistributedDataParallel on "delayed".
 
-What they give must be what they give on the CPU.
+The results must be the same as on the CPU.
 """
 
 import sys
@@ -25,11 +25,11 @@ DTYPES = [*FLOATS, torch.int32, torch.int64, torch.uint8]
 
 
 class Averaging:
-    """A communication hook with a stream and a thread of its own, as a library may have them."""
+    """A communication hook with its own stream and its own thread, as a library may have."""
 
     def __init__(self, device):
         self.stream = torch.Stream(device=device)
-        self.thread = ThreadPoolExecutor(max_workers=1)  # one: collectives match by their order
+        self.thread = ThreadPoolExecutor(max_workers=1)  # collectives match by order
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -55,7 +55,7 @@ def call(state: Averaging, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 
 def trained(device, optimizer, hooked=False, **options):
-    torch.manual_seed(dist.get_rank())  # DDP makes them alike
+    torch.manual_seed(dist.get_rank())  # DDP makes the models equal
     layers = [torch.nn.Linear(20, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5)]
     model = torch.nn.Sequential(*layers).to(device)
     model = DistributedDataParallel(model, bucket_cap_mb=0.001, **options)
@@ -86,7 +86,7 @@ def check_training():
 
 
 def check_collectives():
-    """Through torch.distributed. The ranks hold 1, 2, ..., 6 and ten times that."""
+    """Check collectives of torch.distributed. Rank 0 holds 1, 2, ..., 6, rank 1 ten times that."""
     rank, both = dist.get_rank(), (1, 10)
     for dtype in DTYPES:
         base = torch.arange(1, 7, device="delayed").to(dtype)
@@ -119,12 +119,12 @@ def check_collectives():
 
 
 def check_streams(group):
-    """A group made directly: nobody waits but the stream that was told to."""
+    """Check that, with a group made directly, only the stream waits that was told to."""
     delayed.set_delay(0.05, "late")
     values = torch.ones(1000, device="delayed")
     torch.accelerator.synchronize()
     with delayed.forbid_host_waits():
-        values.mul_(2)  # which the collective waits for by itself
+        values.mul_(2)  # the collective waits for this by itself
         work = group.allreduce([values])
         too_early = values.clone()
         assert not work.is_completed()
@@ -134,7 +134,7 @@ def check_streams(group):
         later = future.wait()
         freed = torch.ones(1000, device="delayed")
         works = [group.allreduce([freed]), group.broadcast([values.clone()])]
-        del freed  # in use by the group's stream
+        del freed  # the group's stream still uses it
     assert (too_early == 2).all(), too_early
     assert (in_time == 4).all(), in_time
     assert (later == 5).all(), later

@@ -19,8 +19,8 @@ sys.path[:0] = [str(path) for path in ((ROOT / "scripts"), *(ROOT / "scripts").g
 import hosts  # noqa: E402
 import launch  # noqa: E402
 
-# The longest tests, and files of long tests: they start first, so that workers that share the tests
-# end together.
+# The longest tests, and files of long tests. They start first, so that all pytest workers finish at
+# about the same time.
 LONGEST = (
     "test_three_minutes",
     "test_the_short_study",
@@ -44,7 +44,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first."""
+    """Put the longest tests first."""
 
     def place(item):
         return next(
@@ -56,8 +56,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def run(tmp_path):
-    """run(command, limit=..., fails=False, **environment) -> output of the command, which must
-    succeed (or fail, with `fails`).
+    """run(command, limit=..., fails=False, **environment) -> the command's output.
+
+    The command must succeed, or fail if `fails` is true.
     """
 
     def runner(command, limit=120, fails=False, cwd=tmp_path, **environment):
@@ -79,7 +80,7 @@ def run(tmp_path):
             output, _ = process.communicate()
             pytest.fail(f"not done after {limit} s: {command}\n{output}")
         finally:
-            with contextlib.suppress(ProcessLookupError):  # pytest-timeout may come first
+            with contextlib.suppress(ProcessLookupError):  # pytest-timeout may have killed it
                 os.killpg(process.pid, signal.SIGKILL)
         if (process.returncode != 0) != fails:
             pytest.fail(f"exit code {process.returncode}: {command}\n{output}")
@@ -90,8 +91,9 @@ def run(tmp_path):
 
 @pytest.fixture
 def launched(run):
-    """launched(launcher, ranks, program, ...) -> output of a Python program run on that many ranks
-    of this machine.
+    """launched(launcher, ranks, program, ...) -> the output of a Python program.
+
+    The program runs on that many ranks of this machine.
     """
 
     def runner(launcher, ranks, program, **options):
@@ -102,8 +104,9 @@ def launched(run):
 
 @pytest.fixture(scope="session")
 def machine():
-    """A machine that hosts can be made on: root, and the programs, which are installed here if they
-    can be.
+    """Skip the test unless hosts can be made on this machine.
+
+    Hosts need root and some programs. This fixture installs the programs if it can.
     """
     if os.geteuid() != 0:
         pytest.skip("hosts need root")

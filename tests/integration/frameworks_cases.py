@@ -1,7 +1,6 @@
-"""What test_frameworks_agree.py feeds to the reference and to both frameworks: shapes, gradients
-and settings.
+"""The shapes, gradients and settings of test_frameworks_agree.py.
 
-Framework-free.
+The test gives them to the reference and to both frameworks. This module imports no framework.
 """
 
 import hashlib
@@ -24,7 +23,8 @@ SHAPES = {
     "bias": (10,),
     "last": (40, 101),
 }
-# Buckets: PyTorch would order them by the arrival of gradients, TensorFlow by variables.
+# Buckets are given, because PyTorch would form them in the order in which gradients arrive, and
+# TensorFlow in the order of variables.
 ONE = [list(SHAPES)]
 SEVERAL = [["first", "scale"], ["odd", "conv", "embedding"], ["bias", "last"]]
 MODES = {  # (settings, buckets)
@@ -49,5 +49,5 @@ MODES = {  # (settings, buckets)
 
 
 def digest(array) -> str:
-    """Tells arrays apart bit by bit, but for the sign of zero."""
+    """Return a digest that differs if any bit differs, except for the sign of zero."""
     return hashlib.sha256(np.ascontiguousarray(array).reshape(-1) + np.float32(0)).hexdigest()[:16]

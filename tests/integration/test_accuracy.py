@@ -1,7 +1,7 @@
 """Does it learn?
 
-A short training with bounds that a broken residue or a wrong leader fails: the broken runs show
-that they do.
+A short training must stay within a bound. A broken residue or a wrong leader exceeds this bound,
+as the deliberately broken runs show.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("worker_accuracy.py")
-# Points of acc9 that may be lost against dense, at 8 sends per coordinate (400 steps at rate 50).
+# How many points of acc9 may be lost against dense, at 8 sends per element (400 steps at rate 50).
 BOUND = 5
 
 

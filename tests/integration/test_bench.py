@@ -1,5 +1,7 @@
-"""`make bench` in its smallest form, over real hosts: bytes as the formula says, the order of the
-methods, a table, JSON, CSV and pictures.
+"""`make bench` in its smallest form, over real hosts.
+
+Bytes must be those of the formula and the methods must come in the right order. The benchmark must
+write a table, JSON, CSV and pictures.
 """
 
 import csv
@@ -11,7 +13,8 @@ import hosts
 import pytest
 from conftest import ROOT
 
-# one in a hundred of each large tensor; elements of tensors that are sent whole
+# K: a hundredth of the elements of the large tensors. SMALL: the elements of the tensors that are
+# sent uncompressed.
 K, SMALL = 248_190, 35_000
 
 
@@ -34,13 +37,13 @@ def test_the_smallest_benchmark(run, tmp_path):
     results = {
         r["method"]: r for r in json.loads((tmp_path / "results.json").read_text())["results"]
     }
-    # Two hosts: half of the offsets, and every value once. TCP's headers are 5 %.
+    # Each of two hosts sends half of the offsets, and every value once. TCP's headers add 5 %.
     expected = K / 2 + 4 * (K + SMALL)
-    # What Horovod says while nothing is sent comes on top, and grows with the time that a busy
-    # machine takes.
+    # Horovod's messages while no data is sent come on top. The slower a busy machine is, the more
+    # of them there are.
     assert 0.95 * expected < results["ScaleCom look-ahead"]["bytes"] < 1.5 * expected
     assert results["dense"]["bytes"] == pytest.approx(4 * 24_800_000, rel=0.15)
-    # Far from what it reaches, so that no busy machine fails it.
+    # This bound is far from what look-ahead reaches, so that the test passes on a busy machine.
     assert results["ScaleCom look-ahead"]["exposed_ms"] < results["dense"]["exposed_ms"] / 3
     assert {"wait for values", "scatter"} <= set(results["ScaleCom look-ahead"]["parts"])
 

@@ -1,6 +1,4 @@
-"""What stats() says was sent is what Horovod's own timeline counts, and k is what the rate
-promises.
-"""
+"""stats() counts as many bytes as Horovod's own timeline, and k agrees with the rate."""
 
 import json
 import math
@@ -15,10 +13,10 @@ STEPS = 6
 
 
 def bytes_in_timeline(path) -> dict[str, list[int]]:
-    """{collective's name: bytes of each of its runs} from a HOROVOD_TIMELINE, whose last line may
-    be cut off.
+    """Return {name of a collective: bytes of each of its runs} from a HOROVOD_TIMELINE.
 
-    Before names of PyTorch's collectives Horovod writes what they do.
+    The timeline's last line may be cut off. Horovod puts the operation before the names of
+    PyTorch's collectives.
     """
     names, found = {}, {}
     for line in re.findall(r"\{(?:[^{}]|\{[^{}]*\})*\}", path.read_text()):

@@ -1,5 +1,7 @@
-"""`python -m scalecom_hvd doctor` as a user calls it: in this environment, whole and with something
-broken, and in the one without Horovod.
+"""`python -m scalecom_hvd doctor` as a user calls it.
+
+It runs in this environment, both intact and with something broken, and in the environment without
+Horovod.
 """
 
 import json
@@ -20,7 +22,7 @@ DOCTOR = [sys.executable, "-m", "scalecom_hvd", "doctor"]
 
 @pytest.fixture
 def copied(tmp_path):
-    """A copy of the package, and the environment that takes it from there."""
+    """Return a copy of the package, and the environment variables that make Python import it."""
     package = Path(scalecom_hvd.__file__).parent
     there = tmp_path / "copy"
     shutil.copytree(package, there / package.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -29,7 +31,7 @@ def copied(tmp_path):
 
 @pytest.mark.timeout(400)
 def test_everything_that_is_here_works(run):
-    """Four launches of two ranks: half a minute, where the machine does nothing else."""
+    """Four launches of two ranks take half a minute if the machine does nothing else."""
     output = run(DOCTOR, limit=380)
     for test in (
         "PyTorch on Horovod, mpirun",
@@ -37,7 +39,7 @@ def test_everything_that_is_here_works(run):
         "PyTorch on torch.distributed, torchrun",
         "TensorFlow on Horovod, mpirun",
     ):
-        assert re.search(rf"ok +{test} .* 4 steps as the reference takes them", output), output
+        assert re.search(rf"ok +{test} .* 4 steps equal the reference's", output), output
     assert re.search(r"Horovod +\S+, for PyTorch and TensorFlow, with MPI, Gloo", output)
     assert re.search(r"scalecom_hvd +\S+, /", output)
     assert output.rstrip().endswith("Nothing is wrong.")
@@ -66,7 +68,7 @@ def test_what_cannot_be_loaded_is_wrong_and_what_is_not_there_is_missing(run, co
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_ranks_that_fail_are_wrong(run, copied):
-    """Each average arrives a tenth too small."""
+    """Each average is a tenth too small when it arrives."""
     package, environment = copied
     rank = package / "doctor" / "torch_rank.py"
     text = rank.read_text()
@@ -75,7 +77,7 @@ def test_ranks_that_fail_are_wrong(run, copied):
     output = run(DOCTOR, limit=380, fails=True, **environment)
     assert len(re.findall(r"FAILS +PyTorch", output)) == 3
     assert re.search(r"ok +TensorFlow", output)
-    assert "should be what the reference has, and is off by" in output
+    assert "differs from the expected values by up to" in output
     assert "3 things are wrong" in output
 
 

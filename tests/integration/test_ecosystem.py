@@ -1,5 +1,6 @@
-"""The demo, and the examples for Lightning, Accelerate and Hugging Face's Trainer, in an
-environment that has these and no Horovod: trained, stopped, and gone on with.
+"""The demo, and the examples for pictures, Lightning, Accelerate and Hugging Face's Trainer.
+
+They train, stop and resume in an environment that has these libraries and no Horovod.
 """
 
 import json
@@ -54,6 +55,27 @@ def test_they_go_on_as_if_they_had_not_been_stopped(torchrun, tmp_path, example)
     torchrun(example, "--epochs", 6, "--checkpoint", tmp_path / "checkpoint")
     resumed = torchrun(example, "--epochs", 8, "--resume", tmp_path / "checkpoint")
     straight = torchrun(example, "--epochs", 8)
+    assert accuracy_in(resumed) == accuracy_in(straight) > 0.9
+
+
+def test_a_folder_of_pictures(run, torchrun, tmp_path):
+    """Digits as files: training goes on as if it had not been stopped."""
+    program = f"""
+from pathlib import Path
+from PIL import Image
+from sklearn.datasets import load_digits
+digits = load_digits()
+for n, (image, label) in enumerate(zip(digits.images, digits.target)):
+    folder = Path({str(tmp_path)!r}, "val" if n % 5 == 0 else "train", str(label))
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.fromarray((image * 15).astype("uint8")).save(folder / f"{{n}}.png")
+"""
+    run([launch.TORCH_ALONE, "-c", program], limit=60)
+    options = ["--data", tmp_path, "--image-size", 16, "--model", "resnet", "--epochs", 3]
+    checkpoint = ["--checkpoint", tmp_path / "checkpoint"]
+    torchrun("train_imagefolder.py", *options, *checkpoint, "--stop-after", 1)
+    resumed = torchrun("train_imagefolder.py", *options, *checkpoint, "--resume")
+    straight = torchrun("train_imagefolder.py", *options, "--loaders", 0)
     assert accuracy_in(resumed) == accuracy_in(straight) > 0.9
 
 

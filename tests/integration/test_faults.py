@@ -1,5 +1,6 @@
-"""Ranks that come late, and ranks that take a step more than the others: what happens is defined,
-and nothing is lost.
+"""Ranks that come late, and ranks that take one step more than the others.
+
+The outcome is defined, and nothing is lost.
 """
 
 import re
@@ -13,7 +14,7 @@ END = Path(__file__).with_name("worker_end.py")
 
 @pytest.mark.long
 def test_a_rank_comes_half_a_minute_late(launched):
-    """The others wait, longer than a message in Gloo may take (30 s)."""
+    """The other rank waits for longer than a message may take in Gloo (30 s)."""
     output = launched("horovodrun --gloo", 2, [WORKER, "late", 31], limit=90)
     assert "everything is as if it had not" in output
 
@@ -24,7 +25,7 @@ def test_horovod_says_what_it_waits_for(launched):
         "mpirun", 2, [WORKER, "late", 12], limit=60, HOROVOD_STALL_CHECK_TIME_SECONDS="3"
     )
     assert "everything is as if it had not" in output
-    assert re.search(r"1: \[.*scalecom\.1\.agreement\.signal\b", output)  # and what else came
+    assert re.search(r"1: \[.*scalecom\.1\.agreement\.signal\b", output)  # perhaps with others
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
@@ -36,13 +37,16 @@ def test_a_rank_takes_a_step_more_than_the_others(launched, launcher):
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_a_rank_ends_while_another_submits(launched, launcher):
-    """Horovod's lock and Python's, each held by a thread that waits for the other's."""
+    """There must be no deadlock between Horovod's lock and Python's (the GIL).
+
+    It would occur if each were held by a thread that waits for the other one.
+    """
     assert "the other rank has ended" in launched(launcher, 2, [WORKER, "submits"], limit=60)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_a_script_ends_while_averages_travel(launched, launcher):
-    """Whoever ends first waits for the others' part, and nobody for ever."""
+    """The rank that ends first waits for the others' part, and no rank waits forever."""
     output = launched(launcher, 2, [END], limit=60)
     assert all(f"rank {rank} is done" in output for rank in range(2))

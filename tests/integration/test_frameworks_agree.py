@@ -1,5 +1,6 @@
-"""PyTorch, TensorFlow and the reference do the same with the same gradients: selections and
-residues to the bit, averages to rounding.
+"""PyTorch, TensorFlow and the reference agree when they are given the same gradients.
+
+Selections and residues are equal to the bit, averages up to rounding.
 """
 
 import json

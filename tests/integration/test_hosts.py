@@ -1,5 +1,7 @@
-"""Hosts on one machine: Horovod jobs run across them at the rate asked for, and nothing of them is
-left, however they end.
+"""Hosts on one machine.
+
+Horovod jobs run across them at the requested bandwidth. However a job ends, nothing of the hosts
+is left.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from hosts import Hosts
 SCRIPT = hosts.__file__
 WORKER = str(Path(__file__).with_name("worker_hosts.py"))
 
-# They look at what else is on the machine, so one after the other.
+# These tests look at what else is on the machine, so they run one after the other.
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(180, func_only=True),
@@ -28,7 +30,7 @@ pytestmark = [
 
 
 def outside() -> dict[str, object]:
-    """What a cluster could leave on the machine besides processes."""
+    """Return what a cluster could leave on the machine, except for processes."""
     return {
         "namespaces": subprocess.check_output(["ip", "netns", "list"], text=True),
         "interfaces": sorted(os.listdir("/sys/class/net")),
@@ -42,7 +44,7 @@ def outside() -> dict[str, object]:
 
 
 def inside(space: str) -> set[str]:
-    """The processes of a cluster, by its PID namespace."""
+    """Return the processes of a cluster, found by its PID namespace."""
     found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -59,7 +61,10 @@ def space_of(cluster: Hosts) -> str:
 
 @pytest.fixture
 def tidy(machine):
-    """tidy(space): that cluster has ended; by the end of the test, the machine is as it was."""
+    """tidy(space) registers a cluster by its PID namespace.
+
+    At the end of the test, the cluster must have ended and the machine must be as it was before.
+    """
     before, spaces = outside(), []
     yield spaces.append
     limit = time.time() + 5
@@ -103,8 +108,7 @@ def test_all_reduce_across_hosts(tidy, tmp_path, monkeypatch, launcher, n):
         assert rank["directory"] == str(tmp_path)
         assert rank["sent"] == pytest.approx(share, rel=0.15)
         assert rank["seconds"] >= share * 8 / (mbit * 1e6)
-        # One all-reduce more than those that were counted; and the launchers have something to say
-        # too.
+        # There was one more all-reduce than the worker counted, and launchers send messages too.
         assert grown[rank["host"]] == pytest.approx(share * (times + 1), rel=0.15)
 
 
@@ -113,7 +117,7 @@ def test_the_rate_can_be_changed(tidy):
         tidy(space_of(cluster))
 
         def seconds(mbit):
-            """How long 1 MB takes from h1 to h2, over ssh."""
+            """Return how long 1 MB takes from h1 to h2 over ssh."""
             cluster.shape(mbit)
             begun = time.perf_counter()
             subprocess.run(
@@ -183,7 +187,7 @@ def test_nothing_is_left_when_the_script_is_ended(tidy, number, launcher):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # Whoever starts the tests in the background has them, and what they start, ignore it.
+        # If the tests run in the background, they and their child processes ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     waiting = []
@@ -204,7 +208,7 @@ def test_nothing_is_left_after_an_exception(tidy):
         tidy(space_of(cluster))
         subprocess.Popen(cluster.enter("h2", ["sleep", "1000"]))
         raise KeyError
-    cluster.close()  # once more does no harm
+    cluster.close()  # closing it a second time does no harm
 
 
 def test_clusters_stand_side_by_side(tidy):

@@ -1,5 +1,7 @@
-"""Installations: `pip install .` beside Horovod, with and without a compiler; of what
-`make dist` makes, beside any framework and none.
+"""Installations.
+
+`pip install .` is tried next to Horovod, with and without a compiler. The files that `make dist`
+makes are installed next to either framework, and next to none.
 """
 
 import os
@@ -63,7 +65,10 @@ print(f"rank {hvd.rank()} trained with {kernel} for {step} steps")
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of what git knows, or would: the build leaves nothing in the real checkout."""
+    """Return a copy of all files that git tracks or does not ignore.
+
+    The build then leaves nothing in the real checkout.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT,
@@ -113,11 +118,11 @@ def test_pip_install(run, launched, checkout, tmp_path, compiler):
         output = launched("mpirun", 2, [program, place], PYTHONPATH=str(place))
         for rank in range(2):
             assert f"rank {rank} trained with {kernel} for 3 steps" in output
-        # one warning on each rank
+        # Without a compiler, each rank warns once.
         assert output.count("the native kernel was not built") == (0 if compiler else 2)
 
 
-# What an environment has whatever else it has, and what makes a framework absent.
+# Packages that every environment has, and packages whose removal makes a framework absent.
 EVERYWHERE = ("numpy", "yaml", "_yaml")
 WITHOUT = {
     "torch alone": ("horovod", "tensorflow", "keras"),
@@ -180,7 +185,7 @@ PROGRAMS = {
     "tensorflow alone": OPERATIONS + MISSING.format(faces=HOROVODS | TORCHS),
     "neither": MISSING.format(faces=HOROVODS | TORCHS),
 }
-# The barrier: torch 2.13 over Gloo may else abort where Python ends, with a hook or without.
+# Without the barrier, torch 2.13 over Gloo may abort when Python exits, with or without a hook.
 HOOK = """
 import torch, torch.distributed as dist
 import scalecom_hvd
@@ -199,7 +204,7 @@ dist.destroy_process_group()
 
 
 def test_one_version():
-    """What cannot be read from the package says the same."""
+    """Files that cannot read the version from the package state the same version."""
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {scalecom_hvd.__version__}\n" in citation
     released = re.search(r"date-released: (\S+)", citation)[1]
@@ -209,7 +214,7 @@ def test_one_version():
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """environment(what) -> Python of a new environment that has these of this one's packages."""
+    """environment(what) -> the Python of a new environment with some of this one's packages."""
 
     def make(what):
         folder = tmp_path_factory.mktemp("environment")
@@ -228,7 +233,7 @@ def environment(tmp_path_factory):
 
 
 def installed(run, python, wheel):
-    """Install the wheel there, and nothing else."""
+    """Install the wheel, and nothing else, for this Python."""
     pip = [sys.executable, "-m", "pip", "--python", python, "install"]
     run([*pip, "--no-deps", "--no-index", wheel])
     return python
@@ -236,7 +241,7 @@ def installed(run, python, wheel):
 
 @pytest.mark.long
 def test_dist(run, checkout, environment, tmp_path):
-    """One test: `make dist` takes most of its time."""
+    """All this is one test because `make dist` takes most of the time."""
     make = {"command": ["make", "dist", f"PYTHON={sys.executable}"], "cwd": checkout, "limit": 600}
     output = run(**make, fails=True, **NO_COMPILER)
     assert "make dist failed: a C compiler is needed" in output

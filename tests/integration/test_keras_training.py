@@ -1,5 +1,6 @@
-"""train_keras.py as a user runs it: both loops, both launchers, resuming, wrong input; and whether
-it learns.
+"""train_keras.py as a user runs it.
+
+Tests cover both loops, both launchers, resuming, wrong input, and whether the model learns.
 """
 
 import json
@@ -14,7 +15,7 @@ from conftest import ROOT
 
 SCRIPT = ROOT / "scripts" / "examples" / "train_keras.py"
 WORKER = Path(__file__).with_name("worker_keras.py")
-# Points of acc9 that may be lost against dense, at 8 sends per coordinate (400 steps at rate 50)
+# How many points of acc9 may be lost against dense, at 8 sends per element (400 steps at rate 50)
 # and a small learning rate.
 BOUND = 9
 
@@ -58,7 +59,7 @@ def assert_same_checkpoints(folder: Path, step: int) -> None:
 
 def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     reader = tf.train.load_checkpoint(str(checkpoint))
-    # The graph of objects is no number, and may list them in any order.
+    # The object graph is not numeric, and may list its objects in any order.
     return {
         name: reader.get_tensor(name)
         for name in reader.get_variable_to_shape_map()
@@ -84,7 +85,7 @@ def test_both_loops_learn_resume_and_refuse_and_the_bound_catches_lost_residues(
 
     assert_same_checkpoints(tmp_path, 12)
     for name, message in {
-        "rate": "rate is N/k",
+        "rate": "rate must be at least 1",
         "dense": "dense names 'hed*', which matches no parameter",
         "batch": "2 ranks times --batch-size 1000 is more than the 1437 training examples",
         "another model": "incompatible tensor with shape (3, 3, 1, 16)",
@@ -97,7 +98,7 @@ def test_both_loops_learn_resume_and_refuse_and_the_bound_catches_lost_residues(
 
 def test_wrong_input_ends_all_ranks_with_a_message(launched):
     output = launched("mpirun", 2, [SCRIPT, "--no-progress", "--rate", "0.5"], fails=True)
-    assert "train_keras.py: rate is N/k" in output
+    assert "train_keras.py: rate must be at least 1" in output
     assert "Traceback" not in output
 
 

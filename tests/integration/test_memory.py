@@ -1,5 +1,6 @@
-"""Beyond what stock Horovod needs there is the residue, and buffers of k elements. Steps that are
-sent whole need a copy of the gradients besides.
+"""Peak memory beyond that of stock Horovod is the residue and buffers of k elements.
+
+Steps that are sent uncompressed also need a copy of the gradients.
 """
 
 import json
@@ -18,8 +19,8 @@ def test_peak_memory_is_that_of_stock_horovod_the_residue_and_a_copy_of_what_is_
     launched,
 ):
     def peak(settings):
-        # Without fusion, whose buffer is as large as what is fused; and with freed blocks given
-        # back, or peaks are a matter of luck.
+        # Fusion is off, because its buffer is as large as the fused tensors. malloc must return
+        # freed blocks to the system, or peaks vary at random.
         output = launched(
             "mpirun",
             2,
@@ -33,7 +34,7 @@ def test_peak_memory_is_that_of_stock_horovod_the_residue_and_a_copy_of_what_is_
     assert dense > 1.9 * MODEL_BYTES, "parameters and gradients"
     for settings, models in (
         ({}, 1),
-        ({"lookahead": True, "leader": "staggered"}, 2),  # its first step is sent whole
+        ({"lookahead": True, "leader": "staggered"}, 2),  # the first step is uncompressed
         ({"warmup_steps": 2}, 2),
     ):
         beyond = (peak(json.dumps(settings)) - dense) / MODEL_BYTES

@@ -1,4 +1,4 @@
-"""Two hosts of two ranks, each host a node: they come to what two nodes on one host come to."""
+"""Two hosts of two ranks, each host a node, reach the same result as two nodes on one host."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_fsdp2_on_two_hosts_stopped_and_resumed(machine, launched, tmp_path):
     resumed = held_out(launched("torchrun", 4, [*stopped, "--resume"], limit=100))
     assert held_out(on_hosts("torchrun", program)) == resumed
     dense = held_out(launched("torchrun", 4, [*program, "--ranks-per-node", "2", "--dense"]))
-    assert dense != resumed < 6  # of 6.6 bits at the start
+    assert dense != resumed < 6  # it is 6.6 bits at the start
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun --gloo", "mpirun"])

@@ -1,4 +1,4 @@
-"""The race as its reader runs it, in a short form."""
+"""A short form of the race, run as a reader of the documentation runs it."""
 
 import os
 import sys

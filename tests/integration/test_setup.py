@@ -1,5 +1,6 @@
-"""The set-up names what a machine lacks, and does nothing twice; uv is told what pip is. It finds
-CUDA and NCCL for GPUs.
+"""The set-up names what a machine lacks, and does nothing twice.
+
+uv gets the same settings as pip. For GPUs the set-up finds CUDA and NCCL.
 """
 
 import os
@@ -16,14 +17,14 @@ SCRIPT = ROOT / "scripts" / "setup" / "setup_environment.py"
 
 @pytest.fixture
 def bare(tmp_path):
-    """A folder to be the whole PATH, with nothing but what is put there."""
+    """Return an empty folder. A test puts programs into it and makes it the whole PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     return folder
 
 
 def set_up(tmp_path, change):
-    """The command that runs the set-up in an interpreter changed so."""
+    """Return the command that runs the set-up in an interpreter after the code `change`."""
     code = (
         f"import os, runpy, sys; sys.argv = ['setup', '--venv', {str(tmp_path / 'venv')!r}]; "
         f"{change}; "
@@ -61,7 +62,7 @@ def test_a_second_set_up_does_nothing(run):
     assert "[setup" not in output
 
 
-# What stands in for uv: it notes how it was called, and fails where it is told to.
+# A substitute for uv. It writes down how it was called, and exits with the given code.
 UV = """#!/bin/sh
 echo "$UV_EXTRA_INDEX_URL" "$@" >> "$0.called"
 exit {code}
@@ -70,7 +71,10 @@ exit {code}
 
 @pytest.fixture
 def uv(bare, monkeypatch):
-    """uv(code) puts an uv on the PATH that exits so; gives the file that says how it was called."""
+    """uv(code) puts a uv on the PATH that exits with this code.
+
+    It returns the file that says how uv was called.
+    """
 
     def put(code):
         (bare / "uv").write_text(UV.format(code=code))
@@ -92,7 +96,7 @@ def test_uv_installs_where_there_is_one(uv, tmp_path):
 
 def test_pip_installs_where_uv_cannot(uv, tmp_path, capsys):
     called = uv(code=2)
-    # which pip finds to be there already
+    # pip finds that setuptools is already installed.
     setup.pip_install(Path(sys.prefix), tmp_path / "log", "--no-index", "setuptools")
     assert called.exists()
     assert "uv failed" in capsys.readouterr().out
@@ -139,7 +143,7 @@ def test_progress_is_told_while_a_command_runs(tmp_path, monkeypatch, capsys):
     )
 
 
-# What stands in for nvcc.
+# A substitute for nvcc.
 NVCC = """#!/bin/sh
 case "$1" in
 --version) echo "Cuda compilation tools, release {version}, V{version}.88" ;;
@@ -150,7 +154,7 @@ esac
 
 @pytest.fixture
 def toolkit(bare, tmp_path, monkeypatch):
-    """toolkit(folder, version) makes a CUDA toolkit there; no other is to be found."""
+    """toolkit(folder, version) makes a CUDA toolkit in the folder. No other one can be found."""
     monkeypatch.setattr(setup, "TOOLKITS", tmp_path / "local")
     monkeypatch.setenv("PATH", f"{bare}{os.pathsep}{os.defpath}")
     for name in ("HOROVOD_CUDA_HOME", *setup.NCCL_SETTINGS):

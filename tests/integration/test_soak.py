@@ -1,5 +1,6 @@
-"""Three minutes of `make soak`: workers are killed, stopped, added and sent home at random; and
-what it says to wrong arguments.
+"""Three minutes of `make soak`, and its errors on wrong arguments.
+
+Workers are killed, stopped, added and dismissed at random.
 """
 
 import random
@@ -19,20 +20,20 @@ SOAK = [sys.executable, ROOT / "scripts" / "checks" / "soak.py"]
 @pytest.mark.long
 @pytest.mark.timeout(1300)
 def test_three_minutes(run):
-    # A job lasts until the last fault in it is over, which may take a minute where a worker was
-    # killed.
+    # A job lasts until its last fault is over. If a worker was killed, this may take a minute.
     output = run([*SOAK, "--minutes", "3", "--ranks", "4"], limit=1200)
     steps, tried, survived = map(
         int, re.search(r"(\d+) steps, (\d+) faults, (\d+) survived", output).groups()
     )
     assert steps > 50, output
-    assert tried == survived > 10, output  # from outside, one in each job at least
+    assert tried == survived > 10, output  # at least one from outside per job
     assert "0 complaints" in output
 
 
 class JobThatStartsAgainLate:
-    """Its workers go on as before for a while when a host was taken away: Horovod has yet to tell
-    them.
+    """When a host is removed, this job's workers at first go on as before.
+
+    Horovod has not told them yet.
     """
 
     running, elastic, removed, looks = True, True, None, 0
@@ -57,7 +58,10 @@ class JobThatStartsAgainLate:
 
 
 def test_the_next_fault_waits_until_horovod_has_started_again(monkeypatch):
-    """Else Horovod forgets of a host that comes just then, and the worker on it never does."""
+    """Without the wait, Horovod forgets a host that is added in the meantime.
+
+    The worker on this host then never starts.
+    """
     job = JobThatStartsAgainLate()
     trouble = soak.Trouble(job, 3, random.Random(0))
     monkeypatch.setattr(trouble, "_faults", lambda: {"a host is taken away": trouble._remove})
@@ -67,9 +71,9 @@ def test_the_next_fault_waits_until_horovod_has_started_again(monkeypatch):
 
 
 def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
-    """Its log says where every worker was.
+    """The log in the folder says where every worker was.
 
-    Here the leader dies between its choice and the averages, also in Horovod's own optimizer.
+    Here the leader dies between its choice and the averages, also with Horovod's own optimizer.
     """
     monkeypatch.setattr(soak.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(soak.Trouble, "make", leader_dies)
@@ -94,7 +98,7 @@ def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
     ],
 )
 def test_torchrun_starts_workers_again(monkeypatch, optimizer, local_steps, point):
-    """One dies, and all go on from their own checkpoints."""
+    """One worker dies, and all workers resume from their own checkpoints."""
     monkeypatch.setattr(
         soak.Trouble,
         "_faults",

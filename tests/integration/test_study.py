@@ -1,6 +1,6 @@
-"""The study as its reader runs it: the short form, and a model of one's own.
+"""The study as a reader runs it: the short form, and with the reader's own model.
 
-What its numbers are is held to their definitions in tests/single/test_study_results.py.
+tests/single/test_study_results.py checks the study's numbers against their definitions.
 """
 
 import csv
@@ -41,7 +41,8 @@ TASK = Lines()
 """
 
 
-# About 150 s on two quiet cores; CI's are shared with another job, and were three times slower.
+# This takes about 150 s on two idle cores. CI's cores are shared with another job, and were three
+# times slower.
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 @pytest.mark.xdist_group("study")
@@ -50,7 +51,7 @@ def test_the_short_study_knows_every_number(run, tmp_path):
     tables = run(command, limit=1800)
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     shown = study_results.TABLES.copy()
-    del shown["widths"]  # which is not asked in short
+    del shown["widths"]  # the short form has no such experiment
     tables_of = {table.experiment for table in shown.values()}
     assert {row["experiment"] for row in rows} == tables_of | {"trials"}
     assert all(row["mean"] or row["diverged"] != "0" for row in rows)
@@ -69,11 +70,11 @@ def test_the_short_study_knows_every_number(run, tmp_path):
         for result in results
         if of_defaults.items() <= result["run"].items()
     }
-    # Few steps, but enough to tell training from none, which is at 6.6 bits.
+    # The few steps are enough to tell a trained model from an untrained one, which is at 6.6 bits.
     assert max(scores["dense"], scores["ScaleCom"], scores["LocalTopK"]) < 4
 
-    # A run that was cut short, here one file less, goes on where it was; what is there is not made
-    # again.
+    # A study that was interrupted, here with one file missing, continues where it was. Existing
+    # results are not computed again.
     files = sorted((tmp_path / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     lost = next(path for path in files if path.name.startswith("lstm-dense"))
     kept = next(path for path in files if path != lost)
@@ -99,7 +100,7 @@ def test_a_model_of_ones_own(run, tmp_path):
     assert (tmp_path / "study" / "defaults.png").exists()
 
 
-# Four runs of seconds; most of the time, launchers start and libraries are imported.
+# Four runs take seconds each. Starting launchers and importing libraries takes most of the time.
 @pytest.mark.long
 @pytest.mark.timeout(1000)
 def test_a_task_of_real_size_goes_on_where_it_was_cut(run, tmp_path):

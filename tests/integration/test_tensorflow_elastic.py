@@ -1,5 +1,6 @@
-"""Elastic training with TensorFlow: a worker is killed, another one comes, training goes on, and
-every rank keeps its own residues.
+"""Elastic training with TensorFlow.
+
+A worker is killed, another one joins, training goes on, and every rank keeps its own residues.
 """
 
 import json
@@ -12,7 +13,7 @@ import launch
 import pytest
 
 WORKER = Path(__file__).with_name("worker_tensorflow_elastic.py")
-# the last commit before the kill, and what the worker calls so
+# COMMITTED is the last commit before the kill. GROWN_AT and LAST are those of the worker.
 COMMITTED, GROWN_AT, LAST = 10, 20, 40
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(150, func_only=True)]
@@ -20,12 +21,13 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(150, func_only=True)]
 
 @pytest.fixture
 def diaries(run, tmp_path):
-    """diaries(kind, settings) -> what each worker wrote down, [[event, ...], ...], of a job that
-    lost a worker and got another one.
+    """diaries(kind, settings) -> what each worker of a job wrote down: [[event, ...], ...].
+
+    The job loses a worker and gets another one.
     """
 
     def runner(kind, settings):
-        # A failed worker's host is given up, so that the one that will fail has a host of its own.
+        # Horovod gives up the host of a failed worker, so the worker that fails has its own host.
         (tmp_path / "hosts").write_text("localhost:2\n127.0.0.1:1\n")
         (tmp_path / "discover.sh").write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
         (tmp_path / "discover.sh").chmod(0o755)
@@ -87,8 +89,7 @@ def mean_loss(diary, first, last):
             },
         ),
         ("fit", {"rate": 20}),
-        # As in Horovod's example, with a step that survivors make when Horovod has been started
-        # again.
+        # As in Horovod's example, survivors take an additional step after each restart of Horovod.
         ("example", {"rate": 20, "lookahead": True, "wire_dtype": "float16"}),
     ],
     ids=str,
@@ -105,7 +106,7 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
         "the victim should have died between two commits"
     )
 
-    # Where the survivors went on: at the last commit, each with its own residues.
+    # The survivors go on from the last commit, each with its own residues.
     extra = 1 if kind == "example" else 0
     for diary in survivors:
         _, after_loss, after_gain = of(diary, "begin")
@@ -113,7 +114,7 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
         assert (after_gain["batch"], after_gain["step"]) == (GROWN_AT, GROWN_AT + 3 * extra)
         if not extra:
             for begin in (after_loss, after_gain):
-                # Commits of the ranks that there were before: 3 before the loss, 2 before the gain.
+                # Commits of the earlier ranks: there were 3 before the loss and 2 before the gain.
                 commits = [
                     c
                     for c in of(diary, "commit")
@@ -134,18 +135,18 @@ def test_a_worker_is_killed_and_another_one_comes(diaries, kind, settings):
             "residues of one rank came to another"
         )
 
-    # Where the newcomer started.
+    # The newcomer starts at GROWN_AT.
     (begin,) = of(newcomer, "begin")
     assert begin["batch"] == GROWN_AT
     assert of(newcomer, "step")[0]["step"] == GROWN_AT + 1 + 3 * extra
     for first in of(newcomer, "first"):
-        # Where beta of what was sent is taken away, a rounding is left.
+        # Subtracting beta times the value that was sent leaves a rounding error.
         assert first["off"] <= 1e-6 * first["kept"], "the newcomer's residues did not start at zero"
         assert (first["kept"] == 0) == settings.get("lookahead", False), (
             "look-ahead has no choices in common, and sends a step whole"
         )
 
-    # All of them, to the end.
+    # All of them train to the end.
     trained = [*survivors, newcomer]
     assert len({of(diary, "end")[0]["weights"] for diary in trained}) == 1
     assert len({of(diary, "end")[0]["residues"] for diary in trained}) == 3

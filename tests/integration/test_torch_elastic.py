@@ -1,8 +1,8 @@
-"""Elastic training with PyTorch: workers are killed in the worst places, another one comes, and
-every rank keeps its own residues.
+"""Elastic training with PyTorch.
 
-The workers are those of soak_worker.py, which check after every step that nothing was lost; here
-their course is known beforehand. Other ways of using ScaleCom come in test_soak.py.
+Workers are killed at the worst moments, another one joins, and every rank keeps its own residues.
+The workers are those of soak_worker.py, which check after every step that nothing was lost. Here
+the faults are known beforehand. test_soak.py covers other ways of using ScaleCom.
 """
 
 import os
@@ -19,8 +19,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300, func_only=True)]
 
 @pytest.fixture
 def diaries(tmp_path):
-    """diaries(ranks, plan) -> what each worker of a job wrote down, without complaints, when the
-    job has ended by itself.
+    """diaries(ranks, plan) -> what each worker of a job wrote down.
+
+    The job must end by itself and without complaints.
     """
     jobs = []
 
@@ -40,7 +41,8 @@ def diaries(tmp_path):
 
 
 def test_workers_are_killed_and_another_one_comes(diaries):
-    # One dies in backward; then, of three, the leader between its choice and the averages.
+    # One worker dies in backward. Then, of three workers, the leader dies between its choice and
+    # the averages.
     deaths = {"127.0.00.1": (KILLED_AT, "backward"), "127.0.000.1": (LEADER_KILLED_AT, "exchange")}
     told = diaries(4, settings={"rate": 20}, random_faults=False, deaths=deaths, grow_at=GROWN_AT)
 
@@ -56,8 +58,7 @@ def test_workers_are_killed_and_another_one_comes(diaries):
     for diary in survivors:
         batches = [entry["batch"] for entry in soak.of(diary, "begin")]
         assert batches[1] in range(KILLED_AT - KILLED_AT % COMMIT_EVERY, KILLED_AT)
-        # When the victim leads is its own affair, but not whether it was killed between two
-        # commits.
+        # The step in which the victim leads is not fixed, but it must lie between two commits.
         assert (
             LEADER_KILLED_AT - LEADER_KILLED_AT % COMMIT_EVERY <= batches[2] <= LEADER_KILLED_AT + 5
         )
@@ -70,8 +71,9 @@ def test_workers_are_killed_and_another_one_comes(diaries):
 
 
 def test_a_methods_state_is_that_of_the_last_commit(diaries, monkeypatch):
-    """A worker dies in the middle of a step; the others compare residues and momenta with those
-    that they committed.
+    """A worker dies in the middle of a step.
+
+    The others compare their residues and momenta with those that they committed.
     """
     monkeypatch.setenv("PYTHONPATH", str(Path(momentum.__file__).parent), prepend=os.pathsep)
     deaths = {"127.0.00.1": (KILLED_AT, "exchange")}
@@ -92,8 +94,9 @@ def test_a_methods_state_is_that_of_the_last_commit(diaries, monkeypatch):
 
 
 def test_local_steps_while_a_worker_is_killed_and_another_comes(diaries):
-    """Rounds of three steps, commits in the middle of them: survivors go on with their own
-    parameters, a newcomer with the common ones.
+    """Rounds have three steps, with commits in the middle of them.
+
+    Survivors go on with their own parameters, and a newcomer with the common ones.
     """
     deaths = {"127.0.00.1": (KILLED_AT, "backward"), "127.0.000.1": (LEADER_KILLED_AT, "exchange")}
     told = diaries(

@@ -69,7 +69,7 @@ def test_stopped_and_resumed_is_as_never_stopped(launched, tmp_path, launcher, s
 
 @pytest.mark.long
 def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_path):
-    """A checkpoint after every step, so that kills fall in the midst of writing one."""
+    """There is a checkpoint after every step, so some kills hit while one is being written."""
     folder, ranks, steps = tmp_path / "killed", 2, 60
     program = [
         SCRIPTS / "train_image.py",
@@ -106,7 +106,7 @@ def test_killed_at_any_moment_it_goes_on_from_a_whole_checkpoint(launched, tmp_p
 
 @pytest.mark.long
 def test_torchrun_restarts_after_a_worker_was_killed(launched, tmp_path):
-    """All begin again from the last checkpoint, and end where they would have without the kill."""
+    """All workers restart from the last checkpoint, and end as they would without the kill."""
     program = [SCRIPTS / "train_image.py", *SHORT, "--rate", "20", "--steps", "60", "--resume"]
     program += ["--checkpoint-every", "4", "--checkpoint-dir"]
     launched("torchrun", 2, [*program, tmp_path / "straight"], limit=200)
@@ -115,7 +115,8 @@ def test_torchrun_restarts_after_a_worker_was_killed(launched, tmp_path):
     command = launch.command("torchrun", 2, [str(part) for part in [*program, folder]])
     command[3:3] = ["--max-restarts", "1"]
     with (tmp_path / "output.txt").open("w+") as output:
-        # In PyTorch 2.13 restarted ranks of Gloo else look for the dead ones, with and without us.
+        # Without this, restarted Gloo ranks look for the dead ones in PyTorch 2.13, even without
+        # this package.
         process = started(command, output, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         try:
             wait_for_step(process, folder, 12)
@@ -130,7 +131,7 @@ def test_torchrun_restarts_after_a_worker_was_killed(launched, tmp_path):
 
 
 def test_a_file_counts_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
-    """Which a machine that goes down shows, and no process that is killed."""
+    """If it did not hold, a crash of the machine would show it, but killing a process would not."""
     done = []
     for name in ("fsync", "replace"):
         called = getattr(os, name)
@@ -139,7 +140,7 @@ def test_a_file_counts_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
         )
     file = tmp_path / "step.pt"
     training_torch._write(file, {"step": 1})
-    assert done == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+    assert done == ["fsync", "replace", "fsync"]  # for file, name, folder
 
     def write_half(opened):
         opened.write(b"half")
@@ -151,9 +152,7 @@ def test_a_file_counts_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
 
 
 def kill_after_step(step, seconds, folder, command):
-    """Start a training, and kill all its processes at once some time after the checkpoint of
-    `step`.
-    """
+    """Start a training, and kill all its processes `seconds` after the checkpoint of `step`."""
     with (folder.parent / "output.txt").open("w+") as output:
         process = started(command, output)
         try:
@@ -176,7 +175,7 @@ def started(command, output, **environment):
 
 
 def wait_for_step(process, folder, step):
-    """Wait until there is a checkpoint of this step, or a later one."""
+    """Wait until there is a checkpoint of this step or of a later one."""
     deadline = time.monotonic() + 150
     while (
         not (folder / "latest.json").exists()
@@ -190,7 +189,7 @@ def wait_for_step(process, folder, step):
 
 
 def kill_family(process):
-    """Kill a process and all that it started."""
+    """Kill a process and all its descendants."""
     if process.poll() is None:
         family = [*psutil.Process(process.pid).children(recursive=True), process]
         for member in family:
@@ -200,7 +199,7 @@ def kill_family(process):
 
 
 def newest(folder) -> tuple[int, dict]:
-    """The step of the newest checkpoint, and its files by what their names end in."""
+    """Return the step of the newest checkpoint, and its files by the ends of their names."""
     step = json.loads((folder / "latest.json").read_text())["step"]
     prefix = f"step-{step:06d}"
     return step, {
@@ -268,7 +267,7 @@ def test_wrong_input(launched, tmp_path):
             "needs --data-dir: the folder 'cifar-10-batches-py' with the files data_batch_1",
         ),
         (["--dataset", "cifar10", "--data-dir", tmp_path], "missing data_batch_1"),
-        (["--rate", "0.5"], "rate is N/k"),
+        (["--rate", "0.5"], "rate must be at least 1"),
     ):
         output = launched(
             "mpirun", 2, [SCRIPTS / "train_image.py", *SHORT, "--steps", "3", *options], fails=True

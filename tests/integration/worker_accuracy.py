@@ -1,8 +1,7 @@
-"""Run on every rank by test_accuracy.py: a short training on digits, sound or with one part broken;
-prints what was reached.
+"""Run on every rank by test_accuracy.py: short trainings on digits, intact or with one part broken.
 
-A part is broken the way a bug would break it, so that the bounds of test_accuracy.py are known to
-catch such a bug.
+Prints the accuracies reached. A part is broken as a bug would break it, which shows that the bounds
+of test_accuracy.py catch such a bug.
 """
 
 import json
@@ -23,9 +22,9 @@ STEPS, BATCH = 400, 32
 
 
 def train(name: str, settings: dict | None) -> float:
-    """acc9 (percent): accuracy over the nine one-pixel shifts of the test images."""
+    """Return acc9 (percent): the accuracy over the nine one-pixel shifts of the test images."""
     torch.manual_seed(0)
-    # No batch norm, which hides errors.
+    # There is no batch norm, because it hides errors.
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -72,7 +71,7 @@ sound_take = Bucket.take
 
 
 def take_at_own_indices(bucket: Bucket, offsets: torch.Tensor) -> Step:
-    """What a rank would send that took itself for the leader."""
+    """Send what a rank would send if it took itself for the leader."""
     own = offsets.clone()
     generator = torch.Generator().manual_seed(hvd.rank())
     for tensor, part in zip(bucket.tensors, bucket.split_offsets(own).values(), strict=True):

@@ -1,6 +1,6 @@
 """Run on every rank by test_bytes.py: trains for some steps and prints what stats() says was sent.
 
-Arguments: "torch" or "tensorflow", settings of ScaleCom as JSON (null: no compression), and a
+Arguments: "torch" or "tensorflow", ScaleCom's settings as JSON (null: no compression), and the
 number of steps.
 """
 
@@ -15,7 +15,7 @@ WIDTHS = [1000, 2000, 500, 10]
 
 
 def in_torch(settings: dict[str, Any] | None) -> tuple[Callable, Callable, ModuleType]:
-    """(step(), report(), Horovod's module) of a training in PyTorch."""
+    """Return step(), report() and Horovod's module for a training in PyTorch."""
     import torch
 
     import scalecom_hvd.torch as hvd
@@ -46,7 +46,7 @@ def in_torch(settings: dict[str, Any] | None) -> tuple[Callable, Callable, Modul
 
 
 def in_tensorflow(settings: dict[str, Any] | None) -> tuple[Callable, Callable, ModuleType]:
-    """The same in Keras."""
+    """Return the same for a training in Keras."""
     import tensorflow as tf
 
     import scalecom_hvd.tensorflow.keras as hvd
@@ -82,8 +82,8 @@ def main() -> None:
     if settings is not None and hvd.rank() == 0:
         print("STATS " + json.dumps(report()), flush=True)
     if os.environ.get("HOROVOD_TIMELINE"):
-        # Horovod 0.28.1 drops the events that its writer has not come to when the process ends;
-        # this call waits for them.
+        # When the process ends, Horovod 0.28.1 drops the events that it has not written yet. This
+        # call waits for them.
         hvd.stop_timeline()
 
 

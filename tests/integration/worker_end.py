@@ -1,5 +1,6 @@
-"""Run on every rank by test_faults.py: ends while averages of local steps travel, of the optimizer
-in use and of one that was dropped.
+"""Run on every rank by test_faults.py: ends while averages of local steps travel.
+
+They are those of the optimizer in use, and those of an optimizer that was dropped.
 """
 
 import gc
@@ -26,12 +27,12 @@ def train(steps: int) -> torch.optim.Optimizer:
         for weight in weights:
             weight.grad = torch.full_like(weight, 1.0 + hvd.rank())
         if hvd.rank() == 1 and step == 7:
-            time.sleep(1)  # the other one has sent its part, and goes on to the end
+            time.sleep(1)  # the other rank has sent its part, and goes on to its end
         optimizer.step()
     return optimizer
 
 
-train(9)  # and drops it
+train(9)  # drops the optimizer
 gc.collect()
 kept = train(8)
 sys.stdout.write(f"rank {hvd.rank()} is done\n")

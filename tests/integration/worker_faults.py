@@ -1,5 +1,6 @@
-"""Run on every rank by test_faults.py: "late SECONDS", "longer" or "submits"; rank 0 prints the
-result.
+"""Run on every rank by test_faults.py. Rank 0 prints the result.
+
+Arguments: "late SECONDS", "longer" or "submits".
 """
 
 import sys

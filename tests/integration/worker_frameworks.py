@@ -1,8 +1,7 @@
-"""Run on every rank by test_frameworks_agree.py: feeds the made-up gradients to one framework and
-saves what comes of them.
+"""Run on every rank by test_frameworks_agree.py: gives the made-up gradients to one framework.
 
-Arguments: "torch" or "tensorflow", and a directory, where every mode's averages (of rank 0) and
-residues (digests at every step) go.
+Arguments: "torch" or "tensorflow", and a directory. The program saves every mode's averages (of
+rank 0) and digests of the residues at every step in this directory.
 """
 
 import json
@@ -14,7 +13,7 @@ from frameworks_cases import MODES, SHAPES, STEPS, digest, gradients
 
 
 def in_torch(settings, groups):
-    """(step(grads) -> averages, residues()) in PyTorch; all by name."""
+    """Return step(grads) -> averages, and residues(), for PyTorch; all by name."""
     import torch
 
     import scalecom_hvd.torch as hvd

@@ -1,5 +1,6 @@
-"""One rank on one host of test_hosts.py; the first argument says what it does: all-reduce, succeed,
-fail or hang.
+"""One rank on one host of test_hosts.py.
+
+The first argument says what it does: all-reduce, succeed, fail or hang.
 """
 
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 
 def say(word, **what):
-    # In one piece: the launchers mix what ranks write at the same time.
+    # This is one write, because launchers mix the output of ranks that write at the same time.
     sys.stdout.write(f"{word} {json.dumps(what)}\n")
     sys.stdout.flush()
 
@@ -66,5 +67,5 @@ elif sys.argv[1] == "fail":
         sys.exit(3)
     wait()
 elif sys.argv[1] == "hang":
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)  # which no launcher finds
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)  # no launcher finds it
     wait()

@@ -1,6 +1,6 @@
-"""Run on every rank by test_keras_training.py: what can be seen of train_keras.py from inside, and
-short trainings on digits, sound or with one part broken, in the way of worker_accuracy.py.
+"""Run on every rank by test_keras_training.py: calls train_keras.py from Python.
 
+It also runs short trainings on digits, intact or with one part broken, as worker_accuracy.py does.
 Prints one line of JSON for each part.
 """
 
@@ -38,7 +38,7 @@ DENSE = ["--compression", "none"]
 
 
 def plain_network(norm: str) -> keras.Model:
-    """The network of worker_accuracy.py: no normalisation, which hides errors."""
+    """The network of worker_accuracy.py. It has no normalisation, because that hides errors."""
     layers = keras.layers
     return keras.Sequential(
         [
@@ -61,7 +61,7 @@ def train(*options: str) -> dict:
 
 
 def acc9(*options: str) -> tuple[float, bool]:
-    """Accuracy in percent, and whether all ranks ended with the same weights."""
+    """Return the accuracy in percent, and whether all ranks ended with the same weights."""
     models, build = [], train_keras.build_model
     with replaced(train_keras, "build_model", lambda norm: models.append(build(norm)) or models[0]):
         result = train(*options)
@@ -82,7 +82,7 @@ def replaced(owner, name, value):
 
 
 def refusal(*options: str) -> list[str | None]:
-    """What each rank says to wrong input."""
+    """Return each rank's error message on wrong input, or None."""
     message = None
     try:
         train(*options)
@@ -99,7 +99,7 @@ def main() -> None:
         "fit": acc9(*BOUND),
         "custom": acc9(*BOUND, "--loop", "custom", "--lookahead", "--leader", "staggered"),
     }
-    # Residues that are never assigned stay zero.
+    # Residues stay zero, because they are never assigned.
     with replaced(Bucket, "commit", lambda bucket, result: []):
         reached["residues thrown away"] = acc9(*BOUND)
     show("REACHED", reached)

@@ -1,6 +1,6 @@
-"""Trains 32 M parameters for some steps; rank 0 prints the process's peak memory in bytes, beyond
-what it was before there was a model.
+"""Run on every rank by test_memory.py: trains 32 M parameters for some steps.
 
+Rank 0 prints in bytes by how much the process's peak memory grew after the model was made.
 Arguments: "dense", or ScaleCom's settings as JSON.
 """
 

@@ -1,4 +1,4 @@
-"""A rank of test_nodes.py: trains on Horovod with nodes, and says what it came to."""
+"""A rank of test_nodes.py: trains on Horovod with nodes, and prints the result."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ counts = Node.counts
 
 
 def counts_late(node, is_sound, step, products):
-    """Node.counts; of the last step when ranks of the other node may have left already."""
+    """Call Node.counts, late in the last step: ranks of the other node may have left by then."""
     if step == STEPS - 1:
         time.sleep(0.5)
     return counts(node, is_sound, step, products)

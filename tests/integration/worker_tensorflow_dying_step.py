@@ -1,5 +1,6 @@
-"""Run on every rank by test_tensorflow_elastic.py: a step dies when one bucket's exchange is done
-and another's has not begun.
+"""Run on every rank by test_tensorflow_elastic.py: a step fails in the middle.
+
+The exchange of one bucket is done by then, and that of another has not begun.
 """
 
 import time

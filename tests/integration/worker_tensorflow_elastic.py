@@ -1,10 +1,9 @@
-"""Run on every rank by test_tensorflow_elastic.py: trains elastically, writes down what happens,
-and dies or makes room when told to.
+"""Run on every rank by test_tensorflow_elastic.py: trains elastically and writes down what happens.
 
-Arguments: "tape", "fit" or "example" (fit, in the order of Horovod's example), settings of ScaleCom
-as JSON, and a directory. There `hosts` is what host discovery shows. One step is one batch. The
-worker on the host 127.0.0.1 kills itself before step KILLED_AT; at step GROWN_AT rank 0 adds a slot
-to `hosts`, and all wait for the newcomer; at step LAST they end.
+Arguments: "tape", "fit" or "example" (fit, in the order of Horovod's example), ScaleCom's settings
+as JSON, and a directory. Host discovery prints the file `hosts` of this directory. One step is one
+batch. The worker on the host 127.0.0.1 kills itself before step KILLED_AT. At step GROWN_AT rank 0
+adds a slot to `hosts`, and all workers wait for the newcomer. At step LAST they end.
 """
 
 import hashlib
@@ -49,7 +48,7 @@ def build() -> tf.keras.Model:
 
 
 def batch_of(step: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """Another one on every rank; the labels come from one linear map."""
+    """Return a batch that differs between ranks. The labels come from one linear map."""
     truth = np.random.default_rng(0).standard_normal([FEATURES, OUTPUTS]) / FEATURES**0.5
     inputs = np.random.default_rng([hvd.rank(), step]).standard_normal([32, FEATURES])
     return tf.constant(inputs, tf.float32), tf.constant(inputs @ truth, tf.float32)
@@ -62,7 +61,7 @@ class Story:
         self.model, self.compressor = model, compressor
 
     def residues(self) -> str | None:
-        """None while there are none."""
+        """Return a digest of the residues, or None if there are none yet."""
         residues = self.compressor.state_dict()["residues"]
         return digest(residues.values()) if residues else None
 
@@ -94,7 +93,7 @@ class Story:
             self.commit(state)
 
     def commit(self, state) -> None:
-        """Commits; at the end, if hosts have changed, that raises HostsUpdatedInterrupt."""
+        """Commit. If hosts have changed, this then raises HostsUpdatedInterrupt."""
         note(
             "commit",
             batch=state.batch,
@@ -142,7 +141,7 @@ def train_with_tape() -> Story:
                 note("broken", before=before, residues=story.residues())
                 raise
             if fresh:
-                # What a worker without a past keeps is beta of its gradient, but for what it sent.
+                # A new worker's residue is beta times its gradient, or zero where it sent a value.
                 residues = compressor.state_dict()["residues"]
                 grads = {
                     v.name.partition(":")[0]: g.numpy() * np.float32(beta)
@@ -184,8 +183,8 @@ def train_with_fit() -> Story:
         )
 
     if kind == "example":
-        # As in Horovod's tensorflow2_keras_mnist_elastic.py: a step makes the optimizer's
-        # variables, and survivors take part in it.
+        # As in Horovod's tensorflow2_keras_mnist_elastic.py, a step makes the optimizer's
+        # variables. Survivors take part in this step.
         model.fit(data(0), steps_per_epoch=1, epochs=1, verbose=0)
     else:
         optimizer.build(model.trainable_variables)
@@ -222,7 +221,8 @@ def train_with_fit() -> Story:
 
 def main() -> None:
     hvd.init()
-    # from the next start on; the first one finds failures soon
+    # This holds from Horovod's next start on. The first one has a shorter limit, so that failures
+    # are found soon.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "60"
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.keras.utils.set_random_seed(hvd.rank())

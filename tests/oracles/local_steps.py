@@ -1,7 +1,8 @@
 """The oracle of local steps in plain NumPy: Qsparse-local-SGD, algorithms 1 and 2.
 
 From Basu et al., 2019, arXiv 1906.02367. In algorithm 2 every worker has an H of its own. x: the
-common parameters. x_i: worker i's, started from x at its last synchronisation, `starts[i]`.
+common parameters. x_i: the parameters of worker i. start_i: x at worker i's last synchronisation,
+`starts[i]`.
 
     every step:  x_i <- update_i(x_i, gradient_i)
     workers that synchronise after it:  change_i = start_i - x_i; all others have no part
@@ -9,10 +10,11 @@ common parameters. x_i: worker i's, started from x at its last synchronisation, 
         without an outer optimizer the average is subtracted
     those again:  x_i <- x, start_i <- x
 
-With an overlap all this counts some steps later, and x_i <- x + what these steps changed of it.
-With fragments all this is of some of the parameters at a time. Where changes are clipped, one that
-is longer than so many times the median length of those that synchronise, without those that changed
-nothing, is cut to that; of two in the middle the lower is the median.
+With an overlap, the averages are applied some steps later, and x_i <- x + the change of x_i in
+these steps. With fragments, only some of the parameters are synchronised at a time. If changes are
+clipped, a change longer than `clip` times the median length is scaled down to that length. The
+median is over the workers that synchronise and have changed something; for an even number of them
+it is the lower of the two middle lengths.
 
 Imports NumPy, schedule and the oracle of the methods only.
 """
@@ -34,14 +36,14 @@ class LocalStepsReference:
 
     Args:
         method: averages changes, with a residue for each worker.
-        parameters: {name: array}, where all begin.
-        schedule: when workers synchronise; for algorithm 2 the H of each.
-        update: gives worker i's new parameters from its old ones and its gradients, its own
-            optimizer's step.
-        outer: gives the new common parameters from the old ones and the averages.
+        parameters: {name: array}, the initial parameters of all workers.
+        schedule: when workers synchronise; for algorithm 2, the H of each worker.
+        update: the step of worker i's own optimizer. It returns the worker's new parameters, given
+            the old ones and the gradients.
+        outer: returns the new common parameters, given the old ones and the averages.
         overlap: how many steps are taken while averages travel.
-        fragments: the names of each, where the schedule has several.
-        clip: how many times the median length a change may have.
+        fragments: the names of each fragment's parameters, if the schedule has several fragments.
+        clip: how many times as long as the median length a change may be.
 
     Attributes:
         common: x.
@@ -70,11 +72,12 @@ class LocalStepsReference:
         self.taken = 0
         self.overlap, self.clip = overlap, clip
         self.fragments = [list(names) for names in fragments or [parameters]]
-        # (when their averages arrive, which fragments, their changes, where every worker was)
+        # (step at which the averages arrive, fragments, changes, parameters of every worker when
+        # the changes were sent)
         self.travelling: tuple[int, range, list[Arrays], list[Arrays]] | None = None
 
     def step(self, grads: Sequence[Arrays]) -> None:
-        """Every worker's own step, and the synchronisation, if one is due."""
+        """Take every worker's own step, and synchronise if a synchronisation is due."""
         n = len(self.workers)
         self.workers = [self.update(i, self.workers[i], grads[i]) for i in range(n)]
         self.taken += 1
@@ -100,7 +103,7 @@ class LocalStepsReference:
         return due, range(1)
 
     def _arrive(self, due: Sequence[int]) -> None:
-        """The common parameters move; what a worker did meanwhile, it did from there."""
+        """Move the common parameters, and add to them what each worker has changed meanwhile."""
         _, fragments, changes, sent_from = self.travelling
         self.travelling, number = None, self.method.step_number
         averages = self.method.step(changes)

@@ -1,18 +1,20 @@
-"""The oracle of the methods other than ScaleCom, in plain NumPy, to be read beside their papers.
+"""The oracle of the methods other than ScaleCom, in plain NumPy. Read it along with their papers.
 
-A method is a function. Of the accumulators (n, N) of n workers, which hold a bucket's N compressed
-elements one tensor after the other, it says what every worker sends, zero elsewhere. All the rest
-the methods have in common (Stich et al., 2018):
+A method is a function. It is given the accumulators (n, N) of n workers, which hold a bucket's N
+compressed elements one tensor after the other. It returns what every worker sends, with zeros
+elsewhere. The methods have all the rest in common (Stich et al., 2018):
 
     acc_i = m_i + grad_i            g = (1/n) * sum_i sent_i
     m_i  <- (1 - beta) * m_i + beta * (acc_i - sent_i)
 
-With decay (SparseLoCo) acc_i = decay * m_i + grad_i. Averaged over contributors, g is divided at
-each place by how many sent what is not zero, and not by n.
+With decay (SparseLoCo), acc_i = decay * m_i + grad_i. If averages are over contributors, each
+element of the sum is divided by the number of workers that sent a nonzero value, and not by n.
 
-Places are chosen by accumulators. With flush what is sent there is more: see reference.py.
+Indices are chosen by the accumulators. With flush, workers send more than the accumulator at these
+indices: see reference.py.
 
-Random numbers are arguments: they are the framework's. Imports NumPy and framework-free rooms only.
+Random numbers are arguments, because the framework draws them. Imports NumPy and framework-free
+rooms only.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ class Bucket(NamedTuple):
     """What a method knows besides the accumulators.
 
     Attributes:
-        number: the bucket's.
-        step: the step's.
-        tensors: every tensor's geometry and elements.
+        number: the number of the bucket.
+        step: the number of the step.
+        tensors: every tensor's geometry, and its range of elements in the bucket.
         selection: "lanes" or "exact".
-        senders: the workers that send, where not all do.
-        sendable: (n, N), what each worker would send, were it chosen.
+        senders: the workers that send, or None if all do.
+        sendable: (n, N), the value that each worker sends of an element if it is chosen.
     """
 
     number: int
@@ -57,10 +59,10 @@ class Bucket(NamedTuple):
 
 Send = Callable[[np.ndarray, Bucket], np.ndarray]
 Places = Callable[[np.ndarray, Bucket], list[np.ndarray]]
-# Random numbers in [0, 1) for a bucket, a worker's number and a shape.
+# Returns random numbers in [0, 1), given a bucket, a worker's number and a shape.
 Uniform = Callable[[Bucket, int, tuple[int, ...]], np.ndarray]
-# Of a worker's values, how many of them are each tensor's, and a function that gives random numbers
-# of a shape: what is sent for these values.
+# Returns what is sent for a worker's values. The arguments are the values, the number of values of
+# each tensor, and a function that returns random numbers of a given shape.
 Quantise = Callable[
     [np.ndarray, Sequence[int], Callable[[tuple[int, ...]], np.ndarray]], np.ndarray
 ]
@@ -72,13 +74,13 @@ class MethodReference(ScaleComReference):
     Args:
         n_workers, shapes, config: as ScaleComReference's.
         send: the method, one of the functions below.
-        buckets: names of tensors that share a bucket, in its order.
-        decay: of residues.
-        by_contributors: whether averages are over those who sent something.
+        buckets: the names of the tensors of each bucket, in the order of the bucket.
+        decay: the decay of residues.
+        by_contributors: whether averages are over the workers that sent something.
 
     Attributes:
-        senders: workers that have something to send, where that changes. The others send nothing,
-            and keep their residues. None: all, always.
+        senders: the workers that send in this step. The others send nothing, and keep their
+            residues. None: all workers always send.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class MethodReference(ScaleComReference):
         self.buckets = [list(names) for names in buckets or [self.shapes]]
 
     def step(self, grads: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """As ScaleComReference's. A step whose averages overflow never happened either."""
+        """See ScaleComReference.step. A step is also skipped if its averages overflow."""
         residues, number = [dict(mine) for mine in self.residues], self.step_number
         with np.errstate(over="ignore", invalid="ignore"):
             averages = super().step(grads)
@@ -161,16 +163,16 @@ class MethodReference(ScaleComReference):
         return {name: each.astype(grads[0][name].dtype) for name, each in averages.items()}
 
 
-# Where workers send: of the accumulators, each worker's places.
+# Which indices workers send: functions from the accumulators to each worker's indices.
 
 
 def own(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
-    """Every worker its own largest (Aji and Heafield, 2017)."""
+    """Every worker chooses its own largest accumulators (Aji and Heafield, 2017)."""
     return [choose(acc, bucket, bucket.selection) for acc in accumulators]
 
 
 def leaders(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
-    """Every worker where the leader's are largest (Chen et al., 2020)."""
+    """All workers use the indices of the leader's largest accumulators (Chen et al., 2020)."""
     n, senders = len(accumulators), bucket.senders
     leader = bucket.step % n
     if senders is not None:
@@ -179,10 +181,10 @@ def leaders(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
 
 
 def drawn(draw: Callable[[Bucket, int], Sequence[np.ndarray]]) -> Places:
-    """Places drawn at random (Stich et al., 2018).
+    """Indices are drawn at random (Stich et al., 2018).
 
     Args:
-        draw: gives a worker's places in each of a bucket's tensors.
+        draw: returns a worker's indices in each of a bucket's tensors.
     """
 
     def places(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
@@ -197,28 +199,28 @@ def drawn(draw: Callable[[Bucket, int], Sequence[np.ndarray]]) -> Places:
     return places
 
 
-# What they send there.
+# What workers send at these indices.
 
 
 def local_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """The values as they are, where each worker's are largest."""
+    """Every worker sends its largest values, unquantised."""
     return sending(own)(accumulators, bucket)
 
 
 def random_k(draw: Callable[[Bucket], Sequence[np.ndarray]]) -> Send:
-    """The values as they are, at the same places, drawn at random."""
+    """All workers send unquantised values at the same indices, which are drawn at random."""
     return sending(drawn(lambda bucket, worker: draw(bucket)))
 
 
 def sending(
     places: Places, quantise: Quantise | None = None, uniform: Uniform | None = None
 ) -> Send:
-    """What workers send at these places: their values, or what a quantiser makes of each tensor's.
+    """Workers send their values at these indices, quantised tensor by tensor if asked for.
 
     Args:
-        places: where each worker sends.
-        quantise: the quantiser; None: values as they are.
-        uniform: its random numbers.
+        places: returns each worker's indices.
+        quantise: the quantiser; None: values are sent unquantised.
+        uniform: the quantiser's random numbers.
     """
 
     def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
@@ -236,7 +238,7 @@ def sending(
 
 
 def global_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """Every worker where the average is largest."""
+    """All workers send at the indices where the average is largest."""
     chosen = choose(mean(accumulators), bucket, "exact")
     return np.stack([only(values, chosen) for values in bucket.sendable])
 
@@ -244,8 +246,8 @@ def global_topk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
 def gtopk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
     """gTop-k (Shi et al., 2019): groups of workers merge two at a time.
 
-    They keep the k largest sums of what their members still send. What is dropped stays with the
-    worker that had it; the k is the whole bucket's.
+    A group keeps the k largest sums of what its members still send; k is that of the whole bucket.
+    A value that is dropped stays in the residue of its worker.
     """
     sent = [
         only(values, largest(acc, bucket.k))
@@ -262,9 +264,9 @@ def gtopk(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
 
 
 def ecqsgd(bits: int, uniform: Uniform) -> Send:
-    """ECQ-SGD (Wu et al., 2018): every element, in 2s + 1 levels of its block's largest magnitude.
+    """ECQ-SGD (Wu et al., 2018): every element is sent.
 
-    It is rounded up or down at random.
+    It is rounded, up or down at random, to one of 2s + 1 levels of its block's largest magnitude.
     """
     quantise = qsgd(2 ** (bits - 1) - 1, BLOCK)
 
@@ -286,10 +288,10 @@ def qsgd(s: int, block: int, norm: str | int = "max", divide: float = 1.0) -> Qu
     """2s + 1 levels of each block's norm, rounded up or down at random (Alistarh et al., 2017).
 
     Args:
-        s: the levels on either side of zero.
+        s: the number of levels on either side of zero.
         block: how many values share a norm.
         norm: "max" or 2.
-        divide: what values are divided by (Basu et al., 2019).
+        divide: the number that results are divided by (Basu et al., 2019).
     """
 
     def quantise(
@@ -313,7 +315,7 @@ def qsgd(s: int, block: int, norm: str | int = "max", divide: float = 1.0) -> Qu
 
 
 def sign(block: int) -> Quantise:
-    """The sign times the mean magnitude in each block (Basu et al., 2019)."""
+    """Each value becomes its sign times the mean magnitude of its block (Basu et al., 2019)."""
 
     def quantise(
         values: np.ndarray,
@@ -330,7 +332,11 @@ def sign(block: int) -> Quantise:
 
 
 def bin_means(block: int) -> Quantise:
-    """The means of four bins of each block: by the sign, and by the mean magnitude."""
+    """Each value becomes the mean of its bin.
+
+    Each block has four bins: values are divided by sign, and by whether the magnitude is above the
+    block's mean magnitude.
+    """
 
     def quantise(
         values: np.ndarray,
@@ -352,7 +358,7 @@ def bin_means(block: int) -> Quantise:
 
 
 def float16(limit: float) -> Quantise:
-    """Half precision, cut off at a limit."""
+    """Values are clipped to [-limit, limit] and rounded to half precision."""
     return lambda values, counts, random: (
         values.clip(-limit, limit).astype(np.float16).astype(values.dtype)
     )
@@ -361,10 +367,10 @@ def float16(limit: float) -> Quantise:
 def in_blocks(
     values: np.ndarray, counts: Sequence[int], block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every tensor's values in rows of a block each, the last padded with zeros.
+    """Split every tensor's values into rows of one block each, the last row padded with zeros.
 
     Returns:
-        The rows, and where each value lies in them all.
+        The rows, and the index of each value in the flattened rows.
     """
     rows, back, row = [], [], 0
     for each in np.split(values, np.cumsum(counts)[:-1]):
@@ -376,7 +382,7 @@ def in_blocks(
 
 
 def choose(flat: np.ndarray, bucket: Bucket, selection: str) -> np.ndarray:
-    """The places in a bucket of every tensor's largest magnitudes."""
+    """Return the indices, in the bucket, of every tensor's largest magnitudes."""
     return np.concatenate(
         [
             elements.start + select(flat[elements], lanes, selection)
@@ -386,7 +392,7 @@ def choose(flat: np.ndarray, bucket: Bucket, selection: str) -> np.ndarray:
 
 
 def only(flat: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """What a worker sends that sends only these places."""
+    """Return a copy of `flat` that is zero everywhere except at these indices."""
     sent = np.zeros_like(flat)
     sent[places] = flat[places]
     return sent

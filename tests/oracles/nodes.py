@@ -1,7 +1,8 @@
-"""Nodes whose ranks hold shards of every tensor, one after the other, with one model.
+"""The oracle of nodes in which each rank holds a shard of every tensor.
 
-A node is one worker of the algorithm: its gradient is the average of its ranks'. Every shard has a
-reference of its own, as every set of peers has an exchange of its own. The step is PyTorch's.
+The nodes compute one after the other, with one model. A node is one worker of the algorithm: its
+gradient is the average of its ranks' gradients. Every shard has a reference of its own, just as
+every set of peers has an exchange of its own. The optimizer's step is PyTorch's.
 """
 
 import numpy as np
@@ -12,27 +13,27 @@ from scalecom_hvd.reference import ScaleComReference, align
 
 
 def rows(tensor, local):
-    """The shards of a tensor, one for each rank of a node, as fully_shard cuts them; views."""
+    """Return views of a tensor's shards, one for each rank of a node, as fully_shard cuts them."""
     parts = list(tensor.chunk(local)) if tensor.dim() else [tensor]
     return parts + [tensor[:0]] * (local - len(parts))
 
 
 def flat_parts(tensor, local):
-    """The shards of a flattened tensor, as the hook of DDP cuts it; views."""
+    """Return views of the shards of a flattened tensor, as DDP's hook cuts it."""
     return rows(tensor.view(-1), local)
 
 
 def train(model, optimizer, config, nodes, local, steps, loss, shards=rows):
-    """Train the model in place; loss(model, rank, step) gives a rank's loss of a step.
+    """Train the model in place; loss(model, rank, step) returns a rank's loss in a step.
 
-    Gives the references, one for each place in a node.
+    Returns the references, one for each local rank.
     """
     named = dict(model.named_parameters())
     references = []
     for j in range(local):
         shapes = {name: tuple(shards(p.data, local)[j].shape) for name, p in named.items()}
         reference = ScaleComReference(nodes, shapes, config)
-        # What is compressed is decided by whole tensors. Shards may be empty.
+        # The sizes of whole tensors decide which tensors are compressed. Shards may be empty.
         rates = reference.config.rates_for({name: tuple(p.shape) for name, p in named.items()})
         reference.rates = {n: r if np.prod(shapes[n]) else 1 for n, r in rates.items()}
         references.append(reference)
@@ -59,7 +60,7 @@ def train(model, optimizer, config, nodes, local, steps, loss, shards=rows):
 
 
 def move(named, optimizer, references, node, local, shards, alignment):
-    """Parameters of a node are moved ahead: whole ones if shards are of flat tensors."""
+    """Move a node's parameters ahead: as whole tensors if shards are cut from flattened tensors."""
     (group,) = optimizer.param_groups
     for name, p in named.items():
         state = {w: v for w, v in optimizer.state[p].items() if isinstance(v, torch.Tensor)}

@@ -1,6 +1,7 @@
-"""n workers that compute gradients a step ahead, one after the other, with one model.
+"""The oracle of n workers that compute gradients a step ahead.
 
-The averages are those of reference.py; the step is PyTorch's own optimizer's.
+They compute one after the other, with one model. reference.py makes the averages, and PyTorch's own
+optimizer takes the step.
 """
 
 import torch
@@ -9,7 +10,7 @@ from scalecom_hvd.reference import ScaleComReference
 
 
 def ahead(residue, alignment, lr, factor, group, state):
-    """What parameters are moved by: -lr * a * D(u), with beta = 1."""
+    """Return the move of a parameter: -lr * a * D(u), with beta = 1."""
     m, w = torch.as_tensor(residue), max(alignment, 0)
     b = state.get("exp_avg", state.get("momentum_buffer", torch.zeros_like(m)))
     if "square_avg" in state:
@@ -28,7 +29,7 @@ def ahead(residue, alignment, lr, factor, group, state):
 
 
 def train(model, optimizer, config, workers, steps, loss, factor=1.0):
-    """Train the model in place; loss(model, worker, step) gives a worker's loss of a step."""
+    """Train the model in place; loss(model, worker, step) returns a worker's loss in a step."""
     named = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in named.items()}
     reference = ScaleComReference(workers, shapes, config)

@@ -1,10 +1,11 @@
-"""Every file here runs whole on every rank: mpirun -np 4 pytest -x tests/parallel, or horovodrun
---gloo -np 2 pytest -x tests/parallel. Those of torch.distributed's face, and of both (faces.py),
-run under torchrun too.
+"""Every rank runs every file here as a whole.
 
-Files named test_tensorflow* are TensorFlow's, all others PyTorch's; each framework's Horovod starts
-when the first file that needs it is collected. Both run side by side in one process, but then their
-threads take the cores from each other: apart they are quicker.
+Run mpirun -np 4 pytest -x tests/parallel, or horovodrun --gloo -np 2 pytest -x tests/parallel. The
+files of torch.distributed's face, and those of both faces (faces.py), run under torchrun too.
+
+Files named test_tensorflow* test TensorFlow, all others PyTorch. Each framework's Horovod starts
+when the first file that needs it is collected. Both can run in one process, but their threads then
+take the cores from each other. Two separate runs are quicker.
 """
 
 import os
@@ -25,7 +26,7 @@ failed = False
 
 
 def pytest_collectstart(collector):
-    """Horovod runs before the file is imported."""
+    """Start Horovod before the file is imported."""
     if not isinstance(collector, pytest.Module):
         return
     framework = "tensorflow" if collector.path.name.startswith("test_tensorflow") else "torch"
@@ -61,7 +62,7 @@ def pytest_collectstart(collector):
 
 
 def pytest_collection_modifyitems(items):
-    """What another device cannot show."""
+    """Skip what the tested device cannot show."""
     for item in items:
         if devices.DEVICE != "cpu" and item.get_closest_marker("on_cpus"):
             item.add_marker(pytest.mark.skip(reason="of CPUs alone"))
@@ -78,8 +79,9 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(autouse=True)
 def together():
-    """All ranks start each test with the same seed, and none starts the next before all have ended
-    this one.
+    """Seed all ranks alike before each test.
+
+    No rank starts the next test before all ranks have ended this one.
     """
     for seed, _ in started.values():
         seed(1234)
@@ -89,8 +91,9 @@ def together():
 
 
 def pytest_unconfigure():
-    """After a failure ranks no longer wait for each other: leave at once, and the launcher stops
-    the rest.
+    """After a failure, leave at once.
+
+    Ranks no longer wait for each other then. The launcher stops the other ranks.
     """
     if failed:
         sys.stdout.flush()

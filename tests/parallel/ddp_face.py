@@ -1,4 +1,4 @@
-"""scalecom_hvd.ddp, and Horovod's names that the tests of both faces use besides."""
+"""scalecom_hvd.ddp, plus those names of Horovod's that the tests of both faces use."""
 
 from ddp_stock import *  # noqa: F403
 from ddp_stock import Compression

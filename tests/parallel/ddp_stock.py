@@ -1,4 +1,4 @@
-"""Horovod's names, as far as the tests of both faces use them, over torch.distributed."""
+"""Those names of Horovod's that the tests of both faces use, made with torch.distributed."""
 
 import contextlib
 
@@ -52,7 +52,7 @@ def broadcast_object(value, root_rank=0, name=None):
 
 
 def DistributedOptimizer(optimizer, named_parameters=None, compression=None, op=Average):  # noqa: N802
-    """Averages every gradient before a step, and knows nothing of compression."""
+    """Average every gradient before a step, without any compression."""
     assert compression is None
 
     class Averaging(type(optimizer)):

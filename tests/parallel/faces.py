@@ -1,7 +1,8 @@
-"""The face under test, by the names of Horovod's: Horovod's own, or torch.distributed's where
-torchrun started the ranks.
+"""The face under test, under Horovod's names.
 
-`stock` is what trains without this package there: horovod.torch, or what DDP does without a hook.
+`hvd` is this package's face for torch.distributed if torchrun started the ranks, and for Horovod in
+all other cases. `stock` is what trains without this package there: horovod.torch, or what DDP does
+without a hook.
 """
 
 import os
@@ -21,7 +22,7 @@ __all__ = ["horovods_alone", "hvd", "in_every_library", "stock"]
 horovods_alone = pytest.mark.skipif(
     "TORCHELASTIC_RUN_ID" in os.environ, reason="of Horovod's face alone"
 )
-# Whose DistributedOptimizer takes ScaleCom.
+# The libraries with a DistributedOptimizer that takes ScaleCom.
 in_every_library = pytest.mark.parametrize(
     "library", [hvd, pytest.param(stock, marks=horovods_alone)], ids=["drop-in", "stock"]
 )

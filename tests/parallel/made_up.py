@@ -2,8 +2,8 @@
 
 import numpy as np
 
-# Around the lane group's width (64) and a group's size at rate 100 (6400), and what is not a plain
-# matrix.
+# Sizes around the lane group's width (64) and around a group's size at rate 100 (6400), and shapes
+# that are not a plain matrix.
 ODD_SHAPES = {
     "scalar": (),
     "empty": (0,),
@@ -20,12 +20,12 @@ ODD_SHAPES = {
 }
 
 
-# A vector that is sent whole at most settings, and matrices that are not.
+# A vector that most settings send whole, and tensors that they compress.
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 
 
 def gradients(shapes: dict, rank: int, step: int, dtype=np.float32) -> dict[str, np.ndarray]:
-    """What worker `rank` computed at a step: the same numbers wherever this is called."""
+    """What worker `rank` computed at a step. The numbers are the same wherever this is called."""
     random = np.random.default_rng([rank, step])
     return {
         name: np.asarray(random.standard_normal(shape) * 2.0 ** random.integers(-3, 4), dtype)
@@ -34,7 +34,7 @@ def gradients(shapes: dict, rank: int, step: int, dtype=np.float32) -> dict[str,
 
 
 def came_in(ranks, steps, shapes: dict = SHAPES, skips=lambda rank, step: ()) -> dict:
-    """{name: the sum of these ranks' gradients of these steps}, without those that were skipped."""
+    """{name: the sum of these ranks' gradients of these steps}, without the skipped ones."""
     total = {name: np.zeros(shape, np.float64) for name, shape in shapes.items()}
     for rank in ranks:
         for step in steps:
@@ -43,8 +43,8 @@ def came_in(ranks, steps, shapes: dict = SHAPES, skips=lambda rank, step: ()) ->
     return total
 
 
-# Where half precision is coarse: below 6e-5 its unit is 6e-8. "lone": on rank 0 only.  "huge":
-# beyond what can be summed.
+# Numbers for which half precision is coarse: below 6e-5 its unit is 6e-8. "lone" is on rank 0 only.
+# "huge" is more than float16 can sum.
 FINE = {"1e-7": 1e-7, "1e-8": 1e-8, "lone": 5e-9, "huge": 1e6, "wide": None}
 FINE_SHAPES = {
     f"{which} {kind}": shape
@@ -54,8 +54,9 @@ FINE_SHAPES = {
 
 
 def fine(rank: int, step: int) -> dict[str, np.ndarray]:
-    """A rank's gradients of a step, by FINE_SHAPES: constants, or random magnitudes from 1e-9 to
-    1e4.
+    """A rank's gradients of a step, shaped as FINE_SHAPES says.
+
+    They are constants, or random magnitudes from 1e-9 to 1e4.
     """
     random = np.random.default_rng([rank, step])
 
@@ -71,8 +72,10 @@ def fine(rank: int, step: int) -> dict[str, np.ndarray]:
 
 
 class Fine:
-    """Adds up what came in of `fine` and what the user was given, and holds both together with what
-    is left: but for the rounding of float16 sums, which is relative, nothing is lost.
+    """Checks that nothing of `fine` is lost, except by the rounding of float16 sums.
+
+    It adds up what came in and what the user was given, and compares both with what is left. That
+    rounding is relative.
     """
 
     def __init__(self, n: int) -> None:

@@ -23,8 +23,9 @@ def parameters(shapes: dict, dtype=torch.float32) -> dict[str, torch.nn.Paramete
 
 
 def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], skip=()) -> None:
-    """Run backward so that every parameter's gradient is the given one; those in `skip` get none on
-    this rank.
+    """Run backward so that every parameter's gradient is the given one.
+
+    Parameters in `skip` get no gradient on this rank.
     """
     loss = torch.zeros(())
     for name, parameter in model.items():
@@ -36,11 +37,12 @@ def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], ski
 
 
 def assert_nothing_is_lost(model, compressor, came_in, divisor=1, process_set=None) -> None:
-    """With plain SGD of learning rate 1 from zeros on: what was sent, and the ranks'
-    residues, are what came in.
+    """Check that what was sent, plus the ranks' residues, is what came in.
 
-    came_in: {name: the sum of all ranks' gradients of all steps}.  divisor: by what their sum is
-    divided, the number of ranks for averages.
+    The parameters must have started at zero, and trained by plain SGD with learning rate 1.
+
+    came_in: {name: the sum of all ranks' gradients of all steps}.
+    divisor: the gradients' sum is divided by it. For averages it is the number of ranks.
     """
     from faces import hvd
 

@@ -1,4 +1,4 @@
-"""One run of an optimizer on all ranks, held step by step against n simulated workers."""
+"""Run an optimizer on all ranks, and compare it step by step with n simulated workers."""
 
 import faces
 import numpy as np
@@ -20,12 +20,14 @@ def run_against_reference(
     make=None,
     **settings,
 ):
-    """Feed the same made-up gradients to real ranks and to the oracle; every average, selection and
-    residue must agree.
+    """Feed the same made-up gradients to real ranks and to the oracle.
 
-    stock: in horovod.torch's own DistributedOptimizer, which is look-ahead whatever the settings
-    say.  make: what gives step, which is called with gradients and leaves averages in p.grad, and
-    end; default: by DistributedOptimizer.
+    Every average, selection and residue must agree.
+
+    stock: use horovod.torch's own DistributedOptimizer. It is look-ahead, whatever the settings
+        say.
+    make: a function that returns the functions step and end. step takes gradients, and leaves
+        averages in p.grad. Default: by_optimizer.
     """
     settings.setdefault("min_numel", 2)
     n, rank = hvd.size(), hvd.rank()
@@ -61,7 +63,7 @@ def run_against_reference(
                 err_msg=f"{name} at step {step}",
             )
         for name, tensor in compressor.residues.tensors.items():
-            # To the bit: what a worker keeps depends on its own arithmetic alone.
+            # Equal to the bit: what a worker keeps depends only on its own arithmetic.
             np.testing.assert_array_equal(
                 tensor.residue.view(tensor.shape).numpy(),
                 reference.residues[rank].get(name, np.zeros(tensor.shape)),

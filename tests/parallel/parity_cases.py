@@ -1,7 +1,7 @@
-"""Settings under which real ranks are held to reference.py, for every framework alike.
+"""Settings under which real ranks are compared with reference.py, in every framework.
 
-Each setting stands in some case, and those that meet in one move stand together: which kernel, who
-leads, what travels. Cross products of them would tell the same again.
+Each setting is in some case. Settings that meet in one move are in one case: which kernel, which
+leader, what travels. Cross products of all settings would show nothing more.
 """
 
 import numpy as np

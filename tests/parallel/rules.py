@@ -1,5 +1,6 @@
-"""What the oracle does for a compressor of PyTorch, with the random numbers that it draws: for
-every test that holds one to the other.
+"""What the oracle does for a PyTorch compressor, with the random numbers that it draws.
+
+Every test that compares a compressor with the oracle uses this.
 """
 
 import torch
@@ -25,7 +26,7 @@ def uniform(compressor):
 
 
 def rounding(quantiser):
-    """The oracle's function for a quantiser; None for values as they are."""
+    """The oracle's function for a quantiser, or None if values are not rounded."""
     if isinstance(quantiser, hvd.QSGD):
         return oracle.qsgd(
             quantiser.levels,
@@ -41,8 +42,9 @@ def rounding(quantiser):
 
 
 def sending(compressor):
-    """The oracle's function for those whose values a quantiser may round: ScaleCom, LocalTopK,
-    RandomK.
+    """The oracle's function for a method whose values a quantiser may round.
+
+    These methods are ScaleCom, LocalTopK and RandomK.
     """
 
     def places(bucket, worker):

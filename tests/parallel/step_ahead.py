@@ -1,4 +1,4 @@
-"""What the tests of step-ahead gradients have in common, on both faces and in DDP's hook."""
+"""What the tests of step-ahead gradients share, on both faces and in DDP's hook."""
 
 import torch
 from faces import hvd
@@ -16,14 +16,14 @@ OPTIMIZERS = {
 
 
 def make_model(seed=1):
-    """Two layers in float64, so that rounding turns no choice."""
+    """Two layers in float64, so that rounding does not change which elements are chosen."""
     torch.manual_seed(seed)
     layers = torch.nn.Linear(12, 20), torch.nn.Tanh(), torch.nn.Linear(20, 6)
     return torch.nn.Sequential(*layers).double()
 
 
 def loss(model, rank, step):
-    """Of a rank's own batch."""
+    """The loss of a rank's own batch."""
     torch.manual_seed(100 * step + rank)
     inputs = torch.randn(8, 12, dtype=torch.float64)
     wanted = torch.sin(inputs[:, :6]) + rank * 0.1
@@ -31,22 +31,22 @@ def loss(model, rank, step):
 
 
 def unlike_loss(model, rank, step):
-    """Ranks want the opposite of each other."""
+    """The loss of ranks that want the opposite of each other."""
     return loss(model, rank, step) if rank % 2 else -loss(model, rank, step)
 
 
 def config(**settings):
-    """Of reference.py, for these settings."""
+    """The configuration that reference.py takes, with these settings."""
     return ScaleComConfig(**{**SETTINGS, **settings})
 
 
 def copies(model):
-    """What the parameters are now."""
+    """Copies of the parameters as they are now."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def are_equal(model, others, prefix=""):
-    """Whether they are these, to the bit."""
+    """Whether the parameters equal `others` to the bit."""
     named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     return all(torch.equal(p, others[name]) for name, p in named.items())
 

@@ -15,7 +15,7 @@ def same_on_all_ranks(variables, process_set=hvd.global_process_set) -> bool:
 
 
 def net(seed=7, prefix="") -> tf.keras.Sequential:
-    """Layers first, second and head; the same weights wherever this is called."""
+    """Layers first, second and head. The weights are the same wherever this is called."""
     tf.keras.utils.set_random_seed(seed)
     return tf.keras.Sequential(
         [
@@ -27,15 +27,16 @@ def net(seed=7, prefix="") -> tf.keras.Sequential:
 
 
 def examples(rank, count=48, seed=0) -> tuple[np.ndarray, np.ndarray]:
-    """What worker `rank` trains on."""
+    """The examples that worker `rank` trains on."""
     teacher = np.random.default_rng(1).standard_normal((FEATURES, 5)) / 8
     x = np.random.default_rng([seed, rank]).standard_normal((count, FEATURES))
     return x.astype(np.float32), (x @ teacher).astype(np.float32)
 
 
 def linear(names=("first", "second")) -> tf.keras.Model:
-    """A model whose gradient does not depend on its weights, zero at the start: with `output` as
-    loss, it is the mean of the inputs.
+    """A model whose gradient does not depend on its weights, which start at zero.
+
+    With `output` as loss, the gradient is the mean of the inputs.
     """
     inputs = tf.keras.Input((WIDTH,))
     parts = [
@@ -56,7 +57,7 @@ def inputs(rank, count=24) -> tuple[np.ndarray, np.ndarray]:
 
 
 def total_residue(compression, name) -> np.ndarray:
-    """What waits of a variable on all ranks, summed; zeros for one that is sent whole."""
+    """A variable's residues, summed over all ranks. They are zero if it is sent whole."""
     residue = compression.state_dict()["residues"].get(name)
     return (
         0.0

@@ -1,4 +1,4 @@
-"""One run of TensorFlow's exchange on all ranks, held step by step against n simulated workers."""
+"""Run TensorFlow's exchange on all ranks, and compare it step by step with n simulated workers."""
 
 import numpy as np
 import tensorflow as tf
@@ -13,9 +13,9 @@ def variables(shapes=ODD_SHAPES, dtype=np.float32) -> dict[str, tf.Variable]:
 
 
 class Step:
-    """A training step whose gradients are given: `step(grads)` gives the averaged ones.
+    """A training step whose gradients are given: `step(grads)` returns the averaged ones.
 
-    Traced, or eager.
+    It is traced, or eager.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class Step:
 def run_against_reference(
     dtype=np.float32, steps=12, shapes=ODD_SHAPES, tolerance=1e-5, traced=True, **settings
 ):
-    """Feed the same made-up gradients to real ranks and to the oracle; every average, selection and
-    residue must agree.
+    """Feed the same made-up gradients to real ranks and to the oracle.
+
+    Every average, selection and residue must agree.
     """
     settings.setdefault("min_numel", 2)
     n, rank = hvd.size(), hvd.rank()
@@ -83,7 +84,7 @@ def run_against_reference(
                 err_msg=f"{name} at step {number}",
             )
         for name, residue in compressor.state_dict()["residues"].items():
-            # To the bit: what a worker keeps depends on its own arithmetic alone.
+            # Equal to the bit: what a worker keeps depends only on its own arithmetic.
             np.testing.assert_array_equal(
                 residue,
                 reference.residues[rank].get(name, np.zeros(shapes[name])),

@@ -1,4 +1,4 @@
-"""broadcast_parameters of parameters that are views: it sets exactly them."""
+"""broadcast_parameters sets exactly the elements of parameters that are views."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 from scalecom_hvd.ddp import broadcast_parameters
 
-# Of a (40, 6) block inside a larger buffer: what is written too far shows, and hurts nobody.
+# Views of a (40, 6) block inside a larger buffer. A write beyond the view shows, and does no harm.
 VIEWS = {
     "every second column": lambda block: block[:, ::2],
     "some columns": lambda block: block[:, 1:3],

@@ -1,5 +1,6 @@
-"""A checkpoint that fewer ranks saved than load it: a rank without residues of its own there begins
-with empty ones, and the log says so.
+"""A checkpoint that fewer ranks saved than load it.
+
+A rank that has no residues in it begins with empty ones, and the log says so.
 """
 
 import logging
@@ -40,7 +41,7 @@ def waits(method):
 
 
 def assert_is_without_residues_and_goes_on(model, optimizer, is_new, caplog):
-    """is_new: whether the checkpoint has nothing of this rank's."""
+    """is_new: whether the checkpoint has no residues of this rank."""
     warnings = [
         record.getMessage()
         for record in caplog.records
@@ -82,7 +83,7 @@ def test_a_state_without_this_ranks_key(caplog):
 
 @pytest.fixture
 def shared_folder():
-    """One that rank 0 makes, and takes away again."""
+    """A folder that rank 0 makes and removes."""
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
@@ -91,7 +92,7 @@ def shared_folder():
 
 
 def test_a_checkpoint_that_fewer_ranks_saved(caplog, shared_folder):
-    """By dcp.load as it is, or where it is told that something may be missing."""
+    """dcp.load loads it as it is, or if told that something may be missing."""
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer = make()
     train(model, optimizer, range(3))
@@ -114,10 +115,13 @@ def test_a_checkpoint_that_fewer_ranks_saved(caplog, shared_folder):
 
 
 def test_residues_of_another_rank_of_another_number_of_ranks(caplog):
-    """Rank 0's of fewer ranks, which all ranks load: refused, or named in the log."""
+    """All ranks load the residues of rank 0 of a run with fewer ranks.
+
+    They are refused, or the log names their rank.
+    """
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     n, rank = dist.get_world_size(), dist.get_rank()
-    if n == 2:  # one rank by itself has no residues
+    if n == 2:  # a run of one rank has no residues
         return
     parts = [dist.new_group(list(range(n - 1))), dist.new_group([n - 1])]
     model, optimizer = make(parts[rank == n - 1])

@@ -1,4 +1,7 @@
-"""What only a device with streams can show. Under torchrun, with TESTS_DEVICE; see devices.py."""
+"""What only a device with streams can show.
+
+Run under torchrun with TESTS_DEVICE: see devices.py.
+"""
 
 import contextlib
 import threading
@@ -25,11 +28,11 @@ only_delayed = pytest.mark.skipif(DEVICE != "delayed", reason="asks that device 
 
 @pytest.fixture(autouse=True)
 def the_defaults(monkeypatch):
-    """Few bits and a step ahead, unless a test says otherwise; tests elsewhere have neither."""
+    """Use few bits and a step ahead unless a test says differently. Other tests have neither."""
     monkeypatch.delenv("SCALECOM_BITS")
     monkeypatch.delenv("SCALECOM_STEP_AHEAD")
     if DEVICE == "delayed":
-        # This device's kernel is plain PyTorch. The C kernel's moves ahead round differently, so it
+        # This device's kernel is plain PyTorch. The C kernel rounds moves ahead differently, so it
         # cannot be compared with this device to the bit.
         monkeypatch.setenv("SCALECOM_KERNEL", "torch")
 
@@ -85,7 +88,7 @@ def train(make, device, steps=8, around=contextlib.nullcontext, **settings):
 
 @pytest.fixture(params=["early", "late"])
 def order(request):
-    """Streams run ahead of each other, or behind."""
+    """Streams run ahead of each other, or behind each other."""
     if DEVICE == "delayed":
         import delayed
 
@@ -101,7 +104,7 @@ def order(request):
 def test_the_same_training_as_on_the_cpu(make, settings, order):
     ours, method = train(make, DEVICE, **settings)
     expected, _ = train(make, "cpu", **settings)
-    # The layers of a GPU round otherwise.
+    # The layers of a GPU round differently.
     tolerance = 0 if DEVICE == "delayed" else 1e-3
     for mine, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
@@ -169,7 +172,7 @@ def test_backwards_stream_does_not_wait_for_the_exchange():
 
 
 def test_all_buckets_travel_in_one_order():
-    """A backend of streams matches collectives by order, and its groups cost much."""
+    """A backend of streams matches collectives by their order, and its groups cost much."""
     _, method = train(with_optimizer, DEVICE)
     exchange = method.run.averager
     assert len(exchange.buckets) > 2
@@ -203,7 +206,7 @@ def test_local_steps_travel_meanwhile(order):
 
 @only_delayed
 def test_a_group_that_has_no_backend_for_cpus():
-    """As init_process_group("nccl") makes it: messages of ranks travel by Gloo still."""
+    """init_process_group("nccl") makes such a group. The ranks' messages still travel by Gloo."""
     model, group = make_model(DEVICE), dist.new_group(backend="delayed:delayedccl")
     optimizer = ddp.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -220,5 +223,5 @@ def test_a_group_that_has_no_backend_for_cpus():
 
 def test_a_group_without_a_backend_for_the_device_is_refused():
     group = dist.new_group(backend="cpu:gloo")
-    with pytest.raises(ValueError, match=f"nothing serves {DEVICE}: leave the backend out"):
+    with pytest.raises(ValueError, match=f"no backend .* serves {DEVICE}. Leave the backend out"):
         ddp.ScaleComState(make_model(DEVICE), process_group=group)

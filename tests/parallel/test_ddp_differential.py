@@ -1,12 +1,13 @@
-"""Random programs of calls under DistributedDataParallel, with the hook and without it, and of the
-same model with this package's optimizer.
+"""Random programs of calls under DDP, with and without the hook, and with this package's optimizer.
 
-With everything chosen parameters are those of plain DDP; at a rate of 10 they are equal on all
-ranks. In both nothing is lost: what came into averages and did not come out is in the residues.
-Under the optimizer gradients are changed at the end between backward() and step(), which all ranks
-refuse, and go on. FUZZ_SEED chooses the first program, FUZZ_SECONDS for how long
-programs are drawn: by default as many as fit into some seconds, but no more than PROGRAMS. One that
-fails is written down: it is drawn again by its seed.
+All of them train the same model. If everything is chosen, the parameters are those of plain DDP. At
+a rate of 10 they are equal on all ranks. In both cases nothing is lost: what came into averages and
+did not come out is in the residues. With the optimizer, gradients are changed at the end between
+backward() and step(). All ranks refuse that, and go on.
+
+FUZZ_SEED chooses the first program, and FUZZ_SECONDS how long programs are drawn. By default as
+many are drawn as fit into some seconds, but at most PROGRAMS. A program that fails is printed, and
+its seed draws it again.
 """
 
 import contextlib
@@ -72,18 +73,18 @@ def draw(seed):
     ]
     if dice.random() < 0.5:
         steps = [steps[0] | {"late": step["late"]} for step in steps]
-    # What DDP refuses in some of its ways is not drawn.
+    # No program is drawn that DDP refuses in some of its modes.
     unused = any(step["head"] != "both" for step in steps)
     alike = all(step == steps[0] | {"late": step["late"]} for step in steps)
     static = alike and not unused
     for step in steps:
-        if static:  # It must not begin under no_sync(), and gradients of gradients set ranks apart.
+        if static:  # It must not begin under no_sync(). Gradients of gradients set ranks apart.
             step |= {"micro": 0, "sharp": step["sharp"] and "averaged", "penalty": False}
         if unused:
             step |= {"checkpointed": False, "twice": False}
         if step["checkpointed"]:
             step["penalty"] = False
-        if step["halve"]:  # where ranks differ, it matters whether they averaged before
+        if step["halve"]:  # if ranks differ, it matters whether they averaged before
             step["backwards"] = 1
     method = dice.choice(("ScaleCom",) * len(OTHER_METHODS) + OTHER_METHODS)
     settings = {
@@ -107,15 +108,18 @@ def draw(seed):
         },
         "method": method,
         "settings": settings,
-        # Of ScaleCom where not everything is chosen: nothing else gives what rounded integers give.
+        # Only for ScaleCom at rate 10: nothing else gives what rounded integers give.
         "integers": dice.choice([{}, {"bits": 3, "warmup_rate": dice.choice([1, 4])}]),
         "change": (dice.choice(changes), dice.choice([list(ranks), [dice.choice(ranks)]])),
     }
 
 
 class Run:
-    """A program on this rank. rate: of ScaleCom, None for plain DDP.  by_optimizer: whether it is
-    this package's, of a model that is not wrapped.  said: gives what ScaleCom has warned of since.
+    """A program on this rank.
+
+    rate: ScaleCom's rate, or None for plain DDP.
+    by_optimizer: whether this package's optimizer trains a model that is not wrapped.
+    said: returns the warnings that ScaleCom has logged since.
     """
 
     def __init__(self, program, rate, by_optimizer, said):
@@ -144,18 +148,18 @@ class Run:
         self.parameters = list(net.parameters())
         self.names = [name for name, _ in net.named_parameters()]
         self.threw_away = False
-        # Of one backward: parameters, what came into their averages, and what came out.
+        # For one backward: parameters, what came into their averages, and what came out.
         self.averaged = []
-        # Of all, unscaled: what came in and did not come out, and how much was moved.
+        # For all backwards, unscaled: what came in and did not come out, and how much was moved.
         self.left = {p: torch.zeros_like(p, dtype=torch.float64) for p in self.parameters}
         self.moved = 1e-3
 
     def all(self):
-        """Gives the parameters after the last step."""
+        """Run all steps, and return the parameters after the last one."""
         for number, step in enumerate(self.program["steps"]):
             self.step(number, step)
         if self.threw_away:
-            assert any("no step of an optimizer" in message for message in self.said())
+            assert any("no optimizer step" in message for message in self.said())
         self.check_conserved()
         return [parameter.detach().clone() for parameter in self.parameters]
 
@@ -224,29 +228,29 @@ class Run:
             self.note_averages()
 
     def reduce(self, reduce, bucket):
-        """The hook, which averages gradients where they are."""
+        """The hook. It averages gradients in place."""
         came = [gradient.clone() for gradient in bucket.gradients()]
         future = reduce(bucket)
         self.averaged += zip(bucket.parameters(), came, bucket.gradients(), strict=True)
         return future
 
     def note_averages(self):
-        """Count what came in and went out, unless the step is void."""
+        """Count what came in and went out, unless the step is skipped."""
         averaged, self.averaged = self.averaged, []
         scale = self.scaler.get_scale()
-        # A void step is taken back to rounding, of what its gradients are.
+        # A skipped step is taken back, except for the rounding of its gradients.
         for _, came, _ in averaged:
             self.moved += float(came.nan_to_num(0, 0, 0).abs().max() / scale)
         if all(went.isfinite().all() for _, _, went in averaged):
             for parameter, came, went in averaged:
-                # DDP drops the average of what no rank has used.
+                # DDP drops the average of a parameter that no rank has used.
                 if parameter.grad is None or not torch.equal(parameter.grad, went):
                     went = torch.zeros_like(went)
                 self.left[parameter] += (came.double() - went) / scale
                 self.moved += float(went.abs().max() / scale)
 
     def residues(self):
-        """What waits of each parameter, in the gradients' units."""
+        """Each parameter's residue, in the gradients' units."""
         tensors = self.compression.residues.tensors
         return {
             p: (tensors[name].residue / tensors[name].beta).double().view(p.shape)
@@ -256,7 +260,7 @@ class Run:
         }
 
     def check_conserved(self):
-        """What went out is the same on all ranks, so over these it is what is missing."""
+        """Check that nothing is missing in all. What went out is the same on all ranks."""
         if self.state is None:
             return
         lost = torch.cat([(self.left[p] - r).view(-1) for p, r in self.residues().items()])
@@ -267,16 +271,16 @@ class Run:
         assert worst <= 1e-6 * moved, f"{worst:g} of {float(moved):g} are neither sent nor waiting"
 
     def add_a_parameter(self):
-        """To the optimizer that was made without it. All ranks refuse that until it is frozen."""
+        """Add a parameter to an optimizer made without it. All ranks refuse until it is frozen."""
         parameter = nn.Parameter(torch.ones(3))
         self.optimizer.add_param_group({"params": [parameter]})
         if self.by_optimizer:
-            with pytest.raises(RuntimeError, match="make the DistributedOptimizer anew"):
+            with pytest.raises(RuntimeError, match="Make a new DistributedOptimizer"):
                 self.optimizer.step()
         parameter.requires_grad_(False)
 
     def average_and_throw_away(self, number, step):
-        """As the fast gradient sign method does, which wants the inputs' gradients alone."""
+        """Do as the fast gradient sign method, which wants only the inputs' gradients."""
         self.average(number, 8, step)
         self.optimizer.zero_grad(set_to_none=step["to_none"])
 
@@ -290,7 +294,7 @@ class Run:
             self.threw_away |= stats["bytes_values"] + stats.get("bytes_gathered", 0) > 0
 
     def go_where_it_is_steep(self, number, step):
-        """Sharpness-aware steps: by the average, or each rank by its own gradient."""
+        """Take a sharpness-aware step along the average, or along each rank's own gradient."""
         if step["sharp"] == "averaged":
             self.average(number, 7, step)
             slopes = [parameter.grad for parameter in self.parameters]
@@ -310,8 +314,9 @@ class Run:
         self.optimizer.zero_grad(set_to_none=step["to_none"])
 
     def change_on_the_way(self):
-        """Between backward() and step(), on some ranks: all refuse it, as ranks have agreed, and
-        go on.
+        """Change gradients on some ranks between backward() and step().
+
+        All ranks refuse that, because they have agreed to. Then they go on.
         """
         how, ranks = self.program["change"]
         before = self.residues()
@@ -336,7 +341,7 @@ class Run:
 
 
 def gradient_of(parameter):
-    """A copy, of zeros where it has none."""
+    """A copy of the parameter's gradient, or zeros if it has none."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
@@ -349,7 +354,7 @@ def hold(program, caplog):
         caplog.clear()
         one = Run(program, rate, by_optimizer, lambda: [r.getMessage() for r in caplog.records])
         parameters = one.all()
-        # One that has just loaded a state exchanges what it finds.
+        # An optimizer that has just loaded a state exchanges the gradients that it finds.
         if by_optimizer and not program["steps"][-1]["saves"]:
             one.change_on_the_way()
         return parameters
@@ -358,7 +363,7 @@ def hold(program, caplog):
     rounds = program["method"] == "ECQSGD"
     compare(everything, everything if rounds else plain, few)
     everything, few = (run(rate, by_optimizer=True) for rate in (EVERYTHING, 10))
-    # The optimizer has zeros where DDP has no gradient, so that momentum goes on.
+    # If DDP has no gradient, the optimizer has zeros, so its momentum goes on.
     unused = program["of_ddp"]["find_unused_parameters"]
     compare(everything, everything if rounds or (unused and program["momentum"]) else plain, few)
 
@@ -373,7 +378,7 @@ def compare(everything, plain, few):
 @pytest.mark.timeout(SECONDS + 60, method="thread")
 def test_random_programs(caplog):
     caplog.set_level(logging.WARNING, "scalecom_hvd")
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))]).step()  # warnings come where there are steps
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))]).step()  # warnings need an optimizer that steps
     first, begun, number = int(os.environ.get("FUZZ_SEED", "0")), time.monotonic(), 0
     while number != PROGRAMS:
         enough = torch.tensor(float(time.monotonic() > begun + SECONDS))

@@ -1,5 +1,6 @@
-"""The communication hook: held to the oracle, and to DistributedDataParallel without a hook, in
-whatever order a script calls things.
+"""The communication hook, compared with the oracle and with DDP without a hook.
+
+Scripts may call things in any order.
 """
 
 import copy
@@ -29,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from scalecom_hvd import ddp
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
-EVERYTHING = 1.0001  # a rate at which k = N, of tensors as small as these
+EVERYTHING = 1.0001  # a rate at which k = N, for tensors as small as these
 ALL = {"dense": (), "warmup_steps": 0, "min_numel": 2}
 
 
@@ -48,7 +49,7 @@ class Given(nn.Module):
 
 def by_hook(model, compressor, _):
     wrapped = DistributedDataParallel(Given(model), bucket_cap_mb=0.02)
-    state = ScaleComState.__new__(ScaleComState)  # with the oracle's names for the parameters
+    state = ScaleComState.__new__(ScaleComState)  # its names for the parameters are the oracle's
     state.compression = compressor
     state._begin()
     names = {id(p): name for name, p in model.items()}
@@ -79,7 +80,7 @@ def test_parity(settings):
 
 
 class Net(nn.Module):
-    """Two heads on a body, which it goes through once or twice, checkpointed or not."""
+    """A body with two heads. Forward goes through the body once or twice, checkpointed or not."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +103,7 @@ def batch(step, micro=0, rank=None):
 
 
 def hooked(rate=10, model=None, compression=ddp.ScaleCom, settings=None, **of_ddp):
-    """A model under DDP; with rate None without a hook; and its state."""
+    """A model under DDP, and its state. If rate is None, there is no hook and no state."""
     model = DistributedDataParallel(model or Net(), **({"bucket_cap_mb": 0.003} | of_ddp))
     if rate is None:
         return model, None
@@ -113,8 +114,9 @@ def hooked(rate=10, model=None, compression=ddp.ScaleCom, settings=None, **of_dd
 
 
 def compare(train, compression=ddp.ScaleCom, settings=None, **of_ddp):
-    """With everything chosen it is what DDP gives; at rate 10 ranks stay alike; gives the last
-    run's state.
+    """Train with DDP, with everything chosen, and at rate 10. Return the last run's state.
+
+    With everything chosen, the result must be DDP's. At rate 10, ranks must stay alike.
     """
     found = []
     for rate in (None, EVERYTHING, 10):
@@ -162,7 +164,7 @@ def test_gradients_are_accumulated_without_averaging():
 
 
 def test_sharpness_aware_steps():
-    """Ranks first average at parameters of their own, and go back to the common ones."""
+    """Ranks first average at parameters of their own, and then go back to the common ones."""
 
     def train(model, optimizer):
         for step in range(4):
@@ -208,7 +210,7 @@ def test_heads_that_only_some_ranks_use():
     "of_ddp", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str
 )
 def test_what_no_rank_uses_waits(of_ddp):
-    """DDP throws the average of such a parameter away: what its residue sent would be lost."""
+    """DDP drops such a parameter's average, and would lose what its residue sent."""
 
     class Heads(nn.Module):
         def __init__(self):
@@ -243,7 +245,10 @@ def test_what_no_rank_uses_waits(of_ddp):
 
 
 def test_two_models_in_one_backward():
-    """Both exchanges agree at once, each on its thread, in an order of each rank's own."""
+    """The exchanges of both models agree at the same time, each on its own thread.
+
+    Every rank has its own order.
+    """
     models = []
     for width in (40, 41):
         net = nn.Sequential(*[nn.Linear(width, width) for _ in range(6)])
@@ -264,7 +269,7 @@ def test_buckets_are_in_backwards_order():
     model, state = hooked(10, net, settings={"bits": 3, "bucket_bytes": 4000, "min_numel": 100})
     model(torch.randn(4, 30)).square().mean().backward()
     first = [bucket.names[0] for bucket in state.compression.run.averager.buckets]
-    # The bucket of biases is complete when that of the first layer comes.
+    # The bucket of biases is complete when the first layer's bias comes.
     assert first == ["3.weight", "2.weight", "1.weight", "3.bias", "0.weight"]
 
 
@@ -302,7 +307,7 @@ def test_the_scripts_time_limit_holds():
     group = dist.new_group(timeout=datetime.timedelta(seconds=77))
     collectives = ddp.hook.ProcessGroupCollectives(group)
     assert collectives.channel()._groups["gloo"].options._timeout == datetime.timedelta(seconds=77)
-    dist.barrier()  # a group that one rank drops early is one that others cannot connect to
+    dist.barrier()  # if one rank drops a group early, other ranks cannot connect to it
 
 
 def test_names_are_the_models_own():
@@ -343,14 +348,14 @@ def test_a_compiled_model(backend):
             compiled(batch(step), head="both").backward()
             optimizer.step()
 
-    compare(train, bucket_cap_mb=25)  # the compiler's least
+    compare(train, bucket_cap_mb=25)  # the least that the compiler takes
 
 
 def test_gradients_that_come_one_by_one_are_refused():
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         model, _ = hooked()
         compiled = torch.compile(model, backend="eager")
-        with pytest.raises(TypeError, match="leave it at its default"):
+        with pytest.raises(TypeError, match="Leave it at its default"):
             compiled(batch(0), head="both").backward()
 
 
@@ -392,7 +397,7 @@ def test_values_of_few_bits(settings):
 
 
 def test_nothing_is_lost():
-    """Plain SGD of rate 1 on gradients that do not depend on the parameters."""
+    """Plain SGD of learning rate 1 gets gradients that do not depend on the parameters."""
     shapes = ODD_SHAPES
     model = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     wrapped = DistributedDataParallel(Given(model))
@@ -407,7 +412,7 @@ def test_nothing_is_lost():
             grads["matrix"].reshape(-1)[5] = np.inf
         optimizer.zero_grad()
         wrapped(grads).backward()
-        if step == 7:  # on every rank, and in every bucket
+        if step == 7:  # every rank sees NaN, in every bucket
             assert all(p.grad.isnan().all() for p in model.values())
             continue
         came_in = {name: came_in[name] + grads[name] for name in shapes}
@@ -427,7 +432,7 @@ def test_nothing_is_lost():
 
 
 def test_loss_scaling():
-    """Steps that overflow on one rank are skipped on all, and residues survive a moving scale."""
+    """If a step overflows on one rank, all ranks skip it. Residues survive a moving scale."""
 
     def train(overflow_at, enabled):
         scaler = torch.amp.GradScaler(
@@ -460,7 +465,7 @@ def test_loss_scaling():
 
 @pytest.fixture
 def shared_folder():
-    """One that rank 0 makes, and takes away again."""
+    """A folder that rank 0 makes and removes."""
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
@@ -491,7 +496,7 @@ def test_resuming_is_bit_identical(settings, how, shared_folder):
     run(model, optimizer, range(4, 8))
     straight = [p.detach().clone() for p in model.parameters()]
 
-    if how == "optimizer":  # one format for all faces
+    if how == "optimizer":  # all faces share one format
         resumed = Net()
         method = ddp.ScaleCom(**(ALL | {"rate": 10} | settings))
         optimizer = ddp.DistributedOptimizer(
@@ -546,7 +551,7 @@ def test_a_part_of_the_ranks():
 
 
 def test_an_exception_in_backward_and_a_model_made_anew():
-    """A step that one rank, or all, give up: what was under way is in the residues."""
+    """If one rank or all ranks give up a step, what was under way is in the residues."""
 
     class Breaks(torch.autograd.Function):
         @staticmethod
@@ -577,9 +582,9 @@ def test_an_exception_in_backward_and_a_model_made_anew():
 def test_what_cannot_work_is_refused():
     model = DistributedDataParallel(Net())
     model.register_comm_hook(None, scalecom_hook)
-    with pytest.raises(TypeError, match="wants a ScaleComState"):
+    with pytest.raises(TypeError, match="needs a ScaleComState"):
         model(batch(0), head="both").backward()
-    with pytest.raises(TypeError, match="settings belong to the method"):
+    with pytest.raises(TypeError, match="Give the settings to the method"):
         ScaleComState(Net(), ddp.RandomK(rate=10), rate=5)
     with pytest.raises(ValueError, match="did you mean rate"):
         ScaleComState(Net(), rat=5)
@@ -589,7 +594,7 @@ def test_what_cannot_work_is_refused():
         ScaleComState(Net().requires_grad_(False))
     skips = {"skip_all_reduce_unused_params": True, "find_unused_parameters": True}
     if skips.keys() <= inspect.signature(DistributedDataParallel).parameters.keys():
-        with pytest.raises(ValueError, match="leave it out"):
+        with pytest.raises(ValueError, match="leave that argument out"):
             ScaleComState(DistributedDataParallel(Net(), **skips))
     method = ddp.ScaleCom(rate=10)
     ScaleComState(Net(), method)

@@ -1,4 +1,4 @@
-"""What many buckets cost a process: file descriptors and threads, of which it may have so many."""
+"""What many buckets cost a process in file descriptors and threads, both of which are limited."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ SETTINGS = {"rate": 10, "dense": (), "warmup_steps": 0, "min_numel": 2, "bucket_
 
 
 class Layers(nn.Module):
-    """Each has a bucket of its own."""
+    """A model of layers, each with a bucket of its own."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def test_a_hundred_buckets_take_fewer_than_a_hundred_of_each(make):
 def test_too_many_open_files_are_told():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest, opened = max(map(int, os.listdir("/proc/self/fd"))), [0]
-    while opened[-1] <= highest:  # the limit is one of their numbers, and small ones may be free
+    while opened[-1] <= highest:  # the limit is a descriptor's number, and small ones may be free
         opened.append(os.open(os.devnull, os.O_RDONLY))
     resource.setrlimit(resource.RLIMIT_NOFILE, (opened[-1] + 3, hard))
     try:

@@ -1,4 +1,4 @@
-"""What README.md and docs/ show for PyTorch under torchrun trains as it stands there."""
+"""The examples for PyTorch under torchrun in README.md and docs/ train exactly as printed."""
 
 import os
 import sys

@@ -1,8 +1,8 @@
-"""Random programs of calls with FSDP2, compressed between nodes, and plain.
+"""Random programs of calls with FSDP2, both plain and compressed between nodes.
 
-With everything chosen parameters are those of plain FSDP2 on the same mesh; at a rate of 6 they
-are equal on all ranks, and nothing is lost: what came into averages and did not come out is in the
-residues. FUZZ_SEED chooses the first program, FUZZ_SECONDS for how long programs are drawn.
+If everything is chosen, the parameters are those of plain FSDP2 on the same mesh. At a rate of 6
+they are equal on all ranks, and nothing is lost: what came into averages and did not come out is in
+the residues. FUZZ_SEED chooses the first program, and FUZZ_SECONDS how long programs are drawn.
 """
 
 import copy
@@ -68,7 +68,7 @@ def draw(seed):
 
 
 class Run:
-    """A program on this rank. rate: None for plain FSDP2."""
+    """A program on this rank. If rate is None, it runs with plain FSDP2."""
 
     def __init__(self, program, rate):
         self.program, self.rate = program, rate
@@ -79,10 +79,10 @@ class Run:
         shard(self.model, mesh, reshard_after_forward=program["reshard"])
         self.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**6, growth_interval=3)
         self.came, self.seen, self.left = {}, {}, {}
-        # The shards, which the model does not show between forward and backward.
+        # These are the shards, which the model does not show between forward and backward.
         self.trained = trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         for name, p in trained.items():
-            # FSDP2 calls hooks in the order in which they were put there.
+            # FSDP2 calls hooks in the order in which they were registered.
             p.register_post_accumulate_grad_hook(lambda p, name=name: self.comes(name, p.grad))
             self.left[name] = torch.zeros_like(p.to_local(), dtype=torch.float64)
         optimizer = torch.optim.SGD(trained.values(), lr=0.05, momentum=program["momentum"])
@@ -126,7 +126,7 @@ class Run:
             optimizer.set_backward_passes_per_step(step["micro"])
         for micro in range(step["micro"]):
             is_last = micro + 1 == step["micro"]
-            # Plain FSDP2 would give what passes give by either way.
+            # Plain FSDP2 would give the result of "passes" in either way.
             model.set_requires_gradient_sync(step["way"] != "no sync" or is_last)
             value = loss(model, dist.get_rank(), number + micro, **how)
             if step["evaluates"] == "between" and step["way"] != "no sync":
@@ -153,7 +153,7 @@ class Run:
             self.save_and_load()
 
     def fail(self, number):
-        """A forward that raises an error on every rank, in the outermost module."""
+        """Run a forward that raises an error on every rank, in the outermost module."""
 
         def interrupt(*_):
             raise Interrupted
@@ -162,7 +162,7 @@ class Run:
         with pytest.raises(Interrupted):
             loss(self.model, dist.get_rank(), number + 60)
         hook.remove()
-        # FSDP2 takes the next forward for one within the one that failed.
+        # FSDP2 takes the next forward for one inside the forward that failed.
         for module in (self.model, self.model.body, self.model.extra):
             module.reshard()
 
@@ -171,14 +171,14 @@ class Run:
         return {n: p.grad.to_local().clone() for n, p in named if p.grad is not None}
 
     def comes(self, name, grad):
-        """A gradient, or a part of it: FSDP2 adds the second to the first, unless that is taken."""
+        """Note a gradient, or a part: FSDP2 adds a second part to the first, unless taken."""
         own = grad.to_local().clone()
         if name in self.came and self.seen[name] is not grad:
             own += self.came[name]
         self.came[name], self.seen[name] = own, grad
 
     def note(self, before):
-        """What came into the averages of this backward, and did not come out."""
+        """Note what came into this backward's averages and did not come out."""
         grads = self.grads()
         if any(not grad.isfinite().all() for grad in grads.values()):
             assert all(grad.isnan().all() for grad in grads.values())
@@ -263,7 +263,7 @@ def check(program):
 
 
 def test_a_gradient_that_is_reduced_in_two_parts_is_not_lost():
-    """As of a module that is called twice, after a pass without synchronisation."""
+    """A module that is called twice, after a pass without synchronisation, has such a gradient."""
     one = {**draw(0)["steps"][0], "micro": 1, "way": "no sync", "twice": False, "overflow": None}
     one |= {"evaluates": None, "forward": None, "saves": False, "extra": True}
     twice = one | {"micro": 2, "twice": True}

@@ -1,5 +1,7 @@
-"""Models whose parameters have two dtypes, with DDP's static_graph: in its first pass DDP hands out
-one bucket of each dtype, all numbered 0, and calls none the last.
+"""Models with parameters of two dtypes, with DDP's static_graph.
+
+In its first pass DDP hands out one bucket of each dtype. It numbers all of them 0, and marks none
+as the last.
 """
 
 import pytest
@@ -12,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
 EVERYTHING = 1.0001  # a rate at which k = N
-pytestmark = pytest.mark.timeout(45, method="thread")  # no time limit of Gloo's ends that wait
+pytestmark = pytest.mark.timeout(45, method="thread")  # no timeout of Gloo ends the wait
 
 
 class Two(nn.Module):

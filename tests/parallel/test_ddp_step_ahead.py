@@ -1,4 +1,4 @@
-"""Gradients computed a step ahead in DDP's hook, which knows the model and finds the optimizer."""
+"""Step-ahead gradients in DDP's hook, which knows the model and finds the optimizer."""
 
 import contextlib
 import io
@@ -56,7 +56,7 @@ def test_they_are_the_oracles(optimizer, settings):
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("named", [True, False])
 def test_gradients_of_a_closure(optimizer, named):
-    """As Lightning computes all of them."""
+    """Lightning computes all gradients in a closure."""
     model, stepped, _ = make(optimizer)
     steps = iter(range(8))
 
@@ -75,7 +75,7 @@ def test_gradients_of_a_closure(optimizer, named):
 
 
 def test_a_closure_without_averages():
-    """What it has moved is moved back before the optimizer writes."""
+    """What the closure has moved is moved back before the optimizer writes."""
     model, optimizer, _ = make("sgd")
     for step in range(3):
         take(model, optimizer, step)
@@ -122,7 +122,7 @@ def test_accumulation_without_synchronisation():
 
 
 class Checkpointed(torch.nn.Module):
-    """Activations are computed again in backward."""
+    """Its activations are computed again in backward."""
 
     def __init__(self, inside, reentrant):
         super().__init__()

@@ -1,5 +1,6 @@
-"""Averages that a script throws away under DistributedDataParallel, where every backward averages:
-nothing is lost, or a warning says that something is.
+"""Averages that a script throws away under DistributedDataParallel.
+
+Every backward averages there. Either nothing is lost, or a warning says that something is.
 """
 
 import logging
@@ -27,8 +28,9 @@ class Given(nn.Module):
 
 
 def run(caplog, set_to_none, throws_away):
-    """Plain SGD with learning rate 1, where throws_away(model, grads) comes before each step's own
-    backward.
+    """Train by plain SGD with learning rate 1.
+
+    throws_away(model, grads) runs before each step's own backward.
     """
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model = DistributedDataParallel(Given())
@@ -58,7 +60,7 @@ in_both_ways = pytest.mark.parametrize("set_to_none", [True, False], ids=["to no
 
 @in_both_ways
 def test_the_fast_gradient_sign_method(set_to_none, caplog):
-    """FGSM: the first backward is for the inputs' gradients, and goes through the parameters too.
+    """FGSM's first backward is for the inputs' gradients, but goes through the parameters too.
 
     Generators of GANs do the same to their discriminator.
     """
@@ -73,7 +75,7 @@ def test_the_fast_gradient_sign_method(set_to_none, caplog):
 
 @in_both_ways
 def test_parameters_that_ask_for_no_gradient_meanwhile_lose_nothing(set_to_none, caplog):
-    """What the pages may tell such scripts to do: no average is made of what is not asked for."""
+    """The pages may advise this to such scripts: what is not asked for is not averaged."""
 
     def attack(model, grads):
         inputs = {name: grad.requires_grad_() for name, grad in grads.items()}

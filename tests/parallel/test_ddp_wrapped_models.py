@@ -1,4 +1,4 @@
-"""Models that DistributedDataParallel wraps, or wraps in part."""
+"""Models that DistributedDataParallel wraps, in whole or in part."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ NAMES = {
 
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 def test_a_wrapped_model_is_refused_by_the_optimizer(names):
-    """DDP has averaged already: the optimizer would average once more, and compress averages."""
+    """DDP has averaged already. The optimizer would average again, and would compress averages."""
     wrapped = DistributedDataParallel(net())
     with pytest.raises((TypeError, ValueError, RuntimeError), match="DistributedDataParallel"):
         optimizer = DistributedOptimizer(
@@ -60,7 +60,7 @@ def train(model, optimizer):
     for step in range(3):
         optimizer.zero_grad()
         model(batch(step)).square().mean().backward()
-        # What DDP ignores the script averages by itself.
+        # The script itself averages what DDP ignores.
         for parameter in model.module[0].parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
@@ -77,7 +77,7 @@ def ignore_the_first_layer(model):
 
 @pytest.mark.parametrize("state_is_made", ["first", "between", "last"])
 def test_parameters_that_ddp_ignores(state_is_made):
-    """They train as without the hook; or an error says that the state must be made last."""
+    """They train as without the hook, or an error says that the state must be made last."""
     plain = net()
     ignore_the_first_layer(plain)
     plain = DistributedDataParallel(plain)
@@ -108,7 +108,7 @@ def test_parameters_that_ddp_ignores(state_is_made):
 
 
 def test_a_wrapper_that_was_dropped_does_not_count():
-    """It may be in a cycle, and alive until the collector comes by."""
+    """The wrapper may be in a cycle, and so live until the garbage collector runs."""
     model = net()
     wrapped = DistributedDataParallel(model)
     wrapped.itself = [wrapped]

@@ -1,7 +1,7 @@
-"""hvd.join(), which ScaleCom refuses, and leaves to Horovod where nothing is compressed.
+"""ScaleCom refuses hvd.join(). If nothing is compressed, it leaves join() to Horovod.
 
-The first file that Horovod's ranks run. Where ranks gave up a step, collectives that only some have
-submitted stay with Horovod, and its join() crashes on them (0.28.1, tensor_queue.cc:
+Horovod's ranks run this file first. If ranks gave up a step, collectives that only some of them
+submitted stay with Horovod. Its join() then crashes on them (0.28.1, tensor_queue.cc:
 GetTensorEntriesFromResponse).
 """
 

@@ -1,5 +1,6 @@
-"""The benchmark's baseline: what every rank sends and keeps is what came in, and all ranks get the
-same sum.
+"""The benchmark's baseline.
+
+On every rank, what it sends and keeps is what came in. All ranks get the same sum.
 """
 
 import sys
@@ -12,7 +13,7 @@ from models import feed, gradients, parameters, same_on_all_ranks
 import scalecom_hvd.torch as hvd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from local_topk import LocalTopK  # the path comes first
+from local_topk import LocalTopK  # after sys.path is set
 
 SHAPES = {"matrix": (300, 50), "vector": (4000,), "small": (10,)}
 

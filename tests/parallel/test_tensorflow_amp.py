@@ -1,5 +1,6 @@
-"""LossScaleOptimizer, as the guide says to use it: overflowing steps are skipped on every rank, and
-residues survive a moving scale.
+"""LossScaleOptimizer, used as the guide says.
+
+Every rank skips overflowing steps. Residues survive a moving scale.
 """
 
 import numpy as np
@@ -28,8 +29,9 @@ MODES = [
 
 
 def overflowing_ranks() -> dict[int, set[int]]:
-    """At which steps it happens to whom: the first step, the last rank alone, the leader alone,
-    all.
+    """{step: the ranks on which it overflows}.
+
+    These are the first step, and steps on only the last rank, only the leader, and all ranks.
     """
     last, leader = hvd.size() - 1, 3 % hvd.size()
     return {0: {0}, 3: {last}, 5: {leader}, 6: set(range(hvd.size()))}
@@ -40,7 +42,7 @@ def scalecom(**settings):
 
 
 def batches():
-    """What this rank trains on with overflows, and without those steps."""
+    """What this rank trains on with overflows, and the same without the overflowing steps."""
     x, y = examples(hvd.rank(), BATCH * STEPS)
     kept = np.ones(len(x), bool)
     for step, ranks in overflowing_ranks().items():
@@ -62,7 +64,7 @@ def assert_same_run(scaled, plain, compression, other, scale):
             compression.state_dict()["residues"][name], residue, rtol=1e-4, atol=1e-5, err_msg=name
         )
     assert same_on_all_ranks(scaled.variables)
-    # Halved four times, and doubled after three good steps in a row, which came at the end.
+    # Halved four times. Doubled after each three good steps in a row, which came at the end.
     assert float(scale) == 2.0**20 / 2**4 * 2**2
 
 
@@ -144,7 +146,7 @@ def test_the_policy_under_which_keras_wraps_optimizers_itself():
         assert isinstance(model.optimizer, LossScaleOptimizer)
         x, y = examples(hvd.rank())
         if hvd.rank() == 0:
-            x[8] = 1e6  # infinite in float16
+            x[8] = 1e6  # it is infinite in float16
         losses = model.fit(x, y, 8, 4, shuffle=False, verbose=0).history["loss"]
     finally:
         tf.keras.mixed_precision.set_global_policy("float32")
@@ -157,8 +159,8 @@ def test_the_policy_under_which_keras_wraps_optimizers_itself():
 
 @pytest.mark.parametrize("kind", [tf.keras.optimizers, tf.keras.optimizers.legacy])
 def test_a_scale_that_the_scalecom_does_not_know_is_refused(kind):
-    """Residues would be in units that change."""
+    """Residues would have units that change."""
     for compression in (hvd.ScaleCom, scalecom()):
         optimizer = keras.DistributedOptimizer(kind.SGD(0.05), compression=compression)
-        with pytest.raises(TypeError, match=r"ScaleCom must know the scale: .*loss_scale=lambda"):
+        with pytest.raises(TypeError, match=r"ScaleCom must know the scale\. .*loss_scale=lambda"):
             LossScaleOptimizer(optimizer)

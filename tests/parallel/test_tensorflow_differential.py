@@ -1,13 +1,13 @@
 """Random programs, run with stock Horovod and with ScaleCom on the same numbers.
 
-With rate 1 variables must end as stock's do, and what a program's own collectives give must be the
-same. At rate 10 nothing may be lost: what the averages were, summed, and the residues are what came
-in. Programs in which a gradient comes on one rank alone hang in stock
-Horovod: there ScaleCom is held to the sums alone.
+With rate 1, variables must end as they do with stock Horovod, and the collectives of the program
+itself must give the same. At rate 10 nothing may be lost: the sum of the averages, plus the
+residues, is what came in. Some programs have a gradient that comes only on one rank. They hang in
+stock Horovod, so only ScaleCom's sums are checked.
 
-Every rank makes the same programs from the same seed. By default they are the same few in every
-run; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin. A
-program that fails is printed with its seed.
+Every rank makes the same programs from the same seed. By default every run makes the same few.
+FUZZ_SECONDS says how long to make new programs, and FUZZ_SEED is the first seed. A program that
+fails is printed with its seed.
 """
 
 import os
@@ -43,7 +43,7 @@ LossScaleOptimizer = tf.keras.mixed_precision.LossScaleOptimizer
 
 
 def on_some_rank(fact):
-    """All ranks ask together, so that none stops alone."""
+    """Whether `fact` is true on some rank. All ranks ask together, so that none stops by itself."""
     return (
         float(stock.allreduce(tf.constant(float(fact)), op=stock.Sum, name="fuzz.on_some_rank")) > 0
     )
@@ -79,7 +79,7 @@ class Arm:
         return self.compressions[-1]
 
     def residue(self, name):
-        """What waits on this rank, of all series of gradients."""
+        """What waits on this rank, over all series of gradients."""
         found = [
             r / c.config.beta
             for c in self.compressions
@@ -101,9 +101,7 @@ class Arm:
 
 
 def numbers(seed, step):
-    """This rank's part of the gradients at a step, and rows of the table with what is asked of
-    them.
-    """
+    """This rank's part of the gradients at a step, and the table's rows that the step looks up."""
     made = np.random.default_rng([seed, step, hvd.rank()])
     grads = {name: made.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
     return (
@@ -114,7 +112,7 @@ def numbers(seed, step):
 
 
 def own_collective(library, kind, x):
-    """A collective of the user's own; nameless ones are numbered or named by Horovod."""
+    """Run a collective of the user's own. Horovod numbers or names collectives without a name."""
     if kind == "allreduce":
         return library.allreduce(x)
     if kind == "named allreduce":
@@ -126,7 +124,7 @@ OWN = ("allreduce", "named allreduce", "allgather", "broadcast")
 
 
 class Tapes:
-    """Tapes in a loop of the user's own."""
+    """Tapes in the user's own loop."""
 
     def draw(self, choose):
         traced = choose((True, False))
@@ -156,7 +154,7 @@ class Tapes:
         masks = [tuple(name for name in SHAPES if choose((True, True, False))) for _ in range(2)]
         program["steps"] = [
             {
-                # Stock Horovod cannot do groups in which nothing is.
+                # Stock Horovod cannot have groups without a gradient.
                 "mask": tuple(SHAPES)
                 if choose((True, False)) or program["groups"] or uneven
                 else choose(masks),
@@ -173,9 +171,9 @@ class Tapes:
             }
             for number in range(5)
         ]
-        for step in program["steps"]:  # a collective in forward must be on all ranks
+        for step in program["steps"]:  # a collective in forward must run on all ranks
             step["forward"] &= not uneven and step["raises"] is None
-        if traced:  # few kinds of steps, since each is traced
+        if traced:  # every kind of step is traced, so there are few
             kinds = program["steps"][:2]
             program["steps"] = [choose(kinds) for _ in range(5)]
         return program
@@ -199,7 +197,7 @@ class Tapes:
             options = {
                 "compression": compression,
                 "op": getattr(stock, p["op"]),
-                # Stock Horovod can do neither with slices.
+                # Stock Horovod can do neither of these with slices.
                 "gradient_predivide_factor": p["predivide"] if p["sparse"] != "slices" else 1.0,
                 "groups": groups if p["sparse"] != "slices" else None,
                 "sparse_as_dense": p["sparse"] == "dense",
@@ -330,8 +328,9 @@ class Tapes:
 
 
 class Optimizers:
-    """Optimizers of Keras in a loop of the user's own: several taking turns, clipping, aggregation,
-    a moving loss scale with overflows.
+    """Keras optimizers in the user's own loop.
+
+    Several take turns, with clipping, aggregation, and a moving loss scale with overflows.
     """
 
     def draw(self, choose):
@@ -396,7 +395,7 @@ class Optimizers:
                     ]
                 )
             seen = own_collective(stock, p["own"], x) if p["own"] else x
-            # apply_gradients, called alone, averages nothing in Horovod
+            # apply_gradients, called by itself, averages nothing in Horovod
             optimizer.minimize(loss, variables[turn], tape=tape)
             return seen
 
@@ -430,7 +429,7 @@ class Optimizers:
 
 
 class Fits:
-    """model.fit, with Keras's training step or one of the user's own."""
+    """model.fit, with Keras's training step or the user's own."""
 
     def draw(self, choose):
         return {

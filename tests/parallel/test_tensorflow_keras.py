@@ -1,5 +1,6 @@
-"""The drop-in DistributedOptimizer of Keras: model.fit, Horovod's options, and what holds whatever
-the options are.
+"""Keras's drop-in DistributedOptimizer.
+
+Tests model.fit, Horovod's options, and what holds with all options.
 """
 
 import horovod.tensorflow.keras as stock
@@ -125,7 +126,7 @@ def test_several_fits_with_validation(make, mode):
     ids=str,
 )
 def test_nothing_is_lost(options, compile_options, mode):
-    """The sum of everything sent plus what waits equals the sum of gradients."""
+    """The sum of everything sent, plus what waits, equals the sum of gradients."""
     model = linear()
     optimizer = hvd.DistributedOptimizer(
         tf.keras.optimizers.SGD(1.0), compression=scalecom(**mode), **options
@@ -134,7 +135,7 @@ def test_nothing_is_lost(options, compile_options, mode):
     for _ in range(2):
         model.fit(*inputs(hvd.rank()), batch_size=4, verbose=0, shuffle=False)
     divisor = 1 if options.get("op") == scalecom_hvd.tensorflow.Sum else hvd.size()
-    # Six batches, twice.
+    # Six batches, two epochs.
     came_in = sum(12 * inputs(rank)[0].mean(0, dtype=np.float64) for rank in range(hvd.size()))[
         :, None
     ]
@@ -151,7 +152,7 @@ def test_nothing_is_lost(options, compile_options, mode):
 
 
 def test_a_smaller_last_batch_on_one_rank_only():
-    """It is traced again there, while the others go on."""
+    """That rank traces the step again for this batch, while the other ranks go on."""
     model = linear()
     optimizer = hvd.DistributedOptimizer(
         tf.keras.optimizers.SGD(1.0), compression=scalecom(lookahead=True)
@@ -212,7 +213,7 @@ def test_several_models_and_optimizers_in_one_process():
 
 
 def test_horovod_tensorflow_given_a_keras_optimizer():
-    """Horovod itself forgets op and groups there."""
+    """Horovod itself ignores op and groups there."""
     model = linear()
     optimizer = scalecom_hvd.tensorflow.DistributedOptimizer(
         tf.keras.optimizers.SGD(1.0),
@@ -335,11 +336,11 @@ def test_stats_count_what_is_sent():
         "leader": 2 % n,
         "bytes_offsets": k,
         "bytes_values": 4 * k,
-        "bytes_dense": 4 * (whole + 1),  # with the count of workers with non-finite gradients
+        "bytes_dense": 4 * (whole + 1),  # plus the count of workers with non-finite gradients
         "bytes_traffic": round((n - 1) / n * (k + 2 * (4 * k + 4 * (whole + 1)))),
         "rate": pytest.approx((FEATURES * 64 + 64 * 64 + whole) / (k + whole)),
         "collectives": 2,
-        # of the first step: its gradient waits, but for what was sent
+        # the first step's gradient waits, except for what was sent
         "residue_ratio": pytest.approx(1, rel=0.5),
         "residue_norm": pytest.approx(
             np.sqrt(
@@ -355,12 +356,13 @@ def test_stats_count_what_is_sent():
 
 @pytest.mark.long
 def test_models_that_were_saved(tmp_path):
-    """As far as Horovod loads its own, which are not those in Keras's own format: with the
-    optimizer wrapped, and from .h5 its state.
+    """Saved models load as far as Horovod loads its own, with their optimizer wrapped.
+
+    Models in Keras's own format do not. The optimizer's state loads only from .h5.
     """
     model = net()
     fit(model, hvd.DistributedOptimizer(tf.keras.optimizers.Adam(0.01), compression=scalecom()))
-    for ending in (".h5", ""):  # the last: TensorFlow's SavedModel
+    for ending in (".h5", ""):  # the last is TensorFlow's SavedModel
         path = tmp_path / f"model{ending}"
         model.save(path)
         loaded = hvd.load_model(path, compression=scalecom())
@@ -375,7 +377,7 @@ def test_models_that_were_saved(tmp_path):
 
 
 def test_a_monitor_writes_for_tensorboard(tmp_path):
-    # Ranks on one machine have folders of their own here, so that it shows who wrote.
+    # Ranks on one machine have separate folders here, to show which rank wrote.
     model = net()
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS[0](), compression=scalecom())
     callback = hvd.MonitorCallback(every=3, tensorboard=tmp_path / "runs")

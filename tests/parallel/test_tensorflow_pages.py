@@ -1,4 +1,4 @@
-"""What README.md and docs/ show for TensorFlow and Keras trains as it stands there."""
+"""The examples for TensorFlow and Keras in README.md and docs/ train exactly as printed."""
 
 import sys
 

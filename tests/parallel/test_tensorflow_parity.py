@@ -1,12 +1,13 @@
-"""TensorFlow's exchange against the oracle: the same selections and values as n simulated workers,
-over many steps.
+"""TensorFlow's exchange, compared with the oracle.
+
+Its selections and values must be those of n simulated workers, over many steps.
 """
 
 import pytest
 from parity_cases import CASES
 from tensorflow_parity import run_against_reference
 
-# Tracing takes seconds. On 4 ranks make test-long runs these too.
+# Tracing takes seconds, so only make test-long runs these, on 4 ranks.
 LONG = [
     *("few are left", "many are sent, look-ahead", "the same, look-ahead"),
     *("exact, look-ahead", "float16 values", "integers of float64 gradients"),

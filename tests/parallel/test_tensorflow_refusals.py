@@ -1,5 +1,6 @@
-"""What cannot work is refused, on every rank, by an error that says what to do instead; all else of
-Horovod is there.
+"""Every rank refuses what cannot work, with an error that says what to do instead.
+
+Everything else of Horovod's is available.
 """
 
 import gc
@@ -39,7 +40,7 @@ def test_adasum_and_other_operations():
         ),
     ):
         with pytest.raises(
-            ValueError, match=r"use op=hvd.Average \(the default\), or Adasum without compression"
+            ValueError, match=r"Use op=hvd.Average \(the default\), or Adasum without compression"
         ):
             make(hvd.Adasum)
         for op in (hvd.Min, hvd.Max, hvd.Product):
@@ -70,18 +71,18 @@ def test_complex_variables():
     wave = tf.Variable(tf.zeros([3000], tf.complex64), name="wave")
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.math.real(wave))
-    with pytest.raises(TypeError, match="wave has dtype complex64.*train it as two real variables"):
+    with pytest.raises(TypeError, match="wave has dtype complex64.*Train it as two real variables"):
         hvd.DistributedGradientTape(tape, compression=hvd.ScaleCom()).gradient(loss, [wave])
 
 
 def test_a_loss_scale_inside():
-    """Horovod itself fails there, and does not say why."""
+    """Horovod itself fails there without saying why."""
     optimizer = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
     with pytest.raises(TypeError, match=r"takes 1 positional argument but 2 were given"):
         stock_keras.DistributedOptimizer(optimizer)
     for library in (hvd, keras):
         with pytest.raises(
-            TypeError, match=r"wrap its inner optimizer, and tell ScaleCom the scale"
+            TypeError, match=r"Wrap its inner optimizer, and give ScaleCom the scale"
         ):
             library.DistributedOptimizer(optimizer, compression=hvd.ScaleCom)
 
@@ -172,7 +173,7 @@ def test_another_model_on_one_rank():
 def test_layers_that_keras_numbers_otherwise_on_one_rank():
     tf.keras.backend.clear_session()
     if hvd.rank() == 1:
-        tf.keras.layers.Dense(1)  # of another model
+        tf.keras.layers.Dense(1)  # a layer of another model
     features, labels = examples(hvd.rank())
     model = tf.keras.Sequential([tf.keras.layers.Flatten(), tf.keras.layers.Dense(1)])
     model.compile(
@@ -210,7 +211,7 @@ def test_a_scalecom_made_anew_in_every_step(caplog):
 
 
 def test_a_scalecom_made_in_a_traced_function():
-    """A rank that traces it again, for a smaller batch, would wait for the others."""
+    """A rank that traces the function again, for a smaller batch, would wait for the others."""
     run = tf.function(lambda grads: step(hvd.ScaleCom(), grads=grads), autograph=False)
     with pytest.raises(ValueError, match="make the ScaleCom once, outside of the training step"):
         run(gradients(SHAPES, hvd.rank(), 0))
@@ -230,7 +231,7 @@ def test_a_loss_scale_that_a_traced_function_would_keep_for_ever():
     ids=str,
 )
 def test_ranks_at_different_steps(kernel, settings, monkeypatch):
-    """No leader, or several: an error, where a broadcast would hang."""
+    """If there is no leader, or several, an error is raised. A broadcast would hang."""
     monkeypatch.setenv("SCALECOM_KERNEL", kernel)
     compression = hvd.ScaleCom(**settings)
     run = Step(variables(SHAPES), compression)
@@ -240,7 +241,7 @@ def test_ranks_at_different_steps(kernel, settings, monkeypatch):
         label: exchange | {"step": 1 + hvd.rank()} for label, exchange in state["exchanges"].items()
     }
     compression.load_state_dict(state | {"exchanges": exchanges})
-    with pytest.raises(tf.errors.InvalidArgumentError, match="not exactly one leader"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="exactly one leader"):
         run(gradients(SHAPES, hvd.rank(), 1))
 
 

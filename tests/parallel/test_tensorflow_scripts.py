@@ -1,5 +1,6 @@
-"""What ordinary scripts do around tapes and optimizers, beside training: as with stock Horovod, or
-refused.
+"""What ordinary scripts do around tapes and optimizers, besides training.
+
+It works as with stock Horovod, or is refused.
 """
 
 import horovod.tensorflow as stock
@@ -19,7 +20,7 @@ def scalecom(**settings):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_gradients_asked_for_while_the_tape_records(traced):
-    """A persistent tape then records the exchange, too."""
+    """A persistent tape then records the exchange too."""
 
     def train(library, compression):
         w = variables(SHAPES)["first"]
@@ -43,7 +44,7 @@ def test_gradients_asked_for_while_the_tape_records(traced):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_derivatives_of_averages_are_refused(traced):
-    """There are none, and to leave them out would train something else."""
+    """Averages have no derivatives. To leave the derivatives out would train something else."""
     w, compression = variables(SHAPES)["first"], scalecom()
 
     def step(grad):
@@ -60,7 +61,7 @@ def test_derivatives_of_averages_are_refused(traced):
 
 
 def test_a_training_step_that_is_saved_goes_on(tmp_path):
-    """With the ScaleCom as a part of what is saved, since residues are."""
+    """The ScaleCom, and so its residues, are a part of what is saved."""
 
     def train(library, compression):
         module = tf.Module()

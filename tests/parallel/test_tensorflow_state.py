@@ -1,4 +1,4 @@
-"""Residues in checkpoints: resuming is bit-identical, and what does not fit is refused by name."""
+"""Residues in checkpoints: resuming is bit-identical. What does not fit is refused by its name."""
 
 import pickle
 import subprocess
@@ -30,7 +30,7 @@ def scalecom(**settings):
 
 
 def run(compression, numbers, model=None):
-    """Gives the averages of all steps. compression: a ScaleCom, or a Step."""
+    """Return the averages of all steps. compression: a ScaleCom, or a Step."""
     step = (
         compression
         if isinstance(compression, Step)
@@ -52,7 +52,7 @@ def test_resuming_from_a_state_dict_is_bit_identical(mode):
     run(step, range(5))
     saved = pickle.loads(pickle.dumps(straight.state_dict()))
     after = run(step, range(5, 9))
-    # In a new process, before the first step; what is saved again at once is the same.
+    # As in a new process: load before the first step. What is saved again at once is the same.
     resumed = scalecom(**mode)
     resumed.load_state_dict(saved)
     assert resumed.state_dict()["step"] == 5
@@ -61,7 +61,7 @@ def test_resuming_from_a_state_dict_is_bit_identical(mode):
     ratio = resumed.stats()["residue_ratio"]
     assert ratio == straight.stats()["residue_ratio"]
     assert mode or ratio is not None
-    # In mid-run: back to where it was.
+    # A load in the middle of a run goes back to the saved step.
     straight.load_state_dict(saved)
     assert_same(run(step, range(5, 9)), after)
     for name, residue in straight.state_dict()["residues"].items():
@@ -70,7 +70,7 @@ def test_resuming_from_a_state_dict_is_bit_identical(mode):
 
 @pytest.mark.parametrize("mode", [MODES[2], MODES[4]], ids=str)
 def test_resuming_from_a_checkpoint_is_bit_identical(mode, tmp_path):
-    """tf.train.Checkpoint, every rank its own."""
+    """Every rank writes its own tf.train.Checkpoint."""
     straight = scalecom(**mode)
     step = Step(variables(SHAPES), straight)
     run(step, range(5))
@@ -93,7 +93,7 @@ def test_resuming_from_a_checkpoint_is_bit_identical(mode, tmp_path):
     ids=["Adam", "legacy SGD"],
 )
 def test_a_fit_goes_on_where_it_stopped(make, tmp_path):
-    """Model, optimizer and residues in one checkpoint of this rank."""
+    """Model, optimizer and residues are in one checkpoint of this rank."""
     x, y = examples(hvd.rank())
 
     def build():
@@ -128,7 +128,7 @@ def test_the_state_is_what_the_design_says():
 
 
 def test_residues_are_no_part_of_model_or_optimizer(tmp_path):
-    """Else rank 0's would be broadcast, and saved for all."""
+    """If they were, rank 0's residues would be broadcast, and saved for all ranks."""
     model = net()
     optimizer = keras.DistributedOptimizer(tf.keras.optimizers.Adam(), compression=scalecom())
     model.compile(optimizer, "mse")
@@ -142,7 +142,7 @@ def test_residues_are_no_part_of_model_or_optimizer(tmp_path):
 
 
 def test_residues_are_no_variables_of_a_model_that_holds_the_scalecom():
-    """As its training step may ask for. The model's are broadcast from rank 0."""
+    """A model's training step may need it there. Rank 0 broadcasts the model's variables."""
 
     compression, layers = scalecom(), net()
     model, module = tf.keras.Model(layers.inputs, layers.outputs), tf.Module()
@@ -154,7 +154,7 @@ def test_residues_are_no_variables_of_a_model_that_holds_the_scalecom():
 
 
 def test_all_series_of_gradients_resume_from_a_checkpoint(tmp_path):
-    """Also those that come after it was restored: a persistent tape's second gradients."""
+    """So do series that begin after the restore: a persistent tape's second gradients."""
 
     def training():
         compression, w = scalecom(), variables(SHAPES)["first"]
@@ -182,7 +182,7 @@ def test_all_series_of_gradients_resume_from_a_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
 def test_ranks_that_load_the_residues_of_one_rank_are_refused(way, tmp_path):
-    """They would be sent several times. Residues that changed their ranks are no less right."""
+    """Residues would be sent several times. Residues that changed their ranks are no less right."""
     compression = scalecom()
     run(compression, range(3))
     tf.train.Checkpoint(scalecom=compression).write(str(tmp_path / "residues"))
@@ -199,7 +199,7 @@ def test_ranks_that_load_the_residues_of_one_rank_are_refused(way, tmp_path):
         return resumed
 
     assert resume((hvd.rank() + 1) % hvd.size()).stats()["step"] == 5
-    with pytest.raises(RuntimeError, match="ranks 0 and 1 have loaded the residues of rank 0"):
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 have both loaded the residues of rank 0"):
         resume(0)
 
 
@@ -226,7 +226,7 @@ def test_a_newcomer_starts_with_empty_residues(mode, caplog):
 
 
 def test_variables_that_thaw_after_a_resume():
-    """Those that were not there when the state was saved start with empty residues."""
+    """Variables that were not there when the state was saved start with empty residues."""
     compression, model = scalecom(), variables(SHAPES)
     some = {name: model[name] for name in ("first", "bias")}
     Step(some, compression)({name: gradients(SHAPES, hvd.rank(), 0)[name] for name in some})
@@ -244,7 +244,7 @@ def test_states_that_do_not_fit_are_refused():
     state = compression.state_dict()
     for change, shapes, settings, message in (
         ({}, SHAPES, {"rate": 50}, r"rate=20.0 in the state and 50.0 now"),
-        ({"version": 99}, SHAPES, {}, "version 99, and this release reads versions 1 and 2"),
+        ({"version": 99}, SHAPES, {}, "version 99, but this release reads only versions 1 and 2"),
         (
             {},
             {**SHAPES, "third": (6000,)},
@@ -302,7 +302,7 @@ for path in sys.argv[1:]:
 
 @pytest.mark.long
 def test_a_saved_model_loads_without_this_package_and_horovod(tmp_path):
-    """Not in Keras's own format, in which Horovod's optimizers cannot be loaded either."""
+    """It is not in Keras's own format, which cannot load Horovod's optimizers either."""
     model = net()
     model.compile(
         keras.DistributedOptimizer(tf.keras.optimizers.Adam(), compression=scalecom()), "mse"

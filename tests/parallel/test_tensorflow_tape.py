@@ -1,5 +1,6 @@
-"""Tapes in custom loops, eager and traced, and the optimizers of TensorFlow 1, in graphs and out of
-them.
+"""Tapes in custom loops, eager and traced, and TensorFlow 1's optimizers.
+
+These optimizers run in graphs and without them.
 """
 
 import horovod.tensorflow as stock
@@ -21,9 +22,9 @@ def scalecom(**settings):
 
 
 def check_nothing_is_lost(compression, sent, steps, divisor=None):
-    """sent: {name: the sum of what the steps gave}.
+    """Check that what was sent, plus what waits, is the sum of all gradients.
 
-    It and what waits are the sum of all gradients.
+    sent: {name: the sum of what the steps gave}.
     """
     for name, total in sent.items():
         came_in = sum(
@@ -85,7 +86,7 @@ def test_rate_one_equals_stock_horovod(dtype, options):
             averages.append(tape.gradient(loss, list(model.values())))
         return averages
 
-    # Ranks' sums are the same in any order, so they are the same to the bit.
+    # The sums over ranks are the same in any order, so they are equal to the bit.
     grads = {
         name: np.round(grad * 8) for name, grad in gradients(SHAPES, hvd.rank(), 0, dtype).items()
     }
@@ -98,7 +99,7 @@ def test_rate_one_equals_stock_horovod(dtype, options):
 
 
 def test_bfloat16():
-    """Horovod sums none of it; ScaleCom sends float32."""
+    """Horovod sums no bfloat16. ScaleCom sends float32."""
     model = {
         name: tf.Variable(tf.zeros(shape, tf.bfloat16), name=name) for name, shape in SHAPES.items()
     }
@@ -138,8 +139,9 @@ def test_bfloat16():
 )
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.long)])
 def test_float16_values_keep_what_is_tiny(dtype, options, settings):
-    """Below 6e-5 float16 goes in steps of 6e-8: what they round stays in the residue, the division
-    included.
+    """Below 6e-5 float16 has steps of 6e-8. What they round off stays in the residue.
+
+    So does what the division rounds off.
     """
     tiny = np.zeros(3000, dtype)
     tiny[:1000], tiny[1000:2000], tiny[2500] = 1e-7, 1e-8, 5e-9
@@ -294,12 +296,12 @@ def test_gradients_missing_on_one_rank_or_on_all():
 
 @pytest.mark.parametrize("mode", [MODES[2], {"lookahead": True, "warmup_steps": 3}], ids=str)
 def test_gradients_that_come_later_on_one_rank_alone(mode):
-    """Eager: who has a gradient that is new must not be the only one to notice.
+    """In eager execution a rank with a new gradient must not be the only one to notice.
 
-    Others take part with zeros.
+    The other ranks take part with zeros.
     """
     last = hvd.size() - 1
-    # {name: {rank: its first step}}; others never have one
+    # {name: {rank: its first step}}; other ranks never have a gradient
     since = {"bias": {0: 1, last: 3}, "third": {last: 2}, "second": {0: 4}}
 
     def came(rank, number):
@@ -335,7 +337,7 @@ def test_gradients_that_come_later_on_one_rank_alone(mode):
 
 
 def test_a_bucket_without_gradients_on_one_rank():
-    """There it sums zeros, which TensorFlow would sum once and for all."""
+    """That rank sums zeros there, which TensorFlow would sum once and for all."""
     compression = scalecom(bucket_bytes=100)
     step = Step(variables(SHAPES), compression)
     here = [name for name in SHAPES if name not in ("bias", "third") or hvd.rank() == 0]
@@ -369,8 +371,9 @@ def test_two_steps_in_one_function():
 
 
 def test_variables_join_and_leave():
-    """Other lists of sources, traced or not: the same training goes on, with the residues that are
-    there.
+    """Lists of sources may change, traced or not.
+
+    The same training goes on, with the residues that exist.
     """
     model = variables(SHAPES)
     compression = scalecom()
@@ -397,8 +400,9 @@ def test_variables_join_and_leave():
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_two_gradients_of_the_same_variables_in_a_step(traced):
-    """They are two series, and each keeps what was not sent of it: what one step of one exchange
-    gives is what two exchanges would give.
+    """They are two series, and each keeps what was not sent of it.
+
+    A step of one exchange gives what two exchanges would give.
     """
     shapes = {"w": (60, 50)}
     together, apart = scalecom(), [scalecom(), scalecom()]
@@ -423,7 +427,7 @@ def test_two_gradients_of_the_same_variables_in_a_step(traced):
 
 
 def test_a_persistent_tape_for_two_models():
-    """As in a GAN: disjoint variables, one residue each."""
+    """A GAN has disjoint variables, with one residue each."""
     model = variables(SHAPES)
     compression = scalecom(lookahead=True)
     parts = [["first", "bias"], ["second", "third"]]
@@ -461,7 +465,7 @@ def test_a_step_that_overflows_on_one_rank_never_happened(mode, value):
     step, clean = Step(variables(SHAPES), compression), Step(variables(SHAPES), untouched)
     for number in range(8):
         grads = gradients(SHAPES, hvd.rank(), number)
-        if number in (0, 3, 4, 6):  # the leader, and others
+        if number in (0, 3, 4, 6):  # the value is on the leader, or on another rank
             if hvd.rank() == number % hvd.size():
                 grads["second"][1, 7] = value
             averages = step(grads)
@@ -515,7 +519,7 @@ def test_process_sets_have_leaders_of_their_own():
         assert compression.stats()["step"] == 5
         assert compression.stats()["leader"] == 4 % mine.size()
         assert not same_on_all_ranks([tf.constant(total) for total in sent.values()])
-    # Those outside are left alone.
+    # Ranks outside the process set keep their gradients.
     grads = gradients(SHAPES, hvd.rank(), 9)
     untouched = Step(variables(SHAPES), scalecom(), process_set=sets[(hvd.rank() + 1) % 2])(grads)
     for name in SHAPES:
@@ -524,7 +528,7 @@ def test_process_sets_have_leaders_of_their_own():
         hvd.remove_process_set(process_set)
 
 
-# The optimizers of TensorFlow 1.
+# TensorFlow 1's optimizers.
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -544,7 +548,7 @@ def test_optimizers_of_tensorflow_1_without_a_graph(traced):
         return train(model, tf.function(step, autograph=False) if traced else step, 4), optimizer
 
     losses, optimizer = run(hvd, scalecom(rate=4))
-    assert losses[3] < losses[0]  # the same batch
+    assert losses[3] < losses[0]  # both losses are of the same batch
     assert optimizer.compression.stats()["step"] == 4
     np.testing.assert_allclose(
         run(hvd, hvd.ScaleCom(rate=1))[0], run(stock, stock.Compression.none)[0], rtol=1e-4
@@ -552,8 +556,9 @@ def test_optimizers_of_tensorflow_1_without_a_graph(traced):
 
 
 def in_a_graph(library, compression, passes=1, monitored=False, steps=range(6), state=None):
-    """Some steps with the same gradients as ever; gives the variables, and what the ScaleCom says
-    of them. state: to go on from.
+    """Run some steps with the usual gradients.
+
+    Return the variables, and what the ScaleCom says of the steps. state: to go on from.
     """
     with tf.Graph().as_default():
         initial = float(hvd.rank()) if monitored else 0.0
@@ -650,8 +655,9 @@ def test_resuming_in_a_graph_is_bit_identical():
 
 @pytest.fixture
 def behaviour_of_tensorflow_1():
-    """What tf.compat.v1.disable_v2_behavior() changes beside eager execution: Dimensions, reference
-    variables, old control flow.
+    """What tf.compat.v1.disable_v2_behavior() changes besides eager execution.
+
+    It changes Dimensions, reference variables, and control flow.
     """
     changes = ("v2_tensorshape", "resource_variables", "control_flow_v2")
     for change in changes:
@@ -673,8 +679,9 @@ def test_nothing_is_lost_with_the_behaviour_of_tensorflow_1(options, mode):
 @pytest.mark.long
 @pytest.mark.parametrize("traced", [True, False])
 def test_residues_that_keep_growing_are_reported_once(traced, capfd, caplog):
-    """A gradient that never changes, at a rate of 400: after 200 steps most coordinates have never
-    been sent.
+    """A gradient never changes, at a rate of 400.
+
+    After 200 steps most elements have never been sent.
     """
     compression = hvd.ScaleCom(rate=400, total_steps=310)
     step = Step(variables({"weight": (100, 100)}), compression, traced=traced)

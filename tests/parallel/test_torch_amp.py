@@ -1,5 +1,6 @@
-"""GradScaler and autocast, as the guide says to use them: steps that overflow are skipped on every
-rank, residues survive a moving scale.
+"""GradScaler and autocast, used as the guide says.
+
+Every rank skips steps that overflow. Residues survive a moving scale.
 """
 
 import pytest
@@ -22,13 +23,12 @@ def scalecom(library, net, **settings):
 
 
 def train(library, scaler, steps, overflow_at=(), **settings):
-    """Train a small net; at the steps of `overflow_at` losses are too large for their scale on the
-    ranks it says.
+    """Train a small net. In the steps of `overflow_at`, losses are too large for their scale.
 
-    Gives net and compressor.
+    Return the net, the compressor, and the scales.
 
-    overflow_at: {step: "the last rank", "all ranks" or "the leader"}, which in look-ahead is the
-    one that chooses in this step.
+    overflow_at: {step: "the last rank", "all ranks" or "the leader"}. With look-ahead, the leader
+        is the rank that chooses in this step.
     """
     net = small_net()
     compressor = scalecom(library, net, loss_scale=scaler, **settings)
@@ -107,8 +107,9 @@ def test_a_run_with_overflows_ends_where_one_without_them_ends(library, mode):
 
 
 def train_half(library, make_compression, net_dtype, autocast, steps=5):
-    """Five steps in half precision, by autocast or by a model of that dtype; gives net and
-    compressor.
+    """Take five steps in half precision, by autocast or by a model of that dtype.
+
+    Return the net and the compressor.
     """
     net = small_net(net_dtype)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, enabled=autocast is torch.float16)
@@ -137,7 +138,7 @@ def train_half(library, make_compression, net_dtype, autocast, steps=5):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", ["autocast", "model"])
 def test_half_precision(library, dtype, form):
-    """Residues are float32 whatever the gradient; at rate=1 it is what dense training gives."""
+    """Residues are float32, whatever the gradient. At rate=1 the result is dense training's."""
     kind = (torch.float32, dtype) if form == "autocast" else (dtype, None)
 
     def in_horovod(rate):
@@ -152,7 +153,7 @@ def test_half_precision(library, dtype, form):
     assert residues.keys() == {"0.weight", "2.weight"}
     assert all(residue.dtype == torch.float32 and residue.any() for residue in residues.values())
     assert same_on_all_ranks(net.parameters())
-    if (form, dtype) != ("model", torch.bfloat16):  # Horovod's all-reduce knows no bfloat16
+    if (form, dtype) != ("model", torch.bfloat16):  # Horovod's all-reduce takes no bfloat16
         whole, _ = in_horovod(1)
         dense, _ = train_half(stock, lambda net, scaler: stock.Compression.none, *kind)
         for a, b in zip(whole.parameters(), dense.parameters(), strict=True):

@@ -1,7 +1,7 @@
 """Scripts that change p.grad between backward() and step() without synchronize().
 
 Horovod's guide asks for synchronize() there, but scripts without it train in stock Horovod. So
-every step is right, or all ranks refuse it and say what to call: never a wrong number.
+every step is right, or all ranks refuse it and say what to call. No step may give a wrong number.
 """
 
 import functools
@@ -18,14 +18,14 @@ from models import same_on_all_ranks
 
 EVERYTHING = 1.0000001  # a rate at which k = N
 SMALL = {"weight": (40, 100), "bias": (50,)}
-LARGE = {"weight": (700, 1000), "bias": (50,)}  # its kernels run on a thread
+LARGE = {"weight": (700, 1000), "bias": (50,)}  # large enough for kernels on a thread
 SIZES = pytest.mark.parametrize(
     "shapes", [SMALL, pytest.param(LARGE, marks=pytest.mark.long)], ids=["small", "large"]
 )
 
 
 def make(library, shapes, rate=EVERYTHING, **settings):
-    """Parameters that are zero, plain SGD with learning rate 1, and the compressor."""
+    """Parameters of zeros, plain SGD with learning rate 1, and the compressor."""
     model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     named = {"named_parameters": model.items()} if library is stock else {}
     everything = {"dense": ["bias"], "warmup_steps": 0, "min_numel": 2}
@@ -37,7 +37,7 @@ def make(library, shapes, rate=EVERYTHING, **settings):
 
 
 def loss_of(model, grads):
-    """Its backward gives every parameter the gradient in `grads`."""
+    """A loss with a backward that gives every parameter the gradient in `grads`."""
     return sum((p * torch.as_tensor(grads[name])).sum() for name, p in model.items())
 
 
@@ -55,8 +55,9 @@ def mean(everyone):
 
 
 def right_updates(change, everyone):
-    """What stock Horovod may give: the script changes each rank's gradients, or their average,
-    whichever comes first.
+    """What stock Horovod may give.
+
+    The script changes each rank's gradients, or their average, depending on which comes first.
     """
     before = mean([changed(change, grads) for grads in everyone])
     after = changed(change, mean(everyone))
@@ -75,7 +76,7 @@ def norm(grads):
 
 
 def refuses(step):
-    """Take a step; gives whether all ranks refused it, with an error that says what to call."""
+    """Take a step. Return whether all ranks refused it, with an error that says what to call."""
     error = ""
     try:
         step()
@@ -89,7 +90,7 @@ def refuses(step):
 
 
 def mean_residues(compressor, shapes):
-    """{name: the average over ranks of what waits there}"""
+    """{name: the average of the residues over ranks}"""
     found = {}
     for name, shape in shapes.items():
         tensor = compressor.residues.tensors.get(name)
@@ -103,7 +104,10 @@ def largest_residue(compressor):
 
 
 def holds_no_more_than(compressor, grads):
-    """A refused step may leave this rank's gradient in the residue, to be sent later."""
+    """Whether the residue holds at most this rank's gradient.
+
+    A refused step may leave the gradient there, to be sent later.
+    """
     return largest_residue(compressor) <= max(np.abs(g).max() for g in grads.values()) + 1e-4
 
 
@@ -117,8 +121,9 @@ def trains_as_stock_or_refuses(
     may_refuse=True,
     **settings,
 ):
-    """Take steps in which everything is chosen. Each gives what stock Horovod may give, and leaves
-    no residue; or all ranks refuse it.
+    """Take steps in which everything is chosen.
+
+    Each step gives what stock Horovod may give, and leaves no residue, or all ranks refuse it.
 
     script(model, optimizer, loss): one step of the script under test.
     change(parameters): what the script does to their gradients, for the reference.
@@ -153,7 +158,7 @@ def trains_as_stock_or_refuses(
 
 
 def of_gradients(function):
-    """A change of parameters' gradients, from a change of one."""
+    """Make a change of all parameters' gradients from a change of one."""
 
     def change(parameters):
         for parameter in parameters:
@@ -168,7 +173,7 @@ def mask(grad):
 
 
 def through_data(parameters):
-    """Moves no version counter."""
+    """Change gradients without moving a version counter."""
     for parameter in parameters:
         parameter.grad.data.mul_(0.25)
 
@@ -179,7 +184,7 @@ def with_another_tensor(parameters):
 
 
 def pause(step):
-    """In every second step: kernels on a thread have ended then, and else they are under way."""
+    """Wait in every second step: kernels on a thread end then, and may still run in other steps."""
     time.sleep(0.05 * (step % 2))
 
 
@@ -195,7 +200,7 @@ CHANGES = {
 
 
 def changing(change):
-    """A script that changes gradients after backward and takes its step."""
+    """A script that changes gradients after backward, and then takes its step."""
 
     steps = itertools.count()
 
@@ -209,7 +214,7 @@ def changing(change):
 
 
 def synchronizing(change):
-    """The same as Horovod's guide has it."""
+    """The same script as Horovod's guide writes it."""
 
     def script(model, optimizer, loss):
         loss.backward()
@@ -225,12 +230,12 @@ def synchronizing(change):
 @in_every_library
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_gradients_changed_after_synchronize_are_right(change, library):
-    """Nobody is refused who does what the guide says."""
+    """A script that does what the guide says is never refused."""
     trains_as_stock_or_refuses(library, SMALL, synchronizing(change), change, may_refuse=False)
 
 
 def mostly_long(names, short):
-    """Parameters of a test, of which all but these take their time elsewhere."""
+    """A test's parameters, with all but those in `short` marked long."""
     return [n if n in short else pytest.param(n, marks=pytest.mark.long) for n in names]
 
 
@@ -242,7 +247,7 @@ def test_gradients_changed_after_backward(name, library):
 
 @pytest.mark.parametrize("name", mostly_long(("clip_grad_norm_", "mul_"), ("clip_grad_norm_",)))
 def test_gradients_changed_while_kernels_run(name):
-    """Of a model so large that they run on a thread, which may see half of the change."""
+    """The model is so large that kernels run on a thread, which may see half of the change."""
     trains_as_stock_or_refuses(hvd, LARGE, changing(CHANGES[name]), CHANGES[name])
 
 
@@ -260,13 +265,13 @@ def test_gradients_changed_after_backward_in_other_modes(settings, change):
 @pytest.mark.on_cpus  # see test_nothing_is_lost_where_gradients_are_changed
 @in_every_library
 def test_a_refused_step_keeps_gradients_as_they_came(library):
-    """Also those of which nobody can see that they were changed."""
+    """Even gradients that were changed without any trace are kept as they came."""
     shapes = SMALL | {"unseen": (40, 100)}
     model, optimizer, compressor = make(library, shapes)
     for step in range(2):
         optimizer.zero_grad()
         mine = gradients(shapes, hvd.rank(), step)
-        mine["unseen"].reshape(-1)[::1000] = 0.0  # the elements that are compared
+        mine["unseen"].reshape(-1)[::1000] = 0.0  # only these elements are compared
         loss_of(model, mine).backward()
         if step == 1:
             through_data(model.values())
@@ -281,7 +286,7 @@ def test_a_refused_step_keeps_gradients_as_they_came(library):
 
 @pytest.mark.parametrize("name", mostly_long(CHANGES, ["through .data"]))
 def test_gradients_changed_in_steps_that_are_sent_whole(name):
-    """On one rank only, and in the second step: in the first nothing is under way yet."""
+    """One rank changes them in the second step. In the first nothing is under way yet."""
     model, optimizer, _ = make(hvd, SMALL, warmup_steps=10)
     for step in range(2):
         optimizer.zero_grad()
@@ -308,7 +313,7 @@ def test_gradients_that_are_not_finite_are_replaced_after_backward(library):
 @in_every_library
 @SIZES
 def test_one_rank_only_changes_its_gradients(shapes, library):
-    """The others cannot know it by themselves."""
+    """The other ranks cannot notice it by themselves."""
 
     def script(model, optimizer, loss):
         loss.backward()
@@ -340,7 +345,7 @@ def test_one_rank_only_changes_its_gradients(shapes, library):
 @SIZES
 @pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
 def test_pytorchs_own_loop_of_mixed_precision(clips, shapes, library):
-    """As PyTorch's page on amp has it: without synchronize()."""
+    """This is the loop of PyTorch's page on amp, which has no synchronize()."""
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**16)
     steps = itertools.count()
 
@@ -381,12 +386,12 @@ def in_mixed_precision(scaler, model, optimizer, loss):
     scaler.update()
 
 
-# Elsewhere the exchange's stream may read gradients before they are changed, or after.
+# On other devices the exchange's stream may read gradients before the change, or after it.
 @pytest.mark.on_cpus
 @in_every_library
 @pytest.mark.parametrize("what", ["a quarter", "a quarter, after synchronize()", "amp"])
 def test_nothing_is_lost_where_gradients_are_changed(what, library):
-    """What was sent, and what waits, is what came in, in the units that it came in."""
+    """What was sent, plus what waits, is what came in, in the units in which it came."""
     if what == "amp":
         scaler, factor = torch.amp.GradScaler(DEVICE, init_scale=2.0**16), 1.0
         script, settings = functools.partial(in_mixed_precision, scaler), {"loss_scale": scaler}
@@ -400,15 +405,15 @@ def test_nothing_is_lost_where_gradients_are_changed(what, library):
         everyone = [gradients(SMALL, rank, step) for rank in range(hvd.size())]
         mine = loss_of(model, everyone[hvd.rank()])
         if refuses(lambda: script(model, optimizer, mine)):  # noqa: B023
-            # A step whose buckets had begun leaves its gradients in residues, as they were. They
-            # begin in hooks once ranks have agreed.
+            # A refused step leaves its gradients unchanged in residues if its buckets had begun.
+            # Hooks begin buckets once ranks have agreed.
             if compressor.stats()["step"] > 0:
                 kept["weight"] = mean(everyone)["weight"]
             break
         came_in = {name: came_in[name] + own for name, own in mean(everyone).items()}
     waits = mean_residues(compressor, SMALL)
     used = {name: -parameter.detach().double().numpy() for name, parameter in model.items()}
-    # The change is of what is sent, or of what was sent.
+    # The change applies to what is sent, or to what was sent.
     exchanged = {name: used[name] + waits[name] for name in SMALL}
     applied = {name: used[name] / factor + waits[name] for name in SMALL}
     wanted = {name: factor * came_in[name] + kept[name] for name in SMALL}
@@ -419,13 +424,13 @@ def test_nothing_is_lost_where_gradients_are_changed(what, library):
 
 @horovods_alone
 def test_the_reference_is_what_stock_horovod_gives():
-    """Of changes that give the same before and after the average."""
+    """Check a change that gives the same before and after the average."""
     change = CHANGES["mask"]
     model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SMALL.items()}
     optimizer = stock.DistributedOptimizer(torch.optim.SGD(model.values(), lr=1.0), model.items())
     everyone = [gradients(SMALL, rank, 0) for rank in range(hvd.size())]
     loss_of(model, everyone[hvd.rank()]).backward()
-    # It averages p.grad itself: a change meanwhile would be of some ranks' gradients only.
+    # Horovod averages p.grad itself. A change meanwhile would affect only some ranks' gradients.
     while not all(stock.poll(handle) for handle, _ in optimizer._handles.values()):
         time.sleep(0.001)
     change(list(model.values()))
@@ -436,7 +441,7 @@ def test_the_reference_is_what_stock_horovod_gives():
 
 @in_every_library
 def test_gradients_that_share_a_storage(library):
-    """They share their version too: to accumulate into one is no change of the others."""
+    """They share their version too. To accumulate into one does not change the others."""
     model, optimizer, compressor = make(library, SMALL)
     sizes = [parameter.numel() for parameter in model.values()]
     right = {name: np.zeros(shape) for name, shape in SMALL.items()}
@@ -451,7 +456,7 @@ def test_gradients_that_share_a_storage(library):
     assert close({name: p.detach().numpy() for name, p in model.items()}, right)
 
 
-@pytest.mark.on_cpus  # as above
+@pytest.mark.on_cpus  # for the same reason
 @pytest.mark.parametrize("passes", [1, 2])
 def test_training_goes_on_after_a_refusal(passes):
     """The refused gradient stays in residues, and the next steps send it."""
@@ -469,7 +474,7 @@ def test_training_goes_on_after_a_refusal(passes):
             assert refuses(optimizer.step)
         else:
             optimizer.step()
-        for name in SMALL if step != 3 else ["weight"]:  # of what is sent whole nothing is kept
+        for name in SMALL if step != 3 else ["weight"]:  # what is sent whole is not kept
             came[name] = came[name] + mean(everyone)[name]
     assert same_on_all_ranks(model.values())
     waits = mean_residues(compressor, SMALL)
@@ -482,7 +487,7 @@ def test_training_goes_on_after_a_refusal(passes):
 @pytest.mark.parametrize("changes", [["table"], ["weight", "table"]], ids=",".join)
 @pytest.mark.parametrize("step_of_change", [0, 2])
 def test_sparse_gradients_changed_after_backward(step_of_change, changes):
-    """They travel from their hooks on, also in the first step. Training goes on."""
+    """They travel from their hooks on, even in the first step. Training goes on."""
     model, optimizer, _ = make(hvd, {"table": (300, 20), "weight": (40, 100)}, dense=[])
     rows, last = torch.tensor([3, 50 + hvd.rank(), 7]), hvd.size() - 1
     wanted = torch.zeros(300)

@@ -1,5 +1,6 @@
-"""Diagnostics of real ranks: the numbers of as many simulated ones, written by one rank, at steps
-all ranks agreed on.
+"""Diagnostics of real ranks equal those of as many simulated ranks.
+
+One rank writes them, at steps that all ranks agreed on.
 """
 
 import csv
@@ -68,7 +69,7 @@ def test_real_ranks_see_what_simulated_ones_see(compression, settings):
 
 
 def test_the_first_rank_writes(tmp_path):
-    # Ranks on one machine have folders of their own here, so that it shows who wrote.
+    # Ranks on one machine have separate folders here, to show which rank wrote.
     path = tmp_path / "diagnostics.csv"
     model, optimizer = make(diagnostics=hvd.Diagnostics(2, csv=path))
     for step in range(4):
@@ -114,7 +115,7 @@ def test_horovods_own_optimizer_has_none():
         torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compressor
     )
     if hvd.size() > 1:
-        with pytest.raises(ValueError, match=r"use scalecom_hvd.torch's DistributedOptimizer"):
+        with pytest.raises(ValueError, match=r"Use scalecom_hvd.torch's DistributedOptimizer"):
             feed(model, gradients(SHAPES, hvd.rank(), 0))
     for p in model.values():
         p.grad = None

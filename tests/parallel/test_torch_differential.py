@@ -1,24 +1,29 @@
-"""Random programs of calls, as scripts make them, held against stock Horovod.
+"""Random programs of calls, as scripts make them, compared with stock Horovod.
 
-Every program runs several times on the same made-up gradients: in stock Horovod; with everything
-chosen (k = N, through lanes and residues), where after every call parameters must be those of stock
-Horovod; and at rate 10, where nothing may be lost. Each of the last two in this package's optimizer
-and in Horovod's own. Some programs take another method than ScaleCom in the former. After every
-synchronize():
+Every program runs several times on the same made-up gradients:
 
-    mean of gradients as they were + mean of residues before = gradients as they are + mean of
-    residues after where no rank had a gradient that was not exchanged yet, residues and step are
-    what they were
+- in stock Horovod;
+- with everything chosen (k = N, through lanes and residues). After every call parameters must then
+  be those of stock Horovod;
+- at rate 10. Nothing may be lost then.
 
-A program draws only calls that stock Horovod survives: it waits for ever where ranks differ in what
-they call without a name, or where one gives a step up that others have begun. It reads p.grad
-while it is being averaged; where a script changes it meanwhile, stock Horovod is given what the
-change makes of each rank's gradients. This package may refuse such a step, on all ranks. The
-script goes on then, and is no longer held against stock Horovod: residues may hold what it refused.
+The last two run both in this package's optimizer and in Horovod's own. In this package's optimizer,
+some programs take another method than ScaleCom. After every synchronize():
 
-By default the same programs in every run, as many as fit into some seconds but no more than
-PROGRAMS; FUZZ_SECONDS says for how long to make ever new ones, FUZZ_SEED with which seed to begin.
-A program that fails, or waits for ever, is printed with its seed.
+    mean of gradients as they were + mean of residues before
+        = gradients as they are + mean of residues after
+
+If every gradient of all ranks was exchanged already, residues and step stay as they were.
+
+A program draws only calls that stock Horovod survives. Stock Horovod waits for ever if ranks differ
+in nameless calls, or if one rank gives up a step that others have begun. It also reads p.grad while
+it averages. If a script changes p.grad meanwhile, stock Horovod is given what the change makes of
+each rank's gradients. This package may refuse such a step on all ranks. The script then goes on,
+but is no longer compared with stock Horovod, because residues may hold what was refused.
+
+By default every run takes the same programs: as many as fit into some seconds, but at most
+PROGRAMS. FUZZ_SECONDS says how long to make new programs, and FUZZ_SEED is the first seed. A
+program that fails, or waits for ever, is printed with its seed.
 """
 
 import contextlib
@@ -42,7 +47,7 @@ SECONDS = float(os.environ.get("FUZZ_SECONDS", 10))
 PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 25
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
 SHAPES = {"weight": (37, 11), "bias": (11,), "scale": (), "wide": (3, 230), "rows": (40, 6)}
-EVERYTHING = 1.0001  # a rate at which k = N, of tensors as small as these
+EVERYTHING = 1.0001  # a rate at which k = N, for tensors as small as these
 COLLECTIVES = (
     "allreduce",
     "grouped_allreduce",
@@ -61,12 +66,12 @@ CHANGES = {name: change for name, change in CHANGES.items() if name != "mask"} |
     "nan_to_num_": lambda parameters: [p.grad.nan_to_num_() for p in parameters]
 }
 
-# Of these torch does the same to sparse ones, and moves their version.
+# The changes that torch also makes to sparse gradients, with a new version.
 OF_SPARSE = ("mul_", "zero_", "another tensor")
 
 
 class Failed(Exception):
-    """What a rank's forward or backward raises where a program says so."""
+    """A rank's forward or backward raises it if a program says so."""
 
 
 class FailingBackward(torch.autograd.Function):
@@ -91,8 +96,8 @@ class Program:
         self.ranks = stock.size()
         self.passes = dice.choice((1, 1, 1, 2, 3))
         self.models = dice.choice((1, 1, 2))
-        # Horovod's own optimizer can tell one sparse embedding, made dense, from other tensors, and
-        # no more.
+        # With one sparse embedding that is made dense, Horovod's own optimizer can tell it from the
+        # other tensors. It cannot with more.
         self.sparse = dice.choice(("no", "no", "yes", "as dense"))
         self.options = dice.choice(({}, {}, {"op": stock.Sum}, {"gradient_predivide_factor": 2.0}))
         self.groups = dice.choice((None, None, 2, [["wide", "bias"], ["weight"]]))
@@ -109,28 +114,28 @@ class Program:
             "warmup_steps": dice.choice((0, 0, 2)),
             "dense": dice.choice(((), ("bias",))),
         }
-        # Horovod's own optimizer takes ScaleCom alone.
+        # Horovod's own optimizer takes only ScaleCom.
         self.method = dice.choice(("ScaleCom",) * len(OTHER_METHODS) + OTHER_METHODS)
         # torch's SGD cannot add a dense gradient to momentum that was sparse.
         self.momentum = dice.choice((0.0, 0.9)) if self.sparse == "no" else 0.0
-        # Gradients so small that float16 knows a few steps of them alone. (Gloo of Horovod 0.28.1
-        # drops some float16 sums.)
+        # Gradients so small that float16 has only a few steps of their size. (Gloo of Horovod
+        # 0.28.1 drops some float16 sums.)
         self.half = dice.random() < 0.15 and hvd.mpi_enabled()
         self.size = dice.choice((1.0, 1e-7)) if self.half else 1.0
-        # Integers are rounded, so nothing else gives what they give.
+        # Integers are rounded, so no other setting gives the same results.
         integers = {"bits": dice.choice((2, 3, 5)), "warmup_rate": dice.choice((1, 2, 4))}
         self.narrow = {"wire_dtype": "float16"} if self.half else dice.choice(({}, {}, integers))
         self.frozen = [set() for _ in range(self.models)]
         # backward passes, and whether ranks' hooks fired alike
         self.pending = [[0, True] for _ in range(self.models)]
-        # whether all ranks had gradients once: they have compared their parameters then
+        # whether all ranks have had gradients: they have then compared their parameters
         self.met = [False] * self.models
         self.calls = []
         kinds = [getattr(self, name) for name in dir(self) if name.startswith("draw_")]
         if dice.random() < 0.1:
             self.change_on_the_way(0)
         length = dice.randrange(6, 22)
-        # No more than one, and in some programs: what follows is held against less.
+        # At most one change, and only in some programs: what follows it is checked less strictly.
         changes_at = dice.choice((None, dice.randrange(length)))
         for number in range(length):
             dice.choice(kinds)(dice.randrange(self.models))
@@ -157,19 +162,20 @@ class Program:
         self.pending[model] = [0, True]
 
     def settle(self, model):
-        """Let nothing be under way: stock Horovod would refuse zero_grad()."""
+        """Let nothing be under way, because stock Horovod would refuse zero_grad()."""
         if self.pending[model][0]:
             self.synchronize(model)
 
     def draw_gradients(self, model):
-        """Backward on all ranks, on some for some parameters alone, or with an exception on one
-        rank.
+        """Run backward on all ranks.
+
+        On some ranks it may be for only some parameters, or one rank may raise an exception.
         """
         if self.pending[model][0] >= self.passes:
             self.synchronize(model)
         dice = self.dice
         if self.sparse != "no" and not self.pending[model][0]:
-            # torch adds no sparse gradient to what stock Horovod left
+            # torch cannot add a sparse gradient to what stock Horovod left
             self.call("zero", model, "grads")
         how = dice.choice(("all", "all", "all", "missing", "fails"))
         missing = [[] for _ in range(self.ranks)]
@@ -182,7 +188,7 @@ class Program:
             missing = [[name for name in names if dice.random() < 0.4] for _ in range(self.ranks)]
             if dice.random() < 0.3:
                 missing[dice.randrange(self.ranks)] = names
-        # An embedding's sparse gradient must come on all ranks: stock Horovod waits for ever else.
+        # An embedding's sparse gradient must come on all ranks, or stock Horovod waits for ever.
         fails = (
             (dice.randrange(self.ranks), dice.randrange(len(SHAPES)))
             if how == "fails" and self.sparse != "yes"
@@ -228,13 +234,13 @@ class Program:
         skipping = self.dice.random() < 0.4
         if skipping and self.met[model]:
             self.settle(model)
-        elif skipping:  # a step of each rank's own before they meet is refused when they do
+        elif skipping:  # if ranks step by themselves before they meet, they refuse when they meet
             self.synchronize(model)
         self.call("step", model, skipping)
         self.pending[model] = [0, True]
 
     def draw_closure(self, model):
-        """As Horovod's closures must: they synchronise what they compute; or compute nothing."""
+        """The closure synchronises what it computes, as Horovod's must, or computes nothing."""
         self.call(
             "closure",
             model,
@@ -266,7 +272,7 @@ class Program:
         self.call("scale", model, self.dice.choice((1.0, 0.25, 2.0**7)))
 
     def draw_overflow(self, model):
-        """With it the script does what a GradScaler does: no step, and gradients are dropped."""
+        """After an overflow, do as a GradScaler does: drop gradients, and take no step."""
         self.settle(model)
         self.call("zero", model, "grads")
         self.call(
@@ -288,10 +294,10 @@ class Program:
         self.call("load", model, self.dice.choice(("optimizer", "compressor")))
 
     def draw_load_in_step(self, model):
-        """A step is given up.
+        """Give a step up.
 
-        Not with sparse gradients, of which stock Horovod does not say whether they are still under
-        way.
+        This is not done with sparse gradients: stock Horovod does not tell whether they are still
+        under way.
         """
         if self.sparse != "yes":
             self.settle(model)
@@ -309,7 +315,10 @@ class Program:
             self.call("load_in_step", model)
 
     def draw_load_where_some_have_gradients(self, model):
-        """As where the others had an empty batch. Not of sparse ones, as in draw_load_in_step."""
+        """Load while only some ranks have gradients, because the others had an empty batch.
+
+        This is not done with sparse gradients, for the reason that draw_load_in_step gives.
+        """
         if self.sparse == "yes":
             return
         self.settle(model)
@@ -318,17 +327,21 @@ class Program:
         self.call("load_where_some_have_gradients", model, self.dice.randrange(10**6), have)
 
     def draw_one_rank_loads(self, model):
-        """Such as the best checkpoint, which it broadcasts. Not before all ranks have a state."""
+        """One rank loads a state, such as the best checkpoint, and broadcasts it.
+
+        All ranks must have a state first.
+        """
         self.synchronize(model)
         self.call("step", model, True)
         self.call("one_rank_loads", model, self.dice.randrange(self.ranks))
 
     def draw_thrown_away(self, model):
-        """An average that no step uses: as in FGSM and GANs, or in sharpness-aware steps, which go
-        by it to where they take their gradient.
+        """Compute an average that no step uses, as FGSM and GANs do.
+
+        Sharpness-aware steps do so too: the average leads to where they take their gradient.
         """
         self.settle(model)
-        # torch adds no sparse gradient to what stock Horovod left
+        # torch cannot add a sparse gradient to what stock Horovod left
         how = "grads" if self.sparse != "no" else self.dice.choice(("grads", "in place"))
         self.call("zero", model, how)
         seed, sharp = self.dice.randrange(10**6), self.dice.random() < 0.5
@@ -339,9 +352,9 @@ class Program:
         dice = self.dice
         how, names = dice.choice(list(CHANGES)), [list(SHAPES), list(SHAPES), ["weight"], ["wide"]]
         cleans = ("grads", "grads", "in place", "nothing")
-        if self.sparse != "no":  # and torch adds no sparse gradient to another
+        if self.sparse != "no":  # torch cannot add a sparse gradient to another
             how, names, cleans = dice.choice(OF_SPARSE), [*names, ["rows"]], ["grads"]
-        # It is not seen where most elements are zero.
+        # This change is not seen if most elements are zero.
         if how == "through .data" and self.frozen[model]:
             how = "mul_"
         self.settle(model)
@@ -359,13 +372,15 @@ class Program:
         self.pending[model] = [0, True]
 
     def draw_newcomer(self, model):
-        """A parameter that is added, or thawed, when the optimizer is made already."""
+        """Add or thaw a parameter when the optimizer exists already."""
         asks, leaves = self.dice.choice(("synchronize", "step")), self.dice.random() < 0.5
         self.call("newcomer", model, asks, leaves)
 
     def draw_own_collective(self, model):
-        """Between any two calls; nameless ones only where all ranks have submitted the same: stock
-        Horovod counts its own with them.
+        """Run a collective between any two calls.
+
+        It may be nameless only if all ranks have submitted the same: stock Horovod counts its own
+        collectives with it.
         """
         alike = all(same for _, same in self.pending)
         self.call(
@@ -380,24 +395,27 @@ class Program:
 
 
 class Run:
-    """A program on this rank. where: the library of the optimizer.  rate: of ScaleCom, None for
-    stock Horovod's.  said: gives what ScaleCom has warned of since.
+    """A program on this rank.
+
+    where: the optimizer's library.
+    rate: ScaleCom's rate, or None for stock Horovod.
+    said: returns the warnings that ScaleCom has logged since.
     """
 
     def __init__(self, program, where, rate, said):
         self.program, self.library, self.rate, self.said = program, where, rate, said
         self.method = program.method if where is hvd else "ScaleCom"
-        # Horovod's own optimizer is used by scripts that know horovod.torch alone.
+        # Scripts with Horovod's own optimizer know only horovod.torch.
         self.collectives = where
         self.scale_now = [1.0] * program.models
-        # Whether some rank has a gradient that was not exchanged yet. None: where scripts put
-        # gradients, that depends on what these are.
+        # Whether some rank has a gradient that was not exchanged yet. None if that depends on the
+        # gradients that scripts set.
         self.new = [False] * program.models
-        # Those of whose averages some were thrown away.
+        # The models that had averages thrown away.
         self.threw_away = set()
         self.models, self.compressors, self.optimizers, self.mine = [], [], [], []
         self.kept = [{} for _ in range(program.models)]
-        self.comparable = self.method != "ECQSGD"  # which rounds
+        self.comparable = self.method != "ECQSGD"  # ECQSGD rounds
         for model in range(program.models):
             self.make(model)
 
@@ -452,8 +470,10 @@ class Run:
         self.mine.append({})
 
     def all(self):
-        """After every call of the program: a copy of all parameters, and whether they are to be
-        those of stock Horovod.
+        """Yield what every call of the program leaves behind.
+
+        That is the call's name, a copy of all parameters, and whether these must be stock
+        Horovod's.
         """
         for number, (name, model, *arguments) in enumerate(self.program.calls):
             try:
@@ -467,7 +487,7 @@ class Run:
             )
 
     def gradients(self, model, seed, rank):
-        """They depend on where parameters are."""
+        """The gradients, which depend on the parameters' values."""
         generator, parameters = torch.Generator().manual_seed(seed * 64 + rank), self.models[model]
         grads = {
             name: (torch.randn(shape, generator=generator) + 0.1 * parameters[name].detach())
@@ -478,15 +498,17 @@ class Run:
         return grads
 
     def add(self, model, name, grad, factor=1.0):
-        """Note what backward gives, and a hook multiplies."""
+        """Note what backward gives, times a hook's factor."""
         mine = self.mine[model]
         mine[name] = (grad if mine.get(name) is None else mine[name] + grad) * factor
 
     def backward(
         self, model, seed, missing, fails, collective, one_by_one, penalty=False, halve=()
     ):
-        """penalty: gradients are those of other gradients, as of penalties on these.
-        halve: ranks where a hook that comes late halves what was accumulated.
+        """Run backward.
+
+        penalty: gradients come from other gradients, as gradient penalties do.
+        halve: the ranks on which a late hook halves what was accumulated.
         """
         rank, parameters = hvd.rank(), self.models[model]
         grads = self.gradients(model, seed, rank)
@@ -506,10 +528,10 @@ class Run:
             term = self.term(name, parameter, grad)
             if name == "weight":
                 term = self.differentiable(term, collective)
-                term = term * torch.ones(term.shape)  # Horovod takes contiguous gradients alone
+                term = term * torch.ones(term.shape)  # Horovod takes only contiguous gradients
             terms.append((name, term.sum()))
         self.new[model] = self.new[model] or any(len(names) < len(SHAPES) for names in missing)
-        order = terms[::-1]  # in which autograd comes by
+        order = terms[::-1]  # the order in which autograd gets to them
         halved = names if rank in halve else []
         hooks = [parameters[n].register_post_accumulate_grad_hook(halve_gradient) for n in halved]
         with contextlib.suppress(Failed):
@@ -529,15 +551,16 @@ class Run:
             self.add(model, name, grad, 0.5 if name in halved else 1.0)
 
     def term(self, name, parameter, grad):
-        """What a loss is a sum of, so that this parameter's gradient is this."""
+        """A term of a loss that gives this parameter this gradient."""
         if name != "rows" or self.program.sparse == "no":
             return parameter * grad
         own = grad.any(1).nonzero().view(-1)
         return torch.nn.functional.embedding(own, parameter, sparse=True) * grad[own]
 
     def differentiable(self, x, kind):
-        """A collective in the middle of a model, by which the gradient stays what it is; but for a
-        broadcast, which leaves it on rank 0.
+        """Run a collective in the middle of a model, without changing the gradient.
+
+        Only a broadcast changes it: it leaves the gradient on rank 0.
         """
         library, n, name = (
             self.collectives,
@@ -563,8 +586,9 @@ class Run:
         return x
 
     def before(self, model):
-        """This rank's gradients (zeros where there are none), and its residues before backward,
-        which may have moved them already.
+        """This rank's gradients, and its residues before backward.
+
+        Missing gradients are zeros. Backward may have moved the residues already.
         """
         mine = {name: self.mine[model].get(name) for name in SHAPES}
         grads = {
@@ -573,7 +597,7 @@ class Run:
         return grads, self.kept[model]
 
     def residues(self, model):
-        """What waits, in the gradients' units."""
+        """The residues, in the gradients' units."""
         tensors = {} if self.rate is None else self.compressors[model].residues.tensors
         return {
             name.partition(".")[0]: (tensor.residue / tensor.beta).view(tensor.shape)
@@ -589,7 +613,7 @@ class Run:
         self.after(model, before, steps, new)
 
     def after(self, model, before, steps, new, void=False):
-        """What is true after every synchronize()."""
+        """Check what is true after every synchronize()."""
         grads, residues = before
         now = {name: dense(parameter.grad) for name, parameter in self.models[model].items()}
         self.mine[model], self.new[model] = (
@@ -602,16 +626,16 @@ class Run:
             for name, residue in (
                 residues or {name: torch.zeros_like(residue) for name, residue in after.items()}
             ).items():
-                # What was moved and is taken back is what it was to rounding: a void step, and in
-                # Horovod's own optimizer after loading.
+                # A residue that was moved and taken back is the same except for rounding. That
+                # happens in a skipped step, and in Horovod's own optimizer after loading.
                 moved = void or self.library is stock
                 size = float(residue.abs().max() + grads[name].nan_to_num(0, 0, 0).abs().max())
                 assert (after[name] - residue).abs().max() <= 1e-5 * size * moved, (
                     f"the residue of {name} changed"
                 )
         if void:
-            # This package's optimizer tells by every gradient, Horovod's own by that which was not
-            # finite.
+            # In this package's optimizer every gradient shows a skipped step. In Horovod's own,
+            # only the gradient that was not finite does.
             told = now if self.library is hvd and self.rate is not None else {"wide": now["wide"]}
             assert not any(grad.isfinite().all() for grad in told.values())
             return
@@ -631,7 +655,7 @@ class Run:
         lengths = [now[name].numel() for name in names]
         of_all = (whole.split(lengths) for whole in (came * factor, sums * n, moved * factor))
         for name, sent, sums_of, moved_of in zip(names, *of_all, strict=True):
-            # The rounding of float16 sums is nobody's. Below 2**-13 they are exact.
+            # The rounding of float16 sums is in no residue. Below 2**-13 these sums are exact.
             rounds = self.program.half and float(sums_of.max()) >= 2**-13
             size, precision = float(moved_of.max()), 2e-3 * n if rounds else 1e-5
             off = float((sent - now[name].view(-1)).abs().max())
@@ -755,8 +779,8 @@ class Run:
             optimizer = self.optimizers[model]
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         elif self.rate is not None and not (self.library is stock and "op" in self.program.options):
-            # In Horovod's own optimizer a compressor does not know of Sum, and averages where
-            # another sum would multiply: in a synchronize() with nothing new, right after loading.
+            # In Horovod's own optimizer a compressor does not know of Sum. In a synchronize() with
+            # nothing new, right after loading, it averages where another sum would multiply.
             compressor = self.compressors[model]
             compressor.load_state_dict(copy.deepcopy(compressor.state_dict()))
 
@@ -765,11 +789,11 @@ class Run:
         while not all(
             callable(handle) or stock.poll(handle) for handle, _ in optimizer._handles.values()
         ):
-            time.sleep(0.001)  # else stock Horovod meets its own names
+            time.sleep(0.001)  # or stock Horovod meets its own names
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         self.zero(model, "grads")
-        # Horovod's own optimizer tells a compressor nothing, so it takes the step back when it is
-        # asked for the next one.
+        # Horovod's own optimizer tells a compressor nothing. So the compressor takes the step back
+        # only when it is asked for the next one.
         self.new[model] = None if self.library is stock else False
         if self.library is hvd and self.rate is not None:
             for name, residue in self.residues(model).items():
@@ -780,7 +804,7 @@ class Run:
                 before.copy_(residue)
 
     def load_where_some_have_gradients(self, model, seed, have):
-        """Not in Horovod's own optimizer, which would meet its own names, and wait for ever."""
+        """Horovod's own optimizer runs no backward here: it would meet its own names, and hang."""
         if self.library is hvd and self.rate is not None:
             missing = [[] if has else list(SHAPES) for has in have]
             for number in range(self.program.passes):
@@ -790,14 +814,14 @@ class Run:
     def one_rank_loads(self, model, rank):
         optimizer = self.optimizers[model]
         state = copy.deepcopy(optimizer.state_dict())
-        if self.program.momentum:  # else there is no state, and Horovod broadcasts nothing
+        if self.program.momentum:  # or there is no state, and nothing is broadcast
             state["param_groups"][0]["lr"] *= 0.9
             for own in state["state"].values():
                 own["momentum_buffer"] *= 0.5
         if hvd.rank() == rank:
             optimizer.load_state_dict(state)
         self.library.broadcast_optimizer_state(optimizer, rank)
-        self.new[model] = self.new[model] or None  # it makes gradients of zeros where none are
+        self.new[model] = self.new[model] or None  # it makes zero gradients where there are none
         self.remember(model)
 
     def thrown_away(self, model, seed, sharp, how):
@@ -818,12 +842,13 @@ class Run:
             for parameter, original in zip(parameters, here, strict=True):
                 parameter.copy_(original)
         self.step(model, False)
-        warned = sum("no step of an optimizer" in message for message in self.said())
+        warned = sum("no optimizer step" in message for message in self.said())
         assert warned >= len(self.threw_away), "averages were lost, and no warning says so"
 
     def change_on_the_way(self, model, how, ranks, names, seeds, waits, cleans):
-        """The step gives what it would if gradients had come as the change makes them; or all ranks
-        refuse it, and go on.
+        """The step must give what it would with gradients that had come as changed.
+
+        Or all ranks refuse it, and go on.
         """
         rank, optimizer = hvd.rank(), self.optimizers[model]
         trained = {name: p for name, p in self.models[model].items() if p.requires_grad}
@@ -835,7 +860,7 @@ class Run:
         grads = dict(before)
         if names:
             grads |= changed(CHANGES[how], {name: before[name] for name in names})
-        # Of sparse gradients Horovod's own optimizer tells a compressor nothing.
+        # Horovod's own optimizer tells a compressor nothing of sparse gradients.
         by_hand = self.rate is None or (self.library is stock and self.program.sparse == "yes")
         if by_hand:
             for name, parameter in trained.items():
@@ -861,18 +886,18 @@ class Run:
         self.after(model, *arguments)
 
     def go_on(self, model, cleans):
-        """As a script that caught the error."""
+        """Go on as a script that caught the error does."""
         self.comparable, self.kept[model] = False, self.residues(model)
-        # What was refused need not come from what comes next.
+        # The next average need not contain what was refused.
         self.new[model] = None
-        if self.library is stock:  # where a load is what gives up a step
+        if self.library is stock:  # only a load gives up a step there
             optimizer = self.optimizers[model]
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             cleans = "grads"  # some are averages already
         self.zero(model, cleans)
 
     def check_refused(self, model, grads):
-        """A refused step leaves residues as they were, or with the gradients as they came."""
+        """Check that a refused step left residues as they were, or added gradients as they came."""
         for name, residue in self.residues(model).items():
             left = residue - self.kept[model].get(name, torch.zeros_like(residue))
             whole = grads.get(name, torch.zeros_like(residue)).nan_to_num(0, 0, 0)
@@ -883,11 +908,11 @@ class Run:
             )
 
     def newcomer(self, model, asks, leaves):
-        """All ranks refuse it, and go on as ever when it is taken away, or frozen."""
+        """All ranks refuse it. When it is removed or frozen, they go on as usual."""
         optimizer, parameter = self.optimizers[model], torch.nn.Parameter(torch.ones(3))
         optimizer.add_param_group({"params": [parameter]})
-        if self.library is hvd and self.rate is not None:  # stock Horovod's ranks each train it
-            with pytest.raises(RuntimeError, match="make the DistributedOptimizer anew"):
+        if self.library is hvd and self.rate is not None:  # in stock Horovod each rank trains it
+            with pytest.raises(RuntimeError, match="Make a new DistributedOptimizer"):
                 getattr(optimizer, asks)()
         parameter.requires_grad_(False)
         if leaves:
@@ -923,18 +948,18 @@ class Run:
 
 
 def count_alike(own):
-    """Let all ranks have submitted as many collectives as the one with the most.
+    """Let all ranks have submitted as many collectives as the rank with the most.
 
-    Where a state is loaded in mid-step, a rank may have submitted more of that step than another.
-    Horovod calls a nameless collective by its number in the process, so horovod.torch's own would
-    never meet again. A script takes them from scalecom_hvd.torch, or trains with horovod.torch
-    alone; here both take turns in one process.
+    If a state is loaded in the middle of a step, a rank may have submitted more of that step than
+    another. Horovod names a nameless collective by its number in the process, so those of
+    horovod.torch itself would never meet again. A script takes them from scalecom_hvd.torch, or
+    trains only with horovod.torch. Here both take turns in one process.
     """
 
     def submit():
         handle = stock.allreduce_async(torch.zeros(1), name="differential.own", process_set=own)
         stock.synchronize(handle)
-        return handle  # their number
+        return handle  # the number of collectives
 
     numbers = stock.allgather(torch.tensor([submit()]), name="differential.numbers")
     for _ in range(int(numbers.max() - numbers[stock.rank()])):
@@ -962,7 +987,7 @@ def dense(grad):
 
 
 def check(program, own, caplog):
-    """Run the program in every way; gives nothing, and raises where one goes wrong.
+    """Run the program in every way, and raise if one goes wrong.
 
     own: this rank's own process set.
     """
@@ -974,7 +999,7 @@ def check(program, own, caplog):
         (hvd, 10),
         (stock, 10),
     ):
-        # On all ranks or none, so that nobody is left waiting for who has stopped.
+        # All ranks stop or none does, so that no rank waits for one that has stopped.
         kind = f"{where.__name__}, rate {rate}"
         seen, error = [], None
         count_alike(own)
@@ -1000,20 +1025,20 @@ def check(program, own, caplog):
                         atol=1e-5,
                         msg=lambda text: f"{kind}, after {name}, {i}: {text}",  # noqa: B023
                     )
-        # Where a script changed gradients on every rank in another way, and skipped synchronize(),
-        # they are not in stock Horovod either. Nor, to the bit, where a gradient is sparse on one
-        # rank and dense on another, as torch adds these otherwise.
+        # If a script changed gradients differently on every rank and skipped synchronize(), ranks
+        # differ in stock Horovod too. They also differ in the last bits if a gradient is sparse on
+        # one rank and dense on another, because torch adds these differently.
         if program.sparse != "as dense" and same_on_all_ranks(expected[-1][1]):
             assert same_on_all_ranks(seen[-1][1]), kind
 
 
 @pytest.mark.timeout(SECONDS + 100, method="thread")
 def test_random_programs(caplog):
-    # torch imports much of itself when it makes its first optimizer. Warnings come where there are
-    # steps.
+    # torch imports much of itself when it makes its first optimizer. Warnings need an optimizer
+    # that steps.
     torch.optim.SGD([torch.zeros(1)]).step()
     caplog.set_level(logging.WARNING, "scalecom_hvd")
-    # Each rank's own, as other tests make some of the same ranks.
+    # Every rank has a set of its own, because other tests make sets of some of the same ranks.
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     begun, seed = time.monotonic(), FIRST_SEED
     warnings.filterwarnings("ignore", message="optimizer.step")

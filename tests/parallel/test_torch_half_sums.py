@@ -1,5 +1,6 @@
-"""Values that travel in half precision: sent + residue is what came in, also where that is very
-small. Horovod's own optimizer refuses them.
+"""Values that travel in half precision: sent + residue is what came in, even if that is very small.
+
+Horovod's own optimizer refuses them.
 """
 
 import horovod.torch as stock
@@ -12,7 +13,7 @@ import scalecom_hvd.torch as hvd
 
 SETTINGS = {"rate": 3, "min_numel": 10, "dense": (), "warmup_steps": 0}
 HALF = {"wire_dtype": "float16"}
-# {: (library, method, fields, options of the optimizer)}
+# {way: (library, method, fields, options of the optimizer)}
 WAYS = {
     "ScaleCom": (hvd, hvd.ScaleCom, HALF, {}),
     "look-ahead": (hvd, hvd.ScaleCom, HALF | {"lookahead": True}, {}),
@@ -64,6 +65,6 @@ def test_nothing_is_lost(way):
 def test_horovods_own_optimizer_divides_in_float16_and_so_is_refused():
     model = parameters(FINE_SHAPES)
     make(stock, model, hvd.ScaleCom, HALF)
-    refusal = "wire_dtype='float16' works in this package's DistributedOptimizer only"
+    refusal = "wire_dtype='float16' works only in this package's DistributedOptimizer"
     with pytest.raises(TypeError, match=refusal):
         feed(model, fine(hvd.rank(), 0))

@@ -1,16 +1,16 @@
-"""Random programs of local steps on real ranks, held to plain PyTorch: what a script does here,
-every rank also does for all n workers.
+"""Random programs of local steps on real ranks, compared with plain PyTorch.
 
-A worker is a model, an ordinary optimizer and perhaps a GradScaler; at the schedule's steps the
-workers' parameters are averaged. With everything chosen, parameters must be equal after every line
-of the program. At rate 10 they must be between synchronisations, and at these
-nothing may be lost: what left the ranks' residues and changes, averaged, is what the common
-    parameters moved by.
+What a script does here on real ranks, every rank also does in plain PyTorch for all n workers. A
+worker is a model, an ordinary optimizer and perhaps a GradScaler. At the schedule's steps the
+workers' parameters are averaged.
 
-Every rank makes the same programs from the same seed. By default they are the same ones in every
-run, as many as fit into some seconds but no more than PROGRAMS; FUZZ_SECONDS says for how long to
-make ever new ones, FUZZ_SEED with which seed to begin. A program that fails is printed with its
-seed.
+With everything chosen, parameters must be equal after every line of the program. At rate 10 they
+must be equal between synchronisations. At synchronisations nothing may be lost: what left the
+ranks' residues and changes, averaged, is what the common parameters moved by.
+
+Every rank makes the same programs from the same seed. By default every run makes the same programs:
+as many as fit into some seconds, but at most PROGRAMS. FUZZ_SECONDS says how long to make new
+programs, and FUZZ_SEED is the first seed. A program that fails is printed with its seed.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ TOLERANCES = {
 
 
 class Net(torch.nn.Module):
-    """Three layers, one of which only some batches use."""
+    """Three layers. Only some batches use one of them."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -80,7 +80,7 @@ class Net(torch.nn.Module):
 
 
 class Twice(torch.optim.Optimizer):
-    """Evaluates the closure again where its momentum leads to."""
+    """Evaluates the closure again at the point that its momentum leads to."""
 
     def __init__(self, params, lr=0.05):
         super().__init__(params, {"lr": lr})
@@ -118,12 +118,13 @@ OUTERS = {
 
 
 class BadGradient(Exception):  # noqa: N818
-    """In a worker of plain PyTorch."""
+    """A worker of plain PyTorch raises it."""
 
 
 class Plain:
-    """What local steps are of an ordinary optimizer, but for the averages: a step with a bad
-    gradient is as if nobody had asked for it.
+    """Makes local steps of an ordinary optimizer, without the averages.
+
+    A step with a bad gradient is as if nobody had asked for it.
     """
 
     def __init__(self, optimizer):
@@ -161,7 +162,7 @@ class Plain:
 
 
 class Worker:
-    """One rank's model, optimizer and scaler; real or not."""
+    """One rank's model, optimizer and scaler. The rank is real or simulated."""
 
     def __init__(self, rank, net, optimizer, scaler, plain):
         self.rank, self.net, self.optimizer, self.scaler, self.plain = (
@@ -191,7 +192,7 @@ class Worker:
         return self.net.hidden(inputs, plan["detours"][self.rank])
 
     def take(self, plan):
-        """What comes after backward, up to the step."""
+        """Do what comes after backward, including the step."""
         optimizer, parameters = self.optimizer, list(self.net.parameters())
         if plan["hand"] == self.rank != plan["raises"]:
             parameters[0].grad = torch.full_like(parameters[0], 0.25)
@@ -245,8 +246,9 @@ class Worker:
 
 
 def train(workers, plan, share):
-    """The lines of a training script for these workers; gives whether they took a step. share:
-    gives each what all have in the middle.
+    """Run the lines of a training script for these workers. Return whether they took a step.
+
+    share: returns for each worker what all of them share in the middle.
     """
     if plan["closure"]:
         if plan["raises"] is not None and plan["nobody steps"]:
@@ -293,8 +295,11 @@ def shared_by_all(hidden, plan, number):
 
 
 class Simulated:
-    """All workers in plain PyTorch. x: the common parameters; start: where each began its round;
-    fragments: their names, told by the real one.
+    """All workers in plain PyTorch.
+
+    x: the common parameters.
+    start: the parameters with which each worker began its round.
+    fragments: the parameters' names in each fragment, as the real optimizer tells them.
     """
 
     def __init__(self, setting):
@@ -320,8 +325,8 @@ class Simulated:
         self.start = dict(self.x)
         self.fragments = [self.names]
         self.taken = self.last = 0
-        # What travels: (since, the average, where workers were); and of the real one what this rank
-        # brought to it: (its change, its residues before).
+        # departed: (since, the average, the workers' parameters) of what travels. brought: what
+        # this rank brought to it in the real run (its change, its residues before).
         self.departed = self.brought = None
 
     def values(self):
@@ -360,9 +365,9 @@ class Simulated:
         return self.departed and self.taken >= self.departed[0] + self.setting["overlap"]
 
     def take_average(self, average, changed):
-        """Let x become what the average of what was sent makes of it.
+        """Apply the average of what was sent to x.
 
-        changed: names of what really changed, where a rounding here is no change.
+        changed: the names of what really changed. A mere rounding here is no change.
         """
         if self.outer is None:
             self.x = self.x | {name: self.x[name] - one for name, one in average.items()}
@@ -413,7 +418,7 @@ def make_scaler(setting):
 
 
 class Training:
-    """A model's training in a program: the real one of this rank, and the simulated one of all."""
+    """A model's training in a program: this rank's real one, and the simulated one of all ranks."""
 
     def __init__(self, setting, choose, log):
         self.setting, self.choose, self.log = setting, choose, log
@@ -448,7 +453,7 @@ class Training:
         self.elastic = hvd.elastic.TorchState(net, optimizer)
 
     def watch(self, local):
-        """See what a synchronisation begins and ends with."""
+        """Record what every synchronisation begins and ends with."""
         depart, arrive = local._depart, local._arrive
         self.simulated.fragments = local._fragments
         own = dict(self.worker.net.named_parameters())
@@ -504,7 +509,7 @@ class Training:
     def step(self):
         plan = draw_plan(self.choose, self.setting)
         if "first" in self.frozen:
-            # only ranks with a detour would come by in backward, which hangs anywhere
+            # in backward only ranks with a detour would get to it, which hangs with any library
             plan["shared"] = None
         self.log.append(
             {key: value for key, value in plan.items() if value not in (None, False, 0)}
@@ -540,7 +545,7 @@ class Training:
         changed = {name for name, one in average.items() if one.any()}
         if self.setting["whole"]:
             average = average_of_changes
-        else:  # it has none of its own
+        else:  # the simulation has no such average
             self.simulated.x = before
         self.simulated.take_average(average, changed)
         for name, x in self.simulated.x.items():
@@ -550,8 +555,9 @@ class Training:
         self.simulated.arrive()
 
     def compare(self):
-        """All ranks' parameters are those of the simulated workers, which go on from them: errors
-        of rounding do not add up.
+        """Check that all ranks' parameters are those of the simulated workers.
+
+        The workers go on from the ranks' parameters, so that rounding errors do not add up.
         """
         assert not self.seen, "synchronised where nobody should"
         mine = torch.cat([p.detach().reshape(-1) for p in self.worker.net.parameters()])
@@ -607,13 +613,13 @@ class Training:
         self.saved = self.checkpoint(), self.simulated.save()
 
     def resume(self):
-        """A new process, which loads what rank 0 has as the model; then perhaps each its own."""
+        """Start a new process: it loads rank 0's model, and then perhaps this rank's own."""
         state, momenta, own, _ = self.checkpoint()
         rank_0s = hvd.broadcast_object(own, root_rank=0, name="fuzz.model")
         order = self.choose(ORDERS).split()
         self.log.append(order)
         net, compressor = Net(self.setting["dtype"]), self.compressor()
-        if compressor is hvd.Compression.none:  # which has no state before it is made
+        if compressor is hvd.Compression.none:  # it has no state before the optimizer is made
             order = ["make", *(what for what in order if what != "make")]
         for what in order:
             if what == "make":
@@ -632,7 +638,7 @@ class Training:
         self.commit()
 
     def go_back(self):
-        """To what was saved, in the same process."""
+        """Go back to what was saved, in the same process."""
         if self.saved is None:
             return
         (state, momenta, own, scaler), simulated = copy.deepcopy(self.saved)
@@ -652,7 +658,7 @@ class Training:
         self.committed = self.scaler and self.scaler.state_dict(), self.simulated.save()
 
     def restore(self):
-        """A worker was lost: all go back, and meet."""
+        """A worker was lost: all ranks go back, and meet."""
         self.elastic.restore()
         self.simulated.load(self.committed[1])
         if self.scaler is not None:
@@ -679,7 +685,7 @@ def draw_setting(choose):
             "leader": choose(("cyclic", "staggered")),
         }
         fields |= {"lookahead": choose((False, True))}
-        if not whole:  # what is rounded is not what plain PyTorch gives
+        if not whole:  # plain PyTorch does not give rounded numbers
             fields |= choose(({}, {}, {"bits": 3, "warmup_rate": choose((1, 4))}))
     local_steps = choose((1, 2, 3, 4, 6, {0: 1, 3: 4}, {0: 4, 6: 2, 9: 3}))
     least = min(local_steps.values()) if isinstance(local_steps, dict) else local_steps
@@ -740,7 +746,7 @@ def run_program(seed, log):
 
 
 def on_some_rank(fact):
-    """All ranks ask together, so that none stops alone."""
+    """Whether `fact` is true on some rank. All ranks ask together, so that none stops by itself."""
     return bool(hvd.allreduce(torch.tensor(float(fact)), op=hvd.Sum, name="fuzz.on_some_rank"))
 
 
@@ -750,7 +756,7 @@ def test_random_programs():
         # torch imports much of itself when it makes its first optimizer
         make([torch.zeros(1)]).zero_grad()
     gc.collect()
-    gc.freeze()  # else every broadcast that looks for deleted optimizers goes through all of it
+    gc.freeze()  # broadcasts look for deleted optimizers, and need not look here
     begun, seed = time.monotonic(), FIRST_SEED
     while not on_some_rank(time.monotonic() - begun > SECONDS or seed - FIRST_SEED == PROGRAMS):
         log = []

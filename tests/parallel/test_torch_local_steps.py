@@ -1,5 +1,6 @@
-"""Local steps: held to the oracle of Qsparse-local-SGD, and to what users expect of an optimizer:
-checkpoints, scaling, bad gradients.
+"""Local steps, compared with the oracle of Qsparse-local-SGD.
+
+Also what users expect of an optimizer: checkpoints, scaling, bad gradients.
 """
 
 import copy
@@ -23,7 +24,7 @@ from scalecom_hvd.schedule import Schedule
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,), "double": (700,)}
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0, "bucket_bytes": 30_000}
-# Powers of two: products are exact, so that nothing depends on whether they are fused with a sum.
+# Powers of two make products exact, so it does not matter whether they are fused with a sum.
 LR, MOMENTUM = 0.5, 0.5
 
 COMPRESSIONS = {
@@ -46,7 +47,7 @@ some_compressions = pytest.mark.parametrize("compression", SOME)
 
 
 def begin(shapes=SHAPES, dtypes=None):
-    """A model that begins at the same random numbers on all ranks."""
+    """A model that begins with the same random numbers on all ranks."""
     values = gradients(shapes, 99, 0)
     dtypes = {"double": torch.float64} if dtypes is None else dtypes
     return {
@@ -72,7 +73,7 @@ def run(optimizer, model, steps, skip=lambda step: (), grads=gradients, shapes=S
 
 
 def momentum_sgd():
-    """SGD with momentum as PyTorch does it, of every worker by itself."""
+    """PyTorch's SGD with momentum, separately for every worker."""
     buffers = {}
 
     def update(worker, values, grads):
@@ -98,7 +99,7 @@ def hold_to_the_oracle(
     clip_changes=None,
     **more,
 ):
-    """outers: what the oracle's outer optimizer is, where there is one."""
+    """outers: the oracle's outer optimizer, if there is one."""
     n, rank = hvd.size(), hvd.rank()
     model = begin()
     if isinstance(compression, str):
@@ -154,7 +155,7 @@ def hold_to_the_oracle(
                 err_msg=f"{name} after step {step + 1}",
             )
         if reference.travelling is not None:
-            continue  # moves in place are made, and may yet be taken back
+            continue  # residues have moved in place, and may still be taken back
         for name, tensor in compressor.residues.tensors.items():
             want = exchange.residues[rank].get(name, np.zeros(SHAPES[name])).reshape(-1)
             np.testing.assert_allclose(
@@ -165,8 +166,8 @@ def hold_to_the_oracle(
     assert same_on_all_ranks(model.values())
 
 
-# The oracle's buckets are known when the first exchange is over, which so has one bucket of each
-# kind.
+# The oracle's buckets are known only after the first exchange. So that exchange has one bucket of
+# each kind.
 ONE_BUCKET = {"bucket_bytes": 10**8, "dense": ["double"]}
 
 
@@ -231,7 +232,7 @@ def test_diloco_by_its_name():
 
 def test_sparseloco_by_its_name():
     recipe = hvd.sparseloco(4, rate=20)
-    recipe["compression"] = hvd.LocalTopK(  # the oracle is told of a single bucket
+    recipe["compression"] = hvd.LocalTopK(  # the oracle knows of only one bucket
         config=recipe["compression"].config.replace(bucket_bytes=10**8, dense=["double"]),
         decay=recipe["compression"].decay,
         average=recipe["compression"].average,
@@ -247,8 +248,9 @@ def test_parity_where_synchronisation_points_change(compression):
 
 
 def record(optimizer):
-    """{name: the sum of all that this rank handed to be sent}, seen where its buckets are told of
-    it.
+    """{name: the sum of all that this rank handed over for sending}.
+
+    It is recorded where buckets are told of it.
     """
     exchange, sent = (
         optimizer._local.exchange,
@@ -314,8 +316,10 @@ def record(optimizer):
 
 @pytest.mark.parametrize("compression", [*SOME, "ScaleCom, exact, beta", "RandomK, own, 4 bits"])
 def test_nothing_is_lost_in_200_steps(compression):
-    """Where all began - where all are = the average of what was sent; and what each rank changed is
-    what it sent, and its residue.
+    """Compare where all ranks began and ended with what was sent.
+
+    The common start minus the common end is the average of what was sent. What each rank changed is
+    what it sent plus its residue.
     """
     model = begin()
     start = {name: parameter.detach().clone() for name, parameter in model.items()}
@@ -365,7 +369,7 @@ def exact(shapes, rank, step):
 )
 @pytest.mark.parametrize("op", ["Average", "Sum"])
 def test_one_local_step_with_sgd_is_the_ordinary_path(compression, op):
-    """To the bit, where arithmetic is exact."""
+    """Where arithmetic is exact, they are equal to the bit."""
     shapes = {name: shape for name, shape in SHAPES.items() if name != "double"}
     ordinary, local = parameters(shapes), parameters(shapes)
     more = {"beta": 1.0}
@@ -460,7 +464,7 @@ def test_clipping_between_synchronize_and_step_clips_local_gradients(compression
     assert same_on_all_ranks(model.values())
 
 
-# What is not finite.
+# Numbers that are not finite.
 
 
 @some_compressions
@@ -494,7 +498,7 @@ def test_a_bad_gradient_makes_this_ranks_step_one_that_changes_nothing(compressi
 
 @some_compressions
 def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compression, caplog):
-    """What the other ranks changed is not lost: it goes with the next synchronisation."""
+    """What the other ranks changed is not lost: the next synchronisation sends it."""
     model = begin()
     optimizer, compressor = make(model, COMPRESSIONS[compression](beta=1.0), 2, lr=1.0)
     run(optimizer, model, range(2))
@@ -507,7 +511,7 @@ def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compressi
         optimizer.zero_grad()
         grads = gradients(SHAPES, hvd.rank(), step)
         if hvd.rank() == 1:
-            grads["third"][7] = 1.2e30  # good, and twice it is more than a residue takes up
+            grads["third"][7] = 1.2e30  # it is accepted, but twice this is too large for a residue
         else:
             own = {name: own[name] + torch.as_tensor(grads[name]).double() for name in SHAPES}
         feed(model, grads)
@@ -541,7 +545,7 @@ def test_parameters_that_are_not_finite_go_back_and_others_keep_theirs(compressi
 
 @some_compressions
 def test_changes_carry_no_loss_scale(compression):
-    """Gradients are unscaled before a local step, so what the scale is then means nothing."""
+    """Gradients are unscaled before a local step, so the scale after it does not matter."""
     scaled, plain = begin(), begin()
     scales = itertools.cycle([2.0**10, 2.0**-3, 1.0])
     compressor = COMPRESSIONS[compression](loss_scale=lambda: next(scales))
@@ -552,7 +556,7 @@ def test_changes_carry_no_loss_scale(compression):
 
 @some_compressions
 def test_a_gradient_scaler(compression):
-    """Ranks scale by themselves; a rank whose scaler finds an overflow still takes its turn."""
+    """Every rank scales by itself. If its scaler finds an overflow, it still takes its turn."""
     plain, scaled = begin(), begin()
     a, _ = make(plain, compression, 3)
     b, compressor = make(scaled, compression, 3)
@@ -565,9 +569,9 @@ def test_a_gradient_scaler(compression):
         a.step()
         b.zero_grad()
         factor = np.inf if overflows else scaler.get_scale()
-        scaler.scale(torch.zeros(()))  # as a loss would be; the gradients are given
+        scaler.scale(torch.zeros(()))  # as for a loss; here the gradients are given
         feed(scaled, {name: grad * grad.dtype.type(factor) for name, grad in grads.items()})
-        if step % 2:  # as who clips does
+        if step % 2:  # as scripts that clip do
             b.synchronize()
             scaler.unscale_(b)
             with b.skip_synchronize():
@@ -585,12 +589,12 @@ def test_a_gradient_scaler(compression):
 
 
 def test_half_precision_loses_nothing_of_the_average():
-    """Common parameters are kept in float32: what is too small for half precision adds up there."""
+    """Common parameters are float32, so what is too small for half precision adds up there."""
     model = {"weight": torch.nn.Parameter(torch.ones(4000, dtype=torch.float16))}
     optimizer, compressor = make(model, hvd.ScaleCom(dense=["*"], warmup_steps=0), 1, lr=1.0)
     for step in range(8):
-        # One rank's change is a sixteenth of what half precision resolves at 1, as its share of the
-        # average.
+        # As its share of the average, one rank's change is a sixteenth of what half precision
+        # resolves at 1.
         grad = 2.0**-10 if hvd.rank() == 0 and step % 2 == 0 else 0.0
         run(
             optimizer,
@@ -705,8 +709,9 @@ def test_a_closure_whose_gradients_are_bad():
 
 
 class Twice(torch.optim.Optimizer):
-    """Evaluates the closure where the gradient leads to, too; momenta are in its state under two
-    names, and in a list.
+    """Evaluates the closure a second time, at the point that the gradient leads to.
+
+    Its state holds momenta under two names, and in a list.
     """
 
     def __init__(self, params):
@@ -745,8 +750,9 @@ EVALUATES = {
 
 @pytest.mark.parametrize("kind", EVALUATES)
 def test_a_bad_gradient_in_any_evaluation_undoes_the_step(kind):
-    """As if that step had not been asked for: parameters and state, which are the same objects
-    still.
+    """Parameters and state are as if that step had not been asked for.
+
+    They are still the same objects.
     """
     goal = {
         name: torch.as_tensor(value).clamp(-1, 1)
@@ -781,7 +787,7 @@ def test_a_bad_gradient_in_any_evaluation_undoes_the_step(kind):
         kept = {name: parameter.detach().clone() for name, parameter in model.items()}
         losses = []
         optimizer.step(closure(optimizer, model, losses, bad))
-        if bad is None or len(losses) < bad:  # it may not come so far
+        if bad is None or len(losses) < bad:  # the optimizer may evaluate less often
             assert torch.equal(losses[0], plain.step(closure(plain, alone, [])))
             continue
         skipped += 1
@@ -813,8 +819,7 @@ def test_parameters_that_come_later_are_refused():
     with pytest.raises(
         RuntimeError,
         match=(
-            "made trainable, after DistributedOptimizer was made.*make the "
-            "DistributedOptimizer anew"
+            "made trainable, after DistributedOptimizer was made.*Make a new DistributedOptimizer"
         ),
     ):
         run(optimizer, model, [0])
@@ -862,7 +867,7 @@ def test_a_rank_that_goes_back_forgets_what_lbfgs_gathered():
 
 
 def test_accumulated_gradients():
-    """backward_passes_per_step backward passes make one local step, as their sum."""
+    """The sum of backward_passes_per_step backward passes makes one local step."""
     model, other = begin(), begin()
     several, _ = make(model, "ScaleCom", 2, backward_passes_per_step=2)
     once, _ = make(other, "ScaleCom", 2)
@@ -900,7 +905,7 @@ def test_groups_and_two_optimizers():
 @horovods_alone
 @pytest.mark.skipif("hvd.size() < 3")
 def test_a_process_set():
-    """Ranks outside take their steps alone."""
+    """Ranks outside it take their steps by themselves."""
     pair = hvd.add_process_set([0, 1])
     try:
         model = begin()
@@ -943,14 +948,14 @@ def test_synchronize_parameters_ends_a_round_early():
     optimizer.synchronize_parameters()  # nothing to do
     assert compressor.stats()["step"] == 1
     run(optimizer, model, range(2, 4))
-    assert compressor.stats()["step"] == 2  # after step 4, as ever
+    assert compressor.stats()["step"] == 2  # after step 4, as usual
     assert same_on_all_ranks(model.values())
 
 
 @pytest.mark.parametrize("more", [{}, {"clip_changes": 2, "outer": outer_sgd}], ids=["", "more"])
 @pytest.mark.parametrize("compression", ["ScaleCom", "LocalTopK, 8 bits"])
 def test_synchronize_parameters_where_a_script_evaluates(compression, more):
-    """The first synchronisation there makes tensors that later ones write to."""
+    """The first synchronisation under inference mode makes tensors that later ones write to."""
     model = begin()
     optimizer, compressor = make(model, compression, 4, overlap=1, **more)
     for steps in (range(2), range(2, 9)):
@@ -987,8 +992,11 @@ def checkpoint(model, optimizer):
 
 
 def resume(compression, local_steps, saved, order, values=None, **more):
-    """A new model and optimizer that take up what was saved; order: which state is loaded first."""
-    state, momentum, own = copy.deepcopy(saved)  # an optimizer goes on with the tensors it is given
+    """A new model and optimizer that load what was saved.
+
+    order: which state is loaded first.
+    """
+    state, momentum, own = copy.deepcopy(saved)  # an optimizer keeps the tensors that it loads
     model = begin()
     with torch.no_grad():
         for name, parameter in model.items():
@@ -1021,7 +1029,7 @@ def test_resuming_is_bit_identical(compression, at, overlap):
 
 @pytest.mark.parametrize("compression", [*SOME, "ScaleCom, exact, beta"])
 def test_one_rank_saves_while_averages_travel_and_others_wait_for_it(compression):
-    """What they have still to send of it goes without their scripts."""
+    """What other ranks still have to send of these averages is sent without their scripts."""
     straight = begin()
     run(make(straight, compression, 4, overlap=3)[0], straight, range(16))
     model = begin()
@@ -1036,7 +1044,7 @@ def test_one_rank_saves_while_averages_travel_and_others_wait_for_it(compression
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_one_rank_saves_while_averages_travel_of_a_step_that_is_looked_at(fragments):
-    """Ranks compare what they saw where all of them are, which is after the same step."""
+    """Ranks compare what they saw when all of them have taken the same step."""
     found = []
     for saves in (False, True):
         model = begin()
@@ -1053,7 +1061,7 @@ def test_one_rank_saves_while_averages_travel_of_a_step_that_is_looked_at(fragme
 
 
 def test_an_optimizers_state_is_loaded_while_averages_travel():
-    """It has nothing to do with these, which one rank has waited for, and others have not."""
+    """It does not concern the averages. One rank has waited for them, and others have not."""
     straight = begin()
     run(make(straight, "ScaleCom", 4, overlap=3)[0], straight, range(13))
     model = begin()
@@ -1068,7 +1076,7 @@ def test_an_optimizers_state_is_loaded_while_averages_travel():
 
 @pytest.mark.parametrize("compression", [*SOME, "RandomK"])
 def test_ranks_drop_an_optimizer_at_different_times_while_averages_travel(compression):
-    """What a rank has still to submit of it goes without its optimizer."""
+    """What a rank still has to submit of these averages is submitted without its optimizer."""
     model = begin()
     optimizer, compressor = make(model, compression, 4, overlap=3)
     leader_of_the_second = 1
@@ -1086,8 +1094,10 @@ def test_ranks_drop_an_optimizer_at_different_times_while_averages_travel(compre
 
 
 def learn(optimizer, model, steps, bad=(), forwards=None):
-    """Steps whose gradients depend on the parameters; on odd ranks those of `bad` are not finite.
-    forwards: gets the parameters at each.
+    """Take steps with gradients that depend on the parameters.
+
+    bad: steps with gradients that are not finite on odd ranks.
+    forwards: gets the parameters at each forward.
     """
     for step in steps:
         optimizer.zero_grad()
@@ -1132,9 +1142,9 @@ KINDS = {
     ],
 )
 def test_own_parameters_are_in_place_before_the_first_forward(kind, order):
-    """In the middle of a round; as usual rank 0's model is loaded and broadcast.
+    """They are in place in the middle of a round, although rank 0's model is loaded and broadcast.
 
-    The first step is skipped on odd ranks.
+    Scripts usually load it so. Odd ranks skip the first step.
     """
     dtypes = KINDS[kind]
     straight, seen = begin(dtypes=dtypes), []
@@ -1188,7 +1198,7 @@ def test_parameters_overwritten_after_the_state_was_loaded_are_refused_on_all_ra
         with pytest.raises(
             RuntimeError,
             match=(
-                r"parameters of rank 1.*load the compressor's state last, or call "
+                r"parameters of rank 1.*Load the compressor's state last, or call "
                 r"broadcast_parameters of"
             ),
         ):
@@ -1200,8 +1210,9 @@ def test_parameters_overwritten_after_the_state_was_loaded_are_refused_on_all_ra
 
 
 def test_a_broadcast_in_training_is_as_in_horovod():
-    """What is held is held until the first step only; and another model's broadcast concerns
-    nobody.
+    """Parameters are held only until the first step.
+
+    Another model's broadcast does not affect them.
     """
     model, other = begin(), begin()
     optimizer, _ = make(model, "ScaleCom", 4)
@@ -1237,7 +1248,7 @@ def test_who_has_no_state_gets_the_common_parameters_from_the_broadcast():
 
 
 def test_a_newcomer_begins_from_the_common_parameters(caplog):
-    """Rank 1 was not there: the model it loads is rank 0's own, in the middle of a round."""
+    """Rank 1 is new. The model that it loads is rank 0's own, in the middle of a round."""
     straight = begin()
     optimizer, _ = make(straight, "ScaleCom", 4, momentum=MOMENTUM)
     run(optimizer, straight, range(6))
@@ -1254,7 +1265,7 @@ def test_a_newcomer_begins_from_the_common_parameters(caplog):
     grads = gradients(SHAPES, hvd.rank(), 6)
     again.zero_grad()
     for state in again.state.values():
-        state.clear()  # a plain step
+        state.clear()  # take a plain step
     feed(model, grads)
     again.step()
     began = common if hvd.rank() == 1 else saved[2]
@@ -1262,7 +1273,7 @@ def test_a_newcomer_begins_from_the_common_parameters(caplog):
         torch.testing.assert_close(
             parameter.detach(), began[name] - LR * torch.as_tensor(grads[name]).to(parameter.dtype)
         )
-    assert ("begins from the common parameters of rank 0" in caplog.text) == (hvd.rank() == 1)
+    assert ("begins from rank 0's common parameters" in caplog.text) == (hvd.rank() == 1)
     run(again, model, range(7, 12))
     assert again.compression.stats()["local_steps_taken"] == 12
     assert same_on_all_ranks(model.values())
@@ -1277,13 +1288,14 @@ class Holder(torch.nn.Module):
 
 @horovods_alone
 def test_an_elastic_state_keeps_a_round():
-    """Commit in the middle of a round, go on, lose it, come back: as if nothing had been done
-    since.
+    """Commit in the middle of a round, go on, lose the progress, and come back.
+
+    The result is as if nothing had been done since the commit.
     """
     from scalecom_hvd.torch import elastic
 
     def expected(steps):
-        """Where plain SGD, all of it averaged, ends."""
+        """Where plain SGD ends if everything is averaged."""
         sums = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         for rank in range(hvd.size()):
             for step in steps:
@@ -1296,16 +1308,16 @@ def test_an_elastic_state_keeps_a_round():
     run(optimizer, model, range(2))
     state = elastic.TorchState(model=Holder(model), optimizer=optimizer)
     state.save()
-    for lost in (range(20, 22), range(20, 27)):  # a round later, too
+    for lost in (range(20, 22), range(20, 27)):  # also a round later
         run(optimizer, model, lost)
         state.restore()
-        state.sync()  # rank 0's model comes to all
-    state.sync()  # others came, and nothing was lost
+        state.sync()  # all ranks get rank 0's model
+    state.sync()  # other ranks came, and nothing was lost
     run(optimizer, model, range(2, 4))
     assert compressor.stats()["local_steps_taken"] == 4
     assert same_on_all_ranks(model.values())
     run(optimizer, model, range(4, 6))
-    state.sync()  # with steps that nobody committed
+    state.sync()  # with uncommitted steps
     run(optimizer, model, range(6, 8))
     assert same_on_all_ranks(model.values())
     for name, want in expected(range(8)).items():
@@ -1316,7 +1328,10 @@ def test_an_elastic_state_keeps_a_round():
 @pytest.mark.parametrize("who", ["newcomer", "committed less"])
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(who, order):
-    """Before they compute a gradient: a skipped step changes nothing. Horovod's own state does."""
+    """They have them before they compute a gradient, so a skipped step changes nothing.
+
+    Horovod's own state does this.
+    """
     model = begin()
     optimizer, _ = make(model, "ScaleCom", 4, momentum=MOMENTUM)
 
@@ -1327,7 +1342,7 @@ def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(w
         )
 
     state = state_of(model, optimizer)
-    state.sync()  # as elastic runs begin
+    state.sync()  # an elastic run begins so
     learn(optimizer, model, range(2))
     state.save()
     learn(optimizer, model, range(2, 6))
@@ -1336,7 +1351,7 @@ def test_ranks_of_an_elastic_run_have_their_parameters_when_they_come_together(w
             model = begin()
             optimizer, _ = make(model, "ScaleCom", 4, momentum=MOMENTUM)
             state = state_of(model, optimizer)
-        optimizer._local.exchange.agree_anew()  # as when Horovod is started again
+        optimizer._local.exchange.agree_anew()  # a restart of Horovod does this
     else:
         if hvd.rank() != 1:
             state.save()
@@ -1379,7 +1394,7 @@ def test_an_elastic_states_optimizer_stays_each_ranks_own():
         for name, parameter in model.items()
         if optimizer.state[parameter]
     }
-    # which would make ranks broadcast different things
+    # with buffers that differ, ranks would broadcast different things
     assert ("third" in buffers) == (hvd.rank() != 0)
     state.sync()
     for name, buffer in buffers.items():
@@ -1389,8 +1404,9 @@ def test_an_elastic_states_optimizer_stays_each_ranks_own():
 @horovods_alone
 @pytest.mark.parametrize("local_steps", [None, 4])
 def test_a_commit_is_restored_twice(local_steps):
-    """What is trained after the first time does not change it: an optimizer goes on with the
-    tensors it is given.
+    """Training after the first restore does not change the commit.
+
+    An optimizer goes on with the very tensors that it loads.
     """
     model = begin()
     optimizer, _ = make(model, "ScaleCom", local_steps, momentum=MOMENTUM)
@@ -1418,21 +1434,21 @@ def test_states_of_the_other_kind_are_refused():
     states = [copy.deepcopy(one.compression.state_dict()) for one in (local, ordinary)]
     with pytest.raises(
         ValueError,
-        match=r"hold gradients, and this optimizer sends changes of parameters \(local_steps\)",
+        match=r"hold gradients, but this optimizer sends changes of parameters \(local_steps\)",
     ):
         local.compression.load_state_dict(states[1])
     with pytest.raises(
         ValueError,
-        match=r"hold changes of parameters \(local_steps\), and this optimizer sends gradients",
+        match=r"hold changes of parameters \(local_steps\), but this optimizer sends gradients",
     ):
         ordinary.compression.load_state_dict(states[0])
     early = COMPRESSIONS["ScaleCom"]()
     early.load_state_dict(states[0])
-    with pytest.raises(ValueError, match="give local_steps as then"):
+    with pytest.raises(ValueError, match="give local_steps as the saved run did"):
         make(begin(), early, None)
     each = copy.deepcopy(states[0])
     each["local_steps"]["start"] = each["local_steps"]["common"]
-    with pytest.raises(ValueError, match="another kind of schedule"):  # an H for each rank
+    with pytest.raises(ValueError, match="another kind of schedule"):  # every rank has its own H
         make(begin(), "ScaleCom", 4)[1].load_state_dict(each)
     wrong = copy.deepcopy(states[0])
     del wrong["local_steps"]["local"]["bias"]
@@ -1445,7 +1461,9 @@ def test_what_averages_is_not_wrapped_again(local_steps):
     model = begin()
     optimizer, _ = make(model, "ScaleCom", local_steps)
     for again in (None, 4):
-        with pytest.raises(TypeError, match="averages already: wrap the one that it was made of"):
+        with pytest.raises(
+            TypeError, match="already averages gradients: wrap the optimizer that it was made from"
+        ):
             make(model, "ScaleCom", again, made=optimizer)
 
 
@@ -1457,12 +1475,12 @@ def test_what_cannot_work_is_refused():
 
     refused(
         (
-            r"not through FP16Compressor: for half precision give "
+            r"not through FP16Compressor. For half precision give "
             r"hvd.ScaleCom\(quantiser=hvd.Float16\(\)\)"
         ),
         hvd.Compression.fp16,
     )
-    refused("ScaleCom averages values, which Adasum does not", op=hvd.Adasum)
+    refused("ScaleCom averages values, but Adasum does not", op=hvd.Adasum)
     refused("0 is less than one step", local_steps=0)
     for wrong in ("4", [2] * hvd.size()):
         refused("local_steps must be a number of steps", local_steps=wrong, kind=TypeError)
@@ -1489,7 +1507,7 @@ def test_ranks_that_differ_are_refused():
         model["first"] += hvd.rank()
     with pytest.raises(
         RuntimeError,
-        match="different parameters.*call broadcast_parameters on all ranks before the first step",
+        match="different parameters.*Call broadcast_parameters on all ranks before the first step",
     ):
         run(optimizer, model, [0])
 

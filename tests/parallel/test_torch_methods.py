@@ -1,7 +1,7 @@
-"""The methods beside ScaleCom, and one that a user wrote: each held to its oracle.
+"""The methods besides ScaleCom, and one that a user wrote, compared with their oracles.
 
-What all methods share is tested with every one of them, ScaleCom too: a method that says what it
-sends wrongly loses gradients, or spoils a step.
+Every method, also ScaleCom, takes the tests of what all methods share. A method that reports
+wrongly what it sends loses gradients, or spoils a step.
 """
 
 import copy
@@ -27,7 +27,7 @@ from scalecom_hvd.exchange.methods.local_top_k import pack, unpack
 
 SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
 DTYPES = {"double": torch.float64, "half": torch.float16}
-# Around a group of lanes and a block of ECQSGD; every dtype; "one" and "scalar" compressed too.
+# Sizes around a group of lanes and a block of ECQSGD; every dtype; "one" and "scalar" compressed.
 ODD_SHAPES = {
     "scalar": (),
     "one": (1,),
@@ -44,8 +44,9 @@ ODD = {"rate": 100, "min_numel": 0, "dense": ["whole"], "bucket_bytes": 40_000}
 
 
 class ScaledSign(hvd.Method):
-    """As a user writes it: the signs of the largest, times the mean of their magnitudes in the
-    bucket.
+    """A method as a user writes it.
+
+    It sends the signs of the largest elements, times the mean of their magnitudes in the bucket.
     """
 
     def step(self, bucket, collectives, state):
@@ -86,7 +87,7 @@ QUANTISED = [
     (hvd.RandomK, {"shared": False}),
     (hvd.RandomK, {"shared": False, "quantiser": hvd.QSGD(7)}),
 ]
-# One that chooses for others, and one where all choose for themselves.
+# A method in which one rank chooses for all, and one in which every rank chooses for itself.
 SOME_QUANTISED = [QUANTISED[1], QUANTISED[3]]
 BITS = [(hvd.ECQSGD, {"bits": bits}) for bits in (2, 8)]
 EXACT = [(method, {"selection": "exact"}) for method in (hvd.RandomK, hvd.LocalTopK)]
@@ -149,12 +150,13 @@ def residues_of(compressor):
 def hold_to_the_oracle(
     method, fields, steps, change=lambda grads, rank, step: None, op=hvd.Average, **more
 ):
-    """Feed the same gradients to ranks and to the oracle: every residue is the same to the bit,
-    every average to rounding.
+    """Feed the same gradients to ranks and to the oracle.
 
-    (The user's method takes a mean, which torch and NumPy add up in different orders.)
-    change: may change a rank's gradients of a step in place; one that becomes None does not arrive
-        there.
+    Every residue must be the same to the bit, and every average except for rounding. (The user's
+    method takes a mean, which torch and NumPy add up in different orders.)
+
+    change: may change a rank's gradients of a step in place. If a gradient becomes None, it does
+        not arrive on that rank.
     """
     n, rank = hvd.size(), hvd.rank()
     model = parameters_of(ODD_SHAPES)
@@ -190,7 +192,7 @@ def hold_to_the_oracle(
         for name, parameter in model.items():
             want = averages[name].astype(np.float64) * (n if op == hvd.Sum else 1)
             half_sums = method is hvd.RandomK and isinstance(compressor.quantiser, hvd.Float16)
-            # Of sums from 8 to 16 the last bit is 1/128: each addition is off by half of it.
+            # For sums from 8 to 16 the last bit is 1/128. Each addition is off by half of it.
             tolerance = 6e-3 if half_sums else {"half": 2e-3, "double": 1e-12}.get(name, 2e-6)
             np.testing.assert_allclose(
                 parameter.grad.double().numpy(),
@@ -201,8 +203,8 @@ def hold_to_the_oracle(
             )
         for name, residue in residues_of(compressor).items():
             kept = reference.residues[rank].get(name, np.zeros(ODD_SHAPES[name])).reshape(-1)
-            # Means and norms of float64 are not made wider, so there the order of summands may
-            # show.
+            # Means and norms of float64 are not made wider, so the order of summands may show in
+            # them.
             tolerance = 1e-5 if method is ScaledSign else 1e-12 if name == "double" else 0
             np.testing.assert_allclose(
                 residue.numpy(), kept, tolerance, tolerance, err_msg=f"{name} at step {step}"
@@ -237,8 +239,9 @@ def test_warm_up_and_rates(method, fields):
 
 @every_method
 def test_a_gradient_that_is_not_finite_on_one_rank(method, fields):
-    """The step never happened; what is sent whole only has to have a finite sum, what a residue
-    takes up to be small enough.
+    """The step never happened.
+
+    What is sent whole needs only a finite sum. What a residue takes up must be small enough.
     """
     bad = {
         0: ("n6401", np.nan),
@@ -253,7 +256,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank(method, fields):
         if step in bad and rank == step % hvd.size():
             name, value = bad[step]
             grads[name].reshape(-1)[11] = value
-        if step == 8:  # finite, and its sum is not
+        if step == 8:  # it is finite, but its sum is not
             grads["whole"][5] = 3e38
 
     compressor = hold_to_the_oracle(method, fields, 11, change, beta=0.5)
@@ -262,7 +265,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank(method, fields):
 
 @and_scalecom
 def test_averages_of_compressed_tensors_that_overflow(method, fields):
-    """Sums of finite float16 gradients; their residues are float32 and would hold them."""
+    """Finite float16 gradients have sums that overflow. Their float32 residues could hold them."""
     model = parameters_of({"half": (3000,), "whole": (10,)})
     optimizer, compressor = make(model, method, fields, lr=0.01, op=hvd.Sum, beta=1.0)
     for step in range(4):
@@ -285,8 +288,9 @@ def test_averages_of_compressed_tensors_that_overflow(method, fields):
 
 @and_scalecom
 def test_accumulators_whose_sum_overflows(method, fields):
-    """Float32: with gradients that a residue takes up this needs residues near the largest number
-    there is.
+    """Float32 accumulators overflow only with residues near the largest number that exists.
+
+    Gradients must be small enough for a residue.
     """
     model = parameters({"weight": (3000,)})
     optimizer, compressor = make(model, method, fields, op=hvd.Sum)
@@ -415,7 +419,7 @@ def test_states_of_another_method_are_refused():
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
-        # Made in the test: a compressor that pytest holds would keep its exchange alive.
+        # Made in the test. A compressor that pytest holds would keep its exchange alive.
         (hvd.LocalTopK, hvd.RandomK, "method is LocalTopK on rank 0 and RandomK on rank 1"),
         (hvd.ScaleCom, hvd.GTopK, "method is ScaleCom on rank 0 and GTopK on rank 1"),
         (hvd.GlobalTopK, hvd.ScaleCom, "method is GlobalTopK on rank 0 and ScaleCom on rank 1"),
@@ -525,8 +529,8 @@ def test_rate_one_equals_stock_horovod(method, fields, dtype):
         torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
 
 
-# Of 6 401 and 1 500 elements in one bucket, at a rate of 300 and so with offsets of two bytes: k =
-# 22 + 5, 16 blocks of 512. {method: (offsets, values, gathered)}
+# For 6 401 and 1 500 elements in one bucket. The rate is 300, so offsets have two bytes: k = 22 +
+# 5, 16 blocks of 512. {method: (offsets, values, gathered)}
 BYTES = {
     "RandomK": (hvd.RandomK, {}, 0, 4 * 27, 0),
     "RandomK float16": (hvd.RandomK, {"quantiser": hvd.Float16()}, 0, 2 * 27, 0),
@@ -554,8 +558,8 @@ def test_bytes(which):
     optimizer, compressor = make(model, method, fields, rate=300)
     run(optimizer, model, range(2), shapes)
     stats, n = compressor.stats(), hvd.size()
-    # And the element that counts ranks with bad gradients. Half values and what is sent whole are
-    # buckets apart, with one each.
+    # The added element counts ranks with bad gradients. Half values have separate buckets from what
+    # is sent whole, and each bucket has such an element.
     dense = 4 * (10 + 1) + (2 if which == "ScaleCom float16" else 0)
     assert [stats[f"bytes_{what}"] for what in ("offsets", "values", "gathered", "dense")] == [
         offsets,
@@ -581,14 +585,14 @@ def test_bytes(which):
 def test_horovods_own_optimizer_is_refused(method, fields):
     for compression in (method, method(**fields)):
         if compression is hvd.ScaleCom:
-            continue  # without a quantiser it is not refused
+            continue  # only with a quantiser is it refused
         model = parameters(SHAPES)
         optimizer = stock.DistributedOptimizer(
             torch.optim.SGD(model.values(), lr=0.1), model.items(), compression=compression
         )
         with pytest.raises(
             TypeError,
-            match=r"this package's DistributedOptimizer only: import scalecom_hvd.torch as hvd",
+            match=r"only in this package's DistributedOptimizer: import scalecom_hvd.torch as hvd",
         ):
             feed(model, gradients(SHAPES, hvd.rank(), 0))
         del optimizer

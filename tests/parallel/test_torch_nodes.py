@@ -1,7 +1,7 @@
-"""Horovod's face where gradients are whole inside of a node, and compressed between two nodes.
+"""Horovod's face with gradients sent whole inside a node, and compressed between two nodes.
 
-The oracles are stock Horovod, and reference.py, of which a node is one worker. Ranks are dealt to
-two nodes by hand, as all of them are on one host.
+The oracles are stock Horovod, and reference.py with each node as one worker. All ranks are on one
+host, so the tests deal them to two nodes.
 """
 
 import gc
@@ -23,13 +23,13 @@ NODES = 2
 
 @pytest.fixture(autouse=True, scope="module")
 def no_process_sets_are_left():
-    """Other files make the same ones, and Horovod has one of each."""
+    """Other files make the same process sets, and Horovod can have only one of each."""
     yield
     remove_process_sets()
 
 
 def remove_process_sets():
-    """Of all but one of all ranks; all ranks call it."""
+    """Remove all process sets except the one of all ranks. All ranks must call this."""
     gc.collect()
     for ranks, process_set in sorted(process_sets().items()):
         if len(ranks) < hvd.size():
@@ -150,7 +150,7 @@ def without_a_gradient_on_one_rank(model, optimizer, step):
 
 
 def half_a_gradient(model, optimizer, step):
-    """The first layer has none on one rank."""
+    """Take a step in which one rank has no gradient for the first layer."""
     optimizer.zero_grad()
     model[0].requires_grad_(hvd.rank() != step % hvd.size())
     loss(model, hvd.rank(), step).backward()
@@ -159,7 +159,7 @@ def half_a_gradient(model, optimizer, step):
 
 
 def without_backward(model, optimizer, step):
-    """Averages again, of nothing new."""
+    """In step 2 average again, without new gradients."""
     if step != 2:
         take(model, optimizer, step)
     else:
@@ -216,7 +216,7 @@ def test_gradients_of_several_passes():
 
 @pytest.mark.parametrize("compression", [None, hvd.LocalTopK, hvd.RandomK])
 def test_nothing_is_lost(compression):
-    """After a refused step, too."""
+    """Nothing is lost even after a refused step."""
     model, wrapped = make(compression=compression)
     named = dict(model.named_parameters())
     left = {name: torch.zeros_like(p) for name, p in named.items()}
@@ -226,7 +226,7 @@ def test_nothing_is_lost(compression):
         came = {name: p.grad.clone() for name, p in named.items()}
         if step == 4 and hvd.rank() == hvd.size() - 1:
             next(iter(named.values())).grad[0, 0] = float("nan")
-        if step == 4:  # and it is refused: the script has changed it while it was on its way
+        if step == 4:  # this step is refused: the script has changed it on its way
             with pytest.raises(RuntimeError, match="were changed on some rank"):
                 wrapped.step()
             continue
@@ -270,7 +270,7 @@ def test_a_frozen_parameter_stays_where_it_is():
     "settings", [{"min_numel": 0}, {"min_numel": 10, "rates": {"auto:output": 2}}], ids=str
 )
 def test_all_ranks_of_a_node_compress_the_same(settings):
-    """Some shards of a bias of 3 are smaller than others, or empty."""
+    """Some shards of a bias of 3 elements are smaller than others, or empty."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(12, 3), torch.nn.Tanh(), torch.nn.Linear(3, 6))
     model, wrapped = make("adamw", model=model.double(), step_ahead=1, **settings)
@@ -349,7 +349,7 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match="nodes=3 does not divide"):
         wrap(nodes=3)
     for settings in ({"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"local_steps": 4}):
-        with pytest.raises(ValueError, match=f"with nodes= leave {[*settings][0]}"):
+        with pytest.raises(ValueError, match=f"{[*settings][0]} cannot be used with nodes="):
             wrap(**settings)
     model = make_model(seed=hvd.rank())
     model, wrapped = make(model=model)

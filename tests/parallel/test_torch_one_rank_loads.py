@@ -1,5 +1,6 @@
-"""A state of the optimizer that only one rank loads while training goes on, as the best checkpoint
-is by Horovod's own pattern: rank 0 loads it, and broadcasts it to the others.
+"""Only one rank loads a state of the optimizer while training goes on.
+
+The best checkpoint is loaded so by Horovod's own pattern: rank 0 loads it, and broadcasts it.
 """
 
 import copy
@@ -11,7 +12,7 @@ from made_up import gradients
 from models import feed, parameters, same_on_all_ranks
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
-pytestmark = pytest.mark.timeout(45, method="thread")  # ranks that wait for ever fail
+pytestmark = pytest.mark.timeout(45, method="thread")  # if ranks wait for ever, the test fails
 
 
 def make(library, mode):
@@ -28,7 +29,7 @@ def make(library, mode):
 
 
 def broadcast(optimizer, root):
-    """All ranks take up one rank's state of the optimizer."""
+    """All ranks take over one rank's state of the optimizer."""
     if hasattr(hvd, "broadcast_optimizer_state"):
         hvd.broadcast_optimizer_state(optimizer, root)
         return
@@ -40,7 +41,7 @@ def broadcast(optimizer, root):
 
 
 def train(library, mode, who_loads):
-    """Six steps, where these ranks load after the third what the optimizer was after the first."""
+    """Take six steps. After the third, these ranks load the optimizer's state after the first."""
     model, optimizer, compressor = make(library, mode)
     saved = None
     for step in range(6):
@@ -63,7 +64,7 @@ MODES = pytest.mark.parametrize("mode", [{}, {"lookahead": True}, {"warmup_steps
 @MODES
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_one_rank_loads_and_all_go_on(who, mode, library):
-    """They end where they would if all ranks had loaded what this one did."""
+    """All ranks end where they would if all had loaded what this rank loaded."""
     together, _ = train(library, mode, range(hvd.size()))
     model, compressor = train(library, mode, [who])
     assert compressor.stats()["step"] == 6
@@ -73,8 +74,9 @@ def test_one_rank_loads_and_all_go_on(who, mode, library):
 
 
 def go_on_after_a_load(gives_up):
-    """Four steps of training. One rank begins the third, and gives it up, while the others have an
-    empty batch.
+    """Take four steps of training.
+
+    One rank begins the third and gives it up. The other ranks have an empty batch meanwhile.
     """
     model, optimizer, compressor = make(hvd, {"warmup_steps": 100})
     last = hvd.size() - 1
@@ -90,7 +92,7 @@ def go_on_after_a_load(gives_up):
 
 
 def test_what_a_rank_had_submitted_when_it_loaded_is_in_no_average():
-    """It meets what the others submit in the step that comes."""
+    """It meets what the other ranks submit in the next step."""
     expected, _ = go_on_after_a_load(gives_up=False)
     model, compressor = go_on_after_a_load(gives_up=True)
     assert compressor.stats()["step"] == 4

@@ -1,4 +1,4 @@
-"""The drop-in DistributedOptimizer: Horovod's options, and what holds whatever the options are."""
+"""The drop-in DistributedOptimizer: Horovod's options, and what holds with all options."""
 
 import itertools
 import time
@@ -25,8 +25,9 @@ STOCK = "Horovod's own optimizer"
 
 
 def scalecom(mode, model, **settings):
-    """A library with a DistributedOptimizer, and a ScaleCom for it: this one in one of MODES, or
-    Horovod's own.
+    """A library with a DistributedOptimizer, and a ScaleCom for it.
+
+    The library is this package with one of MODES, or Horovod itself.
     """
     if mode == STOCK:
         return stock, hvd.ScaleCom(model.items(), **settings)
@@ -34,7 +35,7 @@ def scalecom(mode, model, **settings):
 
 
 def make(model, library=hvd, lr=1.0, compression=None, **options):
-    """groups may list names."""
+    """Make an optimizer. groups may list names."""
     compression = hvd.ScaleCom(rate=20, min_numel=100) if compression is None else compression
     if isinstance(options.get("groups"), list):
         options["groups"] = [[model[name] for name in group] for group in options["groups"]]
@@ -106,7 +107,7 @@ def test_everything_dense_equals_stock_horovod():
 @pytest.mark.parametrize("mode", [*MODES, STOCK], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_nothing_is_lost(options, mode):
-    """The sum of everything sent plus what waits equals the sum of gradients."""
+    """The sum of everything sent, plus what waits, equals the sum of gradients."""
     steps, passes = 6, options.get("backward_passes_per_step", 1)
     model = parameters(SHAPES)
     library, compressor = scalecom(mode, model, rate=20, min_numel=100)
@@ -121,7 +122,7 @@ def test_nothing_is_lost(options, mode):
 @pytest.mark.parametrize("rate", [1, 20])
 @pytest.mark.parametrize("mode", [*MODES, STOCK], ids=str)
 def test_each_rank_skips_other_layers(mode, rate):
-    """A gradient that is missing counts as zero, as in Horovod."""
+    """A missing gradient counts as zero, as in Horovod."""
     names = list(SHAPES)
 
     def skips(rank, step):
@@ -145,7 +146,7 @@ def test_hooks_fire_in_another_order_on_every_rank(mode):
         optimizer.zero_grad()
         grads = gradients(shapes, hvd.rank(), step)
         order = np.random.default_rng([hvd.rank(), step]).permutation(list(model))
-        for name in order:  # one backward each, so that this is the order
+        for name in order:  # each has its own backward, so this is the order
             (model[name] * torch.as_tensor(grads[name])).sum().backward()
         optimizer.step()
     assert same_on_all_ranks(model.values())
@@ -153,7 +154,7 @@ def test_hooks_fire_in_another_order_on_every_rank(mode):
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_step_that_overflows_on_one_rank_never_happened(mode):
-    """What is too large for a residue (config.largest_gradient) is as bad as what is not finite."""
+    """A gradient too large for a residue (config.largest_gradient) is as bad as one not finite."""
     shapes, overflowing = SHAPES, {0: np.inf, 3: np.nan, 4: 1e38, 7: -np.inf, 8: -1e38}
     model = parameters(shapes)
     optimizer = make(
@@ -237,7 +238,7 @@ def test_two_models_in_one_process(mode):
         for model, (library, compressor) in zip(models, made, strict=True)
     ]
     for step in range(6):
-        # Both exchanges are in flight at once, in another order on every other rank.
+        # Both exchanges are under way at once. Their order differs between even and odd ranks.
         for i in (0, 1) if hvd.rank() % 2 else (1, 0):
             optimizers[i].zero_grad()
             feed(models[i], gradients(shapes[i], hvd.rank(), step))
@@ -321,9 +322,9 @@ def test_layouts_that_are_not_contiguous():
 
 
 def steps_of_every_kind(library, compression, thaws):
-    """Train in every way that Horovod's optimizer knows; gives the parameters after each step.
+    """Train in every way that Horovod's optimizer knows. Return the parameters after each step.
 
-    thaws: whether parameters are added and thawed, of which Horovod averages nothing. The drop-in
+    thaws: whether parameters are added and thawed. Horovod averages nothing of these. The drop-in
         refuses them (test_torch_unlike_ranks.py).
     """
     model = parameters(SHAPES | {"frozen": (3000,), "late": (3000,)})
@@ -348,7 +349,7 @@ def steps_of_every_kind(library, compression, thaws):
         seen.append({name: parameter.detach().clone() for name, parameter in model.items()})
         optimizer.zero_grad()
 
-    for _ in range(2):  # gradients kept in place
+    for _ in range(2):  # gradients are kept in place
         backward()
         optimizer.step()
         seen.append({name: parameter.detach().clone() for name, parameter in model.items()})
@@ -364,7 +365,7 @@ def steps_of_every_kind(library, compression, thaws):
     with optimizer.skip_synchronize():
         optimizer.step()
     ends_step()
-    for trains in (False, True):  # frozen after a while, and unfrozen
+    for trains in (False, True):  # it is frozen, and then unfrozen
         model["third"].requires_grad_(trains)
         backward()
         optimizer.step()
@@ -376,7 +377,7 @@ def steps_of_every_kind(library, compression, thaws):
     optimizer.step()
     ends_step()
     optimizer.set_backward_passes_per_step(1)
-    if thaws:  # Horovod has no hook on either, so every rank takes its own gradient
+    if thaws:  # Horovod has no hook on either, so every rank uses its own gradient
         optimizer.add_param_group({"params": [model["late"]]})
         model["frozen"].requires_grad_(True)
     for _ in range(2):
@@ -442,11 +443,12 @@ def test_nothing_is_lost_of_sparse_gradients(mode, sparse_as_dense):
 
 @pytest.mark.parametrize("mode", [{}, {"lookahead": True}, STOCK], ids=str)
 def test_zeros_and_denormals(mode):
-    """Of every shape, all of them compressed: nothing becomes NaN, steps count, and nothing is lost
-    however small.
+    """Tensors have every shape, and all are compressed.
+
+    Nothing becomes NaN, steps count, and nothing is lost, however small it is.
     """
     model = parameters(ODD_SHAPES)
-    # Another beta would round what is as small as this.
+    # Any other beta would round numbers this small.
     library, compressor = scalecom(mode, model, rate=20, min_numel=0, beta=1.0)
     optimizer = make(model, library, compression=compressor)
     zeros = {name: np.zeros(shape, np.float32) for name, shape in ODD_SHAPES.items()}
@@ -546,7 +548,7 @@ def test_stats_count_what_is_sent():
     k = 3000 // 20 + 3000 // 20 + 5000 // 20
     assert stats["bytes_offsets"] == k
     assert stats["bytes_values"] == 4 * k
-    # the small tensor, and the count of workers with non-finite gradients
+    # the small tensor, plus the count of workers with non-finite gradients
     assert stats["bytes_dense"] == 4 * (60 + 1)
     n = hvd.size()
     assert stats["bytes_traffic"] == round((n - 1) / n * (k + 2 * (4 * k + 4 * 61)))
@@ -587,8 +589,9 @@ def test_a_sparse_gradient_that_is_not_finite_is_no_step():
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_nameless_collectives_between_backward_and_step(mode):
-    """How many collectives the exchange has submitted by then differs between ranks; Horovod would
-    name this one by their number.
+    """How many collectives the exchange has submitted by then differs between ranks.
+
+    Horovod would use that number to name this collective.
     """
     model = parameters({f"layer{i}": (40, 50) for i in range(10)})
     shapes = {name: p.shape for name, p in model.items()}
@@ -696,8 +699,9 @@ def test_look_ahead_with_nothing_to_compress():
 
 @pytest.mark.parametrize("library", [hvd, stock], ids=["drop-in", "stock"])
 def test_residues_that_keep_growing_are_reported_once(library, caplog):
-    """A gradient that never changes, at a rate of 400: after 200 steps most coordinates have never
-    been sent.
+    """A gradient never changes, at a rate of 400.
+
+    After 200 steps most elements have never been sent.
     """
     model = {"weight": torch.nn.Parameter(torch.zeros(100, 100))}
     compressor = hvd.ScaleCom(
@@ -723,7 +727,7 @@ def test_residues_that_keep_growing_are_reported_once(library, caplog):
 
 
 def test_a_model_of_sparse_embeddings_alone():
-    """Its residue exists, as the first gradient may be dense, but nothing is ever sent from it."""
+    """The first gradient may be dense, so its residue exists, but nothing is ever sent from it."""
     torch.manual_seed(0)
     embedding = torch.nn.Embedding(300, 20, sparse=True)
     optimizer = hvd.DistributedOptimizer(

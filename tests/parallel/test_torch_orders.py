@@ -1,5 +1,6 @@
-"""Orders of calls that scripts make and that once went wrong; test_torch_differential.py draws all
-others.
+"""Orders of calls that scripts make and that once failed.
+
+test_torch_differential.py draws all other orders.
 """
 
 import gc
@@ -13,11 +14,11 @@ from faces import horovods_alone, hvd, in_every_library, stock
 from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (2000,)}
-EVERYTHING = 1.0001  # a rate at which k = N, of tensors as small as these
+EVERYTHING = 1.0001  # a rate at which k = N, for tensors as small as these
 
 
 def make(library, rate, model, lr=1.0, **settings):
-    """An optimizer with ScaleCom, or with rate None stock Horovod's; and its ScaleCom."""
+    """An optimizer and its ScaleCom. If rate is None, it is stock Horovod's, without ScaleCom."""
     compression = stock.Compression.none
     if rate is not None:
         named = {"named_parameters": model.items()} if library is stock else {}
@@ -35,8 +36,10 @@ def make(library, rate, model, lr=1.0, **settings):
 
 
 def compare(library, train, **settings):
-    """With everything chosen, what stock Horovod gives; at rate 10 nothing is lost; gives the last
-    run's compressor.
+    """Train with stock Horovod, with everything chosen, and at rate 10.
+
+    With everything chosen the result must be stock Horovod's. At rate 10 nothing may be lost.
+    Return what the last run gives.
     """
     models = []
     for where, rate in ((stock, None), (library, EVERYTHING), (library, 10)):
@@ -110,7 +113,7 @@ def test_clipping_without_skip_synchronize(library):
 
 @in_every_library
 def test_grad_scaler_without_skip_synchronize(library):
-    """The averages are unscaled when step() synchronises once more."""
+    """step() synchronises again when the averages are unscaled already."""
 
     def train(optimizer, model):
         scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=3)
@@ -148,8 +151,9 @@ def test_gradients_set_by_hand_are_exchanged(library):
 
 @in_every_library
 def test_what_ranks_change_by_themselves_is_averaged_once_more(library):
-    """Noise of each rank's own, after synchronize() and without skip_synchronize(): ranks stay
-    alike, and no step is counted for it.
+    """Every rank adds noise of its own after synchronize(), without skip_synchronize().
+
+    Ranks stay alike, and no step is counted for the second average.
     """
 
     def train(optimizer, model):
@@ -202,7 +206,7 @@ COLLECTIVES = {
 
 
 class Net(torch.nn.Module):
-    """Layers before and after a collective, whose buckets finish around its backward."""
+    """Has layers before and after a collective. Their buckets finish around its backward."""
 
     def __init__(self, collective, name):
         super().__init__()
@@ -226,15 +230,15 @@ class Net(torch.nn.Module):
 def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
     found = []
     for rate in (None, EVERYTHING, 10):
-        # Without compression, too, with names: Horovod's own numbers differ where a test before had
-        # a process set of some ranks.
+        # Without compression, collectives need names too: the numbers that Horovod gives differ if
+        # an earlier test had a process set of some ranks.
         net = Net(collective, name)
         model = dict(net.named_parameters())
         settings = {} if rate is None else {"bucket_bytes": 1000, "leader": "staggered"}
         optimizer, _ = make(hvd, rate, model, lr=0.1, **settings)
         for step in range(4):
-            # Ranks come to their hooks at other times, so that offsets are there on some and not on
-            # others.
+            # Ranks get to their hooks at different times. So offsets have arrived on some ranks but
+            # not on others.
             for layer in net.layers:
                 layer.weight.register_post_accumulate_grad_hook(
                     lambda _, step=step: time.sleep(0.002 * ((step + hvd.rank()) % 3))
@@ -252,17 +256,17 @@ def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
 
 @in_every_library
 def test_a_state_is_loaded_between_backward_and_step(library):
-    """Horovod drops what is under way; so must the exchange, whose values would be sent and reach
-    nobody.
+    """Horovod drops what is under way, and the exchange must too.
 
-    (Own optimizers: compress() alone learns of it.)
+    Otherwise its values would be sent, and reach no rank. (In Horovod's own optimizer, only
+    compress() learns of it.)
     """
 
     def train(optimizer, model):
         for step in range(12):
             for parameter in model.values():
                 parameter.grad = None
-            if step % 3 == 1:  # a step that is given up
+            if step % 3 == 1:  # this step is given up
                 feed(model, gradients(SHAPES, hvd.rank(), 100 + step))
                 # Stock Horovod refuses names that are still under way.
                 while not all(
@@ -281,8 +285,9 @@ def test_a_state_is_loaded_between_backward_and_step(library):
 
 @horovods_alone
 def test_parameters_thawed_after_the_compressor_was_made():
-    """In Horovod's own optimizer the compressor watches backward from then on, whatever is trained
-    at that time.
+    """In Horovod's own optimizer the compressor watches backward from when it is made.
+
+    It does so whatever is trained at that time.
     """
     model = parameters(SHAPES)
     for parameter in model.values():
@@ -305,8 +310,9 @@ def test_parameters_thawed_after_the_compressor_was_made():
 
 @horovods_alone
 def test_two_compressors_that_know_all_parameters():
-    """As in a GAN with Horovod's own optimizer: what the other one's backward gave is no news, from
-    the first synchronize() on.
+    """A GAN with Horovod's own optimizer has two compressors.
+
+    From the first synchronize() on, what the other compressor's backward gave is not new.
     """
     halves = [
         parameters({name: SHAPES[name] for name in names})
@@ -336,8 +342,9 @@ def test_two_compressors_that_know_all_parameters():
 
 @in_every_library
 def test_an_optimizer_is_deleted_and_its_compressor_kept(library):
-    """As scripts do that keep the compressor for checkpoints: the hooks of a deleted optimizer must
-    not go on.
+    """Scripts keep the compressor for checkpoints.
+
+    The hooks of a deleted optimizer must not go on.
     """
     model, kept = parameters(SHAPES), []
     for stage in range(2):

@@ -1,4 +1,4 @@
-"""What README.md and docs/ show for PyTorch on Horovod trains as it stands there."""
+"""The examples for PyTorch on Horovod in README.md and docs/ train exactly as printed."""
 
 import os
 import sys
@@ -49,7 +49,7 @@ def test_examples(example, tmp_path, monkeypatch):
     given = scope["optimizer"]
     example.run(scope)
     if scope["optimizer"] is given and example.kind != "torch, training":
-        return  # it makes no optimizer
+        return  # the example makes no optimizer
     for _ in range(4):
         scope["train_one_step"]()
     if hasattr(scope["optimizer"], "synchronize_parameters"):

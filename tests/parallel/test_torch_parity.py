@@ -1,5 +1,6 @@
-"""The drop-in optimizer against the oracle: the same selections and values as n simulated workers,
-over many steps.
+"""The drop-in optimizer, compared with the oracle.
+
+Its selections and values must be those of n simulated workers, over many steps.
 """
 
 import pytest
@@ -20,6 +21,6 @@ def test_the_plain_kernel(monkeypatch):
 
 @pytest.mark.parametrize("settings", [{"rate": 20}, STAGGERED | {"lookahead": True}], ids=str)
 def test_kernels_that_run_beside_backward(settings, monkeypatch):
-    """As in buckets of half a million elements and more."""
+    """Buckets of half a million elements and more have such kernels."""
     monkeypatch.setattr("scalecom_hvd.exchange.bucket.WORTH_A_THREAD", 1)
     run_against_reference(**settings)

@@ -1,4 +1,4 @@
-"""A step's parts carry their names in torch.profiler, whatever the mode."""
+"""In every mode, a step's parts have their names in torch.profiler."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What cannot work is refused, on every rank, by an error that says what to do instead."""
+"""Every rank refuses what cannot work, with an error that says what to do instead."""
 
 import horovod.torch as stock
 import pytest
@@ -24,7 +24,7 @@ def make(model=None, compression=None, **options):
 
 def test_adasum():
     with pytest.raises(
-        ValueError, match=r"use op=hvd.Average \(the default\), or Adasum without compression"
+        ValueError, match=r"Use op=hvd.Average \(the default\), or Adasum without compression"
     ):
         make(op=hvd.Adasum)
 
@@ -50,12 +50,12 @@ def test_settings_that_fit_no_parameter():
 def test_one_object_for_two_optimizers():
     shared = hvd.ScaleCom()
     make(compression=shared)
-    with pytest.raises(ValueError, match="make one for each"):
+    with pytest.raises(ValueError, match="Make one for each"):
         make(compression=shared)
 
 
 def test_complex_parameters():
-    with pytest.raises(TypeError, match="train it as two real parameters"):
+    with pytest.raises(TypeError, match="Train it as two real parameters"):
         make({"wave": torch.nn.Parameter(torch.zeros(3000, dtype=torch.complex64))})
 
 
@@ -74,9 +74,9 @@ def test_groups_as_in_horovod():
 
 
 def start_differently(what, rank):
-    """A model with an optimizer, which on `rank` 1 differs in one thing.
+    """Return a model and an optimizer that differ in one thing on rank 1.
 
-    Gives both; names differ between the cases (see below).
+    Names differ between the cases (see below).
     """
     changed = rank == 1
     shapes = {f"{what}.{name}": shape for name, shape in SHAPES.items()}
@@ -131,7 +131,7 @@ def test_one_rank_is_started_differently(what, message, monkeypatch):
         monkeypatch.setattr(agreement, "__version__", "9.9")
     model, settings, options = start_differently(what, hvd.rank())
     optimizer = make(model, hvd.ScaleCom(**settings), **options)
-    # a sparse gradient, since one rank sends it otherwise; its name is never used again
+    # One rank sends a sparse gradient differently, so use one. Its name is never used again.
     if what == "sparse_as_dense":
         rows = torch.nn.functional.embedding(
             torch.tensor([1, 2]), model[f"{what}.first"], sparse=True
@@ -170,7 +170,7 @@ def test_one_rank_is_started_differently_in_the_stock_optimizer(what, message, m
 
 
 def test_after_a_refused_step_residues_are_as_before(monkeypatch):
-    """A step that fails leaves no trace: who mends the cause goes on where it was."""
+    """A step that fails leaves no trace. Once the cause is mended, training goes on from there."""
     model = parameters(SHAPES)
     optimizer = make(model)
     for step in range(3):
@@ -231,7 +231,7 @@ def test_a_refusal_leaves_the_parameters_usable():
 
 
 def test_half_values_over_gloo_are_warned_of(caplog):
-    """Horovod 0.28.1's Gloo drops some float16 sums: 2**-24 + 1 is 2**-24 there."""
+    """Horovod 0.28.1's Gloo drops some float16 sums. For example, 2**-24 + 1 becomes 2**-24."""
     model = parameters({"weight": (100, 100)})
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.values(), lr=0.1),
@@ -263,8 +263,8 @@ def test_threads_that_use_a_name_twice_are_told_so():
     collectives, mine = HorovodCollectives(), torch.ones(3)
     work = None
     if hvd.rank() == 0:
-        work = collectives.all_reduce(mine, "twice")  # others have not submitted it yet
-        with pytest.raises(RuntimeError, match="let one thread train both models"):
+        work = collectives.all_reduce(mine, "twice")  # the other ranks have not submitted it yet
+        with pytest.raises(RuntimeError, match="Train both models on one thread"):
             collectives.all_reduce(torch.ones(3), "twice")
     hvd.barrier()
     work = work or collectives.all_reduce(mine, "twice")

@@ -1,4 +1,4 @@
-"""Simulated workers are what as many real ranks are."""
+"""Simulated workers give what as many real ranks give."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_real_ranks_and_simulated_ones_keep_the_same_residues(mode):
         compression=hvd.ScaleCom(**settings),
     )
     simulation = Simulation(n, lambda _: parameters(ODD_SHAPES), **settings)
-    # Horovod sums in float16 too, in an order of its own.
+    # Horovod sums in float16 too, but in another order.
     tolerance = 1e-2 if settings.get("wire_dtype") else 1e-5
     for step in range(20):
         everyone = [gradients(ODD_SHAPES, r, step) for r in range(n)]

@@ -1,4 +1,4 @@
-"""Residues in checkpoints: resuming is bit-identical, and what does not fit is refused by name."""
+"""Residues in checkpoints: resuming is bit-identical. What does not fit is refused by its name."""
 
 import copy
 import io
@@ -45,7 +45,7 @@ def through_a_file(state):
 @in_every_library
 @pytest.mark.parametrize("mode", [*MODES, {"warmup_steps": 9}, {"wire_dtype": "float16"}], ids=str)
 def test_resuming_is_bit_identical(library, mode):
-    if library is stock:  # which refuses float16
+    if library is stock:  # it refuses float16
         mode = {name: value for name, value in mode.items() if name != "wire_dtype"}
     straight = parameters(SHAPES)
     optimizer, compressor = make(library, straight, **mode)
@@ -74,7 +74,7 @@ def test_resuming_is_bit_identical(library, mode):
     for name in SHAPES:
         assert torch.equal(resumed[name], straight[name]), name
     assert stats["step"] == 14
-    # Looked at in the first step, but not by Horovod's own, nor where that is sent whole.
+    # The first step measures it, except in Horovod's own optimizer, and if that step is sent whole.
     assert library is stock or mode or stats["residue_ratio"] is not None
     assert compressor.stats() == stats
     assert same_on_all_ranks(resumed.values())
@@ -135,7 +135,10 @@ def test_the_state_is_what_the_design_says():
 
 
 def as_version_1(state):
-    """A method's settings stood among the state's own then, and ScaleCom's named no method."""
+    """A state of version 1.
+
+    It had a method's settings among its own, and ScaleCom's settings named no method.
+    """
     later = "settings", "rank", "alignment"
     old = {key: value for key, value in state.items() if key not in later}
     own = {key: value for key, value in state["settings"].items() if value != "ScaleCom"}
@@ -180,7 +183,7 @@ def test_states_that_do_not_fit_are_refused():
             {"version": 99},
             parameters(SHAPES),
             {},
-            "version 99, and this release reads versions 1 and 2",
+            "version 99, but this release reads only versions 1 and 2",
         ),
         ({}, other, {}, r"third has shape \(5000,\) in the state and \(6000,\) in the model"),
         (
@@ -190,7 +193,7 @@ def test_states_that_do_not_fit_are_refused():
             "third is not in this model",
         ),
         ({}, parameters({**SHAPES, "fourth": (5000,)}), {}, "fourth is not in the state"),
-        ({"residues": spoilt}, parameters(SHAPES), {}, "not finite, of second"),
+        ({"residues": spoilt}, parameters(SHAPES), {}, "residues of second are not finite"),
         (
             {"offsets": {"third": torch.zeros(3, dtype=torch.uint8)}},
             parameters(SHAPES),
@@ -213,7 +216,7 @@ def test_states_that_do_not_fit_are_refused():
 
 @in_every_library
 def test_ranks_that_load_the_residues_of_one_rank_are_refused(library):
-    """They would be sent several times. Residues that changed their ranks are no less right."""
+    """Residues would be sent several times. Residues that changed their ranks are no less right."""
     optimizer, compressor = make(library, model := parameters(SHAPES))
     run(optimizer, model, range(3))
     states = hvd.allgather_object(compressor.state_dict(), name="states")
@@ -224,7 +227,9 @@ def test_ranks_that_load_the_residues_of_one_rank_are_refused(library):
             run(optimizer, model, range(3, 5))
             assert compressor.stats()["step"] == 5
         else:
-            with pytest.raises(RuntimeError, match="ranks 0 and 1 have loaded the residues of"):
+            with pytest.raises(
+                RuntimeError, match="ranks 0 and 1 have both loaded the residues of"
+            ):
                 run(optimizer, model, range(3, 5))
 
 
@@ -240,7 +245,7 @@ def test_between_backward_and_step_there_is_no_state():
 
 
 def test_buckets_of_a_state_that_no_longer_fit_are_made_anew():
-    """A parameter became float64 meanwhile, so it cannot share a bucket with the others."""
+    """A parameter has become float64 meanwhile, so it cannot share a bucket with the others."""
 
     def build(dtype):
         model = {
@@ -297,7 +302,7 @@ def test_stock_resumes_what_ran_on_another_number_of_ranks(caplog):
     state = through_a_file(compressor.state_dict()) | {"ranks": 99}
     model = parameters(SHAPES)
     optimizer, compressor = make(stock, model)
-    if hvd.rank() == 0:  # the others are newcomers
+    if hvd.rank() == 0:  # the other ranks are newcomers
         compressor.load_state_dict(state)
         assert compressor.residues.tensors == {}
     run(optimizer, model, range(3, 6))
@@ -308,7 +313,7 @@ def test_stock_resumes_what_ran_on_another_number_of_ranks(caplog):
 
 @pytest.fixture
 def halves():
-    """Every rank's half of the ranks."""
+    """This rank's half of the ranks."""
     sets = [
         hvd.add_process_set(ranks)
         for ranks in (range(hvd.size() // 2), range(hvd.size() // 2, hvd.size()))
@@ -328,7 +333,7 @@ def test_resuming_on_fewer_and_then_on_more_ranks(library, mode, halves, caplog)
     """Survivors keep their residues, newcomers begin with none, and nothing else is lost."""
 
     def resume(state, steps, ranks):
-        """Train on some ranks from a state on; gives the state after it."""
+        """Train on some ranks from a state on. Return the state after that."""
         model = parameters(SHAPES)
         compressor = hvd.ScaleCom(
             model.items() if library is stock else None,
@@ -362,11 +367,11 @@ def test_resuming_on_fewer_and_then_on_more_ranks(library, mode, halves, caplog)
 
     everyone = resume(None, range(3), hvd.global_process_set)
     fewer = resume(everyone, range(3, 5), halves)
-    assert f"on {halves.size()} ranks what ran on {hvd.size()}" in caplog.text
+    assert f"on {halves.size()} ranks, after training on {hvd.size()}" in caplog.text
     caplog.clear()
     newcomer = hvd.rank() >= hvd.size() // 2
     resume(None if newcomer else fewer, range(5, 8), hvd.global_process_set)
-    assert newcomer or f"on {hvd.size()} ranks what ran on {halves.size()}" in caplog.text
+    assert newcomer or f"on {hvd.size()} ranks, after training on {halves.size()}" in caplog.text
 
 
 @horovods_alone
@@ -406,7 +411,7 @@ def test_horovods_elastic_states_keep_residues(library, mode):
     optimizer, compressor = make(library, parameters_of, **mode)
 
     run(optimizer, parameters_of, range(3))
-    # Horovod's own knows residues too
+    # the elastic state of Horovod itself knows residues too
     state = library.elastic.TorchState(model, optimizer, batch=3)
     state.sync()
     run(optimizer, parameters_of, range(3, 5))
@@ -427,7 +432,7 @@ def test_horovods_elastic_states_keep_residues(library, mode):
 
 
 def let_rank_1_go_back(optimizer, compressor, model):
-    """Train, and load step 3 on rank 1, step 5 on all others; gives this rank's residues."""
+    """Train. Load step 3 on rank 1, and step 5 on all other ranks. Return this rank's residues."""
     run(optimizer, model, range(3))
     older = through_a_file(compressor.state_dict())
     run(optimizer, model, range(3, 5))
@@ -438,8 +443,9 @@ def let_rank_1_go_back(optimizer, compressor, model):
 
 @pytest.mark.parametrize("mode", MODES[1::2], ids=str)
 def test_a_rank_that_loads_an_older_state_has_other_offsets(mode):
-    """Ranks that gather at different offsets would average apples with pears: where they differ,
-    the next step is sent whole.
+    """Ranks that gathered at different offsets would average unlike elements.
+
+    If their offsets differ, the next step is sent whole.
     """
     model = parameters(SHAPES)
     optimizer, compressor = make(hvd, model, **mode)
@@ -456,7 +462,7 @@ def test_a_rank_that_loads_an_older_state_has_other_offsets(mode):
 
 @horovods_alone
 def test_stock_refuses_ranks_with_states_of_different_steps():
-    """There ranks can compare at the first step's end only, but before any parameter is changed."""
+    """There ranks can compare only at the first step's end, but before any parameter is changed."""
     model = parameters(SHAPES)
     optimizer, compressor = make(stock, model)
     before = let_rank_1_go_back(optimizer, compressor, model)
@@ -470,8 +476,9 @@ def test_stock_refuses_ranks_with_states_of_different_steps():
 
 @horovods_alone
 def test_a_commit_is_whole_though_offsets_in_flight_never_arrive(monkeypatch):
-    """A worker that dies after a step leaves the others without the next offsets: their commit is
-    of this step all the same.
+    """A worker that dies after a step leaves the other ranks without the next offsets.
+
+    Their commit is of this step all the same.
     """
     from scalecom_hvd.torch.horovod_collectives import HorovodWork
 
@@ -509,7 +516,7 @@ def test_a_commit_is_whole_though_offsets_in_flight_never_arrive(monkeypatch):
 @pytest.mark.skipif(hvd.size() < 2, reason="one rank lacks a gradient that another has")
 @horovods_alone
 def test_look_ahead_resumed_where_a_sparse_gradient_comes_on_one_rank_only():
-    """Whether the first step is sent whole is decided when all ranks know what is sparse."""
+    """Ranks decide whether the first step is sent whole only when all know what is sparse."""
 
     def made(state=None):
         torch.manual_seed(0)

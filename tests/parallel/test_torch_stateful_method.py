@@ -1,5 +1,6 @@
-"""A method with state (tests/momentum.py) on real ranks: its state is saved, loaded, and undone
-with the step.
+"""A method with state (tests/momentum.py) on real ranks.
+
+Its state is saved, loaded, and undone with the step.
 """
 
 import copy
@@ -45,7 +46,7 @@ def assert_equal(one, other):
 
 
 def saved(model, optimizer, method):
-    """All that training goes on from, through a file."""
+    """Everything that training needs to go on, through a file."""
     file = io.BytesIO()
     values = {name: parameter.detach() for name, parameter in model.items()}
     torch.save(
@@ -107,8 +108,9 @@ def test_resuming_is_bit_identical(where):
 
 @pytest.mark.parametrize("why", ["a gradient is not finite", "a worker was lost"])
 def test_a_step_that_does_not_count_is_undone(why, monkeypatch):
-    """Training goes on as if it had never been: to the bit, since nothing is done to residues
-    before a step counts.
+    """Training goes on as if the step had never been.
+
+    It is equal to the bit, because residues do not change before a step counts.
     """
     model, other = parameters(SHAPES), parameters(SHAPES)
     (optimizer, method), (straight, reference) = make(model), make(other)
@@ -130,9 +132,9 @@ def test_a_step_that_does_not_count_is_undone(why, monkeypatch):
 
         feed(model, grads)
         with monkeypatch.context() as patch, pytest.raises(hvd.HorovodInternalError):
-            patch.setattr(Bucket, "is_sound", lost)  # all is averaged, and nothing counts yet
+            patch.setattr(Bucket, "is_sound", lost)  # all is averaged, but nothing counts yet
             optimizer.synchronize()
-        optimizer.load_state_dict(optimizer.state_dict())  # Horovod's handles go
+        optimizer.load_state_dict(optimizer.state_dict())  # Horovod drops its handles
     assert_equal(numbers(method.state_dict()), before)
 
     run(optimizer, model, range(4, 9))

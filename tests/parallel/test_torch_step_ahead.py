@@ -1,4 +1,4 @@
-"""Gradients computed a step ahead: what they are, and that nobody else sees parameters ahead."""
+"""Gradients computed a step ahead: what they are, and that no one else sees parameters ahead."""
 
 import copy
 import io
@@ -67,7 +67,7 @@ def test_ranks_that_want_opposites(optimizer, bits):
     assert_close(model, other)
     own = method.residues.alignment.cosine
     assert own == pytest.approx(expected[hvd.rank()], abs=1e-9)
-    assert workers != 2 or own < 0.5  # that of ranks that agree would be near 1
+    assert workers != 2 or own < 0.5  # if ranks agreed, theirs would be near 1
 
 
 @in_every_library
@@ -116,7 +116,7 @@ def test_a_factor_of_zero_is_no_step_ahead():
 
 
 def test_a_run_that_goes_on_with_an_optimizer_that_is_new():
-    """Of parameters that it has not stepped yet nobody knows the direction."""
+    """For parameters that the optimizer has not stepped yet, no direction is known."""
     model, wrapped, method = make(optimizer="adamw")
     for step in range(3):
         take(model, wrapped, step)
@@ -129,7 +129,7 @@ def test_a_run_that_goes_on_with_an_optimizer_that_is_new():
 
 
 def someone_looks(model, optimizer, method):
-    """{who: what they see} of those who may look between a forward and the step."""
+    """{who: what they see}, for all who may look between a forward and the step."""
 
     def evaluates():
         model.eval()
@@ -198,7 +198,7 @@ def test_who_saves_or_loads_has_the_common_ones(library, who):
 
 @in_every_library
 def test_a_script_that_skips_its_step(library):
-    """As a GradScaler does: it synchronizes, and does not step."""
+    """The script synchronizes, and does not step. A GradScaler does the same."""
     model, optimizer, _ = make(library)
     for step in range(4):
         take(model, optimizer, step)
@@ -269,7 +269,7 @@ def test_gradients_of_a_closure(optimizer):
 
 
 def test_a_step_that_failed():
-    """Steps after it are ahead again."""
+    """Later steps are ahead again."""
     model, optimizer, _ = make(optimizer="momentum")
     for step in range(3):
         take(model, optimizer, step)
@@ -364,7 +364,7 @@ def test_a_parameter_that_is_frozen_stays():
 
 
 class Unknown(torch.optim.Optimizer):
-    """One whose direction nobody knows."""
+    """An optimizer with an unknown direction."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -377,10 +377,19 @@ class Unknown(torch.optim.Optimizer):
                 p.add_(self.state[p]["sign"], alpha=-group["lr"])
 
 
-def test_optimizers_of_unknown_direction_are_refused():
+class UnknownWithoutState(Unknown):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad.sign(), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("kind", [Unknown, UnknownWithoutState])
+def test_optimizers_of_unknown_direction_are_refused(kind):
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
-        Unknown(model.parameters()),
+        kind(model.parameters()),
         model.named_parameters(),
         compression=hvd.ScaleCom(model=model, **SETTINGS),
     )

@@ -1,5 +1,6 @@
-"""ScaleCom in horovod.torch's own DistributedOptimizer, which tells a compressor neither names nor
-steps.
+"""ScaleCom in horovod.torch's own DistributedOptimizer.
+
+That optimizer tells a compressor neither names nor steps.
 """
 
 import horovod.torch as hvd
@@ -36,7 +37,7 @@ def test_integers_of_few_bits(warmup_steps):
 )
 @pytest.mark.parametrize("bits", [2, 3])
 def test_integers_are_what_the_script_asks_for(bits, options):
-    """Horovod sums, divides before or divides after, and tells a compressor nothing of it."""
+    """Horovod sums, divides before, or divides after, and does not tell a compressor which."""
     shapes = {"weight": (70, 100), "bias": (40,)}
     model = parameters(shapes)
     compressor = ScaleCom(named_parameters=model.items(), rate=16, bits=bits, min_numel=2)
@@ -141,7 +142,7 @@ def test_stock_needs_the_parameters(compression):
     )
     with pytest.raises(
         TypeError,
-        match=r"write compression=ScaleCom\(named_parameters=model.named_parameters\(\)\)",
+        match=r"Write compression=ScaleCom\(named_parameters=model.named_parameters\(\)\)",
     ):
         feed(model, gradients(SHAPES, hvd.rank(), 0))
         optimizer.synchronize()
@@ -160,20 +161,20 @@ def test_names_given_to_scalecom():
     for names, message in (
         (list(model), "should be .name, parameter. tuples"),
         (list(model.values()), "should be .name, parameter. tuples"),
-        ([("same", p) for p in model.values()], "must be unique, but same stands for several"),
+        ([("same", p) for p in model.values()], "must be unique, but same names several"),
     ):
         with pytest.raises(ValueError, match=message):
             ScaleCom(names)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.values(), lr=0.1), compression=ScaleCom(list(model.items())[:2])
     )
-    with pytest.raises(TypeError, match="cannot tell whose gradient"):
+    with pytest.raises(TypeError, match="cannot tell which parameter's gradient"):
         feed(model, gradients(SHAPES, hvd.rank(), 0))
         optimizer.synchronize()
 
 
 def test_tied_parameters_go_by_one_name():
-    """Gradients come in another order on every rank, which tells nothing about names."""
+    """Gradients come in another order on every rank, and that order says nothing about names."""
     shapes = {"first": (4096,), "middle": (4096,)}
     model = parameters(shapes)
     named = [*model.items(), ("last", model["first"])]
@@ -197,7 +198,7 @@ def test_tied_parameters_go_by_one_name():
 
 
 def test_tensors_that_are_no_gradient_are_refused():
-    with pytest.raises(TypeError, match="cannot tell whose gradient"):
+    with pytest.raises(TypeError, match="cannot tell which parameter's gradient"):
         hvd.allreduce(
             torch.zeros(5), compression=ScaleCom(named_parameters=parameters(SHAPES).items())
         )
@@ -233,7 +234,7 @@ def test_one_object_for_two_optimizers():
     feed(model, gradients({"a": (4096,), "b": (4096,)}, hvd.rank(), 0), skip=["b"])
     optimizers[0].step()
     feed(model, gradients({"a": (4096,), "b": (4096,)}, hvd.rank(), 1), skip=["a"])
-    with pytest.raises(ValueError, match="make one for each"):
+    with pytest.raises(ValueError, match="Make one for each"):
         optimizers[1].step()
 
 

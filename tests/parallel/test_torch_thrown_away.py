@@ -1,5 +1,6 @@
-"""Averages that a script throws away by zero_grad(): what was sent with them is not lost, or a
-warning says that it is.
+"""A script throws averages away by zero_grad().
+
+Either what was sent with them is not lost, or a warning says that it is.
 """
 
 import logging
@@ -12,7 +13,7 @@ from thrown_away import SHAPES, add, assert_nothing_is_lost_or_warned, average, 
 
 
 def make(library, **settings):
-    """Parameters that are zero, plain SGD with learning rate 1, and the compressor."""
+    """Parameters of zeros, plain SGD with learning rate 1, and the compressor."""
     model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     named = {"named_parameters": model.items()} if library is stock else {}
     every = {"rate": 10, "beta": 1.0, "dense": ["bias"], "warmup_steps": 0, "min_numel": 2}
@@ -24,16 +25,16 @@ def make(library, **settings):
 
 
 def backward(model, number):
-    """Gives the average over ranks of the gradients."""
+    """Run backward. Return the average of the gradients over ranks."""
     own = mine(number)
     sum((p * own[name]).sum() for name, p in model.items()).backward()
     return average(number)
 
 
 def check_steps(library, caplog, script, steps=6):
-    """Each step of the script averages, after zero_grad(), and notes what is used and what not.
+    """Take steps of the script after zero_grad(). Note what each step uses, and what not.
 
-    script(model, optimizer, step, real, thrown_away): one step.
+    script(model, optimizer, step, real, thrown_away): one step, which averages.
     """
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer, compressor = make(library)
@@ -47,7 +48,7 @@ def check_steps(library, caplog, script, steps=6):
 
 @in_every_library
 def test_sharpness_aware_steps(library, caplog):
-    """SAM: the first average only says where the gradient is taken that the step uses."""
+    """SAM: the first average only says where to take the gradient that the step uses."""
 
     def script(model, optimizer, step, real, thrown_away):
         add(thrown_away, backward(model, 2 * step))
@@ -68,7 +69,7 @@ def test_sharpness_aware_steps(library, caplog):
 
 @in_every_library
 def test_a_step_that_a_script_skips_after_synchronize(library, caplog):
-    """Such as for a gradient that is too long, as large models' scripts do."""
+    """Large models' scripts skip a step if its gradient is too long."""
 
     def script(model, optimizer, step, real, thrown_away):
         came = backward(model, step)
@@ -99,7 +100,7 @@ def test_gradients_that_are_set_to_none_before_the_step(library, caplog):
 
 @in_every_library
 def test_averages_that_are_replaced_by_those_of_the_step_itself(library, caplog):
-    """Gradients by hand are averaged in step(): the warning is due when a step has begun."""
+    """Gradients set by hand are averaged in step(). The warning is due once a step has begun."""
 
     def script(model, optimizer, step, real, thrown_away):
         add(thrown_away, backward(model, 2 * step))
@@ -114,7 +115,7 @@ def test_averages_that_are_replaced_by_those_of_the_step_itself(library, caplog)
 
 @in_every_library
 def test_after_a_step_that_was_refused(library, caplog):
-    """It has ended by its error, so that later averages are not those of its closure."""
+    """The error has ended that step, so later averages are not those of its closure."""
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer, _ = make(library)
     for step in range(2):
@@ -125,9 +126,9 @@ def test_after_a_step_that_was_refused(library, caplog):
             assert refuses(optimizer.step)
         else:
             optimizer.step()
-    # What gives a step up in Horovod's own optimizer.
+    # This gives a step up in Horovod's own optimizer.
     optimizer.load_state_dict(optimizer.state_dict())
-    for step in range(2, 5):  # there the first is sent whole
+    for step in range(2, 5):  # the first of these is sent whole there
         optimizer.zero_grad()
         backward(model, step)
         optimizer.synchronize()

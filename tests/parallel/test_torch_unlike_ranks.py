@@ -1,5 +1,7 @@
-"""Ranks whose parameters, or loaded residues, are not those they should be: they are told, or all
-ranks have the same parameters, to the bit. Or one alone has loaded its residues: all go on.
+"""Ranks with parameters, or loaded residues, that are not the right ones.
+
+Either the ranks are told, or all of them have the same parameters to the bit. If only one rank has
+loaded its residues, all ranks go on.
 """
 
 import copy
@@ -14,8 +16,8 @@ from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
 MODES = pytest.mark.parametrize("mode", [{}, {"lookahead": True}, {"warmup_steps": 100}], ids=str)
 
-# What may also be said where the set of parameters has changed.
-ANEW = "broadcast_parameters|make the DistributedOptimizer anew"
+# Also allowed if the set of parameters has changed.
+ANEW = "broadcast_parameters|Make a new DistributedOptimizer"
 
 
 def make(model, trained=None, **settings):
@@ -37,7 +39,7 @@ def take_step(model, optimizer, step):
 
 
 def stay_alike_or_are_refused(model, optimizer, steps, advice="broadcast_parameters"):
-    """Gives whether all ranks refused a step, saying what makes them alike."""
+    """Return whether all ranks refused a step, with advice that makes them alike."""
     for step in steps:
         error = ""
         try:
@@ -84,7 +86,7 @@ def test_ranks_that_begin_alike_are_not_refused(mode):
 @MODES
 @pytest.mark.parametrize("when", [0, 3])
 def test_a_layer_that_is_thawed(when, mode):
-    """No average is made of it, as there is no hook on it."""
+    """It has no hook, so it is not averaged."""
     model = parameters(SHAPES)
     model["second"].requires_grad_(False)
     optimizer = make(model, **mode)
@@ -106,7 +108,7 @@ def test_a_group_of_parameters_that_is_added(when, mode):
 
 @MODES
 def test_residues_of_another_rank_are_refused(mode):
-    """As with a model's checkpoint, which rank 0 saves and all ranks load."""
+    """Rank 0 saves its residues and all ranks load them, as with a model's checkpoint."""
     model = parameters(SHAPES)
     optimizer = make(model, **mode)
     for step in range(3):
@@ -116,10 +118,10 @@ def test_residues_of_another_rank_are_refused(mode):
     model = parameters(SHAPES)
     again = make(model, **mode)
     again.compression.load_state_dict(rank_0s)
-    with pytest.raises(RuntimeError, match="ranks 0 and 1 have loaded the residues of rank 0"):
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 have both loaded the residues of rank 0"):
         take_step(model, again, 3)
     again = make(parameters(SHAPES), **mode)
-    again.compression.load_state_dict(mine)  # its own fits still
+    again.compression.load_state_dict(mine)  # its own residues still fit
     for name, tensor in again.compression.residues.tensors.items():
         assert torch.equal(tensor.residue, optimizer.compression.residues.tensors[name].residue)
 
@@ -129,15 +131,15 @@ def test_the_test_of_likeness_sees_what_differs():
     assert not same_on_all_ranks([torch.ones(3) + hvd.rank()])
 
 
-@pytest.mark.on_cpus  # streams of the other ranks wait for the step that they gave up
+@pytest.mark.on_cpus  # the other ranks' streams wait for the step that they gave up
 @in_every_library
 @pytest.mark.parametrize("mode", [{}, {"lookahead": True}, {"warmup_steps": 5}], ids=str)
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_one_rank_loads_its_residues_and_nothing_is_lost(who, mode, library):
-    """It loads what it has, before the fourth step; in a step that is sent whole, too.
+    """The rank loads its own state before the fourth step, even if that step is sent whole.
 
-    One tensor is large enough to travel for a while. One embedding has sparse gradients, where
-    they are averaged.
+    One tensor is large enough to travel for a while. One embedding has sparse gradients, if they
+    are averaged.
     """
     shapes = {"rows": (50, 8), "large": (700, 500), "first": (60, 50), "bias": (60,)}
     has_rows = library is hvd and hasattr(hvd, "mpi_enabled")

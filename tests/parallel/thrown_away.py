@@ -1,4 +1,4 @@
-"""What the tests of averages that scripts throw away have in common."""
+"""What the tests of thrown-away averages share."""
 
 import re
 
@@ -12,13 +12,13 @@ WARNS = re.compile("zero_grad|zeroed|thrown away|no step", re.IGNORECASE)
 
 
 def mine(number):
-    """This rank's gradients of a backward pass."""
+    """This rank's gradients of one backward pass."""
     own = gradients(SHAPES, hvd.rank(), number)
     return {name: torch.as_tensor(grad) for name, grad in own.items()}
 
 
 def average(number):
-    """The average over ranks of the same."""
+    """The average of these gradients over ranks."""
     everyone = [gradients(SHAPES, rank, number) for rank in range(hvd.size())]
     return {name: sum(each[name] for each in everyone) / hvd.size() for name in SHAPES}
 
@@ -29,13 +29,16 @@ def add(total, grads):
 
 
 def warned(caplog):
-    """Whether some rank's log names it."""
+    """Whether some rank's log warns of thrown-away averages."""
     messages = [record.getMessage() for record in caplog.records if record.name == "scalecom_hvd"]
     return any(hvd.allgather_object(any(map(WARNS.search, messages)), name="warned"))
 
 
 def assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplog):
-    """What steps used and what waits is what came in: with, or without, what was thrown away."""
+    """Check that what steps used, plus what waits, is what came in, or that a rank has warned.
+
+    What was thrown away may count as come in, or not.
+    """
     everywhere = warned(caplog)
     shares = []
     for name, parameter in model.items():
@@ -44,7 +47,7 @@ def assert_nothing_is_lost_or_warned(model, compressor, real, thrown_away, caplo
         waits = hvd.allreduce(waits.double().view(parameter.shape), name=f"waits.{name}").numpy()
         here = waits - parameter.detach().double().numpy()
         wanted = [real[name]]
-        if tensor is not None:  # what is sent whole leaves nothing behind
+        if tensor is not None:  # a tensor that is sent whole leaves nothing behind
             wanted.append(real[name] + thrown_away[name])
         shares.append(min(np.linalg.norm(here - w) / np.linalg.norm(w) for w in wanted))
     assert max(shares) < 1e-3 or everywhere, (

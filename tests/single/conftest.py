@@ -1,4 +1,4 @@
-"""Tests in one process, also of what lies in scripts/."""
+"""Tests in one process, including tests of the programs in scripts/."""
 
 import sys
 from pathlib import Path
@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-# momentum.py is for tests on one process and on several; parallel.made_up is a module of theirs.
+# tests/momentum.py serves tests on one process and on several. parallel.made_up belongs to the
+# tests on several.
 SCRIPTS = TESTS.parent / "scripts"
 sys.path[:0] = [*map(str, [SCRIPTS, *SCRIPTS.glob("*/")]), str(TESTS)]
 
 
 @pytest.fixture
 def one_thread_per_rank():
-    """Simulated ranks are threads, of which each would have a pool of its own."""
+    """Use one thread per rank: simulated ranks are threads, and each would start its own pool."""
     import torch
 
     threads = torch.get_num_threads()

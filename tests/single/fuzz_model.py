@@ -1,8 +1,8 @@
 """Random programs of training steps on simulated workers, and what should be true of each step.
 
 `draw_setting` and `draw_step` make everything by choosing from sequences, so that hypothesis can
-choose, and shrink. `Truth` is reference.py with what that
-leaves out: loss scales, frozen parameters, gradients that did not arrive, half precision.
+choose and shrink. `Truth` is reference.py, extended by the things that reference.py leaves out:
+loss scales, frozen parameters, gradients that did not arrive, and half precision.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Setting:
     fields: dict[str, Any]
     groups: list[list[str]] | None = None
     kernel: str = ""
-    beside: bool = False  # kernels run on a thread beside backward, as those of large buckets do
+    beside: bool = False  # kernels run on a thread during backward, as for large buckets
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """While what is made for this setting runs."""
+        """Apply this setting's kernel and threads while the objects made for it run."""
         before = bucket.WORTH_A_THREAD, os.environ.get("SCALECOM_KERNEL", "")
         if self.beside:
             bucket.WORTH_A_THREAD = 1
@@ -93,8 +93,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Step:
-    """What happens in a step: which gradients are made, which do not arrive, which are not finite,
-    and in what order they come.
+    """The events of a step.
+
+    They are the gradients that are made, those that do not arrive, those that are not finite, and
+    the order in which they arrive.
     """
 
     seed: int
@@ -106,9 +108,9 @@ class Step:
     def gradients(
         self, setting: Setting, rank: int, scale: float, frozen: Collection[str]
     ) -> dict[str, torch.Tensor | None]:
-        """A rank's gradients, times the loss scale; None: it did not arrive.
+        """Return a rank's gradients, times the loss scale; None for one that did not arrive.
 
-        The same wherever this is called.
+        Every call returns the same gradients.
         """
         made: dict[str, torch.Tensor | None] = {}
         for number, (name, shape) in enumerate(setting.shapes.items()):
@@ -190,12 +192,12 @@ def draw_step(
     for _ in range(choose(range(1, 4)) if missing else 0):
         absent.add((choose(ranks), choose(names)))
     for _ in range(choose(range(1, 4)) if overflow else 0):
-        # The last two are finite, but more than a residue takes up (of float32 and of float64),
-        # unless the loss scale is large.
+        # The last two are finite, but too large for a residue (of float32 and of float64), unless
+        # the loss scale is large.
         bad[choose(ranks), choose(names)] = choose((math.nan, math.inf, -math.inf, 1e31, 1e302))
     orders = []
     for _ in ranks:
-        # Turned or reversed: enough to differ between ranks, and simple to choose.
+        # Orders are rotated or reversed. They then differ between ranks, and are simple to choose.
         turned = choose(range(len(names)))
         order = names[turned:] + names[:turned]
         orders.append(tuple(order if choose((False, True)) else reversed(order)))
@@ -205,7 +207,7 @@ def draw_step(
 
 @dataclass
 class Seen:
-    """What came out of a step on one rank."""
+    """The results of a step on one rank."""
 
     averages: dict[str, torch.Tensor]
     residues: dict[str, torch.Tensor]
@@ -232,9 +234,9 @@ class Seen:
 
 
 class Truth:
-    """Driven with the same gradients as a run, it says of every step what must have come out.
+    """The expected results of every step, computed from the gradients of a run.
 
-    exact_sums: sums over ranks are made in the order of ranks, as the simulator does.
+    exact_sums: sums over ranks are made in the order of ranks, as in the simulator.
     """
 
     def __init__(self, setting: Setting, exact_sums: bool) -> None:
@@ -258,7 +260,7 @@ class Truth:
     def _zeros(self, name: str) -> np.ndarray:
         return np.zeros(self.setting.shapes[name], str(self._kinds[name]).removeprefix("torch."))
 
-    # Saving, going back, and giving a step up.
+    # Saving, loading, and giving up a step.
 
     _STATE = ("residues", "step_number", "_chosen_ahead")
 
@@ -279,11 +281,12 @@ class Truth:
         residues: list[dict[str, torch.Tensor]],
         skipped: Collection[int],
     ) -> None:
-        """A step failed in the middle on all ranks: nothing is lost, and look-ahead has no offsets
-        any more.
+        """Check a step that failed in the middle on all ranks, which loses nothing.
 
-        skipped: how many steps ranks have skipped. Where one failed while a void step was taken
-        back, all have counted that.
+        Look-ahead has no offsets after it.
+
+        skipped: how many steps each rank has skipped. If a rank failed while a skipped step was
+        rolled back, all ranks have counted that step.
         """
         (skipped,) = set(skipped)
         assert skipped - self.skipped in (0, 1)
@@ -300,9 +303,9 @@ class Truth:
         frozen: Collection[str],
         seen: list[Seen],
     ) -> bool:
-        """Compare what was seen on all ranks with what must be; gives whether the step happened.
+        """Compare the results of all ranks with the truth; return whether the step counted.
 
-        grads: copies of what each rank put in, times the loss scale.
+        grads: copies of each rank's gradients, times the loss scale.
         """
         for rank, other in enumerate(seen):
             assert other.averages.keys() == self.setting.shapes.keys()
@@ -382,7 +385,7 @@ class Truth:
         for rank, other in enumerate(seen):
             assert other.residues.keys() == set(self.compressed)
             for name, residue in other.residues.items():
-                # To the bit: what a worker keeps depends on its own arithmetic alone.
+                # Residues are equal to the bit: they depend only on the worker's own arithmetic.
                 np.testing.assert_array_equal(
                     residue.numpy(),
                     reference.residues[rank][name],
@@ -403,8 +406,9 @@ class Truth:
     def _in_residue_units(
         self, grads: list[dict], scale: float, whole: bool
     ) -> dict[str, list[np.ndarray]]:
-        """What the reference is given: in the residue's dtype, but what is sent whole in the
-        gradient's own width.
+        """Return the gradients for the reference in the residue's dtype.
+
+        Uncompressed ones keep the width of the gradient.
         """
         arrays = {}
         for name, dtype in self.setting.dtypes.items():
@@ -415,7 +419,7 @@ class Truth:
         return arrays
 
     def _magnitude(self, name: str, arrays: dict[str, list[np.ndarray]]) -> np.ndarray:
-        """How large what is added up in every element of a tensor can be."""
+        """Return, for every element of a tensor, how large the sum of its addends can be."""
         size = sum(
             np.abs(np.nan_to_num(array.astype(float), posinf=0, neginf=0)) for array in arrays[name]
         )
@@ -431,20 +435,20 @@ class Truth:
     def _allowed(
         self, name: str, want: np.ndarray, magnitude: np.ndarray, whole: bool, scale: float
     ) -> np.ndarray:
-        """Rounding: of the sum over ranks, and of the result in the gradient's dtype."""
+        """Return the allowed rounding of the sum over ranks and of the result in its dtype."""
         dtype, n = self.setting.dtypes[name], self.setting.n
         allowed = (
             EPSILON[dtype] * np.abs(want.astype(float))
             + float(torch.finfo(dtype).smallest_normal) * EPSILON[dtype]
         )
         if name in self.compressed:
-            # Denormals of float32, whose rounding the loss scale magnifies.
+            # The loss scale magnifies the rounding of float32's denormals.
             allowed = allowed + 4 * n * scale * 2.0**-149
         if name in self.compressed and not whole:
-            # With flush up to m / beta travels, and is what is rounded.
+            # With flush, values of up to m / beta are sent and rounded.
             magnitude = (1 + self.setting.config.extra) * magnitude
         if name in self.compressed and not whole and self.setting.config.wire_dtype:
-            # sums of what is small are exact
+            # Sums of small values are exact.
             return allowed + EPSILON[torch.float16] * n * magnitude
         return (
             allowed
@@ -457,7 +461,7 @@ class Truth:
         return torch.float64 if self.setting.dtypes[name] == torch.float64 else torch.float32
 
     def _keep_frozen(self, frozen: Collection[str], before: dict, whole: bool) -> None:
-        """A frozen parameter's residue stays as it is; look-ahead's leaders choose all the same."""
+        """Keep a frozen parameter's residue as it is; look-ahead's leaders still choose."""
         reference = self.reference
         for name in set(frozen).intersection(self.compressed):
             for residues, old in zip(reference.residues, before["residues"], strict=True):
@@ -472,9 +476,9 @@ class Truth:
     def _check_unchanged(
         self, arrays: dict[str, list[np.ndarray]], residues: list[dict[str, torch.Tensor]]
     ) -> None:
-        """A step that never happened was taken back, to rounding.
+        """Check that a step that did not count was rolled back, up to rounding.
 
-        From here on this goes on from what the ranks really have.
+        From here on, the truth continues from the residues that the ranks really have.
         """
         for rank, real in enumerate(residues):
             for name, residue in real.items():

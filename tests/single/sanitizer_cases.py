@@ -1,7 +1,8 @@
-"""Drives the C kernel, and its operations for TensorFlow, from NumPy alone; test_sanitizers.py runs
-it in a process with AddressSanitizer.
+"""Drives the C kernel, and its operations for TensorFlow, with NumPy only.
 
-sanitizer_cases.py cases LIBRARY    every case, held to NumPy; arrays are no longer than needed
+test_sanitizers.py runs this program in a process with AddressSanitizer.
+
+sanitizer_cases.py cases LIBRARY    every case, compared with NumPy; arrays have the exact length
 sanitizer_cases.py NAME LIBRARY         one of `BROKEN`, which a sanitizer must report
 """
 
@@ -28,12 +29,13 @@ from scalecom_hvd.reference import integers, scales, select
 SIZES = [0, 1, 2, 63, 64, 65, 127, 129, 448, 699, 1000, 4099]
 RATES = [1, 1.5, 2, 7, 63.7, 256, 257, 1000, 40_000]  # offsets of 1, 2 and 4 bytes
 DTYPES = ["float32", "float64", "float16", "bfloat16"]
-LIMIT = 100.0  # what travels as float16
+LIMIT = 100.0  # the largest value that is sent as float16
 
 
 class Gradient:
-    """A gradient as it lies in memory (bfloat16: as uint16), and its elements in the residue's
-    dtype.
+    """A gradient as it is in memory (bfloat16 as uint16).
+
+    `usable` returns its elements in the residue's dtype.
     """
 
     def __init__(self, dtype, values):
@@ -62,8 +64,9 @@ def to_bfloat16(values):
 
 
 def made_up(random, shape, dtype):
-    """A gradient and a residue; some elements are not finite, denormal, as large as can be, or
-    larger.
+    """Return a gradient and a residue.
+
+    Some elements are not finite, denormal, as large as a gradient may be, or larger.
     """
     values = random.standard_normal(shape.numel)
     if shape.numel > 60:
@@ -76,20 +79,20 @@ def made_up(random, shape, dtype):
 
 
 def offsets_of(shape, indices):
-    """The inverse of Lanes.indices: the row of each lane's element."""
+    """Return the row of each lane's element; the inverse of Lanes.indices."""
     starts, strides = shape.starts_and_strides()
     return ((indices - starts) // strides).astype(shape.offset_dtype)
 
 
 def valid_offsets(random, shape):
-    """The bytes of the offsets of some selection."""
+    """Return the bytes of the offsets of a random selection."""
     return offsets_of(shape, select(random.standard_normal(shape.numel), shape, "lanes")).view(
         np.uint8
     )
 
 
 class Bucket:
-    """Tensors that share their buffers, and the oracle's moves on them."""
+    """Tensors that share their buffers, with the oracle's moves."""
 
     def __init__(self, random, geometries, dtypes, levels=0):
         self.shapes = {f"t{i}": shape for i, shape in enumerate(geometries)}
@@ -113,7 +116,7 @@ class Bucket:
         ]
 
     def accumulate(self, residues, beta, scale, choose):
-        """The updated residues, the offsets chosen, how many elements are bad."""
+        """Return the updated residues, the chosen offsets, and the number of bad elements."""
         updated, chosen, bad = [], np.zeros(self.layout.offsets_bytes, np.uint8), 0
         for (name, shape), gradient, m in zip(
             self.shapes.items(), self.gradients, residues, strict=True
@@ -132,7 +135,7 @@ class Bucket:
         return updated, chosen, bad
 
     def take(self, residues, beta, scale, share, wire):
-        """The residues without what is sent, and the values."""
+        """Return the residues after sending, and the values that are sent."""
         rest, values = [], np.zeros(self.layout.n_values, wire)
         for at, gradient, m, index in zip(
             self.layout.values.values(), self.gradients, residues, self.indices(), strict=True
@@ -150,7 +153,7 @@ class Bucket:
         return rest, values
 
     def choose(self, residues, beta, scale):
-        """The choice, with scales of integers, before anything is accumulated."""
+        """Return the choice, with the scales of integers, before anything is accumulated."""
         chosen = self.accumulate(residues, beta, scale, CHOOSE_ACCUMULATOR)[1]
         for (name, shape), gradient, m in zip(
             self.shapes.items(), self.gradients, residues, strict=True
@@ -167,7 +170,7 @@ class Bucket:
         return m[index] + g + np.where(m[index] * g >= 0, kind(1 / beta - 1) * m[index], kind(0))
 
     def take_integers(self, beta, scale):
-        """The residues without what is sent, and the integers, at `offsets`."""
+        """Return the residues after sending, and the integers that are sent at `offsets`."""
         rest, values = [], np.zeros(self.layout.n_values, np.int8)
         for name, gradient, m, index in zip(
             self.shapes, self.gradients, self.residues, self.indices(), strict=True
@@ -205,8 +208,9 @@ class Bucket:
 
 
 class Kernel:
-    """lanes.c on a bucket's own copies of everything: each array is a block of memory of its own,
-    exactly as long as needed.
+    """lanes.c on copies of a bucket's arrays.
+
+    Each array is a memory block of its own, exactly as long as needed.
     """
 
     def __init__(self, library, bucket):
@@ -299,7 +303,7 @@ def same(ours, theirs):
 
 
 def check_moves(library, bucket, beta, scale, wire):
-    """All moves of lanes.c, alone and one after the other."""
+    """Check all moves of lanes.c, separately and one after the other."""
     for choose in (CHOOSE_NOTHING, CHOOSE_ACCUMULATOR, CHOOSE_RESIDUE, CHOOSE_AHEAD):
         kernel = Kernel(library, bucket)
         updated, chosen, bad = bucket.accumulate(bucket.residues, beta, scale, choose)
@@ -337,8 +341,9 @@ def check_moves(library, bucket, beta, scale, wire):
 
 
 def check_broken_peer(library, random, bucket, wire):
-    """Random bytes for offsets: refused, with nothing touched, unless all of them happen to lie in
-    their lanes.
+    """Check that random bytes are refused as offsets, and that nothing is changed then.
+
+    They are accepted if all of them happen to lie inside their lanes.
     """
     refused = 0
     for _ in range(4):
@@ -376,7 +381,7 @@ def check_broken_peer(library, random, bucket, wire):
 
 
 def check_large(library, random):
-    """Large outputs are written past the caches, where they are aligned."""
+    """Check large outputs, whose aligned parts are written past the caches."""
     for dtype in DTYPES:
         bucket = Bucket(random, [Lanes(2**20 + 37, 100)], [dtype])
         kernel = Kernel(library, bucket)
@@ -384,7 +389,7 @@ def check_large(library, random):
         bytes_ = kernel.grads[0].nbytes
         memory = np.empty(bytes_ + 32, np.uint8)
         shift = -memory.ctypes.data % 32
-        memory = np.empty(bytes_ + shift, np.uint8)  # ends where the gradient does
+        memory = np.empty(bytes_ + shift, np.uint8)  # it ends with the gradient
         kernel.grads[0] = memory[-memory.ctypes.data % 32 :][:bytes_].view(kernel.grads[0].dtype)
         assert kernel.scatter(2.0) == 0
         same(kernel.grads, bucket.scatter(2.0, kernel.values))
@@ -414,9 +419,9 @@ class Array(ctypes.Structure):
 
 
 def operate(library, name, bucket, inputs, outputs, forwards):
-    """Run an operation; inputs: arrays, or Gradients. outputs: dtypes' names.
+    """Run an operation, and return its arrays or the error's text.
 
-    Gives arrays, or the error's text.
+    inputs: arrays or Gradients. outputs: names of dtypes.
     """
     lanes = [
         number
@@ -494,7 +499,7 @@ def check_operations(library, bucket, beta, scale, wire):
 
 
 def check_integers(library, bucket, beta, scale):
-    """The moves of values that travel as integers, of lanes.c and as operations."""
+    """Check the moves of values sent as integers, both of lanes.c and as operations."""
     n, kind = len(bucket.shapes), bucket.kind.name
     choice = bucket.choose(bucket.residues, beta, scale)
     kernel = Kernel(library, bucket)
@@ -524,7 +529,7 @@ def check_integers(library, bucket, beta, scale):
 
 
 def check_refusals(library, random):
-    """Inputs of other sizes, and offsets outside of their lanes."""
+    """Check that inputs of wrong sizes and offsets outside of their lanes are refused."""
     bucket = Bucket(random, [Lanes(6401, 100)], ["float32"])
     settings, outputs = np.array([1.0, 1.0, LIMIT, 0.0]), ["float32", "float32", "int64"]
 
@@ -535,10 +540,10 @@ def check_refusals(library, random):
 
     gradient, residue, offsets = bucket.gradients[0], bucket.residues[0], bucket.offsets
     short = Gradient("float32", np.zeros(6400))
-    assert "gradient has not the size" in take(short, residue, offsets)
-    assert "residue has not the size" in take(gradient, residue[1:], offsets)
-    assert "not exactly one leader" in take(gradient, residue, offsets[1:])
-    assert "not exactly one leader" in take(gradient, residue, np.concatenate([offsets, offsets]))
+    assert "gradient does not have the size" in take(short, residue, offsets)
+    assert "residue does not have the size" in take(gradient, residue[1:], offsets)
+    assert "exactly one leader" in take(gradient, residue, offsets[1:])
+    assert "exactly one leader" in take(gradient, residue, np.concatenate([offsets, offsets]))
     outside = offsets.copy()
     outside[64] = 1
     assert "outside of their lanes" in take(gradient, residue, outside)
@@ -558,7 +563,7 @@ def check_refusals(library, random):
     )
 
 
-# What a sanitizer must report.
+# Errors that a sanitizer must report.
 
 
 def short_residue(kernel):
@@ -600,7 +605,7 @@ def all_cases(library):
                 few = Bucket(random, shapes, [dtype, dtype], levels=(1, 3, 127)[count % 3])
                 check_integers(library, few, beta, scale)
                 count += 1
-    for dtype in DTYPES:  # several pieces that each fit into a cache
+    for dtype in DTYPES:  # several pieces, each of which fits into a cache
         bucket = Bucket(random, [Lanes(50_001, rate) for rate in (7, 300, 2.5)], [dtype] * 3)
         check_operations(library, bucket, 0.3, 0.5, np.float16)
         bucket = Bucket(random, [Lanes(100_001, rate) for rate in (7, 30, 2.5)], [dtype] * 3, 3)
@@ -616,7 +621,7 @@ def all_cases(library):
 
 
 def check_moves_ahead(library, random):
-    """moves_ahead.c, on tensors of which each is a block of memory of its own."""
+    """Check moves_ahead.c. Each tensor is a memory block of its own."""
     for numel, parts, root, weight in product(
         SIZES, ([], ["momentum"], ["second"], ["momentum", "second"]), (True, False), (1.0, 0.4)
     ):

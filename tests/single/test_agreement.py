@@ -1,4 +1,4 @@
-"""What ranks compare before they begin: which differences are named, and which number they take."""
+"""The comparison of ranks before they begin: differences that are named, and the agreed number."""
 
 import logging
 import types
@@ -117,7 +117,7 @@ def test_operations():
     for op in (0, 1):
         check_operation(op, 1.0, horovod())
     check_operation(0, 2.0, horovod())
-    with pytest.raises(ValueError, match="which Adasum does not"):
+    with pytest.raises(ValueError, match="but Adasum does not"):
         check_operation(2, 1.0, horovod())
     with pytest.raises(ValueError, match="works with op=hvd.Average and op=hvd.Sum"):
         check_operation(4, 1.0, horovod())
@@ -133,5 +133,5 @@ def test_half_sums_over_gloo_are_warned_of(caplog):
         assert not caplog.records
         for on_gpus, there in ((False, horovod()), (True, horovod()), (False, horovod(nccl=True))):
             warn_of_half_sums(True, on_gpus, there)
-            assert "wire_dtype='float16' over Gloo" in caplog.text
+            assert "wire_dtype='float16' loses values over Gloo" in caplog.text
             caplog.clear()

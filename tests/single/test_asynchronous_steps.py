@@ -1,4 +1,4 @@
-"""Local steps with a schedule for each rank, which simulated ranks take, held to the oracle."""
+"""Local steps of simulated ranks, with a schedule for each rank, compared with the oracle."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def simulate(ranks, compression=hvd.ScaleCom, **more):
 
 
 def descend(simulation, everyone):
-    """Plain SGD of each rank's own."""
+    """Take a step of plain SGD on each rank, with the rank's own gradients."""
 
     def take(rank):
         with torch.no_grad():
@@ -96,9 +96,9 @@ def test_a_warm_up_is_counted_in_steps():
 @pytest.mark.parametrize(
     ("ranks", "more", "message"),
     [
-        ([2, 2], {"lookahead": True}, "lookahead needs to know who synchronises next"),
-        ([2, 2], {"overlap": 1}, "a list of local_steps goes with no other of its options"),
-        ([2, 0], {}, "must be a number of steps for each of 2 ranks"),
+        ([2, 2], {"lookahead": True}, "lookahead does not work with a list of local_steps"),
+        ([2, 2], {"overlap": 1}, "a list of local_steps excludes outer"),
+        ([2, 0], {}, "must list one number of steps .* for each of the 2 ranks"),
     ],
 )
 def test_what_cannot_work_is_refused(ranks, more, message):

@@ -17,7 +17,7 @@ from scalecom_hvd.exchange.residue import Residues
 
 
 def new_bucket(numel=1_000_000, thread=None, dtype=torch.float32, beta=0.5, **settings):
-    """A bucket of a weight that is compressed, with a residue, and a bias sent whole."""
+    """Return a bucket of a compressed weight, which has a residue, and an uncompressed bias."""
     shapes = {"weight": numel, "bias": 10}
     parameters = {
         name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()
@@ -31,7 +31,7 @@ def new_bucket(numel=1_000_000, thread=None, dtype=torch.float32, beta=0.5, **se
 
 
 class Owner:
-    """Of a kernel's thread, as an exchange is."""
+    """The owner of a kernel's thread, in the role of an exchange."""
 
     def __init__(self):
         self.thread = BackgroundThread(self, self.go_on)
@@ -68,7 +68,7 @@ def test_a_step_given_up_while_a_kernel_runs_is_rolled_back(kind):
     wait = next(move)
     assert (wait.what, wait.round, wait.work.done()) == ("kernel", 0, False)
     may_begin.set()
-    bucket.roll_back()  # waits for the kernel; nobody goes on with `move`
+    bucket.roll_back()  # this waits for the kernel; `move` is not resumed
     assert wait.work.done()
     assert moved == [True]
     bucket.forget()
@@ -89,7 +89,7 @@ def test_small_kernels_run_at_once_and_large_ones_on_the_thread(numel):
 
 
 class Made:
-    """Work that is done when it is told so, or waited for."""
+    """Work that is done when the test says so or when somebody waits for it."""
 
     def __init__(self, what, waited):
         self.what, self.waited, self.came = what, waited, False
@@ -115,7 +115,7 @@ def test_a_step_waits_for_no_round_that_others_have_not_come_to():
         over.append(True)
 
     step.start(moves())
-    step.start(iter([]))  # it has begun
+    step.start(iter([]))  # it has already begun
     step.advance()
     assert waited == []
     assert step.has_more
@@ -125,10 +125,10 @@ def test_a_step_waits_for_no_round_that_others_have_not_come_to():
     step.advance()
     assert waited == ["kernel"]
     offsets.came = True
-    step.advance()  # they came meanwhile
+    step.advance()  # the offsets have arrived meanwhile
     assert waited == ["kernel"]
     assert step.waits.what == "values"
-    assert not step.has_more  # nothing follows: nobody hurries to look
+    assert not step.has_more  # nothing follows, so there is no need to advance early
     step.advance(up_to_round=10)
     values.came = True
     step.advance()
@@ -163,7 +163,7 @@ def test_a_step_waits_for_what_it_is_let():
 
 
 def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
-    """The first one's ends when it ends, although a second one has begun."""
+    """The first move's range ends with this move, although a second move has begun."""
     first, second, over = (threading.Event() for _ in range(3))
 
     def moving(meanwhile):
@@ -199,13 +199,16 @@ def test_moves_on_two_threads_have_ranges_of_their_own_in_a_profile():
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_gradients_on_another_device_than_residues_are_refused(name):
-    """As after model.to(device), behind the optimizer's back: kernels follow addresses."""
+    """This happens if model.to(device) is called after the optimizer was made.
+
+    Kernels follow addresses.
+    """
     bucket = new_bucket(3000)
     grads = {n: p.grad for n, p in bucket.parameters.items()}
     numel = grads[name].numel()
     grads[name] = grads[name].to("meta")
     message = (
-        f"of {name} has {numel} elements on meta, and its parameter had {numel} on cpu when"
+        f"of {name} has {numel} elements on meta, but its parameter had {numel} on cpu when"
         ".*is on its device"
     )
     with pytest.raises(RuntimeError, match=message):
@@ -235,7 +238,7 @@ def test_what_is_sent_whole_is_the_gradient_itself_where_its_dtype_travels(dtype
 
 
 def many_tensors(bits=32):
-    """A bucket whose offsets are of 1, 2 and 4 bytes."""
+    """Return a bucket whose offsets have 1, 2 and 4 bytes."""
     rates = {"narrow": 10, "wide": 1000, "widest": 40_000, "other": 7}
     parameters = {name: torch.nn.Parameter(torch.zeros(3001)) for name in rates}
     residues = Residues(ScaleComConfig(rates=rates, dense=(), min_numel=0, bits=bits))
@@ -247,7 +250,7 @@ def many_tensors(bits=32):
 
 @pytest.mark.parametrize("bits", [32, 3])
 def test_choices_are_split_and_joined(bits):
-    """Without a copy where they come from one buffer."""
+    """Choices that come from one buffer are joined without a copy."""
     bucket = many_tensors(bits=bits)
     bucket.begin(1.0)
     chosen = bucket.choose_without_accumulating()
@@ -265,7 +268,7 @@ def test_choices_are_split_and_joined(bits):
         name: own | {"offsets": own["offsets"].view(torch.uint8)} for name, own in copies.items()
     }
     assert torch.equal(bucket.join_choice(as_bytes), chosen)
-    # One buffer, but in another order.
+    # These parts come from one buffer, but in another order.
     narrow, other = parts["narrow"]["offsets"], parts["other"]["offsets"]
     swapped = parts | {
         "narrow": parts["narrow"] | {"offsets": other[:301]},
@@ -279,7 +282,7 @@ def test_choices_are_split_and_joined(bits):
 
 
 def test_both_forms_of_moves_take_and_leave_the_same():
-    """Those in place, and those on accumulators: values, averages and residues, to rounding."""
+    """Moves in place and on accumulators give equal values, averages and residues, to rounding."""
     in_place, apart = many_tensors(), many_tensors()
     for ours, theirs in zip(in_place.tensors, apart.tensors, strict=True):
         theirs.residue.copy_(ours.residue.normal_())

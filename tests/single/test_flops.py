@@ -56,9 +56,9 @@ def test_inputs_of_all_kinds():
     }
     assert hvd.rates_from_flops(Named(), (torch.zeros(2, 4), 2.0), 2) == expected
     assert hvd.rates_from_flops(Named(), {"x": torch.zeros(2, 4), "scale": 2.0}, 2) == expected
-    with pytest.raises(ValueError, match="batch_size is the number of samples"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
         hvd.rates_from_flops(Named(), (), 0)
-    with pytest.raises(ValueError, match="no parameters that are trained"):
+    with pytest.raises(ValueError, match="no trainable parameters"):
         hvd.rates_from_flops(nn.Identity(), torch.zeros(1), 1)
 
 
@@ -76,8 +76,8 @@ def test_recurrent_and_attention_layers_are_counted():
             return self.head(self.lstm(self.embedding(x))[0])
 
     rates = hvd.rates_from_flops(Recurrent(), torch.zeros(32, 64, dtype=torch.long), 32)
-    # 2 * 32 * 64 positions per weight; an embedding computes nothing, so the LSTM is the first
-    # layer that does.
+    # 2 * 32 * 64 positions per weight. An embedding computes nothing, so the LSTM is the first
+    # layer that computes.
     assert rates["lstm.weight_ih_l0"] == rates["lstm.weight_hh_l0"] == 1
     assert rates["head.weight"] == 25
     assert rates["embedding.weight"] == 400

@@ -1,9 +1,8 @@
-"""Random programs of training steps on simulated workers, held against what must be true of every
-step (fuzz_model.py).
+"""Random programs of training steps on simulated workers.
 
-The same programs in every run, so many that it takes about half a minute; one that fails is printed
-as it is. FUZZ_SECONDS=600 makes it that long, with programs that nobody has seen, and one that
-fails is first made as short as can be, which may take minutes.
+fuzz_model.py checks what must be true of every step. By default the same programs run every time.
+They take about half a minute, and a failing program is printed as it is. With FUZZ_SECONDS=600, new
+programs run for 600 s. A failing one is first made as short as possible, which may take minutes.
 """
 
 import copy
@@ -33,11 +32,11 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
 
 class Broken(Exception):
-    """What a collective raises where a program says so."""
+    """The error that a collective raises when a program asks for it."""
 
 
 class Training(RuleBasedStateMachine):
-    """n ranks that train, step after step; every rule checks all that must be true after it."""
+    """n ranks that train step by step. Every rule checks all that must be true after it."""
 
     @initialize(data=st.data())
     def begin(self, data):
@@ -46,7 +45,8 @@ class Training(RuleBasedStateMachine):
         self.applied.__enter__()
         self.scale, self.frozen, self.saved = 1.0, set(), None
         self.truth = Truth(self.setting, exact_sums=True)
-        # The last is the run; those before it went on where it was resumed from a checkpoint.
+        # The last is the current run. If there is one before it, the last was resumed from its
+        # checkpoint, and it goes on for comparison.
         self.runs = [self.start()]
         note(self.setting)
 
@@ -134,7 +134,7 @@ class Training(RuleBasedStateMachine):
 
     @rule()
     def resume(self):
-        """From a checkpoint just made, in new objects; the old ones go on for comparison."""
+        """Resume from a new checkpoint in new objects; the old objects go on for comparison."""
         states, old = self.states(), self.runs[-1]
         new = self.start()
         for compressor, state in zip(new.compressors, states, strict=True):
@@ -155,8 +155,9 @@ class Training(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fail_in_the_middle(self, data):
-        """A collective, or a kernel between two of its tensors, fails on one rank; the others wait
-        for it in vain.
+        """Make a collective, or a kernel between two of its tensors, fail on one rank.
+
+        The other ranks wait for it in vain.
         """
         choose = self.chooser(data)
         step, rank, calls = (
@@ -167,8 +168,7 @@ class Training(RuleBasedStateMachine):
         came = self.gradients(step)
         self.runs = self.runs[-1:]
         run = self.runs[0]
-        # Plain torch's kernel asks for every tensor's gradient when the tensors before it have
-        # moved.
+        # Plain torch's kernel asks for a tensor's gradient after it has moved the tensors before.
         place, name = choose([(run.collectives[rank], "all_reduce"), (kernels, "usable")])
         whole = getattr(place, name)
 
@@ -189,7 +189,7 @@ class Training(RuleBasedStateMachine):
             ]
             skipped = [compressor.residues.skipped_steps for compressor in run.compressors]
             self.truth.given_up(came, self.scale, residues, skipped)
-        else:  # there were fewer calls than that
+        else:  # the failing call was never reached
             seen = [
                 Seen.of(compressor, average)
                 for compressor, average in zip(run.compressors, averages, strict=True)

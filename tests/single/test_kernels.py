@@ -1,6 +1,6 @@
-"""The native and the plain-torch kernel: bit-identical to each other and to NumPy.
+"""The native and the plain-torch kernel are bit-identical to each other and to NumPy.
 
-For any size, rate and dtype. Exact selection is plain torch's only.
+This holds for any size, rate and dtype. Only the plain-torch kernel supports exact selection.
 """
 
 import math
@@ -46,8 +46,9 @@ def offsets_dtype(shape):
 
 
 def at_the_limit(dtype):
-    """A gradient element just small enough, the next larger one, and the scale that takes the first
-    to the largest of its residue.
+    """Return the largest usable gradient element, the next larger one, and the scale.
+
+    The scale takes the first to the largest gradient that its residue accepts.
     """
     scale = 2.0**90 if dtype == torch.float16 else 0.5
     taken = largest_gradient(str(residue_dtype(dtype)).removeprefix("torch.")) / scale
@@ -55,21 +56,21 @@ def at_the_limit(dtype):
 
 
 def new_offsets(*shapes):
-    """Bytes for the offsets of tensors side by side, all zero."""
+    """Return the bytes, all zero, for the offsets of tensors that share a buffer."""
     return torch.zeros(
         sum(shape.k * shape.offset_dtype.itemsize for shape in shapes), dtype=torch.uint8
     )
 
 
 def kernel_on(kernel, grad, residue, shape, scale=1.0, frozen=False):
-    """A kernel for one tensor, with its gradient taken up."""
+    """Return a kernel for one tensor that has begun with this gradient."""
     made = kernel([TensorSlot(residue, shape, 0, 0)], [grad.dtype])
     made.begin([grad], [frozen], scale)
     return made
 
 
 def new_bucket(parameters, config, ranks=1):
-    """A bucket of tensors p0, p1, ..., and these; all of them are compressed at config.rate."""
+    """Return a bucket of tensors p0, p1, ... and the tensors; all are compressed at config.rate."""
     named = {f"p{i}": torch.nn.Parameter(p) for i, p in enumerate(parameters)}
     residues = Residues(config)
     residues.attach(named)
@@ -78,7 +79,7 @@ def new_bucket(parameters, config, ranks=1):
 
 
 def side_by_side(residues, shapes, levels=0):
-    """Tensors that share their buffers, and where they lie there."""
+    """Return slots of tensors that share their buffers, and the layout of the buffers."""
     layout = Layout({str(i): shape for i, shape in enumerate(shapes)}, has_scales=levels > 0)
     places = layout.offsets, layout.values, layout.scales
     slots = []
@@ -89,8 +90,9 @@ def side_by_side(residues, shapes, levels=0):
 
 
 def integer_moves(kernel, grads, residues, shapes, beta, scale, levels, extra):
-    """What a step with integers does with tensors that share their buffers; gives every
-    intermediate tensor.
+    """Make the moves of a step with integers on tensors that share their buffers.
+
+    Returns the number of bad elements and every intermediate tensor.
     """
     residues = [residue.clone() for residue in residues]
     slots, layout = side_by_side(residues, shapes, levels)
@@ -108,8 +110,9 @@ def integer_moves(kernel, grads, residues, shapes, beta, scale, levels, extra):
 
 
 def all_moves(kernel, grads, residues, shapes, beta, scale, choose, wire, extra=0.0):
-    """Everything a step does with tensors that share their buffers; gives every intermediate
-    tensor.
+    """Make all moves of a step on tensors that share their buffers.
+
+    Returns the number of bad elements and every intermediate tensor.
     """
     residues, states = [residue.clone() for residue in residues], []
     slots, layout = side_by_side(residues, shapes)
@@ -159,7 +162,7 @@ def test_kernels_agree_to_the_bit(dtype, numel, choose):
                 all_moves(k, grads, residues, shapes, 0.3, 0.5, choose, wire, extra=7 / 3)
                 for k in KERNELS
             ]
-            # What look-ahead takes accumulates too, so one that is not finite may count twice.
+            # Look-ahead takes and accumulates, so an element that is not finite may count twice.
             assert results[0][0] == results[1][0] >= (3 if numel > 100 else 0)
             for ours, plain in zip(results[0][1], results[1][1], strict=True):
                 assert torch.equal(ours, plain)
@@ -175,7 +178,7 @@ def test_kernels_agree_on_integers_to_the_bit(dtype, numel, bits):
         shapes = [geometry(numel, rate, "lanes"), geometry(333, rate, "lanes")]
         grads = [torch.randn(shape.numel, dtype=torch.float64).to(dtype) for shape in shapes]
         residues = [torch.randn(shape.numel, dtype=kind) for shape in shapes]
-        residues[0][:300] *= 1e-38  # denormal, where scales are zero
+        residues[0][:300] *= 1e-38  # denormal, so that scales are zero
         grads[0][:300] *= 1e-30
         results = [
             integer_moves(kernel, grads, residues, shapes, 0.3, 0.5, levels, 7 / 3)
@@ -187,14 +190,14 @@ def test_kernels_agree_on_integers_to_the_bit(dtype, numel, bits):
         for residue, after in zip(residues, results[0][1][-2:], strict=True):
             torch.testing.assert_close(after, residue)
         values = results[0][1][4]
-        # The largest elements of long lanes are alike.
+        # The largest elements of long lanes differ little.
         assert values.abs().max() == levels or numel < 6000 or bits == 8 or rate > 16
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
 def test_integers_of_what_is_not_finite(kernel, value):
-    """It is counted, no integer is made of it, and no scale either."""
+    """Such elements are counted. They affect neither integers nor scales."""
     grad, residue, shape = torch.ones(6400), torch.zeros(6400), geometry(6400, 16, "lanes")
     grad[100] = value
     bad, states = integer_moves(kernel, [grad], [residue], [shape], 1.0, 1.0, 3, 0.0)
@@ -214,7 +217,7 @@ def test_integers_of_what_is_not_finite(kernel, value):
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("selection", ["lanes", "exact"])
 def test_kernels_agree_with_numpy(dtype, numel, selection):
-    """Every move, spelled out."""
+    """Every move is spelled out in NumPy."""
     torch.manual_seed(numel)
     for kernel in kernels_for(selection):
         for rate in (1, 2.5, 100):
@@ -295,7 +298,7 @@ def test_sent_plus_residue_is_what_came_in(numel, rate, dtype, seed, beta, flush
         sent[torch.from_numpy(shape.indices(offsets.view(offsets_dtype(shape)).numpy()))] = (
             values.double()
         )
-        # eq. 5: what stays is the filtered rest of the accumulator.
+        # eq. 5: the residue is the filtered rest of the accumulator.
         expected = (1 - beta) * before.double() + beta * (before.double() + grad.double() - sent)
         torch.testing.assert_close(residue.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -322,7 +325,7 @@ def test_one_value_that_is_not_finite_is_found_and_counts_as_zero(kernel, dtype,
 @pytest.mark.parametrize("position", [0, 63, 64, 6399, 6499])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_one_value_beyond_the_largest_is_found_and_counts_as_zero(kernel, dtype, position, sign):
-    """A residue of finite numbers may still overflow, and would void every later step."""
+    """A residue of finite numbers may still overflow. Every later step would then be skipped."""
     taken, beyond, scale = at_the_limit(dtype)
     shape, ones = geometry(6500, 100, "lanes"), torch.ones(6500).to(dtype)
     for choose in CHOICES:
@@ -358,7 +361,7 @@ def test_a_value_beyond_the_largest_is_not_sent(kernel, dtype):
                 == 1
             )
         else:
-            # accumulate counts
+            # Only `accumulate` counts bad elements.
             assert int(made.take(1.0, 1.0, 0.0, Wire(new_offsets(shape), values, sent, 1.0))) == 0
         assert values.tolist() == sent.tolist() == [taken * scale, 1]
         residue.fill_(1)
@@ -368,9 +371,9 @@ def test_a_value_beyond_the_largest_is_not_sent(kernel, dtype):
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("huge", [3e38, 2.0**100, float("inf"), float("nan")])
 def test_no_gradient_poisons_the_residue_for_ever(kernel, lookahead, huge, monkeypatch):
-    """What gradients in their millions of steps may be, the steps after them count again.
+    """After steps with huge or non-finite gradients, later steps count again.
 
-    The oracle says the same.
+    The oracle agrees.
     """
     monkeypatch.setenv("SCALECOM_KERNEL", kernel)
     config = ScaleComConfig(bits=32, rate=10, min_numel=0, lookahead=lookahead, beta=0.5)
@@ -412,7 +415,7 @@ def test_no_gradient_poisons_the_residue_for_ever(kernel, lookahead, huge, monke
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
 def test_not_even_a_full_residue_overflows(kernel):
-    """The largest gradient is lost in the rounding of a float32 that is much larger."""
+    """The largest gradient vanishes in the rounding of a much larger float32."""
     residue, shape = torch.tensor([3.4e38, -3.4e38, 2.0**125]), geometry(3, 1, "lanes")
     grad = torch.tensor([1.0, -1.0, 1.0]) * largest_gradient("float32")
     made, before = kernel_on(kernel, grad, residue, shape), residue.clone()
@@ -434,7 +437,7 @@ def test_float16_wire_saturates_and_keeps_the_rest(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["native", "torch"])
 def test_a_residue_that_is_infinite_is_reported(kernel):
-    """No step makes it so; who loads state past all checks learns of it."""
+    """No step makes a residue infinite, but a state loaded without checks may hold one."""
     grad, residue, shape = (
         torch.tensor([3.0, 1.0]),
         torch.tensor([float("inf"), 0.0]),
@@ -542,18 +545,18 @@ def test_gradients_of_zero_send_zeros_of_the_first_rows(kernel, dtype):
     ("numel", "rate", "selection", "lane", "offset"),
     [
         (6500, 100, "lanes", 3, 100),  # beyond a full group
-        (6401, 100, "lanes", 64, 1),  # beyond the last group, which is one element
+        (6401, 100, "lanes", 64, 1),  # beyond the last group, which has one element
         (699, 7, "lanes", 99, 6),  # the last row is partial, and ends before this lane
         (6500, 300, "lanes", 5, -1),
         (1000, 2.5, "lanes", 399, 2),
         (1000, 10, "exact", 99, 1000),
         (1000, 10, "exact", 0, -1),
-        (1000, 10, "exact", 7, 8),  # twice
+        (1000, 10, "exact", 7, 8),  # a repeated index
     ],
 )
 @pytest.mark.parametrize("wire", [torch.float32, torch.float16], ids=str)
 def test_offsets_outside_of_their_lanes_are_refused(numel, rate, selection, lane, offset, wire):
-    """They come from other ranks and from files: following them would overwrite memory."""
+    """Offsets come from other ranks and from files. Following wrong ones would overwrite memory."""
     grad, residue = torch.randn(numel), torch.randn(numel)
     shape = geometry(numel, rate, selection)
     before, output = residue.clone(), torch.ones(numel)
@@ -581,7 +584,7 @@ def test_offsets_outside_of_their_lanes_are_refused(numel, rate, selection, lane
             RuntimeError, match="offsets that lie outside of their lanes.*go on without loading"
         ):
             move()
-    made.roll_back()  # what was refused was not done
+    made.roll_back()  # a refused move was not made
     assert torch.equal(residue, before)
     assert torch.equal(output, torch.ones(numel))
 
@@ -606,7 +609,7 @@ def test_a_step_with_refused_offsets_is_rolled_back(lookahead, selection):
 
 
 class Failing(TorchFunctionMode):
-    """The n-th call of torch from now on runs out of memory."""
+    """Makes the n-th call of torch from now on run out of memory."""
 
     def __init__(self, n):
         super().__init__()
@@ -619,7 +622,8 @@ class Failing(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-# One kernel and two: those whose gradients are wider than residues are plain torch's.
+# Dtypes for one kernel and for two. Plain torch's kernel serves the tensors whose gradients are
+# wider than their residues.
 SEVERAL = {
     "one": (torch.float32, torch.float16, torch.float32),
     "two": (torch.float32, torch.float64, torch.bfloat16, torch.float64),
@@ -643,7 +647,7 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kernels", SEVERAL)
 def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, selection, monkeypatch):
-    """Of several tensors in several kernels some were moved and some were not."""
+    """Of several tensors in several kernels, some have moved by then and some have not."""
     monkeypatch.setenv("SCALECOM_KERNEL", asked)
     dtypes = SEVERAL[kernels]
     config = ScaleComConfig(
@@ -663,7 +667,7 @@ def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, select
             tensor.name: torch.randn(tensor.residue.numel(), generator=random).to(dtype)
             for tensor, dtype in zip(tensors, dtypes, strict=True)
         }
-        grads[bucket.names[-1]].zero_()  # it is frozen
+        grads[bucket.names[-1]].zero_()  # this tensor is frozen
         bucket.begin(0.5, grads=grads)
         try:
             with Failing(n):
@@ -686,14 +690,14 @@ def test_a_step_that_fails_anywhere_is_rolled_back(kernels, order, asked, select
         n += 1
     assert n > 5
     if asked == "torch" or kernels == "two" or selection == "exact":
-        assert len(parts) > 2  # some that failed had moved some tensors, and not others
+        assert len(parts) > 2  # some failures came after some of the tensors had moved
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_offsets_that_the_second_kernel_refuses(lookahead):
-    """What the first has done is rolled back, and nothing else."""
+    """Only the moves of the first kernel are rolled back."""
     config = ScaleComConfig(rate=100, bits=32, beta=0.5, residue_dtype="float32")
-    dtypes = [torch.float64, torch.float32]  # plain torch's, then the native kernel's
+    dtypes = [torch.float64, torch.float32]  # for plain torch's and the native kernel
     parameters = [torch.zeros(6401, dtype=dtype) for dtype in dtypes]
     bucket, tensors = new_bucket(parameters, config, ranks=2)
     before = [tensor.residue.normal_().clone() for tensor in tensors]
@@ -746,8 +750,9 @@ def test_without_a_library_there_is_one_warning(tmp_path):
 
 
 def test_float16_subnormals_survive_flush_to_zero():
-    """float16's smallest numbers are float32 normals; decoding must not pass through float32
-    denormals, which this mode drops.
+    """float16's smallest numbers are normal numbers in float32.
+
+    Decoding must not pass through float32 denormals, which this mode flushes to zero.
     """
     assert torch.set_flush_denormal(True)
     try:
@@ -785,8 +790,9 @@ def test_a_frozen_tensor_keeps_its_residue_and_sends_zeros(kernel):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shift", [0, 1, 8])
 def test_scatter_streams_large_tensors_at_any_alignment(dtype, shift):
-    """Large outputs are written past the caches where they are aligned, and plainly elsewhere, with
-    the same result.
+    """The aligned parts of large outputs are written past the caches, the rest normally.
+
+    The result is the same.
     """
     numel = 2**20 + 37
     memory = torch.randn(numel + shift, dtype=torch.float64).to(dtype)

@@ -1,6 +1,4 @@
-"""Local steps of simulated ranks: what happens when ranks come with different pasts, or go where no
-number is.
-"""
+"""Local steps of simulated ranks that have different histories or reach non-finite values."""
 
 import copy
 
@@ -32,7 +30,9 @@ class Ranks:
         self.locals, self.compressors = self.simulation.locals, self.simulation.compressors
 
     def step(self, grads):
-        """grads: a number, or one for each rank, which all elements' gradients are; "bad" is one
+        """Take a step on all ranks.
+
+        grads: a number, or one for each rank. All elements have this gradient. "bad" is a gradient
         that cannot be used.
         """
         grads = grads if isinstance(grads, list) else [grads] * len(self.models)
@@ -57,7 +57,7 @@ class Ranks:
 
 
 def alone(state, dtype=torch.float32, local_steps=4):
-    """One process that takes up a state, or none."""
+    """Return one process that has loaded this state, if there is one."""
     ranks = Ranks(1, local_steps, dtype, dense=["*"])
     if state is not None:
         ranks.compressors[0].load_state_dict(state)
@@ -79,15 +79,13 @@ def test_a_rank_is_told_that_its_gradients_stay_bad(caplog):
     for _ in range(20):
         ranks.step([0.25, "bad"])
     (record,) = (r for r in caplog.records if "20 times in a row" in r.getMessage())
-    assert "each time this rank had a gradient that is not finite" in record.getMessage()
+    assert "each time this rank had a gradient that was not finite" in record.getMessage()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("at", [4, 6])
 def test_synchronising_first_of_all_after_a_newcomer_came(dtype, at):
-    """Ranks differ in whether they have taken steps since the last synchronisation, and all must
-    take part.
-    """
+    """All ranks must take part, whether or not they took steps since the last synchronisation."""
     ranks = Ranks(2, 4, dtype)
     for _ in range(at):
         ranks.step([0.25, 0.5])
@@ -106,7 +104,7 @@ def test_synchronising_first_of_all_after_a_newcomer_came(dtype, at):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_process_that_was_alone_in_between(dtype):
-    """It takes up its own parameters, trains on, and its states are of what it then has."""
+    """It resumes with its own parameters and trains on. Its states fit its current parameters."""
     pair = Ranks(2, 4, dtype, dense=["*"])
     for _ in range(6):
         pair.step([0.25, 0.5])
@@ -147,11 +145,11 @@ def test_ranks_that_committed_different_steps_go_on_from_the_latest(caplog):
     assert [one.taken for one in again.locals] == [7, 7]
     again.step(0.25)
     assert again.alike()
-    assert "begins from the common parameters of rank 1" in caplog.text
+    assert "begins from rank 1's common parameters" in caplog.text
 
 
 def test_synchronising_where_a_ranks_parameters_are_not_finite():
-    """The first exchange is void, that rank goes back, and the second one makes all the same."""
+    """The first exchange is skipped and that rank goes back. The second makes all ranks equal."""
     forgotten = []
     ranks = Ranks(2, 8)
     ranks.locals[1]._start_anew = lambda: forgotten.append(1)
@@ -250,7 +248,7 @@ def test_a_newcomer_takes_up_the_outer_optimizers_state(outer):
     for _ in range(4):
         ranks.step([0.25, -0.125])
     for local in ranks.locals:
-        local.outer.param_groups[0]["lr"] *= 0.75  # as a scheduler does
+        local.outer.param_groups[0]["lr"] *= 0.75  # as a scheduler would
     one = ranks.states()[1]
     later = Ranks(3, 2, outer=outer)
     for rank in (1, 2):  # rank 0 is new
@@ -267,7 +265,7 @@ def test_a_newcomer_takes_up_the_outer_optimizers_state(outer):
 
 
 def test_a_newcomer_takes_up_an_outer_learning_rate_alone():
-    """Its parameters are what the others have, and so is momentum, which there is none of."""
+    """The newcomer's parameters equal the others' already, and there is no momentum."""
 
     def plain(parameters):
         return torch.optim.SGD(parameters, lr=torch.tensor(0.5))
@@ -293,7 +291,7 @@ def test_a_void_synchronisation_leaves_the_outer_momentum():
     ranks.step(0.25)
     before = copy.deepcopy(outer_state(ranks))
     ranks.step([0.25, float("nan")])
-    ranks.step(0.25)  # void: rank 1 goes back
+    ranks.step(0.25)  # skipped: rank 1 goes back
     assert torch.equal(outer_state(ranks)[0]["momentum_buffer"], before[0]["momentum_buffer"])
     ranks.step(0.25)
     ranks.step(0.25)
@@ -316,12 +314,14 @@ def test_outer_momentum_does_not_move_what_is_frozen():
 
 def test_outer_optimizers_that_cannot_work_are_refused():
     for outer in (lambda parameters: torch.optim.SGD([torch.zeros(3)], lr=1.0), "nesterov"):
-        with pytest.raises(TypeError, match="a function of the common parameters"):
+        with pytest.raises(
+            TypeError, match="takes the common parameters and returns a torch optimizer"
+        ):
             Ranks(2, 2, outer=outer)
     with pytest.raises(TypeError, match="steps without a closure, not LBFGS"):
         Ranks(2, 2, outer=torch.optim.LBFGS)
     weight = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match="give local_steps=H too"):
+    with pytest.raises(ValueError, match="Give local_steps=H too"):
         hvd.DistributedOptimizer(
             torch.optim.SGD([weight], lr=1.0), [("w", weight)], hvd.ScaleCom, outer=momentum
         )
@@ -333,7 +333,7 @@ def test_outer_optimizers_that_cannot_work_are_refused():
 
 
 def test_an_outer_optimizer_of_ones_own():
-    """Its step() need not know of closures."""
+    """Its step() need not accept a closure."""
 
     class Subtract(torch.optim.Optimizer):
         def step(self):
@@ -349,11 +349,11 @@ def test_an_outer_optimizer_of_ones_own():
 
 @pytest.mark.parametrize(("made", "loaded"), [(momentum, adam), (adam, momentum)])
 def test_a_state_of_another_outer_optimizer_is_refused(made, loaded):
-    """Nothing is changed then."""
+    """The refusal changes nothing."""
     state = travelling(steps=8, outer=made).states()[0]
     ranks = Ranks(2, 4, overlap=2, outer=loaded)
     kind = type(ranks.locals[0].outer).__name__
-    with pytest.raises(ValueError, match=f"is no {kind} of these parameters: give the same outer="):
+    with pytest.raises(ValueError, match=f"is not a {kind} of these parameters: give the outer="):
         ranks.compressors[0].load_state_dict(state)
     assert ranks.locals[0].taken == ranks.compressors[0].residues.step == 0
     for _ in range(4):
@@ -372,7 +372,7 @@ def test_ranks_with_other_outer_optimizers_are_refused():
 
 
 def test_ranks_with_other_outer_learning_rates_are_refused():
-    """One loaded its scheduler's state, say, and the other did not."""
+    """For example, one rank has loaded its scheduler's state and the other has not."""
     ranks = Ranks(2, 2, outer=momentum)
     ranks.locals[1].outer.param_groups[0]["lr"] = 0.1
     with pytest.raises(RuntimeError, match="outer optimizers differ.*lr.*on every rank"):
@@ -380,13 +380,13 @@ def test_ranks_with_other_outer_learning_rates_are_refused():
 
 
 def test_outer_learning_rates_that_came_to_differ_are_refused():
-    """A scheduler that follows each rank's own loss, say."""
+    """For example, a scheduler follows each rank's own loss."""
     ranks = Ranks(2, 2, outer=momentum)
     for _ in range(3):
         ranks.step(0.25)
     ranks.locals[1].outer.param_groups[0]["lr"] = 0.1
     ranks.step(0.25)
-    with pytest.raises(RuntimeError, match="outer optimizers differ.*metric that all ranks have"):
+    with pytest.raises(RuntimeError, match="outer optimizers differ.*the same value on all ranks"):
         ranks.simulation.synchronise()
 
 
@@ -395,7 +395,7 @@ def test_synchronising_after_different_numbers_of_steps_is_refused():
     for _ in range(3):
         ranks.step(0.25)
     ranks.locals[1].taken += 1
-    with pytest.raises(RuntimeError, match=r"after \[3, 4\] steps: let every rank take every step"):
+    with pytest.raises(RuntimeError, match=r"steps, \[3, 4\]\. Let every rank take every step"):
         ranks.simulation.synchronise()
 
 
@@ -405,7 +405,7 @@ GRADIENTS = [[0.25, -0.125], [0.5, 0.0], [-0.25, 0.375], [0.125, 0.25], [0.0, -0
 
 
 def travelling(n=2, steps=5, overlap=2, **fields):
-    """Ranks whose averages travel since step 4."""
+    """Return ranks whose averages have been travelling since step 4."""
     ranks = Ranks(n, 4, overlap=overlap, **fields)
     for step in range(steps):
         ranks.step(GRADIENTS[step % 5])
@@ -414,7 +414,7 @@ def travelling(n=2, steps=5, overlap=2, **fields):
 
 
 def train(ranks, steps):
-    """Take steps and synchronise; gives what came in, on average over two ranks."""
+    """Take steps and synchronise; return the sum of gradients, averaged over two ranks."""
     for step in range(steps):
         ranks.step(GRADIENTS[step % 5])
     ranks.simulation.synchronise()
@@ -455,7 +455,7 @@ def test_resuming_while_averages_travel_is_bit_identical(outer, steps):
 
 @pytest.mark.parametrize(("local_steps", "overlap"), [(4, 0), (4, 1), (6, 5), (5, 4), (10, 3)])
 def test_resuming_with_another_schedule_while_averages_travel(local_steps, overlap):
-    """They count before others are sent, and nothing is lost."""
+    """The travelling averages are applied before others are sent, and nothing is lost."""
     settings = {"compression": hvd.LocalTopK, "beta": 1.0}
     ranks = travelling(overlap=3, **settings)
     begin, came = torch.linspace(-1, 1, 40), sum(map(sum, GRADIENTS)) / 2
@@ -469,7 +469,10 @@ def test_resuming_with_another_schedule_while_averages_travel(local_steps, overl
 
 
 def test_a_newcomer_while_averages_travel():
-    """It knows nothing of them. With those who do they count at once, and it begins from there."""
+    """The newcomer does not hold these averages.
+
+    Ranks that hold them apply them at once, and the newcomer begins from the result.
+    """
     ranks = travelling(outer=momentum)
     states = ranks.states()
     later = Ranks(3, 4, overlap=2, outer=momentum)
@@ -489,11 +492,14 @@ def test_a_newcomer_while_averages_travel():
 
 @pytest.mark.parametrize("outer", [None, momentum])
 def test_ranks_are_started_anew_when_one_alone_has_averages_that_travel(outer):
-    """It saved meanwhile. The others' part of them is lost, and with it what they changed since."""
+    """That rank saved its state meanwhile.
+
+    The other ranks lose their part of the averages, and their changes since then.
+    """
     ranks = Ranks(3, 4, overlap=2, outer=outer, compression=hvd.LocalTopK)
     for _ in range(5):
         ranks.step([0.25, 0.5, -0.125])
-    wait_for_kept()  # all is submitted
+    wait_for_kept()  # everything is submitted now
     network, (first, *others) = ranks.simulation.network, ranks.locals
     network.run([first.collect, *[lambda: None] * 2])
     for owner in (*ranks.locals, *(local.exchange for local in ranks.locals)):
@@ -509,7 +515,7 @@ def test_ranks_are_started_anew_when_one_alone_has_averages_that_travel(outer):
 
 
 def test_a_void_average_that_travels():
-    """Nothing counts; the rank that went astray goes back, the other sends its change again."""
+    """The synchronisation is skipped. The bad rank goes back, the other sends its change again."""
     ranks = Ranks(2, 4, overlap=2, dense=["*"])
     begin = ranks.models[0].detach().clone()
     for step in range(6):
@@ -600,7 +606,7 @@ def test_overlaps_that_cannot_work_are_refused(local_steps, overlap, error, mess
 
 def test_an_overlap_without_local_steps_is_refused():
     weight = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"overlap= lets local steps go on.*give local_steps=H"):
+    with pytest.raises(ValueError, match=r"overlap= .* lets local steps go on.*Give local_steps=H"):
         hvd.DistributedOptimizer(
             torch.optim.SGD([weight], lr=1.0), [("w", weight)], hvd.ScaleCom, overlap=1
         )
@@ -612,7 +618,7 @@ NAMES = ("a", "b", "c", "d", "e")
 
 
 class Fragments(Ranks):
-    """Simulated ranks with five parameters of 40 elements, of which each fragment has some."""
+    """Simulated ranks with five parameters of 40 elements. Each fragment has some of them."""
 
     def __init__(self, n, local_steps, fragments, dtype=torch.float32, **fields):
         def parameters():
@@ -632,11 +638,11 @@ class Fragments(Ranks):
 
     @property
     def models(self):
-        """All of a rank's parameters in one: changes in place show."""
+        """Return each rank's parameters as one object; it can change them in place."""
         return [Joined(own.values()) for own in self.own]
 
     def same(self):
-        """Names of the parameters that are the same on all ranks."""
+        """Return the names of the parameters that are equal on all ranks."""
         return "".join(
             name
             for name in NAMES
@@ -661,7 +667,7 @@ class Joined:
     [(0, ["", "abc", "de", "abc", "de"]), (1, ["", "", "abc", "", "de"])],
 )
 def test_fragments_synchronise_one_after_the_other(overlap, expected):
-    """Of two ranks that go apart in every step, or, while averages travel, in each but the last."""
+    """Two ranks diverge in every step. With an overlap, they take some equal steps."""
     ranks = Fragments(2, 4, 2, overlap=overlap, dense=["*"])
     found = []
     for step in range(5 if overlap else 8):
@@ -739,7 +745,7 @@ def test_a_newcomer_between_fragments(overlap):
 
 
 def test_a_fragment_that_is_void():
-    """One rank's change of it is not finite: that rank goes back, nothing else is lost."""
+    """One rank's change of it is not finite. That rank goes back, and nothing else is lost."""
     ranks = Fragments(2, 4, 2, dense=["*"])
     begin = ranks.values(0)
     for _ in range(3):
@@ -759,7 +765,10 @@ def test_a_fragment_that_is_void():
 
 
 def test_all_ranks_lead_each_fragment():
-    """Steps are counted in rounds: with as many fragments as ranks each would have one leader."""
+    """Steps are counted in rounds.
+
+    Otherwise, with as many fragments as ranks, each fragment would always have the same leader.
+    """
     ranks = Fragments(2, 2, 2, rate=20, beta=1.0)
     led = []
     for _ in range(8):
@@ -778,10 +787,10 @@ def test_stats_and_looks_of_fragments():
         found.append((stats["bytes_gathered"], stats["rate"], stats["diagnostics"]))
     large, small = found[5], found[7]
     assert (large[:2], small[:2]) == ((3 * 2 * 5, 20), (2 * 2 * 5, 20))
-    # Of the whole model, when the round is over.
+    # Diagnostics are of the whole model, and come when the round is over.
     assert found[2][2] is None
     assert [found[i][2]["step"] for i in (3, 10, 11, 15)] == [0, 0, 2, 2]
-    # The first change of a, b and c is that of two steps, of d and e that of four.
+    # The first change of a, b and c covers two steps, that of d and e four.
     largest = ranks.compressors[0].residues.health.norms[-1][-1]
     assert largest == pytest.approx((120 * 0.5**2 + 80 * 1.0**2) ** 0.5)
 
@@ -818,7 +827,13 @@ def test_groups_of_nothing_are_no_fragments():
         (4, 0, 1.5, TypeError, "a whole number, not 1.5"),
         (4, 0, 6, ValueError, "5 tensors, or groups, cannot be cut into 6 fragments: give fewer"),
         (4, 2, 2, ValueError, "from 0 to 1, less than local_steps // fragments, not 2"),
-        ({0: 8, 9: 4}, 2, 2, ValueError, "less than the least of local_steps // fragments, not 2"),
+        (
+            {0: 8, 9: 4},
+            2,
+            2,
+            ValueError,
+            "less than the smallest number in local_steps // fragments, not 2",
+        ),
     ],
 )
 def test_fragments_that_cannot_work_are_refused(local_steps, overlap, fragments, error, message):
@@ -827,7 +842,10 @@ def test_fragments_that_cannot_work_are_refused(local_steps, overlap, fragments,
 
 
 def test_states_of_other_fragments():
-    """Between synchronisations it does not matter how many there were; ranks must have as many."""
+    """Between synchronisations, a state may come from another number of fragments.
+
+    All ranks must use the same number.
+    """
     ranks, other = Fragments(2, 4, 2), Fragments(2, 4, 5)
     for _ in range(3):
         ranks.step([0.25, 0.5])
@@ -861,11 +879,11 @@ def test_ranks_with_other_fragments_are_refused():
     ("grads", "changes"),
     [
         ([0.25, 0.5, 100.0], [0.5, 1.0, 2.0]),
-        # longer than its square is a float32
+        # the square of this length overflows float32
         ([0.25, 0.5, 2.0**90], [0.5, 1.0, 2.0]),
-        # the lower of two in the middle: that of both would never cut
+        # the lower of the two middle lengths counts; with their mean, two ranks would never clip
         ([0.25, 100.0], [0.5, 1.0]),
-        # those that changed nothing say nothing of how long a change is
+        # ranks that changed nothing do not count for the median
         ([0.0, 0.25, 0.0], [0.0, 0.5, 0.0]),
     ],
 )
@@ -917,7 +935,7 @@ def test_clips_that_cannot_work_are_refused(clip, error, message):
 @pytest.mark.parametrize("value", [2.0**99, -(2.0**101), float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_which_gradients_can_be_used(dtype, value):
-    """One whose square is no float32 can be."""
+    """A gradient can be used even if its square overflows float32."""
     parameters = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for _ in range(3)]
     for parameter in parameters[:2]:
         parameter.grad = torch.ones_like(parameter)

@@ -1,4 +1,4 @@
-"""Loss scales that cannot be divided by."""
+"""Loss scales by which one cannot divide are refused."""
 
 import math
 

@@ -1,5 +1,6 @@
-"""The methods beside ScaleCom in one process: their parts by themselves, and any number of
-simulated ranks against the oracle.
+"""The methods other than ScaleCom, in one process.
+
+Tests cover their parts separately, and compare any number of simulated ranks with the oracle.
 """
 
 import functools
@@ -97,7 +98,7 @@ def test_packed_values_and_bytes_come_back(count, dtype):
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_gtopks_merge_gives_what_ranks_sent(n):
-    """The paper's tree, spelled out; places overlap, are alike on all ranks, and cancel."""
+    """The paper's tree, spelled out. Indices overlap, are equal on all ranks, or values cancel."""
     k, numel = 5, 12
     for trial in range(24):
         random = np.random.default_rng([n, trial])
@@ -270,7 +271,11 @@ def test_a_frozen_tensors_residue_does_not_fade():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"decay": 1.5, "beta": 1.0}, ValueError, r"from 0 \(no residue\) to 1 \(all of it\)"),
+        (
+            {"decay": 1.5, "beta": 1.0},
+            ValueError,
+            r"from 0 \(no residue is kept\) to 1 \(all of it is kept\)",
+        ),
         ({"decay": "much", "beta": 1.0}, TypeError, "decay must be a number, not 'much'"),
         ({"decay": 0.9, "beta": 0.5}, ValueError, "exclude each other: give beta=1, not 0.5"),
         ({"average": "some"}, ValueError, 'average must be "all" or "contributors", not \'some\''),

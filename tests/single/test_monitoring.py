@@ -1,4 +1,4 @@
-"""The monitor: when it looks, what it writes where, and what its line says."""
+"""The monitor: when it reads stats(), what it writes and where, and what its line says."""
 
 import pytest
 
@@ -18,7 +18,7 @@ STATS = {
 
 
 class Source:
-    """Counts how often it is asked; every time a step later."""
+    """Counts how often it is asked. Each time, ten more steps have been taken."""
 
     def __init__(self, **more):
         self.asked, self.more = 0, more
@@ -29,7 +29,7 @@ class Source:
 
 
 class Written(list):
-    """A writer; as a directory's, it is flushed too."""
+    """A writer. The one of a TensorBoard directory is also flushed."""
 
     flushed = 0
 
@@ -71,7 +71,7 @@ def test_the_line_says_what_waits_and_what_was_skipped(caplog):
     with caplog.at_level("INFO", "scalecom_hvd"):
         monitor.step()
     assert monitor.line == "0.0211 MB, rate 33, 12 gradients wait, 2 steps skipped"
-    # With local steps a step is the optimizer's.
+    # With local steps, the step is the number of the optimizer's steps.
     assert caplog.messages == [f"step 70: {monitor.line}"]
 
 
@@ -97,13 +97,16 @@ def test_what_cannot_be_written_stops_no_training(caplog):
     monitor.step()
     monitor.step()
     assert caplog.messages == [
-        "nothing is written to TensorBoard's full any more: the disk is full"
+        "TensorBoard's full cannot be written, so nothing more is written to it: the disk is full"
     ]
 
 
 @pytest.mark.parametrize(
     ("source", "every", "error", "words"),
-    [(object(), 1, TypeError, "no stats.* object"), (Source(), 0, ValueError, "at least 1, not 0")],
+    [
+        (object(), 1, TypeError, "object has no stats"),
+        (Source(), 0, ValueError, "at least 1, not 0"),
+    ],
 )
 def test_what_cannot_work_is_refused(source, every, error, words):
     with pytest.raises(error, match=words):

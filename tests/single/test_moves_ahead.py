@@ -1,4 +1,4 @@
-"""Moves ahead in C are those of plain PyTorch, to rounding."""
+"""Moves ahead in C equal those of plain PyTorch, up to rounding."""
 
 import pytest
 import torch
@@ -16,19 +16,19 @@ OPTIMIZERS = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9),
     "Adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
 }
-# Around what the kernel's loops take at a time.
+# Sizes around the number of elements that the kernel's loops process at a time.
 SHAPES = [(1,), (15,), (16,), (17, 1), (4095,), (4097,), (300, 70)]
 
 
 def stepped(make, dtype=torch.float32):
-    """Parameters, their residues and an optimizer that has stepped them."""
+    """Return parameters, their residues, and an optimizer that has taken steps with them."""
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
     residues = [torch.randn(p.numel()) for p in parameters]
     optimizer = make(parameters)
     for _ in range(3):
         for p in parameters:
-            # Some places have never had a gradient.
+            # Some elements never get a gradient.
             p.grad = torch.randn(p.shape).to(dtype) * (torch.rand(p.shape) < 0.7)
         optimizer.step()
     return parameters, residues, optimizer
@@ -48,7 +48,7 @@ def moved(parameters, residues, optimizer, weight):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many moves each call of the C kernel was given."""
+    """Return a list to which each call of the C kernel adds its number of moves."""
     monkeypatch.delenv("SCALECOM_KERNEL", raising=False)
     library, counts = native.library(), []
 
@@ -108,7 +108,7 @@ def test_other_dtypes_and_strides_are_plain_torch_s(dtype, calls):
 
 
 def test_moments_of_another_shape_are_not_for_the_kernel():
-    """As of an optimizer with one second moment for a whole layer."""
+    """Some optimizers have one second moment for a whole layer."""
     own, whole = torch.zeros(70_000), torch.ones(70_000)
     assert moves_ahead.has_direction({"exp_avg": whole, "exp_avg_sq": whole, "step": 3}, own)
     for state in (
@@ -121,7 +121,7 @@ def test_moments_of_another_shape_are_not_for_the_kernel():
 
 
 class Wrapped(torch.Tensor):
-    """A tensor without memory of its own, as of an optimizer's states in few bits."""
+    """A tensor without memory of its own, like an optimizer's state in few bits."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -146,7 +146,7 @@ def test_a_state_without_memory_of_its_own_is_not_for_the_kernel(calls):
         moves_ahead.make([move], 1.0, 1.0)
         ends.append(own)
     torch.testing.assert_close(*ends)
-    assert calls == [1]  # of the plain one
+    assert calls == [1]  # for the plain tensor
 
 
 def test_a_signal_in_the_kernel_leaves_parameters_where_they_are(monkeypatch):
@@ -155,7 +155,7 @@ def test_a_signal_in_the_kernel_leaves_parameters_where_they_are(monkeypatch):
     class Interrupted:
         def scalecom_move_ahead(self, *arguments):
             library.scalecom_move_ahead(*arguments)
-            raise KeyboardInterrupt  # Python raises a signal's when the kernel has come back
+            raise KeyboardInterrupt  # Python raises it after the kernel has returned
 
     monkeypatch.setattr(native, "library", Interrupted)
     trained = stepped(OPTIMIZERS["AdamW"])

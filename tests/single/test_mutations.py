@@ -1,4 +1,4 @@
-"""What mutations.py takes out of the package is still there, and what is left is code."""
+"""The code that mutations.py changes still exists in the package, and the result is valid code."""
 
 import ast
 

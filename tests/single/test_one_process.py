@@ -1,4 +1,4 @@
-"""What can be said without a second rank."""
+"""Tests that need no second rank."""
 
 import inspect
 from unittest.mock import Mock
@@ -84,13 +84,11 @@ def test_the_stats_before_training():
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64], ids=str)
 @pytest.mark.parametrize("numel", [3000, 3])
 def test_parameters_that_are_no_real_numbers_are_refused(dtype, numel):
-    """Small ones too: what Horovod cannot average is not sent whole either."""
+    """This includes small ones: Horovod cannot average them uncompressed either."""
     parameters = {"weight": torch.zeros(3000), "table": torch.zeros(numel, dtype=dtype)}
     with pytest.raises(
         TypeError,
-        match=(
-            f"table has dtype {dtype}, which ScaleCom cannot average.*keep it out of this optimizer"
-        ),
+        match=(f"table has dtype {dtype}, which ScaleCom cannot average.*leave it out of"),
     ):
         Residues(hvd.ScaleComConfig()).attach(parameters)
 
@@ -107,7 +105,7 @@ WRONG_OFFSETS = {
 @pytest.mark.parametrize("loaded_first", [False, True])
 @pytest.mark.parametrize("case", WRONG_OFFSETS)
 def test_offsets_that_are_damaged_are_refused(case, loaded_first):
-    """On all ranks alike: then no comparison of ranks finds it."""
+    """The damage may be the same on all ranks. Comparing ranks would not find it then."""
     selection, place, value = WRONG_OFFSETS[case]
 
     def new_method():
@@ -150,7 +148,10 @@ def test_offsets_that_are_damaged_are_refused(case, loaded_first):
 
 
 def test_another_init_is_noticed_once():
-    """As elastic runs make it, after a shutdown, which one process with MPI does not survive."""
+    """Elastic runs call init() again after a shutdown.
+
+    Here there is no shutdown, because one process with MPI does not survive it.
+    """
     hvd.init()
     restarts = Restarts()
     assert not restarts.noticed()
@@ -159,7 +160,7 @@ def test_another_init_is_noticed_once():
 
 
 def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too():
-    """Horovod finds out at the first gradient it sends, which one process never does."""
+    """Horovod notices only at the first gradient that it sends, and one process never sends any."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], 0.1)
     for wrong in ("scalecom", None, 100):
         with pytest.raises(
@@ -170,7 +171,7 @@ def test_what_is_no_optimizer_or_no_compression_is_refused_by_one_process_too():
         TypeError, match=r"of PyTorch, not builtins.list: .*scalecom_hvd.tensorflow"
     ):
         hvd.DistributedOptimizer([], compression=hvd.ScaleCom)
-    assert hvd.DistributedOptimizer(optimizer) is not optimizer  # Horovod's own
+    assert hvd.DistributedOptimizer(optimizer) is not optimizer  # it is Horovod's own
 
 
 def test_what_tensorflow_has_not_is_here():

@@ -1,5 +1,6 @@
-"""The pages: their examples of methods of one's own, links, lines, and what each example is run
-with. (What others show trains on ranks: tests/parallel/test_*_pages.py.)
+"""The pages: their examples of user-written methods, links, lines, and what examples are run with.
+
+The other examples train on several ranks: see tests/parallel/test_*_pages.py.
 """
 
 import csv
@@ -52,7 +53,7 @@ def test_every_example_says_what_it_is_run_with():
 
 
 def test_what_pages_name_is_there():
-    """Scripts, tests and commands of make that the pages send a reader to."""
+    """The scripts, tests and make commands that the pages mention exist."""
     targets = set(re.findall(r"^([a-z-]+):", (pages.ROOT / "Makefile").read_text(), re.M))
     for page in [*EVERY_PAGE, *pages.ROOT.glob(".github/**/*.*")]:
         text = page.read_text()
@@ -63,7 +64,7 @@ def test_what_pages_name_is_there():
 
 
 def rows_of(page, heading):
-    """The table whose first row has this heading: {its first cell: the others}."""
+    """Return the columns, and the rows {first cell: others}, of the table with this heading."""
     lines = iter((pages.ROOT / "docs" / page).read_text().splitlines())
     for line in lines:
         if line.startswith("|") and heading in line:
@@ -80,7 +81,7 @@ def rows_of(page, heading):
 
 
 def test_the_reference_says_what_the_code_says():
-    """Every docstring and signature, and every option; written anew by the command it names."""
+    """It has every docstring, signature and option. The command that it names writes it again."""
     pytest.importorskip("horovod.tensorflow", exc_type=ImportError)
     command = [sys.executable, pages.ROOT / "scripts/checks/reference_pages.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The documentation's pictures are what their script draws today, and marks tell methods apart."""
+"""The documentation's pictures are up to date with their script, and marks tell methods apart."""
 
 import re
 
@@ -7,13 +7,13 @@ import pictures_of_docs
 import pytest
 
 NUMBER = re.compile(r"-?\d+\.\d+")
-# matplotlib's names of shapes, which change with the last digit of any number.
+# matplotlib's names of shapes. They change with the last digit of any number.
 SHAPE = re.compile(r"\b[chmp][0-9a-f]{10}\b")
 
 
 @pytest.mark.parametrize("draw", pictures_of_docs.DRAWN, ids=lambda draw: draw.__name__)
 def test_what_is_shown_is_what_the_script_draws(draw, tmp_path):
-    """To mend it: python scripts/pictures_of_docs.py."""
+    """If this fails, run python scripts/pictures_of_docs.py."""
     name = f"{draw.__name__}.svg"
     pictures.save(draw(), tmp_path / name)
     drawn = SHAPE.sub("", (tmp_path / name).read_text())

@@ -1,4 +1,4 @@
-"""`python -m scalecom_hvd plan`: what it predicts, what it says to set, and what it refuses."""
+"""`python -m scalecom_hvd plan`: its predictions, its advice on settings, and its errors."""
 
 import json
 import math
@@ -19,7 +19,7 @@ FAST = "--parameters 25M --workers 8 --mbit 100000 --compute-ms 150 --nccl"
 
 @pytest.fixture
 def said(capsys):
-    """said(words) -> what the command writes to standard output."""
+    """said(words) -> the standard output of the command."""
 
     def run(words):
         assert main(["plan", *words.split()]) == 0
@@ -30,7 +30,7 @@ def said(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """refused(words) -> the error that ends it."""
+    """refused(words) -> the error that ends the command."""
 
     def run(words):
         with pytest.raises(SystemExit) as ended:
@@ -119,7 +119,7 @@ def test_where_it_would_pay_is_where_the_advice_changes(said):
 
 def test_short_runs_are_warned(said):
     text = said(f"{SLOW} --steps 60")
-    assert "60 steps are too few for rate 16: a place is sent 3.8 times" in text
+    assert "60 steps are too few for rate 16: each element is sent 3.8 times" in text
     assert "Try --rate 12." in text
     assert "total_steps=60" in text
     assert "too few" not in said(f"{SLOW} --steps 100000")
@@ -160,10 +160,12 @@ def test_files_that_hold_no_model_are_refused(refused, tmp_path):
     (tmp_path / "words.pt").write_text("words")
     (tmp_path / "words.safetensors").write_text("words of some length")
     words = "--workers 4 --mbit 1000 --compute-ms 400"
-    assert "holds no state_dict" in refused(f"--model {tmp_path}/step.pt {words}")
-    assert "model.state_dict(), not the model" in refused(f"--model {tmp_path}/whole.pt {words}")
+    assert "is not a state_dict" in refused(f"--model {tmp_path}/step.pt {words}")
+    assert "model.state_dict() instead of the model" in refused(
+        f"--model {tmp_path}/whole.pt {words}"
+    )
     assert "cannot be read" in refused(f"--model {tmp_path}/words.pt {words}")
-    assert "no safetensors file" in refused(f"--model {tmp_path}/words.safetensors {words}")
+    assert "not a safetensors file" in refused(f"--model {tmp_path}/words.safetensors {words}")
     (tmp_path / "model-00001-of-00002.safetensors").write_text("")
     first = refused(f"--model {tmp_path}/model-00001-of-00002.safetensors {words}")
     assert "a part of a model: give --parameters" in first
@@ -202,14 +204,14 @@ def test_local_steps_of_ones_own(said):
         ("--parameters 0", "not '0'"),
         ("--parameters M", "not 'M'"),
         ("--parameters nan", "not 'nan'"),
-        ("--workers 1", "a whole number from 2 on (a single worker sends nothing), not '1'"),
+        ("--workers 1", "a whole number of at least 2 (a single worker sends nothing), not '1'"),
         ("--workers 2.5", "not '2.5'"),
         ("--mbit -5", "a number above 0, such as 1000, not '-5'"),
         ("--mbit inf", "not 'inf'"),
         ("--compute-ms 0", "not '0'"),
-        ("--rate 0.5", "rate is N/k"),
+        ("--rate 0.5", "rate must be at least 1"),
         ("--bits 9", "bits must be from 2 to 8, or 32"),
-        ("--local-steps 0", "a whole number from 1 on, not '0'"),
+        ("--local-steps 0", "a whole number of at least 1, not '0'"),
     ],
 )
 def test_wrong_input_is_refused_with_what_to_write(refused, wrong, error):

@@ -1,5 +1,7 @@
-"""Quantisers by themselves: right on average, no further off than their bounds say, packed into the
-bits they promise.
+"""Quantisers by themselves.
+
+They are right on average, their errors stay within the bounds, and their values are packed into the
+promised number of bits.
 """
 
 import numpy as np
@@ -33,7 +35,7 @@ COUNTS = (1, 700, 512, 33, 600)
 
 
 def values_of(kind, seed, dtype=torch.float32):
-    """Values of several tensors, of different scale each, some of one sign, sparse or alike."""
+    """Return values of several tensors of different scales, some of one sign, sparse or alike."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(COUNTS), generator=random, dtype=torch.float64)
     if kind == "alike":
@@ -59,7 +61,7 @@ def in_blocks(values, block):
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_packed_levels_come_back(bits):
     every = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.int8).repeat(9)
-    for count in (0, 1, 3, len(every)):  # every level in every place of a byte
+    for count in (0, 1, 3, len(every)):  # every level at every position in a byte
         packed = pack_levels(every[:count], bits)
         assert (packed.dtype, packed.numel()) == (torch.uint8, -(-count * bits // 8))
         assert torch.equal(unpack_levels(packed, bits)[:count], every[:count])
@@ -91,8 +93,9 @@ def test_the_bytes_are_those_that_were_promised(quantiser, dtype):
 @pytest.mark.parametrize("kind", ["normal", "alike", "sparse", "heavy"])
 @pytest.mark.parametrize("quantiser", RANDOM, ids=str)
 def test_random_rounding_is_right_on_average_and_within_its_variance(quantiser, kind):
-    """Means of many draws lie within six of their own deviations; the variance, block by block,
-    within the bound of the papers.
+    """Means of many draws are right within six of their standard deviations.
+
+    The variance of each block is within the papers' bound.
     """
     values = values_of(kind, 2)
     draws = 400
@@ -110,13 +113,13 @@ def test_random_rounding_is_right_on_average_and_within_its_variance(quantiser, 
         // quantiser.block
     )
     step = level[rows].clamp_min(1e-300)
-    # All elements together, up and outward: a bias of a hundredth of a level is seen. Float32
-    # rounds too.
+    # Check all elements together, upwards and away from zero. A bias of a hundredth of a level
+    # would be seen. Float32 rounds too.
     for way in (torch.ones_like(exact), exact.sign()):
         means = ((drawn - exact) * way / step).mean(1)
         assert means.mean().abs() <= 5 * means.std() / draws**0.5 + 1e-6
-    # One by one, means lie within six of their deviations; of what is so rare that it was not
-    # drawn, within a few draws.
+    # Check elements one by one. Means are right within six standard deviations, or within a few
+    # draws for levels so rare that they were not drawn.
     share = (exact.abs() / step) % 1
     allowed = 6 * (share * (1 - share) / draws).sqrt() + 12 / draws
     assert ((drawn.mean(0) - exact).abs() <= allowed * step + 1e-6 * exact.abs()).all()
@@ -139,8 +142,9 @@ def test_random_rounding_is_right_on_average_and_within_its_variance(quantiser, 
     ids=str,
 )
 def test_what_stays_is_less_than_what_came(quantiser, kind):
-    """A contraction (Basu et al., definition 3): on average less than |x|^2 is left, so error
-    feedback keeps residues bounded.
+    """Quantisers are contractions (Basu et al., definition 3).
+
+    On average less than |x|^2 is left, so error feedback keeps residues bounded.
     """
     values = values_of(kind, 3)
     rest, energy = what_stays(quantiser, values)
@@ -149,15 +153,16 @@ def test_what_stays_is_less_than_what_came(quantiser, kind):
 
 
 def test_without_scaling_more_can_stay_than_came():
-    """Why QSGD scales: four bits of a Euclidean norm of 512 values are unbiased, and leave more
-    than they send.
+    """This is why QSGD scales.
+
+    Four bits of a Euclidean norm of 512 values are unbiased, but leave more than they send.
     """
     rest, energy = what_stays(UNSCALED, values_of("normal", 3))
     assert (rest > energy).any()
 
 
 def what_stays(quantiser, values):
-    """|x - sent|^2, the mean of many draws, and |x|^2, block by block."""
+    """Return |x - sent|^2 (the mean of many draws) and |x|^2 of each block."""
     left = torch.stack(
         [(values.double() - sent(quantiser, values, seed)[1]).square() for seed in range(100)]
     ).mean(0)
@@ -178,13 +183,13 @@ def test_the_default_block_keeps_the_variance_below_one_where_that_can_be():
 
 @pytest.mark.parametrize("quantiser", [*ALL, Unrounded()], ids=str)
 def test_numbers_at_the_ends(quantiser):
-    """Where a scale is zero, denormal, or the largest number there is."""
+    """A scale may be zero, denormal, or the largest number there is."""
     for size in (0.0, 1e-45, 1e-39, 1.0, 2.0**125, 3.4e38):
         values = torch.tensor([-size, 0.0, size / 3, size] * 10)
         payload = quantiser.pack(values, (40,), generator(1), 4)
         restored = quantiser.unpack(payload, values, (40,))
         assert restored.isfinite().all()
-        assert (restored.abs() <= size * 4.5).all()  # a Euclidean norm of 3 blocks' values
+        assert (restored.abs() <= size * 4.5).all()  # by Euclidean norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -208,7 +213,7 @@ def test_the_oracle_agrees(quantiser, dtype):
         wanted = rule(
             values.numpy(), COUNTS, lambda shape: torch.rand(shape, generator=generator(9)).numpy()
         )
-        # Sums of float64 are not made wider, so there their order may show.
+        # float64 values are summed in float64, so the order of the sum may show.
         np.testing.assert_allclose(
             sent(quantiser, values, 9)[1].numpy(),
             wanted,
@@ -217,7 +222,10 @@ def test_the_oracle_agrees(quantiser, dtype):
 
 
 def test_when_values_are_gathered():
-    """While n b < 64, scales included; half precision can always be summed."""
+    """Values are gathered while n b < 64, where b is the bits of a value including scales.
+
+    Half precision can always be summed.
+    """
     values = values_of("normal", 1)[: 1000 * 4]
     values = torch.cat([values] * 3)[:5120]
 
@@ -227,10 +235,10 @@ def test_when_values_are_gathered():
         assert payload.numel() * 8 / 5120 == pytest.approx(quantiser.bits + scales)
         return [n for n in range(1, 70) if quantiser.is_gathered(payload, values, n)]
 
-    assert up_to(hvd.Sign()) == list(range(1, 61))  # of 1 + 1/16 bits
-    assert up_to(hvd.QSGD(1)) == list(range(1, 26))  # of 2.5
-    assert up_to(hvd.BinMeans()) == list(range(1, 29))  # of 2.25
-    assert up_to(hvd.QSGD(7)) == list(range(1, 16))  # of 4 + 1/8
+    assert up_to(hvd.Sign()) == list(range(1, 61))  # b is 1 + 1/16
+    assert up_to(hvd.QSGD(1)) == list(range(1, 26))  # b is 2.5
+    assert up_to(hvd.BinMeans()) == list(range(1, 29))  # b is 2.25
+    assert up_to(hvd.QSGD(7)) == list(range(1, 16))  # b is 4 + 1/8
     assert up_to(hvd.QSGD(127)) == list(range(1, 8))
     for quantiser in (hvd.Float16(), Unrounded()):
         assert not quantiser.is_gathered(
@@ -242,7 +250,7 @@ def test_when_values_are_gathered():
     ("make", "message"),
     [
         (lambda: hvd.QSGD(0), "levels must be a whole number from 1 to 127"),
-        (lambda: hvd.QSGD(128), "more do not fit into 8 bits"),
+        (lambda: hvd.QSGD(128), "More levels do not fit into 8 bits"),
         (lambda: hvd.QSGD(2.5), "levels must be a whole number"),
         (lambda: hvd.QSGD(7, norm=1), 'norm must be "max" or 2'),
         (lambda: hvd.QSGD(7, block=0), "block must be a whole number of values, at least 1"),
@@ -283,7 +291,8 @@ def test_what_quantiser_may_be():
         bits = 3
 
     with pytest.raises(
-        ValueError, match="ThreeBits.bits must be 1, 2, 4 or 8, which fill bytes, not 3"
+        ValueError,
+        match="ThreeBits.bits must be 1, 2, 4 or 8, so that values fill whole bytes, not 3",
     ):
         hvd.LocalTopK(quantiser=ThreeBits)
     assert BLOCK == 512

@@ -1,4 +1,4 @@
-"""The race's numbers, on losses and step times that are known."""
+"""The race's numbers, on known losses and step times."""
 
 import pytest
 import race

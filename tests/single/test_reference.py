@@ -1,4 +1,4 @@
-"""The oracle itself, against the algorithm as the paper writes it."""
+"""The oracle itself is compared with the algorithm as the paper writes it."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SHAPES = {"w": (50, 40), "b": (7,)}
 
 
 def settings(**fields):
-    """Of which all tensors with 100 elements are compressed, at rate 10."""
+    """Return settings that compress all tensors of at least 100 elements at rate 10."""
     small = {"bits": 32, "rate": 10, "min_numel": 100}
     return ScaleComConfig(**(small | fields))
 
@@ -28,7 +28,7 @@ def worker_gradients(n, step, shapes=SHAPES):
 @pytest.mark.parametrize("beta", [1.0, 0.3])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_one_step_is_section_one_of_the_design(n, beta):
-    """The two moves, multiplied out, are the paper's equations."""
+    """Multiplied out, the two moves are the paper's equations."""
     config = settings(beta=beta, flush=False)
     reference = ScaleComReference(n, SHAPES, config)
     memory = [np.zeros(2000) for _ in range(n)]
@@ -54,14 +54,14 @@ def test_one_step_is_section_one_of_the_design(n, beta):
 @pytest.mark.parametrize("beta", [1.0, 0.3])
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_what_waits_is_sent_whole_where_gradients_agree_and_beta_of_it_elsewhere(lookahead, beta):
-    """In units of gradients, in which a residue is beta times what waits."""
+    """`waits` is in units of gradients: a residue is beta times as large."""
     config = settings(beta=beta, lookahead=lookahead, flush=True)
     reference = ScaleComReference(2, SHAPES, config)
     waits = [np.zeros(2000) for _ in range(2)]
     for t in range(20):
         grads = worker_gradients(2, t)
         averages = reference.step(grads)["w"].reshape(-1)
-        chosen = reference.selections.get("w", slice(None))  # with look-ahead step 0 is sent whole
+        chosen = reference.selections.get("w", slice(None))  # look-ahead's step 0 is uncompressed
         sent = np.zeros((2, 2000))
         for i in range(2):
             g = grads[i]["w"].reshape(-1)
@@ -125,7 +125,7 @@ def test_a_step_with_a_value_not_finite_never_happened():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_gradient_that_could_overflow_a_residue_is_none(dtype):
-    """Only compressed tensors have residues: what is sent whole only has to be finite."""
+    """Only compressed tensors have residues. Uncompressed gradients only have to be finite."""
     reference = ScaleComReference(2, SHAPES, settings())
     largest = np.dtype(dtype).type(largest_gradient(dtype))
     beyond = np.nextafter(largest, largest.dtype.type(np.inf))
@@ -148,14 +148,14 @@ def test_a_gradient_that_could_overflow_a_residue_is_none(dtype):
 
 
 def test_a_step_sent_whole_only_has_to_be_finite():
-    """No residue takes it up; a look-ahead leader does not choose by it."""
+    """No residue accumulates the gradients, and a look-ahead leader does not choose by them."""
     reference = ScaleComReference(1, SHAPES, settings(lookahead=True))
     grads = worker_gradients(1, 0)
     grads[0] = {name: grad.astype(np.float32) for name, grad in grads[0].items()}
     grads[0]["w"][3, 3] = 1e38
     assert reference.step(grads)["w"][3, 3] == np.float32(1e38)
     assert reference.step_number == 1
-    # The residue is zero yet, so what was chosen by that gradient is what is sent now.
+    # The residue is still zero, so the indices chosen by that gradient are sent now.
     reference.step([{name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}])
     grads[0]["w"][3, 3] = 0
     np.testing.assert_array_equal(
@@ -166,7 +166,7 @@ def test_a_step_sent_whole_only_has_to_be_finite():
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("selection", ["lanes", "exact"])
 def test_empty_and_one_element_tensors(selection, lookahead):
-    """One element is always sent; of an empty tensor there is nothing to send."""
+    """A single element is always sent. An empty tensor has nothing to send."""
     shapes = {"empty": (0, 3), "one": (1,), "scalar": ()}
     reference = ScaleComReference(
         2,
@@ -200,7 +200,10 @@ def test_gradients_of_zero_change_nothing(lookahead):
 
 @pytest.mark.parametrize(("levels", "reach"), [(1, 1), (3, 2), (7, 3.5), (15, 7.5), (127, 7.9)])
 def test_more_bits_reach_further(levels, reach):
-    """The largest integer stands for so many times the mean; less is met to half a scale."""
+    """The largest integer stands for `reach` times the mean.
+
+    Smaller values are right to within half a scale.
+    """
     values = np.ones(512, np.float32)
     values[:50] = np.linspace(0, 12, 50)
     values /= values.mean()

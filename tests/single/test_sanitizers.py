@@ -1,5 +1,7 @@
-"""The C code under AddressSanitizer and UndefinedBehaviorSanitizer: no byte beyond a buffer is read
-or written, whatever the geometry, and whatever offsets a broken peer sends.
+"""The C code under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+It reads and writes no byte beyond a buffer, for any geometry, and for any offsets that a broken
+peer sends.
 
 The cases are in sanitizer_cases.py, which needs neither torch nor TensorFlow.
 """
@@ -29,7 +31,7 @@ AS_INSTALLED = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs sanitizer_cases.py in a process with sanitizers."""
+    """Return a function that runs sanitizer_cases.py in a process with sanitizers."""
     compiler = shutil.which(os.environ.get("CC", "gcc"))
     if compiler is None:
         pytest.skip("no C compiler is here")

@@ -1,6 +1,6 @@
-"""What is refused of a saved state, and by which words.
+"""Saved states that are refused, and the messages.
 
-Framework-free: who asks is tested with each framework.
+These tests use no framework. Tests of each framework cover the callers.
 """
 
 import math
@@ -29,7 +29,7 @@ def state(**other):
 
 def test_what_fits_passes():
     assert check_state(state(), CONFIG, SCALECOM) == state()
-    other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()  # change no result
+    other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()  # this changes no result
     check_state(state(config=other_buckets), CONFIG, SCALECOM)
     other, planned = {"method": "RandomK"}, CONFIG.replace(total_steps=9).to_dict()
     check_state(state(settings=other, config=planned), CONFIG, other)
@@ -43,10 +43,12 @@ def test_what_is_no_state():
     del incomplete["residues"], incomplete["step"]
     with pytest.raises(
         ValueError,
-        match=r"no ScaleCom state: it lacks residues, step; pass what ScaleCom.state_dict\(\) gave",
+        match=r"not a ScaleCom state: it lacks residues, step. Pass what ScaleCom.state_dict",
     ):
         check_state(incomplete, CONFIG, SCALECOM)
-    with pytest.raises(ValueError, match="has version 99, and this release reads versions 1 and 2"):
+    with pytest.raises(
+        ValueError, match="has version 99, but this release reads only versions 1 and 2"
+    ):
         check_state(state(version=99), CONFIG, SCALECOM)
 
 
@@ -56,7 +58,7 @@ def of_version_1(**other):
 
 
 def test_states_of_version_1_hold_their_methods_settings_among_their_own():
-    """ScaleCom's named no method, and blocks of values were called chunks."""
+    """ScaleCom's states named no method then, and blocks of values were called chunks."""
     kept = {"norms": [[0, 0, 0]] * 2, "ranks": 2}
     assert check_state(of_version_1(), CONFIG, SCALECOM) == state(**kept)
     exchanges = {"exchanges": {"0": {"step": 3}}}  # of TensorFlow
@@ -81,12 +83,12 @@ def test_residues_of_other_settings():
     with pytest.raises(
         ValueError,
         match="beta=0.1 in the state and 0.2 now, rate=50.0 in the state and 20.0 now.*"
-        "go on without loading it",
+        "go on without loading the state",
     ):
         check_state(state(config=CONFIG.replace(rate=50, beta=0.1).to_dict()), CONFIG, SCALECOM)
     other_buckets = CONFIG.replace(bucket_bytes=1000).to_dict()
     refusal = "other settings: bucket_bytes=1000 in the state and 26214400 now"
-    # These draw, or choose, by bucket.
+    # These draw random numbers, or choose, per bucket.
     signed = SCALECOM | {"quantiser": "Sign()"}
     for who in ({"method": "GTopK"}, {"method": "RandomK", "seed": 0}, signed):
         with pytest.raises(ValueError, match=refusal):
@@ -99,7 +101,7 @@ def test_an_alignment_that_is_damaged():
     assert alignment_of(state()) == 1  # saved before 0.3.0
     assert alignment_of(state(alignment=-0.25)) == -0.25
     for alignment in (1.5, math.nan):
-        with pytest.raises(ValueError, match="alignment is .*damaged; load an older one"):
+        with pytest.raises(ValueError, match="damaged: its alignment is .*Load an older state"):
             alignment_of(state(alignment=alignment))
 
 
@@ -107,7 +109,7 @@ def test_norms_that_are_damaged():
     assert norms_of(state()) == [[0, 0, 0], [0, 0, 0]]  # saved before 0.2.0
     assert norms_of(state(norms=[[1, 2, 3], (4, 5, 6)])) == [[1, 2, 3], [4, 5, 6]]
     for norms in ([[1, 2, 3]], [[1, 2, 3], [4, 5, np.nan]]):
-        with pytest.raises(ValueError, match="norms are .*damaged; load an older one"):
+        with pytest.raises(ValueError, match="damaged: its norms are .*Load an older state"):
             norms_of(state(norms=norms))
 
 
@@ -126,8 +128,10 @@ def test_residues_of_another_model():
 def test_residues_that_are_not_finite_are_refused_by_name():
     residues = {"good": np.ones(3), "b": np.array([1, np.nan]), "a": np.array([[np.inf, 0]])}
     with pytest.raises(
-        ValueError, match="not finite, of a, b: .*earlier step, or go on without loading it"
+        ValueError, match="residues of a, b are not finite.*earlier step, or go on without loading"
     ):
         check_finite({name: bool(np.isfinite(residue).all()) for name, residue in residues.items()})
-    with pytest.raises(ValueError, match="of layer0, layer1, layer2, layer3, layer4, ...:"):
+    with pytest.raises(
+        ValueError, match="of layer0, layer1, layer2, layer3, layer4, ... are not finite"
+    ):
         check_finite({f"layer{i}": False for i in range(6)})

@@ -1,5 +1,7 @@
-"""The scaling model: bytes as the design counts them, constants found again in steps made up with
-them, and orders that must hold.
+"""The scaling model.
+
+It counts bytes as the design does, the fit recovers the constants from made-up step times, and some
+orders must hold.
 """
 
 import dataclasses
@@ -43,7 +45,7 @@ def test_bytes_are_those_of_a_ring():
         assert offsets == (n - 1) / n * 10_000
         assert model.traffic("dense", s)[0] == 100 * values
         assert model.traffic("local top-k", s)[0] == (n - 1) * 80_000
-        # Values of 3 bits: sums over n take 4, 5 and 6 bits, of which a word holds 8, 6 and 5.
+        # Sums of 3-bit values over n ranks take 4, 5 and 6 bits. A word holds 8, 6 and 5 of them.
         values, offsets = model.traffic("ScaleCom staggered", Setting(n, 1, 150, numel=16_000_000))
         fields = {2: 8, 4: 6, 8: 5}[n]
         assert values == 2 * (n - 1) / n * 4 * math.ceil(1_000_000 / fields)
@@ -100,8 +102,9 @@ def test_the_library_has_the_constants_that_its_own_tables_give(measured):
 
 
 def test_they_meet_what_was_measured(measured):
-    """As the plan says. Dense steps at 1 Gbit/s were up to three times as slow as the model has
-    them.
+    """The constants predict the measurements as well as `plan` claims.
+
+    Dense steps at 1 Gbit/s were up to three times as slow as the model predicts.
     """
     for row in measured:
         method, s = scaling_model.method_of(row), scaling_model.setting_of(row)

@@ -1,4 +1,4 @@
-"""Who leads; and when workers synchronise, held to a walk through all steps."""
+"""Which rank leads; and when workers synchronise, compared with a walk through all steps."""
 
 import random
 
@@ -14,7 +14,7 @@ def test_all_ranks_lead_as_often():
 
 
 def walk(changes, steps):
-    """The steps after which all synchronise, found one after the other."""
+    """Find the steps after which all synchronise, one after the other."""
     found, last = [], 0
     while True:
         in_force = changes[max(begin for begin in changes if begin <= last)]

@@ -1,5 +1,6 @@
-"""Simulated workers against the oracle, and how they fail: with the error, on all of them, and
-never by waiting for ever.
+"""Simulated workers are compared with the oracle.
+
+When one fails, all of them raise the error, and none waits forever.
 """
 
 import copy
@@ -77,7 +78,7 @@ def hold_against_reference(n, steps=8, shapes=ODD_SHAPES, tolerance=1e-6, **fiel
                 )
             for name, tensor in simulation.compressors[rank].residues.tensors.items():
                 want = reference.residues[rank].get(name, np.zeros(tensor.shape, np.float32))
-                if step == 3:  # rolled back, to rounding; from here on both go on from the same
+                if step == 3:  # rolled back, to rounding; both go on with the same residues
                     np.testing.assert_allclose(
                         tensor.residue.view(tensor.shape).numpy(), want, rtol=1e-5, atol=1e-5
                     )
@@ -122,14 +123,15 @@ def test_simulated_workers_are_those_of_the_reference(n, mode):
     ids=str,
 )
 def test_many_workers(n, mode):
-    # The more workers, the larger what is added up.
+    # The more workers there are, the larger are the sums and their rounding.
     hold_against_reference(n, steps=5, **({"tolerance": 1e-5} | mode))
 
 
 @pytest.mark.parametrize("saved_at", [1, 3, 5])
 def test_a_run_that_turns_out_longer_goes_on(saved_at):
-    """Also where the step of the state is in the warm-up of one run, and behind that of the other:
-    what look-ahead chose is of other lanes.
+    """The state's step may be in the warm-up of one run, and after that of the other.
+
+    look-ahead's choice then belongs to other lanes.
     """
     few_bits = {"rate": 16, "bits": 3, "lookahead": True, "warmup_rate": 4}
     short, long = (
@@ -147,7 +149,8 @@ def test_a_run_that_turns_out_longer_goes_on(saved_at):
     for step in range(saved_at, 8):
         long.step(as_tensors(made_up(2, step)))
         rates.append(round(long.compressors[0].stats()["rate"]))
-    # Sent whole: the first step, and the one after the warm-up, before which nothing was chosen.
+    # Two steps are uncompressed: the first one, and the one after the warm-up, before which nothing
+    # was chosen.
     expected = [1] + [4] * 4 + [1] + [16] * 2
     assert rates == [1, *expected[saved_at + 1 :]]
 
@@ -197,7 +200,10 @@ NARROW = {
 @pytest.mark.parametrize("mode", NARROW)
 @pytest.mark.parametrize("n", [2, 3, 4, 25])
 def test_nothing_is_lost_in_few_bits(n, mode):
-    """Values are summed in it, and divided in a wider one; what is sent whole is not in it."""
+    """Values are summed in the narrow dtype, and divided in a wider one.
+
+    Uncompressed tensors are not sent in the narrow dtype.
+    """
     simulation = simulate(
         n, FINE_SHAPES, **{"beta": 1.0, "rate": 3, "min_numel": 10, "dense": ()} | NARROW[mode]
     )
@@ -228,8 +234,9 @@ def test_nothing_is_lost_in_few_bits(n, mode):
 @pytest.mark.parametrize("name", ["second", "bias"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_parameters_that_became_others_are_refused(name, change, whole, fields):
-    """Their gradients are smaller than residues and buffers: kernels that follow addresses would
-    not see it.
+    """Their gradients are smaller than residues and buffers.
+
+    Kernels follow addresses, and would not notice.
     """
     simulation = simulate(2, min_numel=100, warmup_steps=9 * whole, **fields)
     for step in range(3):
@@ -242,8 +249,8 @@ def test_parameters_that_became_others_are_refused(name, change, whole, fields):
     with pytest.raises(
         RuntimeError,
         match=(
-            f"the gradient of {name} has .* and its parameter had .* make the "
-            "DistributedOptimizer when the"
+            f"the gradient of {name} has .* but its parameter had .* Make the "
+            "DistributedOptimizer after the"
         ),
     ):
         simulation.step(grads)
@@ -255,7 +262,7 @@ def test_parameters_that_became_others_are_refused(name, change, whole, fields):
 @pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": RandomK}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_parameters_of_another_dtype_than_when_they_were_wrapped(dtype, fields):
-    """model.double() or model.half(): residues and buckets stay what they were."""
+    """After model.double() or model.half(), residues and buckets stay as they were."""
     same, changed = (simulate(2, min_numel=100, **fields) for _ in range(2))
     for step in range(6):
         if step == 3:
@@ -282,7 +289,7 @@ def test_parameters_of_another_dtype_than_when_they_were_wrapped(dtype, fields):
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("where", ["broadcast", "all_reduce", "scatter"])
 def test_an_error_on_one_rank_ends_the_step_on_all(where, lookahead, monkeypatch):
-    """Before the sums are made the step is rolled back, and training goes on."""
+    """If it comes before the sums are made, the step is rolled back. Training goes on."""
     simulation = simulate(4, lookahead=lookahead)
     for step in range(3):
         simulation.step(as_tensors(made_up(4, step)))
@@ -349,7 +356,7 @@ def test_a_name_in_flight_cannot_be_used_again_but_a_name_that_has_met_can():
 
 
 def test_work_gives_its_result_as_often_as_it_is_asked():
-    """And says when it need not be waited for."""
+    """It also says when there is no need to wait."""
 
     def brings(collectives):
         own = torch.full((2,), 1.0 + collectives.position)
@@ -395,7 +402,7 @@ def test_different_collectives_of_one_name_are_an_error_on_all(other):
         waits(lambda collectives: collectives.all_reduce(torch.ones(2), "same")), waits(other)
     )
     assert len(caught) == 2
-    assert "different collectives by one name" in caught[0]
+    assert "different collectives under the same name" in caught[0]
 
 
 def test_every_rank_numbers_its_exchanges_for_itself():
@@ -414,7 +421,7 @@ def test_every_rank_numbers_its_exchanges_for_itself():
 
 
 def test_what_a_user_gets_who_sets_nothing(monkeypatch):
-    """All layers in few bits, from the first step on."""
+    """All layers are sent in few bits, from the first step on."""
     monkeypatch.delenv("SCALECOM_BITS")
     monkeypatch.delenv("SCALECOM_STEP_AHEAD")
     shapes = {"body.weight": (100, 100), "head.weight": (100, 50)}
@@ -430,8 +437,8 @@ def test_what_a_user_gets_who_sets_nothing(monkeypatch):
             [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(2)]
         )
         sent.append({name: int(average.count_nonzero()) for name, average in averages[0].items()})
-    for step in sent:  # one place in 16, but for those where the integers are or sum to zero
+    for step in sent:  # one index in 16, without those where the integers are or sum to zero
         assert 313 < step["body.weight"] <= 625
         assert 156 < step["head.weight"] <= 313
-    # 938 fields of 4 bits, which hold sums from -6 to 6, eight in a word of 4 bytes.
+    # There are 938 fields of 4 bits, eight in a word of 4 bytes. They hold sums from -6 to 6.
     assert simulation.compressors[0].stats()["bytes_values"] == 4 * 118

@@ -1,8 +1,8 @@
-"""A method with state, whole in this file, on simulated ranks.
+"""A method with state, written entirely in this file, on simulated ranks.
 
-Momentum before the choice, as Deep Gradient Compression has it (Lin et al., 2018, arXiv
-1712.01887): every tensor has a velocity u, which each rank keeps for itself, and how often its
-elements were sent; the method counts its steps. Both counts are the same on all ranks.
+Momentum is applied before the choice, as in Deep Gradient Compression (Lin et al., 2018, arXiv
+1712.01887). For every tensor, each rank keeps a velocity u of its own, and counts how often each
+element was sent. The method counts its steps. Both counts are the same on all ranks.
 """
 
 import copy
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
 
 class MomentumTopK(Method):
-    """u <- mu*u + g; each rank's own largest of m + u; u <- 0 where they were sent."""
+    """u <- mu*u + g; each rank sends its own largest m + u; u <- 0 where they were sent."""
 
     equal_state = ("sent", "steps")
 
@@ -70,7 +70,7 @@ class MomentumTopK(Method):
         return dataclasses.replace(state, tensors=tensors, method=state.method | method)
 
     def whole_step(self, bucket, collectives, state):
-        """Momentum is gathered while gradients are sent whole, too."""
+        """Update the momentum while gradients are sent uncompressed, too."""
         own = self._velocities(bucket, state)
         tensors = {name: kept | {"velocity": own[name]} for name, kept in state.tensors.items()}
         method = {"whole": state.method["whole"] + 1}
@@ -102,7 +102,7 @@ def simulate(n, shapes=SHAPES, compression=MomentumTopK, groups=BUCKETS, **field
 
 
 def made_up(n, step, spoilt=None, scale=1):
-    """All ranks' gradients of a step; in one of rank `spoilt` there is a NaN."""
+    """Return all ranks' gradients of a step. One of rank `spoilt` has a NaN."""
     everyone = [gradients(SHAPES, rank, step) for rank in range(n)]
     if spoilt is not None:
         everyone[spoilt]["second"][1, 17] = np.nan
@@ -112,7 +112,7 @@ def made_up(n, step, spoilt=None, scale=1):
 
 
 def everything(simulation):
-    """All residues and all state of all ranks, copied."""
+    """Return copies of the residues and the state of all ranks."""
     return copy.deepcopy(
         [
             {
@@ -127,12 +127,12 @@ def everything(simulation):
 
 
 def assert_same(one, other):
-    """To the bit."""
+    """Assert that both are equal to the bit."""
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 class Truth:
-    """The method spelled out, for all ranks."""
+    """The method, spelled out for all ranks."""
 
     def __init__(self, simulation, mu=0.5):
         self.n, self.mu = len(simulation.compressors), mu
@@ -235,7 +235,7 @@ def test_a_void_step_leaves_state_and_residues_as_they_were(spoilt, warmup_steps
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_warm_up(n):
-    """Steps sent whole gather momentum, and leave residues alone."""
+    """Uncompressed steps update the momentum, and leave residues unchanged."""
     simulation = simulate(n, warmup_steps=4)
     truth = Truth(simulation)
     for step in range(8):
@@ -249,7 +249,7 @@ def test_warm_up(n):
 
 
 def saved(simulation):
-    """What every rank reads back from its file."""
+    """Return the state that every rank reads back from its file."""
     states = []
     for method in simulation.compressors:
         file = io.BytesIO()
@@ -260,7 +260,7 @@ def saved(simulation):
 
 
 def resumed(states, early=False, **fields):
-    """New ranks that take up these states; early: before they serve an optimizer."""
+    """Return new ranks that have loaded these states; early: before they have an optimizer."""
     if early:
         methods = []
 
@@ -287,14 +287,14 @@ def tensors_in(state):
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("at", [0, 2, 5])
 def test_a_run_goes_on_from_a_file_to_the_bit(at, early):
-    """From the start, from within warm-up, and from after it."""
+    """The file is from the start, from within the warm-up, or from after it."""
     simulation = simulate(2, warmup_steps=4)
     for step in range(at):
         simulation.step(made_up(2, step))
     states = saved(simulation)
     kept = copy.deepcopy(states)
     again = resumed(states, early, warmup_steps=4)
-    for state in states:  # what the script has is its own
+    for state in states:  # the script may change its own copy
         for tensor in tensors_in(state):
             tensor.fill_(1)
     assert_same(everything(again), everything(simulation))
@@ -338,7 +338,7 @@ MISFITS = {
     "a tensor is missing": (without("sent", "third"), "the method's state of third is"),
     "the method's own is missing": (
         lambda state: state["method_state"]["method"].pop("whole"),
-        r"the state of the whole method is \{'steps': None\} in the state and .*'whole'.* now",
+        r"the state of the whole method is \{'steps': None\} in the loaded state, but .*'whole'",
     ),
     "the method's own of another shape": (
         lambda state: state["method_state"]["method"].update(whole=torch.zeros(3)),
@@ -348,7 +348,7 @@ MISFITS = {
     "another shape": (
         cut,
         r"the method's state of second is \{'velocity': \(2999,\), 'sent': \(3000,\)\} in the "
-        r"state.*another model, or another version of MomentumTopK",
+        r"loaded state.*another model, or another version of MomentumTopK",
     ),
     "another setting": (
         lambda state: state["settings"].update(mu=0.9),
@@ -356,7 +356,7 @@ MISFITS = {
     ),
     "another method": (
         lambda state: state["settings"].update(method="LocalTopK"),
-        "made by another method, or with other settings of it: method='LocalTopK'",
+        "made by another method, or with other settings of the method: method='LocalTopK'",
     ),
     "another model": (
         lambda state: state["residues"].update(third=torch.zeros(6400)),
@@ -394,7 +394,7 @@ def test_other_methods_refuse_it():
 
 
 def test_what_must_be_equal_begins_anew_where_ranks_disagree(caplog):
-    """As in an elastic run, where one rank committed steps that the other did not."""
+    """In an elastic run, for example, one rank may have committed steps that the other did not."""
     simulation = simulate(2)
     states = {}
     for step in range(5):
@@ -417,7 +417,7 @@ def test_what_must_be_equal_begins_anew_where_ranks_disagree(caplog):
 
 
 def test_an_error_in_mid_step_leaves_what_ranks_have_of_their_own(monkeypatch):
-    """What must be equal begins anew: perhaps one rank had come further."""
+    """State that must be equal begins anew, because one rank may have come further."""
     simulation = simulate(2)
     for step in range(3):
         simulation.step(made_up(2, step))
@@ -443,8 +443,9 @@ def test_an_error_in_mid_step_leaves_what_ranks_have_of_their_own(monkeypatch):
 
 
 class Chooses(Method):
-    """Keeps what the leader chose last as state, in views of the bucket's buffer, and counts in
-    bfloat16. Only the first bucket counts for the method.
+    """Keeps the leader's last choice as state, in views of the bucket's buffer.
+
+    It counts in bfloat16. Only the first bucket counts for the method.
     """
 
     equal_state = ("count",)
@@ -474,7 +475,7 @@ class Chooses(Method):
         return dataclasses.replace(state, tensors=own, method=method)
 
     def whole_step(self, bucket, collectives, state):
-        """Looks at accumulators, which changes nothing."""
+        """Look at the accumulators. This changes nothing."""
         assert bucket.choose().numel()
         return None
         yield
@@ -517,7 +518,7 @@ def test_a_whole_step_may_look_at_accumulators(dtype):
 
 
 class AtTheEndOfTheWorld(Averager):
-    """What averages for an optimizer that could not be made."""
+    """The averager of an optimizer that could not be made."""
 
     collectives = Mock(size=1, position=0, elastic=False)
 
@@ -551,7 +552,7 @@ def test_what_was_loaded_is_kept_where_no_optimizer_could_be_made():
     method.load_state_dict(copy.deepcopy(state))
     check(method)
 
-    # A state that did not fit, and then the right one.
+    # Load a state that does not fit, and then the right one.
     for case in ("a kind is missing", "another model"):
         method, wrong = MomentumTopK(**settings), copy.deepcopy(state)
         MISFITS[case][0](wrong)

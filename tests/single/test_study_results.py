@@ -1,4 +1,4 @@
-"""The study's numbers, on results whose numbers are known."""
+"""The study's numbers, on made-up results with known numbers."""
 
 import csv
 
@@ -8,7 +8,7 @@ import study_results
 
 
 def result(score, losses, **more):
-    """What a run leaves: 100 bytes and one step between two losses."""
+    """Return the result of a run, with one step and 100 bytes between two losses."""
     return {
         "score": score,
         "diverged": score is None,
@@ -53,12 +53,12 @@ def test_better_is_better_also_where_less_is_better(study):
 
 def test_what_was_spent_until_the_loss_that_dense_and_scalecom_come_to(study):
     dense, scalecom, random, _ = (numbers(study, i) for i in range(4))
-    assert dense["target loss"] == pytest.approx(1.05 * 2.0)  # where ScaleCom ends, smoothed
-    # Means of three: 4, 3, 7/3, 4/3; and 4, 4, 10/3, 8/3, 2.
+    assert dense["target loss"] == pytest.approx(1.05 * 2.0)  # ScaleCom's last loss, smoothed
+    # Means of three losses are 4, 3, 7/3, 4/3 for dense and 4, 4, 10/3, 8/3, 2 for ScaleCom.
     assert (dense["steps to loss"], scalecom["steps to loss"]) == (4, 5)
     assert scalecom["MB to loss"] == pytest.approx(5e-4)
     assert random["steps to loss"] is None
-    # 1 Gbit/s: 150 ms, and a fortieth of 99.2 MB at 95 % of it.
+    # A step takes 150 ms, plus the time for a fortieth of 99.2 MB at 95 % of 1 Gbit/s.
     assert dense["s to loss, 1 Gbit/s"] == pytest.approx(4 * (0.15 + 99.2e6 / 40 * 8 / 0.95e9))
 
 

@@ -1,5 +1,6 @@
-"""TensorFlow's kernels, the C one as operations and the one of plain operations: bit-identical to
-each other and to NumPy.
+"""TensorFlow's kernels are bit-identical to each other and to NumPy.
+
+One kernel is in C and has operations of its own, the other is made of plain operations.
 """
 
 import os
@@ -27,7 +28,7 @@ YES, NO = tf.constant(True), tf.constant(False)
 
 
 def made_up(sizes, dtype, seed=0):
-    """Gradients and residues of tensors that share their buffers."""
+    """Return gradients and residues of tensors that share their buffers."""
     random = np.random.default_rng(seed)
     kind = tf.float64 if dtype == tf.float64 else tf.float32
     grads = [tf.cast(random.standard_normal(n), dtype) for n in sizes]
@@ -79,7 +80,7 @@ def test_a_cyclic_step_is_numpy_s(kernel, rate, beta, dtype):
 def test_both_look_ahead_alike(rate, wire, dtype):
     geometries = geometries_of(SIZES, rate)
     grads, residues = made_up(SIZES, dtype)
-    # beyond what fits into float16 at a limit of 900
+    # These values exceed the limit of 900 for float16.
     residues = [residue * 1000 for residue in residues]
     wire = wire or residues[0].dtype
     random = np.random.default_rng(1)
@@ -105,7 +106,7 @@ def test_both_look_ahead_alike(rate, wire, dtype):
     ids=str,
 )
 def test_integers_are_numpy_s(dtype, rate, bits, traced):
-    """Also as TensorFlow optimizes a graph, and in pieces that fit into a cache."""
+    """This also holds in a graph that TensorFlow optimizes, and in pieces that fit into a cache."""
     levels, beta, extra, scale = levels_of(bits), 0.3, 7 / 3, 0.5
     sizes = [*SIZES, 2_000_000] if rate == 300 and dtype == tf.float32 else SIZES
     geometries = geometries_of(sizes, rate)
@@ -159,7 +160,7 @@ def test_integers_are_numpy_s(dtype, rate, bits, traced):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_integers_of_what_is_not_finite(kernel):
-    """It is counted, no integer is made of it, and no scale either."""
+    """Such elements are counted. They affect neither integers nor scales."""
     shape, grad, residue = geometry(6400, 16, "lanes"), np.ones(6400), np.zeros(6400)
     grad[100], residue[200] = np.nan, 3e38
     grad[200] = 1e30
@@ -187,7 +188,7 @@ def test_what_is_not_finite_is_counted_and_not_kept(kernel):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_is_beyond_the_largest_counts_as_not_finite(kernel, dtype):
-    """A residue of finite numbers may still overflow, and would void every later step."""
+    """A residue of finite numbers may still overflow. Every later step would then be skipped."""
     scale = 2.0**90 if dtype == tf.float16 else 0.5
     kind = tf.float64 if dtype == tf.float64 else tf.float32
     taken = largest_gradient(kind.name) / scale
@@ -223,7 +224,7 @@ def test_many_steps_of_huge_gradients_leave_the_residue_finite(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_inputs_that_others_still_read_stay_as_they_are(kernel):
-    """The C kernel takes over its inputs' memory where nobody else needs it."""
+    """The C kernel reuses the memory of its inputs only if nobody else needs it."""
     made = kernel(geometries_of([5000], 50))
     grads, residues = made_up([5000], tf.float32)
     before = [tensor.numpy().copy() for tensor in (*grads, *residues)]
@@ -242,7 +243,7 @@ def test_offsets_of_no_or_two_leaders_are_refused(kernel, surplus):
     geometries = geometries_of([5000], 50)
     grads, residues = made_up([5000], tf.float32)
     offsets = tf.zeros([100 + surplus], tf.uint8)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="not exactly one leader's offsets"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="exactly one leader's offsets"):
         kernel(geometries).take(residues, grads, Units(1.0), offsets, tf.float32)
 
 
@@ -252,7 +253,7 @@ def test_offsets_of_no_or_two_leaders_are_refused(kernel, surplus):
 )
 @pytest.mark.parametrize("move", ["take", "take_and_accumulate", "scatter"])
 def test_offsets_outside_of_their_lanes_are_refused(numel, rate, lane, move):
-    """They come from other ranks and from files: following them would overwrite memory."""
+    """Offsets come from other ranks and from files. Following wrong ones would overwrite memory."""
     shape = geometry(numel, rate, "lanes")
     made = NativeKernel({"t": shape})
     grads, residues = made_up([numel], tf.float32)
@@ -285,11 +286,11 @@ def test_the_libraries_leave_the_processors_modes_alone():
 def test_the_operations_refuse_tensors_of_other_sizes():
     grads, residues = made_up([5000], tf.float32)
     with pytest.raises(
-        tf.errors.InvalidArgumentError, match="a gradient has not the size of its variable"
+        tf.errors.InvalidArgumentError, match="a gradient does not have the size of its variable"
     ):
         NativeKernel(geometries_of([5001], 50)).accumulate(grads, residues, Units(1.0), YES)
     with pytest.raises(
-        tf.errors.InvalidArgumentError, match="a residue has not the size of its variable"
+        tf.errors.InvalidArgumentError, match="a residue does not have the size of its variable"
     ):
         NativeKernel(geometries_of([5000], 50)).accumulate(
             grads, [residues[0][1:]], Units(1.0), YES
@@ -306,7 +307,7 @@ def test_exact_selection_takes_the_largest_of_all():
 
 
 def test_the_c_kernel_refuses_positions():
-    with pytest.raises(TypeError, match="knows lanes only"):
+    with pytest.raises(TypeError, match='supports only selection="lanes"'):
         NativeKernel(geometries_of([5000], 50, "exact"))
 
 
@@ -329,7 +330,7 @@ def test_without_the_library(monkeypatch, caplog, tmp_path):
         assert kernel_for("CPU", "lanes", same_width=True) is GraphKernel
         assert caplog.text.count("the native kernel was not built") == 1
         monkeypatch.setenv("SCALECOM_KERNEL", "native")
-        with pytest.raises(RuntimeError, match="install a C compiler"):
+        with pytest.raises(RuntimeError, match="Install a C compiler"):
             kernel_for("CPU", "lanes", same_width=True)
     finally:
         operations.cache_clear()

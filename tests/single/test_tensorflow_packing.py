@@ -1,4 +1,4 @@
-"""What travels instead of a choice, and of integers: the same as PyTorch's faces send."""
+"""The packed forms of choices and of integers are the same as those that PyTorch's faces send."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_narrow_offsets_travel_two_to_a_byte(rates, numel, has_scales):
     nothing = pack_choice(tf.zeros([0], tf.uint8), layout)
     assert nothing.shape == (0,)
     for answers in (nothing, np.tile(message, 2)):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="not exactly one leader"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="exactly one leader"):
             unpack_choice(tf.constant(answers), layout)
 
 
@@ -43,7 +43,7 @@ def test_narrow_offsets_travel_two_to_a_byte(rates, numel, has_scales):
 def test_the_words_of_ranks_add_up(n, k, levels, is_elastic):
     random = np.random.default_rng(0)
     integers = random.integers(-levels, levels + 1, (n, k)).astype(np.int8)
-    integers[:, 0] = levels  # the largest sum
+    integers[:, 0] = levels  # this gives the largest sum
     integers[:, -1] = -levels
     size = tf.constant(n) if is_elastic else n
     words = [pack_integers(tf.constant(own), k, levels, size).numpy() for own in integers]

@@ -1,4 +1,7 @@
-"""When a user is warned: a run too short for its rate, residues that keep growing. And when not."""
+"""When users are warned, and when not.
+
+Examples are a run that is too short for its rate, and residues that keep growing.
+"""
 
 import logging
 
@@ -52,7 +55,7 @@ def look(norms, rate=100.0):
     ("norms", "warnings"),
     [
         ([(1, 1), (20, 1), (30, 1)], 1),
-        ([(1, 1), (20, 1), (30, 1), (40, 1), (50, 1)], 1),  # once
+        ([(1, 1), (20, 1), (30, 1), (40, 1), (50, 1)], 1),  # only one warning
         ([(1, 1), (20, 1), (24, 1)], 0),  # a quarter of the rate
         ([(60, 1), (50, 1), (40, 1)], 0),  # they fall
         ([(1, 1), (60, 1), (60, 1), (59, 1)], 0),  # they stay as they are
@@ -70,7 +73,7 @@ def test_residues_that_keep_growing(caplog, norms, warnings):
 
 def test_steps_that_never_count(caplog):
     health = Health()
-    for skips in (19, 25, 3):  # the second time it is said
+    for skips in (19, 25, 3):  # only the second of these warns
         for _ in range(skips):
             health.skip(7)
         health.take()
@@ -86,7 +89,7 @@ def test_much_of_a_large_model_sent_whole_is_said(caplog):
     check_share_whole({"body": 100, "head": 1}, {"body": 10_000_000, "head": 100_000})
     assert not caplog.records
     check_share_whole({"body": 100, "head": 1}, numels)
-    assert "9 % of the model's elements are sent whole, most of them head" in caplog.text
+    assert "9 % of the model's elements are sent uncompressed, most of them in head" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ GPT = {"wte.weight": (5000, 64), "wpe.weight": (128, 64), "h.mlp.weight": (64, 2
         (GPT, {"rates": {"auto:output": 4}}, 1),
         (GPT | {"h.mlp.bias": (64,), "norm.weight": (64,)}, OUTPUT, 1),
         (GPT, {"dense": ["wte.*"]}, 0),
-        (GPT | {"head.weight": (5000, 64)}, OUTPUT, 0),  # a layer of its own
+        (GPT | {"head.weight": (5000, 64)}, OUTPUT, 0),  # a separate layer
         (GPT | {"head.weight": (2, 64)}, OUTPUT, 0),  # a classifier
         ({"embed": (90, 32), "lstm.weight_hh": (128, 32)}, OUTPUT, 1),
         ({"one.weight": (256, 64), "two.weight": (64, 256)}, OUTPUT, 0),  # no embedding
@@ -125,4 +128,4 @@ def test_an_output_layer_that_shares_the_embedding(caplog, shapes, fields, warni
     config = ScaleComConfig(min_numel=2, **fields)
     check_output_layer(config, config.rates_for(shapes), shapes)
     assert len(caplog.records) == warnings
-    assert not warnings or f"give its name, '{next(iter(shapes))}'" in caplog.text
+    assert not warnings or f"name it: '{next(iter(shapes))}'" in caplog.text

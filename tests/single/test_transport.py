@@ -1,7 +1,8 @@
-"""Another transport, whole in this file: threads and queues. No Horovod, and no simulator.
+"""Another transport, written entirely in this file with threads and queues.
 
-Every rank is a thread with a model and an Exchange of its own, and all of them run at once. A
-collective goes through one queue to a thread that waits until all ranks have brought theirs.
+It needs neither Horovod nor the simulator. Every rank is a thread with its own model and Exchange,
+and all threads run at once. Collectives go through one queue to a thread. It waits until all ranks
+have brought their part.
 """
 
 import importlib
@@ -23,13 +24,13 @@ from scalecom_hvd.exchange import QSGD, CollectiveError, Exchange, LocalTopK, Sc
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.reference import ScaleComReference, select
 
-SECONDS = 60  # that a rank waits for others at most
+SECONDS = 60  # the longest time that a rank waits for others
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("one_thread_per_rank")]
 
 
 class Hub:
-    """Where ranks meet. `stop` fails all that is under way, and all that comes."""
+    """The meeting point of ranks. `stop` fails all present and future collectives."""
 
     def __init__(self, n):
         self.n = n
@@ -61,14 +62,14 @@ class Hub:
         for brought in meetings.values():
             for *_, future in brought.values():
                 future.set_exception(CollectiveError(reason))
-        while True:  # a daemon's end is the process's
+        while True:  # the daemon ends with the process
             what, future = self.queue.get()
             if what is not None:
                 future.set_exception(CollectiveError(reason))
 
     @staticmethod
     def _meet(kinds, roots, buffers, futures):
-        """The results of one collective, of which every rank's part is here."""
+        """Set the results of one collective, when every rank's part has arrived."""
         results = list(buffers)
         if kinds[0] == "gather":
             results = [torch.cat(buffers) for _ in futures]
@@ -88,7 +89,7 @@ class Hub:
 
 
 class Waiting:
-    """A collective that one rank has submitted: the Work of this transport."""
+    """The Work of this transport: a collective that one rank has submitted."""
 
     def __init__(self, future):
         self._future = future
@@ -129,7 +130,7 @@ class ThreadCollectives:
 
 
 class Rank:
-    """One rank: a model, an optimizer, and an exchange that backward's hooks report to."""
+    """One rank: a model, an optimizer, and an exchange to which backward's hooks report."""
 
     def __init__(self, hub, rank, compression, node=None, **settings):
         generator = torch.Generator().manual_seed(0)
@@ -151,7 +152,7 @@ class Rank:
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self.report(name, p))
 
     def report(self, name, parameter):
-        """Ranks are slow by turns, and report some gradients late, in an order of their own."""
+        """Report a gradient: sometimes slowly, sometimes late and in another order."""
         self.came[-1][name] = parameter.grad.numpy().copy()
         time.sleep(self.whims.choice((0, 0, 1e-4, 1e-3)))
         if len(self.came) > 1 and self.whims.random() < 0.3:
@@ -182,7 +183,7 @@ class Rank:
 
 
 def train(n, act, compression=ScaleCom, **settings):
-    """Run act(rank's number, Rank) on n threads; gives the Ranks, and what each raised."""
+    """Run act(rank's number, Rank) on n threads; return the Ranks, and each one's error or None."""
     hub = Hub(n)
     settings = {"rate": 20, "beta": 0.3, "min_numel": 200, "dense": ()} | settings
     ranks = [Rank(hub, rank, compression, warmup_steps=0, **settings) for rank in range(n)]
@@ -208,7 +209,7 @@ def twenty_steps(rank, own):
 
 
 def check_alike(ranks):
-    """All ranks got the same to the bit, learned, and left out the step with the NaN."""
+    """Check that all ranks got the same to the bit, learned, and skipped the step with the NaN."""
     for own in ranks:
         for name, parameter in own.parameters.items():
             assert torch.equal(parameter, ranks[0].parameters[name])
@@ -252,7 +253,7 @@ def test_scalecom_is_that_of_the_reference(n, fields, on_threads, monkeypatch):
         for rank, own in enumerate(ranks):
             for name, residue in own.residues[step].items():
                 want = reference.residues[rank].get(name, np.zeros_like(residue))
-                if step == 7:  # rolled back, to rounding; from here on both go on from the same
+                if step == 7:  # rolled back, to rounding; both go on with the same residues
                     np.testing.assert_allclose(residue, want, rtol=1e-5, atol=1e-5)
                     reference.residues[rank][name] = residue.copy()
                 else:
@@ -260,7 +261,7 @@ def test_scalecom_is_that_of_the_reference(n, fields, on_threads, monkeypatch):
 
 
 class Layers(torch.nn.Module):
-    """Each has a bucket of its own."""
+    """Layers that each have a bucket of their own."""
 
     def __init__(self, layers):
         super().__init__()
@@ -270,9 +271,9 @@ class Layers(torch.nn.Module):
 
 @pytest.mark.parametrize("fields", [{}, {"quantiser": QSGD()}], ids=str)
 def test_many_buckets_share_few_channels(fields, monkeypatch):
-    """Ranks get to different buckets of a channel before they wait for any, and finish."""
+    """Ranks reach different buckets of a channel before they wait for any, and still finish."""
     monkeypatch.setattr("scalecom_hvd.exchange.exchange.MOST_CHANNELS", 2)
-    news = random.Random(0)  # what has arrived is not seen at once
+    news = random.Random(0)  # ranks do not always see at once that a result has arrived
     is_here = Waiting.done
     monkeypatch.setattr(Waiting, "done", lambda self: news.random() < 0.5 and is_here(self))
     hub, n, layers = Hub(3), 3, 7
@@ -327,7 +328,7 @@ def test_local_top_k_loses_nothing_and_sends_each_ranks_own_choice(n):
 
 @pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": LocalTopK}], ids=str)
 def test_a_rank_that_fails_ends_the_step_on_all(fields):
-    """With what each has rolled back, and at once."""
+    """The step ends at once, and each rank rolls back its part."""
 
     def act(rank, own):
         for _ in range(4):
@@ -346,9 +347,10 @@ def test_a_rank_that_fails_ends_the_step_on_all(fields):
 
 @pytest.mark.parametrize("fields", [{}, {"lookahead": True}, {"compression": LocalTopK}], ids=str)
 def test_a_step_counts_if_all_shards_of_a_node_are_sound(fields):
-    """Two nodes of two ranks: peers exchange a shard, and a NaN in one shard voids the step on all.
+    """There are two nodes of two ranks, and peers exchange a shard.
 
-    Nothing of it is left on ranks whose own shard was sound.
+    If one shard has a NaN, the step is skipped on all ranks. Nothing of the step is left on ranks
+    whose own shard was sound.
     """
 
     def act(rank, own):
@@ -365,7 +367,10 @@ def test_a_step_counts_if_all_shards_of_a_node_are_sound(fields):
 
 
 def test_a_rank_that_is_lost_ends_the_step_on_all_ranks_of_all_nodes():
-    """Its peer sees it by their shard, its neighbour by their node, the last by its neighbour."""
+    """Its peer notices through their shard, and its neighbour through their node.
+
+    The last rank notices through its own neighbour.
+    """
 
     def act(rank, own):
         for _ in range(3):
@@ -396,7 +401,7 @@ def test_shards_that_are_at_different_steps_are_refused():
 
 
 def train_on_nodes(act, **fields):
-    """Run act(rank, own) on two nodes of two ranks; gives the ranks, and what each raised."""
+    """Run act(rank, own) on two nodes of two ranks; return the ranks, and their errors or None."""
     fields = {"rate": 20, "min_numel": 200, "dense": (), "warmup_steps": 0} | fields
     compression = fields.pop("compression", ScaleCom)
     nodes, shards = [Hub(2), Hub(2)], [Hub(2), Hub(2)]
@@ -410,7 +415,7 @@ def train_on_nodes(act, **fields):
             act(rank, ranks[rank])
         except Exception as error:
             errors[rank] = error
-            if isinstance(error, OSError):  # its process ends
+            if isinstance(error, OSError):  # this stands for the end of the process
                 nodes[node].stop(str(error))
                 shards[shard].stop(str(error))
 
@@ -424,13 +429,13 @@ def train_on_nodes(act, **fields):
 
 @pytest.mark.parametrize("face", ["ddp", "torch"])
 def test_an_optimizer_takes_a_transport_where_nothing_else_is_started(face):
-    """As test_scalecom_is_that_of_the_reference, by the optimizers that users make.
+    """Like test_scalecom_is_that_of_the_reference, but with the optimizers that users make.
 
-    Horovod, which is started, has one rank.
+    Horovod is started, and has one rank.
     """
     face = importlib.import_module(f"scalecom_hvd.{face}")
-    # init() a second time would end Horovod's MPI before TensorFlow's half lets go of it, at exit:
-    # the process dies there, after all tests have passed.
+    # A second init() would end Horovod's MPI before TensorFlow's half releases it at exit. The
+    # process would then die at exit, after all tests have passed.
     if face is not ddp and not face.is_initialized():
         face.init()
     hub, n = Hub(2), 2
@@ -466,7 +471,7 @@ def test_an_optimizer_takes_a_transport_where_nothing_else_is_started(face):
 def test_a_transport_brings_its_ranks():
     weight = torch.nn.Parameter(torch.zeros(3))
     transport = ThreadCollectives(Hub(2), 0)
-    with pytest.raises(ValueError, match="collectives= brings another transport: leave them out"):
+    with pytest.raises(ValueError, match="collectives= brings its own transport"):
         ddp.DistributedOptimizer(
             torch.optim.SGD([weight], lr=1.0),
             [("weight", weight)],

@@ -1,5 +1,6 @@
-"""The Triton kernel: its cases (triton_cases.py), and what it compiles to, which shows without a
-GPU what the interpreter does not.
+"""The Triton kernel: its cases (triton_cases.py), and the code that it compiles to.
+
+Without a GPU, the compiled code shows errors that the interpreter does not show.
 """
 
 import os
@@ -15,9 +16,9 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 
 def test_cases():
-    """On a GPU if there is one, else in Triton's interpreter."""
+    """Run the cases on a GPU if there is one, and in Triton's interpreter otherwise."""
     environment = {**os.environ, "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1"}
-    environment.pop("TEST_DIARY", None)  # which is of tests that can be run again by themselves
+    environment.pop("TEST_DIARY", None)  # the diary holds only tests that can be rerun separately
     command = [
         sys.executable,
         "-m",
@@ -32,8 +33,8 @@ def test_cases():
     print(done.stdout[-500:])
 
 
-# For a process of its own, in which triton compiles, for a GPU that need not be there, whatever the
-# moves ask for, and launches nothing.
+# This program runs in a process of its own. In it, triton compiles every kernel that the moves ask
+# for, for a GPU that need not exist, and launches none of them.
 COMPILE = """
 import re
 import sys
@@ -122,7 +123,7 @@ def test_it_compiles_for_gpus_to_wide_moves_without_fused_multiply_adds_or_spill
     if "cuda" in target:
         stores = re.findall(r"(\d+) bytes spill stores", done.stdout)
         assert len(stores) >= 40
-        # Two registers of one kernel, or one.
+        # One kernel may spill one or two registers.
         assert sum(map(int, stores)) <= 8
 
 

@@ -1,6 +1,6 @@
-"""Methods as users might write them, each with one mistake: all are refused with what to do.
+"""Methods as users might write them, each with one mistake.
 
-None of them hangs, and none gives wrong numbers without a word.
+All are refused, and the error says what to do. None hangs, and none silently gives wrong numbers.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
 
 class Right(Method):
-    """The leader's choice, with a count per tensor, and one for all."""
+    """A correct method: the leader chooses. It has a count per tensor, and one for all tensors."""
 
     def init(self, tensor):
         return {"sent": torch.zeros(tensor.residue.numel())}
@@ -41,7 +41,7 @@ class Right(Method):
 
 
 def right(bucket, collectives):
-    """What a bucket sends and receives."""
+    """Send and receive ten elements of a bucket correctly."""
     places = torch.arange(10)
     values = bucket.accumulators[places]
     bucket.send(places, values)
@@ -180,11 +180,11 @@ WRONG = {
     ReceivesNothing: (RuntimeError, r"ended without bucket\.receive"),
     DoesNotReceiveInPlace: (RuntimeError, r"ended without bucket\.receive"),
     DoesNotWait: (RuntimeError, "did not wait for 'mean'"),
-    DoesNotAccumulate: (RuntimeError, "comes after `yield from bucket.accumulate"),
-    ReceivesAWait: (TypeError, "was it `yield from`"),
-    SendsLess: (ValueError, r"there are \(1,\) values for \(10,\) places"),
-    ReceivesLess: (ValueError, r"there are \(1,\) values for \(3000,\) places"),
-    GathersUnequally: (ValueError, "brought [56] rows, and all together 11"),
+    DoesNotAccumulate: (RuntimeError, "must come after `yield from bucket.accumulate"),
+    ReceivesAWait: (TypeError, "is a `yield from` missing"),
+    SendsLess: (ValueError, r"there are \(1,\) values for \(10,\) indices"),
+    ReceivesLess: (ValueError, r"there are \(1,\) values for \(3000,\) indices"),
+    GathersUnequally: (ValueError, "different numbers of rows \\([56] on this rank, 11 in total"),
     AsksInAnotherOrder: (
         RuntimeError,
         r"ranks \[0\] wait for scalecom.*one.0, which \[1\] have not submitted; ranks \[1\] wait",
@@ -193,7 +193,7 @@ WRONG = {
     ChangesTheMethodsState: (RuntimeError, "changed its state in place"),
     StateOfAnotherShape: (ValueError, r"'sent' of a became \(150,\), torch.int64"),
     StateOfNoTensor: (ValueError, "'sent' of a must be a tensor, not 3.0"),
-    StateOfAnotherTensor: (ValueError, "as the state of 'b', and init.* gave None"),
+    StateOfAnotherTensor: (ValueError, "as the state of 'b', but init.* gave None"),
     StateThatIsAView: (ValueError, "is a view of the bucket's accumulators.*clone it"),
     AnotherMethodState: (ValueError, r"returned \['count'\] for the whole method"),
 }
@@ -241,7 +241,7 @@ def test_averages_that_differ_between_ranks_are_noticed():
 
 
 class OfWords(Quantiser):
-    """Its levels are of 32 bits, of which the wire would take each byte for one."""
+    """Its levels have 32 bits. Each of their bytes would be taken for a level."""
 
     bits = 8
 
@@ -278,7 +278,7 @@ def test_the_state_of_a_subclass_of_scalecom_is_checked():
 
 
 def test_a_subclass_of_scalecom_that_takes_values_as_they_are_is_told_so():
-    """As the paper's form does; in few bits it would write values where integers are."""
+    """The paper's form sends values as they are. In few bits they would overwrite integers."""
 
     class AsThePaper(ScaleCom):
         def step(self, bucket, collectives, state):

@@ -42,7 +42,7 @@ class State:
     """What a method knows about one bucket from earlier steps.
 
     `Method.step` is given a State, and returns the next one. It changes nothing in place, because
-    the step may turn out to be void (skipped). The next State is dropped then.
+    the step may still be skipped. The next State is dropped then.
 
     Attributes:
         step: the number of this step.
@@ -103,7 +103,7 @@ class Method:
     takes_few_bits: ClassVar[bool] = False
     """Whether its values may be integers of few bits, which bucket.take_and_accumulate() makes."""
     always_gathers: bool = False
-    """Whether ranks choose different places, so that no sum can be made of their values."""
+    """Whether ranks choose different indices, so that no sum can be made of their values."""
     equal_state: ClassVar[tuple[str, ...]] = ()
     """The parts of the method's state, and of its tensors' states, that are the same on all ranks.
     If they differ, because some come from another step, all ranks begin them anew."""
@@ -121,8 +121,8 @@ class Method:
         name = type(self).__name__
         if quantiser is not None and not self.takes_quantiser:
             raise ValueError(
-                f"a quantiser means nothing to {name}: leave it out, or take ScaleCom, LocalTopK "
-                "or RandomK (a method of your own: set takes_quantiser)"
+                f"a quantiser means nothing to {name}: leave it out, or use ScaleCom, LocalTopK or "
+                "RandomK. In a method of your own, set takes_quantiser"
             )
         config = config if config is not None else ScaleComConfig.from_env()
         self.quantiser = quantiser_of(quantiser)
@@ -151,8 +151,8 @@ class Method:
 
         Tell the bucket what it sends and what it receives (see bucket.py). Every rank must receive
         the same. Yield what must be waited for: `yield from` does so for moves and collectives.
-        What is not sent stays in the residue. A step may turn out to be void (skipped), so change
-        nothing but the bucket.
+        What is not sent stays in the residue. A step may still be skipped, so change nothing but
+        the bucket.
 
         Returns:
             The next State, made by dataclasses.replace(state, tensors=...). None keeps the current
@@ -165,7 +165,7 @@ class Method:
     def whole_step(
         self, bucket: Bucket, collectives: BucketCollectives, state: State
     ) -> Step[State | None]:
-        """In a step that is sent whole this takes the place of `step`, before gradients travel.
+        """In a step that is sent whole this replaces `step`, before gradients travel.
 
         It sends no values, and leaves residues as they are. bucket.grads holds this rank's
         gradients; times bucket.scale they are in the residues' units. Returns the next state as
@@ -255,7 +255,7 @@ class Method:
         """Numbers of this rank. The call sends nothing, so not all ranks have to make it.
 
         Returns:
-            A dict. step: how many steps have counted. skipped_steps: how many were void (skipped),
+            A dict. step: how many steps have counted. skipped_steps: how many were skipped,
             because a gradient was not finite. leader, if the method has one: the position of the
             rank that chose last (for the first bucket).
 
@@ -319,9 +319,8 @@ class Method:
         name = self.__name__ if isinstance(self, type) else type(self).__name__
         name = name if isinstance(self, (type, Method)) else "this method"
         raise TypeError(
-            f"{name} works in this package's DistributedOptimizer only: import "
-            "scalecom_hvd.torch as hvd. In horovod.torch's own, take "
-            "ScaleCom(named_parameters=...)"
+            f"{name} works only in this package's DistributedOptimizer: import scalecom_hvd.torch "
+            "as hvd. In horovod.torch's own DistributedOptimizer use ScaleCom(named_parameters=...)"
         )
 
     def decompress(self, tensor: torch.Tensor, ctx: object = None) -> torch.Tensor:
@@ -347,8 +346,8 @@ class Method:
 def _inverse(scale: torch.Tensor) -> float:
     if not 0 < scale < math.inf:
         raise ValueError(
-            f"the loss scale is {float(scale):g}: loss_scale= must give a finite number above 0, "
-            "such as a GradScaler's"
+            "loss_scale= must give a finite number above 0, such as a GradScaler's scale, not "
+            f"{float(scale):g}"
         )
     return 1 / float(scale)
 

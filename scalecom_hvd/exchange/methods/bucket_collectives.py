@@ -26,7 +26,7 @@ class BucketCollectives:
     Attributes:
         bucket: the bucket's number.
         step: the step's number.
-        size, position: the number of ranks, and this rank's place among them.
+        size, position: the number of ranks, and this rank's position among them.
         share: what a sum over ranks is multiplied by: 1 / size, or 1 for sums. `average` does this.
             A method that adds up gathered values must do it itself.
         waits: everything that was submitted.
@@ -128,8 +128,9 @@ class BucketCollectives:
         def parts(joined: torch.Tensor) -> list[torch.Tensor]:
             if len(joined) != self.size * len(tensor):
                 raise ValueError(
-                    f"gather({name!r}): this rank brought {len(tensor)} rows, and all together "
-                    f"{len(joined)}: bring as many on every rank, padded where there are fewer"
+                    f"gather({name!r}): ranks brought different numbers of rows ({len(tensor)} on "
+                    f"this rank, {len(joined)} in total). Bring equally many on every rank: pad "
+                    "the shorter tensors"
                 )
             # Copies, because bytes can be viewed as another dtype only if they begin on a word, and
             # because simulated ranks share the joined tensor.

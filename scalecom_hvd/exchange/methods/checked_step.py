@@ -40,8 +40,8 @@ def checked_step(
     new = yield from steps
     if new is not None and not isinstance(new, State):
         raise TypeError(
-            f"{name} must return the next State, by dataclasses.replace(state, ...), or None, not "
-            f"{type(new).__name__}"
+            f"{name} must return the next State, made by dataclasses.replace(state, ...), or None, "
+            f"not {type(new).__name__}"
         )
     arrives = new.arrives.work if new is not None and new.arrives is not None else None
     for wait in collectives.waits:
@@ -52,12 +52,13 @@ def checked_step(
             )
     if not bucket.whole and not bucket.has_received:
         raise RuntimeError(
-            f"{name} ended without bucket.receive(), so this bucket's average would be zero: tell "
-            "it what was received, also where that is nothing. Perhaps a `yield from` is missing"
+            f"{name} ended without bucket.receive(), so this bucket's average would be zero. Call "
+            "receive() with what was received, even if this is nothing. Perhaps a `yield from` is "
+            "missing"
         )
     if _versions(state) != versions:
         raise RuntimeError(
-            f"{name} changed its state in place, and the step may turn out not to count: make new "
+            f"{name} changed its state in place, but the step may still be skipped. Make new "
             "tensors, and return them by dataclasses.replace(state, tensors=...)"
         )
     if new is not None:
@@ -74,14 +75,14 @@ def _versions(state: State) -> list[int]:
 def _check_state(name: str, bucket: Bucket, old: State, new: State) -> None:
     if new.method.keys() != old.method.keys():
         raise ValueError(
-            f"{name} returned {sorted(new.method)} for the whole method, and init_method() gave "
+            f"{name} returned {sorted(new.method)} for the whole method, but init_method() gave "
             f"{sorted(old.method)}"
         )
     for tensor, own in new.tensors.items():
         before = old.tensors.get(tensor)
         if before is None or before.keys() - own.keys():
             raise ValueError(
-                f"{name} returned {sorted(own)} as the state of {tensor!r}, and init() gave "
+                f"{name} returned {sorted(own)} as the state of {tensor!r}, but init() gave "
                 f"{None if before is None else sorted(before)}"
             )
         for what, value in own.items():
@@ -90,8 +91,8 @@ def _check_state(name: str, bucket: Bucket, old: State, new: State) -> None:
             first = before.get(what, value)
             if (value.shape, value.dtype) != (first.shape, first.dtype):
                 raise ValueError(
-                    f"{name}: {what!r} of {tensor} became {tuple(value.shape)}, {value.dtype}, "
-                    f"and was {tuple(first.shape)}, {first.dtype}"
+                    f"{name}: {what!r} of {tensor} became {tuple(value.shape)}, {value.dtype}, but "
+                    f"was {tuple(first.shape)}, {first.dtype} before"
                 )
             if bucket.will_overwrite(value):
                 raise ValueError(

@@ -40,7 +40,9 @@ class ECQSGD(Method):
 
     def __init__(self, *, bits: int = 4, seed: int = 0, **fields: Any) -> None:
         if bits not in (2, 4, 8):
-            raise ValueError(f"bits must be 2, 4 or 8, which fill bytes, not {bits!r}")
+            raise ValueError(
+                f"bits must be 2, 4 or 8, so that values fill whole bytes, not {bits!r}"
+            )
         super().__init__(**fields)
         # As in the paper, values are not scaled down, however few levels there are.
         self.quantiser = QSGD(2 ** (bits - 1) - 1, block=BLOCK, scaled=False, seed=seed)

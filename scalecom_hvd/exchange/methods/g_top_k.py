@@ -19,10 +19,10 @@ class GTopK(Method):
     k of a bucket is that of all its tensors together. The k elements may be anywhere in the bucket.
 
     Two things differ from the paper. First, the paper sends each merge to the next rank:
-    2 k log2(n) places and values in all. Horovod has no messages between two ranks, so all choices
+    2 k log2(n) indices and values in all. Horovod has no messages between two ranks, so all choices
     are gathered here, and every rank merges them in the same way. The result is the paper's, but
-    the traffic is (n-1) k places and values. Second, in the paper a rank keeps what a merge drops
-    only if no other rank's value of that place gets through. Here the rank always keeps it, so
+    the traffic is (n-1) k indices and values. Second, in the paper a rank keeps what a merge drops
+    only if no other rank's value of that element gets through. Here the rank always keeps it, so
     nothing is lost.
 
     Args:
@@ -49,13 +49,13 @@ class GTopK(Method):
 
 
 Choice = tuple[torch.Tensor, torch.Tensor]
-"""Places in ascending order, and their values."""
+"""Indices in ascending order, and their values."""
 
 
 def merge(choices: list[Choice], k: int, position: int) -> tuple[Choice, torch.Tensor]:
     """The k largest sums along the tree.
 
-    Also the places at which the rank at `position` has a part in these sums.
+    Also the indices at which the rank at `position` has a part in these sums.
     """
     mine = choices[position][0]
     while len(choices) > 1:

@@ -10,9 +10,9 @@ from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 
 
 class GlobalTopK(Method):
-    """Chooses in every tensor the k places where the average of m + g is largest in magnitude.
+    """Chooses in every tensor the k elements where the average of m + g is largest in magnitude.
 
-    The average is over ranks. This is an oracle for studies, not for use. To find the places, all
+    The average is over ranks. This is an oracle for studies, not for use. To find the elements, all
     accumulators are averaged whole, which is dense traffic: 2(n-1)/n of 4N bytes. `rate` says how
     much of the average is then used.
 

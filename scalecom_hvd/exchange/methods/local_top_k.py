@@ -30,10 +30,10 @@ class LocalTopK(Method):
         decay: what residues are multiplied by before a gradient or change is added:
             `acc = decay * m + g` (SparseLoCo, Sarfi et al., 2025, arXiv 2508.15706). What waits
             long fades, and the part that fades is lost. A decay below 1 needs beta=1.
-        average: over which ranks the values of a place are averaged: "all" ranks, or the
-            "contributors", which sent a value other than zero there. With "contributors", a place
-            that one rank chose moves n times as far, so what is sent and kept no longer adds up to
-            what came in.
+        average: over which ranks the values of an element are averaged: "all" ranks, or the
+            "contributors", which sent a value other than zero for it. With "contributors", an
+            element that one rank chose moves n times as far, so what is sent and kept no longer
+            adds up to what came in.
         **fields: fields of ScaleComConfig, without leader, lookahead, bits and wire_dtype: a value
             other than the default is refused.
 
@@ -49,10 +49,12 @@ class LocalTopK(Method):
             raise ValueError(f'average must be "all" or "contributors", not {average!r}')
         self.decay, self.average = checked_number("decay", decay), average
         if not 0 <= decay <= 1:
-            raise ValueError(f"decay must be from 0 (no residue) to 1 (all of it), not {decay}")
+            raise ValueError(
+                f"decay must be from 0 (no residue is kept) to 1 (all of it is kept), not {decay}"
+            )
         if decay < 1 and self.config.beta != 1:
             raise ValueError(
-                f"decay and the filter exclude each other: give beta=1, not {self.config.beta:g}"
+                f"decay and beta's filter exclude each other: give beta=1, not {self.config.beta:g}"
             )
 
     @property

@@ -34,13 +34,13 @@ def average_at(
     quantiser: Quantiser,
     counts: Sequence[int] | None = None,
 ) -> Step[None]:
-    """Average the accumulators at places that are the same on all ranks.
+    """Average the accumulators at indices that are the same on all ranks.
 
     The bucket sends and receives what the quantiser makes of these values. They are gathered or
     summed, whichever is less traffic.
 
     Args:
-        counts: how many of the places belong to each tensor. Default: as many as it chooses.
+        counts: how many of the indices belong to each tensor. Default: as many as it chooses.
     """
     counts = bucket.counts if counts is None else counts
     values = bucket.sendable(places)

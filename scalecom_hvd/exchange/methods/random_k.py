@@ -1,4 +1,4 @@
-"""Random-k with a seed that all ranks share: no offsets travel, and no rank searches for places."""
+"""Random-k with a seed that all ranks share: no offsets travel, and no rank searches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from scalecom_hvd.lanes import Lanes, Positions
 
 
 class RandomK(Method):
-    """Averages the values at k random places in one all-reduce. Every step draws new places.
+    """Averages the values at k random indices in one all-reduce. Every step draws new indices.
 
-    One place is drawn from each lane. With selection="exact", any k places are drawn. Values are
+    One index is drawn from each lane. With selection="exact", any k indices are drawn. Values are
     not scaled up to be unbiased, because residues keep what is not sent. Stich et al. call this
     rand_k (*Sparsified SGD with Memory*, 2018, arXiv 1809.07599).
 
@@ -30,8 +30,8 @@ class RandomK(Method):
 
     Args:
         seed: the seed of the draw, which must be the same on all ranks.
-        shared: whether all ranks use the same places. False: each rank has other places, which all
-            ranks can draw, and values are gathered.
+        shared: whether all ranks use the same indices. False: each rank has others, which all ranks
+            can draw, and values are gathered.
         quantiser: what rounds the values: None, or one of quantisers.py.
         **fields: fields of ScaleComConfig, without leader, lookahead, bits and wire_dtype: a value
             other than the default is refused.

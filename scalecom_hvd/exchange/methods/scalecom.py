@@ -41,7 +41,7 @@ class ScaleCom(Method):
     there, and m <- m - beta v at I.
 
     A residue holds beta times what waits to be sent, so v_i is g_i plus beta times what waits. With
-    `flush`, which is not in the paper, v_i is g_i plus all that waits, at places where m_i and g_i
+    `flush`, which is not in the paper, v_i is g_i plus all that waits, at indices where m_i and g_i
     do not have opposite signs. Beta then damps only what training has turned against since.
 
     With `bits` below 32, which is the default and not in the paper either, v_i is an integer times
