@@ -241,8 +241,7 @@ def latest_step(steps: Sequence[int]) -> int:
         log.warning(
             "ranks come from different steps %s: going on at step %d. New ranks start with zero "
             "residues, and the others keep the residues of their own step. Model and optimizer "
-            "must be the same on all ranks (hvd.broadcast_parameters, "
-            "hvd.broadcast_optimizer_state)",
+            "must be the same on all ranks: broadcast them, or load the same on every rank",
             steps,
             max(steps),
         )

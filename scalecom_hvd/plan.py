@@ -448,27 +448,40 @@ def _where_it_would_pay(s: Setting, c: Constants) -> Iterator[str]:
 
 
 def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
-    """The lines to paste into a script."""
+    """The lines to paste into a script: on Horovod, and under torchrun."""
+    given = {"rate": s.rate, "bits": s.bits}
+    settings = [f"{name}={number:g}" for name, number in given.items() if number]
+    settings += ["lookahead=True"] * choice.label.endswith("=True")
+    settings.append(f"total_steps={steps or '...'}")
+    compression = f"hvd.ScaleCom(model=model, {', '.join(settings)})"
+    hook, state = "scalecom_hook", f"ScaleComState(model, {', '.join(settings)})"
     if choice.method == "fp16":
         compression = "hvd.Compression.fp16"
-    else:
-        given = {"rate": s.rate, "bits": s.bits}
-        settings = [f"{name}={number:g}" for name, number in given.items() if number]
-        settings += ["lookahead=True"] * choice.label.endswith("=True")
-        settings.append(f"total_steps={steps or '...'}")
-        compression = f"hvd.ScaleCom(model=model, {', '.join(settings)})"
+        hook, state = "fp16_compress_hook", "None  # this hook needs none"
     if choice.method == NODES:
-        yield "    import scalecom_hvd.torch as hvd  # under torchrun: docs/nodes.md"
-    else:
-        yield "    import scalecom_hvd.torch as hvd  # or scalecom_hvd.tensorflow.keras"
+        state = f"{state[:-1]}, mesh=mesh)  # docs/nodes.md"
+    yield "    import scalecom_hvd.torch as hvd  # or scalecom_hvd.tensorflow.keras"
     yield ""
     yield "    optimizer = hvd.DistributedOptimizer("
     yield "        optimizer,"
     yield "        named_parameters=model.named_parameters(),  # neither it nor model= in Keras"
     yield f"        compression={compression},"
     if choice.method == NODES:
-        yield "        nodes=True,"
+        yield "        nodes=True,  # not in Keras"
     yield "    )"
+    yield ""
+    yield "Under torchrun, with a model that DistributedDataParallel wraps:"
+    yield ""
+    if choice.method == "fp16":
+        yield (
+            "    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import "
+            "fp16_compress_hook"
+        )
+    else:
+        yield "    from scalecom_hvd.ddp import ScaleComState, scalecom_hook"
+    yield ""
+    yield f"    state = {state}"
+    yield f"    model.register_comm_hook(state, {hook})"
 
 
 def _whole_run(choice: Row, rows: list[Row], steps: int) -> str:
@@ -491,8 +504,6 @@ def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
             "- Accuracy: small models lost 0 to 0.4 points on images, and 0.05 bits on text. "
             "Without model= they lost up to 1.7 points and 0.25 bits."
         )
-    if choice.method == "ScaleCom look-ahead":
-        yield "- lookahead=True cost an LSTM with AdamW 0.07 bits more, and other models little."
     yield "- How to tune it: docs/tuning.md. Measured accuracy: docs/results.md."
     rate, _ = sends(choice.method, s)
     if steps is None:
@@ -514,6 +525,13 @@ def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
 def _what_else(choice: Row, s: Setting, c: Constants, rows: list[Row]) -> Iterator[str]:
     """Other settings that would be faster, or better, and where this one stops paying."""
     by_name = {row.method: row for row in rows}
+    if choice.method == "ScaleCom look-ahead":
+        without = by_name["ScaleCom staggered"]
+        yield (
+            "- lookahead=True cost an LSTM with AdamW 0.07 bits more, and images up to 0.5 points. "
+            "If accuracy comes first, leave it out: steps are then "
+            f"{_times(without.speed_up)} as fast as dense ones."
+        )
     top_k = by_name["LocalTopK"]
     if top_k.milliseconds <= WORTH_IT * choice.milliseconds:
         yield (

@@ -36,6 +36,13 @@ log = logging.getLogger("scalecom_hvd")
 
 # After this many steps in a row without gradients computed ahead, a warning is logged.
 MISSED = 3
+# After this many training forwards without any exchange, a warning is logged.
+UNUSED = 200
+NOTHING_EXCHANGED = (
+    "%d training forwards of the model, and no gradient has been exchanged: ranks train alone, or "
+    "without compression. With DistributedDataParallel, call model.register_comm_hook(state, "
+    "scalecom_hook)"
+)
 NEVER_AHEAD = (
     "step %d: gradients are not computed a step ahead, so training loses accuracy. The given model "
     "ran no forward pass in training mode before these gradients, or no torch.optim.Optimizer "
@@ -86,7 +93,7 @@ class StepAhead:
         self._spare: dict[str, torch.Tensor] = {}
         self._moved: dict[str, int] = {}
         self._was_ahead = False
-        self._missed = 0
+        self._missed = self._unused = 0
         _everyone.add(self)
 
     def watch(self, model: nn.Module) -> None:
@@ -138,6 +145,9 @@ class StepAhead:
         if self.where is Where.AHEAD:
             return
         if self._residues is None or not self._residues.step:
+            self._unused += 1
+            if self._unused == UNUSED:
+                log.warning(NOTHING_EXCHANGED, UNUSED)
             return
         factor, names, moves = self.factor * self._ranks, [], []
         for name, parameter, group, state in self._stepped():

@@ -39,14 +39,11 @@ def main() -> None:
     args = argument_parser().parse_args()
     if "RANK" not in os.environ:
         raise SystemExit("launch with torchrun --nproc-per-node 2 " + __file__)
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        # ScaleCom sends its messages over Gloo, and gradients over NCCL.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
+    dist.init_process_group()  # Gloo for CPUs, NCCL for GPUs
     train(args, device)
     # Over Gloo, torch 2.13 may abort if Python ends while a thread still releases averaged tensors
     # (pytorch/pytorch#190489). Destroying the group waits for its threads, but it waits for ever if

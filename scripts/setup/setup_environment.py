@@ -309,17 +309,22 @@ def make_venv(venv: Path, log: Path) -> None:
 def pip_install(venv: Path, log: Path, *packages: str | Path) -> None:
     """Install what pip's arguments name, by uv if it exists, or else by pip."""
     python = venv / "bin" / "python"
+
+    def progress() -> None:
+        last = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+        say(f"still at work (see {log}): {last[:120]}")
+
     if uv := shutil.which("uv"):
         # Do as pip does: take the best version, whichever index it is from.
         command = [uv, "pip", "install", "--python", python, "--index-strategy=unsafe-best-match"]
         told = uv_settings(output_of([str(python), "-m", "pip", "config", "list"]))
         try:
-            run([*command, *packages], log, env=told | os.environ)
+            run([*command, *packages], log, progress, env=told | os.environ)
             return
         except SetupError:
             say(f"uv failed (see {log}): trying pip")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary"]
-    run([*pip, *packages], log)
+    run([*pip, *packages], log, progress)
 
 
 def uv_settings(pip_settings: str) -> dict[str, str]:
