@@ -1,13 +1,13 @@
-"""The defaults of all tests, and a diary of the tests.
+"""Settings of all tests, and the diary that they write.
 
-By default tests send 32-bit values, so that a test can tell from what arrived what was sent. Tests
-of few bits and of gradients a step ahead ask for them. Tests of the package's defaults delete these
-environment variables.
+Tests take the default, few bits, unless they ask for another number. Those on several ranks and
+those that start launchers take 32 bits unless they ask for few: there, what was sent can be told
+from what arrived. All tests compute gradients at the common parameters unless they ask for
+step-ahead gradients, or take these variables away.
 """
 
 import os
 
-os.environ.setdefault("SCALECOM_BITS", "32")
 os.environ.setdefault("SCALECOM_STEP_AHEAD", "0")
 
 

@@ -13,8 +13,8 @@ import delayed
 
 @pytest.fixture(autouse=True)
 def the_defaults(monkeypatch):
-    """Use few bits unless a test asks for something else; tests in other folders use 32 bits."""
-    monkeypatch.delenv("SCALECOM_BITS")
+    """Use few bits, and gradients a step ahead, unless a test asks for something else."""
+    monkeypatch.delenv("SCALECOM_BITS", raising=False)
     monkeypatch.delenv("SCALECOM_STEP_AHEAD")
 
 

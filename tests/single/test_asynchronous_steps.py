@@ -13,7 +13,7 @@ from scalecom_hvd.exchange import Simulation
 pytestmark = pytest.mark.usefixtures("one_thread_per_rank")
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000)}
-SETTINGS = {"rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
+SETTINGS = {"bits": 32, "rate": 20, "min_numel": 100, "dense": [], "warmup_steps": 0}
 METHODS = {"ScaleCom": oracle.leaders, "LocalTopK": oracle.own}
 LR = 0.5
 

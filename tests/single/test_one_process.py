@@ -109,7 +109,7 @@ def test_offsets_that_are_damaged_are_refused(case, loaded_first):
     selection, place, value = WRONG_OFFSETS[case]
 
     def new_method():
-        return hvd.ScaleCom(lookahead=True, selection=selection, dense=())
+        return hvd.ScaleCom(bits=32, lookahead=True, selection=selection, dense=())
 
     def attach(method):
         parameters = {"weight": torch.nn.Parameter(torch.zeros(6401))}

@@ -422,7 +422,6 @@ def test_every_rank_numbers_its_exchanges_for_itself():
 
 def test_what_a_user_gets_who_sets_nothing(monkeypatch):
     """All layers are sent in few bits, from the first step on."""
-    monkeypatch.delenv("SCALECOM_BITS")
     monkeypatch.delenv("SCALECOM_STEP_AHEAD")
     shapes = {"body.weight": (100, 100), "head.weight": (100, 50)}
     simulation = Simulation(

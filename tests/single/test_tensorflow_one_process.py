@@ -109,7 +109,7 @@ def test_state_that_is_not_finite_is_refused_and_changes_nothing(value):
     [("lanes", 64, 1), ("lanes", 3, 100), ("exact", 3, 2), ("exact", 64, 6401)],
 )
 def test_offsets_that_are_damaged_are_refused_and_change_nothing(selection, place, value):
-    compression = hvd.ScaleCom(rate=100, lookahead=True, selection=selection)
+    compression = hvd.ScaleCom(rate=100, bits=32, lookahead=True, selection=selection)
     tensor = CompressedTensor("kernel", tf.Variable(tf.zeros(6401)), 100, compression.config)
     offsets = np.arange(65).astype(tensor.lanes[1].offset_dtype) * (selection == "exact")
     progress = compression._streams[0].progress["exchange"] = Progress("exchange")

@@ -53,8 +53,8 @@ class ScaleCom(Method):
 
     Args:
         config, loss_scale, diagnostics, fields: see `Method`.
-        quantiser: what rounds values before they travel: QSGD, Sign or Float16. QSGD and Sign send
-            less than 16 bits per value. Their values are gathered as long as that is less traffic,
+        quantiser: what rounds values before they travel: QSGD, Sign, BinMeans or Float16. The first
+            three send less than 16 bits per value. Their values are gathered as long as that is less traffic,
             and they exclude look-ahead. Float16 is the same as wire_dtype="float16".
 
     Raises:
