@@ -220,13 +220,13 @@ class ScaleComConfig:
         for name, rate in {**own, **rates}.items():
             if rate is not None and not (1 <= rate < math.inf):
                 raise ValueError(
-                    f"{name} must be at least 1 (all elements are sent), not {rate}. It is the "
-                    "number of elements of which one is sent"
+                    f"{name} must be at least 1 and finite, not {rate}. It is the number of "
+                    "elements of which one is sent (1: all are sent)"
                 )
         if self.step_ahead is not None and not 0 <= self.step_ahead < math.inf:
             raise ValueError(
-                f"step_ahead must be 0 (off) or more, not {self.step_ahead}. 1 is right for most "
-                "models"
+                f"step_ahead must be 0 (off) or more, and finite, not {self.step_ahead}. 1 is "
+                "right for most models"
             )
         if self.beta is not None and not 0 < self.beta <= 1:
             raise ValueError(
@@ -332,7 +332,8 @@ class ScaleComConfig:
 
     def rate_in_warmup(self, rate: float) -> float:
         """The rate, in a warm-up that is not sent whole, of a tensor whose own rate is this."""
-        return min(rate, self.warmup_rate) if self.warmup_rate > 1 else rate
+        is_compressed = self.warmup_steps and self.warmup_rate > 1
+        return min(rate, self.warmup_rate) if is_compressed else rate
 
     @property
     def levels(self) -> int:

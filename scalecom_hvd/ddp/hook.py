@@ -171,7 +171,8 @@ class ScaleComState:
         self.compression.watch(model)  # for a method that was unpickled
         if self.compression.ahead is not None:
             of_node = self._node.shards.residues if self._node else None
-            self.compression.ahead.serve(parameters, self.compression.residues, 1.0, of_node)
+            residues, by_hook = self.compression.residues, collectives.size > 1
+            self.compression.ahead.serve(parameters, residues, 1.0, of_node, by_hook)
         self._alone = collectives.size == 1
         self._names = parameters
         self._stand_ins = {p: stand_ins[name] for name, p in parameters.items()}

@@ -49,8 +49,8 @@ log = logging.getLogger("scalecom_hvd")
 
 SECONDS_TO_TELL = 60  # of waiting for others before a warning, as in Horovod
 NOT_ALL_HERE = (
-    "this rank has waited %d s for the other ranks to make their DistributedOptimizer or "
-    "ScaleComState, and goes on waiting. Does every rank make them, in the same order?"
+    "this rank has waited %d s for the other ranks to join a process group of ScaleCom's. Does "
+    "every rank make its DistributedOptimizer or ScaleComState, in the same order? Has one ended?"
 )
 SECONDS_TO_END = 2  # to wait for what is on its way when the process ends
 
@@ -216,9 +216,9 @@ class ProcessGroupCollectives:
     def _new_gloo(self, name: str) -> Any:
         store = dist.PrefixStore(name, self._store)
         # Gloo waits for all ranks, and nothing else would say that some are missing.
-        waits = threading.Timer(SECONDS_TO_TELL, log.warning, (NOT_ALL_HERE, SECONDS_TO_TELL))
-        waits.daemon = True
-        waits.start()
+        tells = threading.Timer(SECONDS_TO_TELL, log.warning, (NOT_ALL_HERE, SECONDS_TO_TELL))
+        tells.daemon = True
+        tells.start()
         try:
             return dist.ProcessGroupGloo(store, self.position, self.size, self._timeout)
         except RuntimeError as error:
@@ -232,7 +232,8 @@ class ProcessGroupCollectives:
                 "job's script"
             ) from error
         finally:
-            waits.cancel()
+            tells.cancel()
+            tells.join()  # a DataLoader may fork next
 
     @property
     def share(self) -> float:

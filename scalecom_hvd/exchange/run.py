@@ -460,7 +460,7 @@ class Run:
         """Begin anew what must be the same on all ranks, if their digests differ."""
         if len(set(digests)) > 1:
             log.warning(
-                "ranks loaded different states of their method, so all ranks begin with a fresh one"
+                "ranks have different states of their method, so all ranks begin with a fresh one"
             )
             self.begin_equal_state_anew()
 

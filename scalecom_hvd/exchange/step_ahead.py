@@ -26,7 +26,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.moves_ahead import has_direction, make, move_of
@@ -36,12 +39,11 @@ log = logging.getLogger("scalecom_hvd")
 
 # After this many steps in a row without gradients computed ahead, a warning is logged.
 MISSED = 3
-# After this many training forwards without any exchange, a warning is logged.
-UNUSED = 200
+# After this many steps of the optimizer without any exchange, a warning is logged.
+UNUSED = 20
 NOTHING_EXCHANGED = (
-    "%d training forwards of the model, and no gradient has been exchanged: ranks train alone, or "
-    "without compression. With DistributedDataParallel, call model.register_comm_hook(state, "
-    "scalecom_hook)"
+    "the optimizer has taken %d steps, and ScaleCom has exchanged nothing. If "
+    "DistributedDataParallel wraps the model, call model.register_comm_hook(state, scalecom_hook)"
 )
 NEVER_AHEAD = (
     "step %d: gradients are not computed a step ahead, so training loses accuracy. The given model "
@@ -85,15 +87,19 @@ class StepAhead:
         self._residues: Residues | None = None
         self._of_node: Mapping[str, torch.Tensor] = {}
         self._ranks = 1.0
+        self._by_hook = False
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        # Those that have stepped a parameter that has a gradient.
-        self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # Those that change parameters and keep no state.
+        self._stateless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # The optimizer whose step began last, and the parameters' versions at that time.
+        self._stepping: tuple[torch.optim.Optimizer | None, list[int]] = None, []
+        self._unused = 0
         # {name: the common values while the parameter is ahead, or the reverse}. Made once, as
         # large as what is compressed.
         self._spare: dict[str, torch.Tensor] = {}
         self._moved: dict[str, int] = {}
         self._was_ahead = False
-        self._missed = self._unused = 0
+        self._missed = 0
         _everyone.add(self)
 
     def watch(self, model: nn.Module) -> None:
@@ -112,6 +118,7 @@ class StepAhead:
         residues: Residues,
         ranks: float,
         of_node: Mapping[str, torch.Tensor] | None = None,
+        by_hook: bool = False,
     ) -> None:
         """Serve these parameters, with this rank's residues of them.
 
@@ -121,9 +128,11 @@ class StepAhead:
             ranks: by how much what is applied is larger than the average over ranks: 1 for
                 averages, their number for sums.
             of_node: {name: (N,)}: what waits in a node, if this rank's residues are a part of it.
+            by_hook: whether gradients come through a hook, which the script may forget to register.
         """
         self._parameters, self._residues, self._ranks = parameters, residues, ranks
         self._of_node = of_node or {}
+        self._by_hook = by_hook
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer if it has some of the parameters. The last such optimizer counts."""
@@ -145,9 +154,6 @@ class StepAhead:
         if self.where is Where.AHEAD:
             return
         if self._residues is None or not self._residues.step:
-            self._unused += 1
-            if self._unused == UNUSED:
-                log.warning(NOTHING_EXCHANGED, UNUSED)
             return
         factor, names, moves = self.factor * self._ranks, [], []
         for name, parameter, group, state in self._stepped():
@@ -202,9 +208,32 @@ class StepAhead:
         is_known = any(known() is optimizer for known in self._optimizers)
         if is_known:
             self.restore()
-            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                self._stepping.add(optimizer)
+            self._stepping = optimizer, self._versions()
         return is_known
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what an optimizer's step was like, if it changed parameters.
+
+        If one optimizer wraps another, only the inner one counts.
+        """
+        stepping, before = self._stepping
+        if stepping is not optimizer:
+            return
+        self._stepping = None, []
+        if before == self._versions():
+            return
+        if any(optimizer.state.values()):
+            self._stateless.discard(optimizer)
+        else:
+            self._stateless.add(optimizer)
+        residues = self._residues
+        if self._by_hook and residues is not None and not residues.step + residues.skipped_steps:
+            self._unused += 1
+            if self._unused == UNUSED:
+                log.warning(NOTHING_EXCHANGED, UNUSED)
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters.values()]
 
     def _exchange_with_spare(self) -> None:
         for name in self._moved:
@@ -240,7 +269,7 @@ class StepAhead:
                 is_sgd = isinstance(optimizer, torch.optim.SGD)
                 if is_sgd or has_direction(state, local_part(parameter)):
                     yield name, parameter, group, state
-                elif state or (optimizer in self._stepping and not optimizer.state):
+                elif state or optimizer in self._stateless:
                     raise RuntimeError(UNKNOWN_OPTIMIZER.format(type(optimizer).__name__))
 
 
@@ -343,4 +372,10 @@ def _before_step(
     }
 
 
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for ahead in list(_everyone):
+        ahead.step_ended(optimizer)
+
+
 register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

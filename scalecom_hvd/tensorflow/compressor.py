@@ -177,7 +177,7 @@ class ScaleCom(Tracked, Compressor):
             )
         config = config if config is not None else ScaleComConfig.from_env()
         self.config = config.replace(**fields).resolved()
-        if self.config.warmup_rate > 1 and self.config.lookahead:
+        if self.config.warmup_steps and self.config.warmup_rate > 1 and self.config.lookahead:
             # The offsets for the step after the warm-up would have to be of other lanes.
             raise ValueError(
                 f"in TensorFlow, warmup_rate={self.config.warmup_rate:g} does not work with "

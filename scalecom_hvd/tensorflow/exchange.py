@@ -381,8 +381,7 @@ class Exchange:
             assigned.append(self.progress.step.assign(step + 1, read_value=False))
             if self.config.lookahead:
                 assigned.append(self.progress.ahead.assign(True, read_value=False))
-            if now.whole is not False:
-                assigned.append(self.progress.whole.assign(now.whole, read_value=False))
+            assigned.append(self.progress.whole.assign(now.whole, read_value=False))
             updated = [residue for result in results for residue in result.updated]
             if updated:
                 assigned.append(self._look(flat, updated, now))

@@ -9,7 +9,7 @@
 An example to copy: DataLoader, mixed precision, validation, checkpoints, GPUs, several GPUs a node.
 The lines that a script without ScaleCom lacks name `scalecom`. --data has the folders train/ and
 val/, and these have a folder of pictures for each class, as torchvision's ImageFolder wants them.
-Needs torch, numpy and Pillow.
+Needs torch, numpy, Pillow and tqdm.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F  # noqa: N812 (everyone's name for it)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from train_image import build_model
 
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
 AMP_DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 
 
 def main() -> None:
     args = argument_parser().parse_args()
-    if "RANK" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         raise SystemExit("launch with torchrun --nproc-per-node 2 " + __file__)
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -54,30 +55,43 @@ def main() -> None:
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
     """Train and validate as the options say."""
-    is_first = dist.get_rank() == 0
-    batches = loader(Pictures(args.data / "train", args.image_size), args, shuffle=True)
-    validation = loader(Pictures(args.data / "val", args.image_size), args, shuffle=False)
+    from train_image import build_model  # it looks for torchrun's variables when it is imported
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pictures = Pictures(args.data / "train", args.image_size)
+    batches = loader(pictures, args, trains=True)
+    validation = loader(Pictures(args.data / "val", args.image_size, pictures.classes), args)
+    total_steps = args.epochs * len(batches)
+
     torch.manual_seed(0)
-    model: torch.nn.Module = build_model(args.model, "batch", 3, len(batches.dataset.classes))
+    model: torch.nn.Module = build_model(args.model, "batch", 3, len(pictures.classes))
     model.to(device)
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
     )
-    total_steps = args.epochs * len(batches)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
     dtype = AMP_DTYPES[args.amp]
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     everything = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
-    first_epoch = load(args.checkpoint, everything, device) if args.resume else 0
 
+    checkpoint = newest(args.checkpoint) if args.resume else None
+    first_epoch = 0
+    if checkpoint is not None:
+        first_epoch = load(checkpoint, everything, device)
+        if schedule.T_max != total_steps:
+            raise SystemExit(
+                f"{checkpoint} is of a run of {schedule.T_max} steps, and this one has "
+                f"{total_steps}: give the same --epochs, --batch-size and number of ranks"
+            )
     model = DistributedDataParallel(model)
     scalecom = ScaleComState(model, total_steps=total_steps, loss_scale=scaler, mesh=nodes(device))
     model.register_comm_hook(scalecom, scalecom_hook)
-    if args.resume:
-        scalecom.load_state_dict(torch.load(own_file(args.checkpoint), map_location=device))
+    if checkpoint is not None:
+        scalecom.load_state_dict(torch.load(own_file(checkpoint), map_location=device))
 
     for epoch in range(first_epoch, args.stop_after or args.epochs):
         model.train()
+        torch.manual_seed(epoch * ranks + rank)  # for dropout, and in the loaders' processes
         batches.sampler.set_epoch(epoch)
         for images, labels in batches:
             images, labels = images.to(device), labels.to(device)
@@ -89,26 +103,34 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             scaler.update()
             schedule.step()
         accuracy = validate(model, validation, device, dtype)
-        if is_first:
+        if rank == 0:
             sent = scalecom.stats()["bytes_traffic"]
             print(f"epoch {epoch + 1}: accuracy {accuracy:.4f}, {sent:,.0f} bytes a step")
-        if args.checkpoint:
-            save(args.checkpoint, everything, scalecom, epoch + 1)
+        save(args.checkpoint, everything, scalecom, epoch + 1)
 
 
 class Pictures(Dataset):
     """(picture (3, size, size) float32, class) of all files in a folder of folders, one a class.
 
-    torchvision.datasets.ImageFolder gives the same, and has more ways to augment pictures.
+    torchvision.datasets.ImageFolder gives the same, and torchvision can augment pictures.
+
+    Args:
+        folder: has a folder for each class.
+        size: height and width of the pictures, which are scaled.
+        classes: names of the folders. Default: those that there are.
     """
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, classes: list[str] | None = None) -> None:
         self.size = size
-        self.classes = sorted(each.name for each in folder.iterdir() if each.is_dir())
+        found = sorted(each.name for each in folder.iterdir() if each.is_dir())
+        self.classes = found if classes is None else classes
+        if not set(found) <= set(self.classes):
+            raise SystemExit(f"{folder} has classes that the training pictures have not")
         self.files = [
             (file, label)
             for label, name in enumerate(self.classes)
-            for file in sorted((folder / name).iterdir())
+            for file in sorted(folder.glob(f"{name}/*"))
+            if file.suffix.lower() in PICTURES
         ]
 
     def __len__(self) -> int:
@@ -120,25 +142,30 @@ class Pictures(Dataset):
         return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 127.5 - 1, label
 
 
-def loader(dataset: Dataset, args: argparse.Namespace, shuffle: bool) -> DataLoader:
-    """This rank's share of the batches."""
+def loader(dataset: Dataset, args: argparse.Namespace, trains: bool = False) -> DataLoader:
+    """This rank's share of the batches. All ranks have equally many."""
     return DataLoader(
         dataset,
         args.batch_size,
-        sampler=DistributedSampler(dataset, shuffle=shuffle),
+        # It repeats a few pictures where they cannot be shared out evenly.
+        sampler=DistributedSampler(dataset, shuffle=trains),
         num_workers=args.loaders,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=args.loaders > 0,
+        drop_last=trains,
     )
 
 
 def nodes(device: torch.device) -> DeviceMesh | None:
     """The mesh of nodes. None: there is one node, or one rank a node."""
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
-    shape = dist.get_world_size() // local, local
-    if min(shape) == 1:
+    ranks, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if ranks % local:
+        raise SystemExit("give every node the same number of ranks (--nproc-per-node)")
+    if local in (1, ranks):
         return None
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.type, (ranks // local, local), mesh_dim_names=("replicate", "shard")
+    )
 
 
 @torch.no_grad()
@@ -150,38 +177,47 @@ def validate(
     right = torch.zeros(2, device=device)
     for images, labels in batches:
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            known = model(images.to(device)).argmax(1) == labels.to(device)
-        right += torch.tensor([known.sum(), known.numel()], device=device)
+            found = model(images.to(device)).argmax(1)
+        right[0] += (found == labels.to(device)).sum()
+        right[1] += len(labels)
     dist.all_reduce(right)
     return float(right[0] / right[1])
 
 
-def own_file(folder: Path) -> Path:
+def own_file(checkpoint: Path) -> Path:
     """Where this rank keeps its residues: no two ranks have the same."""
-    return folder / f"scalecom-rank{dist.get_rank()}.pt"
+    return checkpoint / f"scalecom-rank{dist.get_rank()}.pt"
 
 
 def save(folder: Path, everything: dict[str, Any], scalecom: ScaleComState, epochs: int) -> None:
-    """Save this rank's residues and, on rank 0, all that ranks have in common.
+    """Save this rank's residues and, on rank 0, what all ranks have in common.
 
-    A file takes its name once it is whole, so a run that dies here leaves the last checkpoint.
+    A checkpoint counts once all ranks have written it, so a run that dies here leaves the last one.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {own_file(folder): scalecom.state_dict()}
+    checkpoint = folder / f"epoch-{epochs}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    torch.save(scalecom.state_dict(), own_file(checkpoint))
     if dist.get_rank() == 0:
         common = {name: part.state_dict() for name, part in everything.items()}
-        files[folder / "checkpoint.pt"] = common | {"epochs": epochs}
-    for file, state in files.items():
-        torch.save(state, file.with_suffix(".part"))
-    dist.barrier()  # all ranks have written all of theirs
-    for file in files:
-        file.with_suffix(".part").replace(file)
+        torch.save(common | {"epochs": epochs}, checkpoint / "common.pt")
     dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "latest.part").write_text(checkpoint.name)
+        (folder / "latest.part").replace(folder / "latest")
+        for old in folder.glob("epoch-*"):
+            if old != checkpoint:
+                shutil.rmtree(old)
 
 
-def load(folder: Path, everything: dict[str, Any], device: torch.device) -> int:
+def newest(folder: Path) -> Path | None:
+    """The last checkpoint; None if there is none."""
+    latest = folder / "latest"
+    return folder / latest.read_text() if latest.exists() else None
+
+
+def load(checkpoint: Path, everything: dict[str, Any], device: torch.device) -> int:
     """Load what all ranks have in common; returns how many epochs were trained."""
-    saved = torch.load(folder / "checkpoint.pt", map_location=device)
+    saved = torch.load(checkpoint / "common.pt", map_location=device)
     for name, part in everything.items():
         part.load_state_dict(saved[name])
     return int(saved["epochs"])
@@ -197,9 +233,11 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--amp", choices=AMP_DTYPES, default="bfloat16")
     parser.add_argument("--loaders", type=int, default=2, help="processes that read pictures")
-    parser.add_argument("--checkpoint", type=Path, help="a folder that all ranks see")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("checkpoint"), help="a folder that all ranks see"
+    )
     parser.add_argument("--stop-after", type=int, help="end after so many of the epochs")
-    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint, if any")
     return parser
 
 

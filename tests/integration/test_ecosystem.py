@@ -75,7 +75,8 @@ for n, (image, label) in enumerate(zip(digits.images, digits.target)):
     checkpoint = ["--checkpoint", tmp_path / "checkpoint"]
     torchrun("train_imagefolder.py", *options, *checkpoint, "--stop-after", 1)
     resumed = torchrun("train_imagefolder.py", *options, *checkpoint, "--resume")
-    straight = torchrun("train_imagefolder.py", *options, "--loaders", 0)
+    another = ["--checkpoint", tmp_path / "another", "--resume"]  # there is nothing yet
+    straight = torchrun("train_imagefolder.py", *options, *another, "--loaders", 0)
     assert accuracy_in(resumed) == accuracy_in(straight) > 0.9
 
 

@@ -38,6 +38,18 @@ def take(model, optimizer, step):
     optimizer.step()
 
 
+@pytest.mark.parametrize("registers", [True, False])
+def test_a_hook_that_was_not_registered_is_told(registers, caplog):
+    model = DistributedDataParallel(make_model())
+    state = ScaleComState(model, **SETTINGS)
+    if registers:
+        model.register_comm_hook(state, scalecom_hook)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(21):
+        take(model, optimizer, step)
+    assert ("call model.register_comm_hook(state" in caplog.text) != registers
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("settings", [{}, {"lookahead": True, "bits": 3}])
 def test_they_are_the_oracles(optimizer, settings):

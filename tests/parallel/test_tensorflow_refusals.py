@@ -58,7 +58,11 @@ def test_settings_that_cannot_work():
     for settings, error, message in (
         ({"rate": 0.5}, ValueError, "at least 1"),
         ({"beta": 0}, ValueError, "beta must be in"),
-        ({"warmup_rate": 4, "lookahead": True}, ValueError, "leave one of them out"),
+        (
+            {"warmup_steps": 3, "warmup_rate": 4, "lookahead": True},
+            ValueError,
+            "leave one of them out",
+        ),
         ({"ratte": 5}, ValueError, "no setting ratte; did you mean rate"),
         ({"named_parameters": []}, TypeError, "named_parameters is for PyTorch"),
         ({"loss_scale": 1024}, TypeError, "must be a LossScaleOptimizer or a callable"),

@@ -382,6 +382,7 @@ class UnknownWithoutState(Unknown):
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
+                assert not self.state[p]  # as many optimizers ask, which leaves an empty one
                 p.add_(p.grad.sign(), alpha=-group["lr"])
 
 
@@ -396,6 +397,55 @@ def test_optimizers_of_unknown_direction_are_refused(kind):
     take(model, optimizer, 0)
     with pytest.raises(RuntimeError, match="step_ahead=0"):
         loss(model, hvd.rank(), 1)
+
+
+def test_an_optimizer_of_known_direction_may_lose_its_state():
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()),
+        model.named_parameters(),
+        compression=hvd.ScaleCom(model=model, **SETTINGS),
+    )
+    fresh = copy.deepcopy(optimizer.state_dict())
+    for step in range(2):
+        take(model, optimizer, step)
+    optimizer.state.clear()
+    for step in range(2, 4):
+        take(model, optimizer, step)
+    optimizer.load_state_dict(fresh)
+    for step in range(4, 6):
+        take(model, optimizer, step)
+    assert same_on_all_ranks(model.parameters())
+
+
+class EverySecond(torch.optim.Optimizer):
+    """Steps another optimizer in every second call, and keeps no state of its own."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.calls = inner, 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.inner.step()
+
+
+def test_an_optimizer_may_wrap_another():
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()),
+        model.named_parameters(),
+        compression=hvd.ScaleCom(model=model, **SETTINGS),
+    )
+    wrapper = EverySecond(optimizer)
+    for step in range(6):
+        wrapper.zero_grad()
+        loss(model, hvd.rank(), step).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            wrapper.step()
+    assert same_on_all_ranks(model.parameters())
 
 
 def test_without_the_model_it_is_refused():

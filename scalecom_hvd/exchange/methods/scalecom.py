@@ -54,8 +54,8 @@ class ScaleCom(Method):
     Args:
         config, loss_scale, diagnostics, fields: see `Method`.
         quantiser: what rounds values before they travel: QSGD, Sign, BinMeans or Float16. The first
-            three send less than 16 bits per value. Their values are gathered as long as that is less traffic,
-            and they exclude look-ahead. Float16 is the same as wire_dtype="float16".
+            three send less than 16 bits per value. Their values are gathered as long as that is
+            less traffic, and they exclude look-ahead. Float16 is the same as wire_dtype="float16".
 
     Raises:
         ValueError, TypeError: a setting cannot work.
