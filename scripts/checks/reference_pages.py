@@ -54,12 +54,10 @@ CONTENTS: dict[str, tuple[str, Groups]] = {
                 "diloco": "",
                 "sparseloco": "",
                 "Monitor": "step",
-                "Diagnostics": "",
-                "rates_from_flops": "",
             },
-            "Other methods": dict.fromkeys(
-                ("RandomK", "LocalTopK", "GTopK", "GlobalTopK", "ECQSGD"), ""
-            ),
+            "Other methods": dict.fromkeys(("LocalTopK", "RandomK"), ""),
+            "Advanced": dict.fromkeys(("Diagnostics", "rates_from_flops"), ""),
+            "Methods for comparisons": dict.fromkeys(("GTopK", "GlobalTopK", "ECQSGD"), ""),
             "Quantisers": dict.fromkeys(("QSGD", "Sign", "BinMeans", "Float16"), ""),
             "To make your own": {
                 "Method": "init init_method step settings equal_state",

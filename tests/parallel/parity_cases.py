@@ -45,6 +45,15 @@ CASES = {
         "warmup_steps": 5,
         "warmup_rate": 4,
     },
+    "exact, float16 values, a warm-up at a rate of its own": HALVES
+    | {
+        "selection": "exact",
+        "leader": "staggered",
+        "bucket_bytes": 20_000,
+        "warmup_steps": 4,
+        "warmup_rate": 5,
+        "tolerance": 2e-2,
+    },
     "integers of float64 gradients": {
         "bits": 4,
         "rate": 30,

@@ -11,6 +11,7 @@ from tensorflow_parity import run_against_reference
 LONG = [
     *("few are left", "many are sent, look-ahead", "the same, look-ahead"),
     *("exact, look-ahead", "float16 values", "integers of float64 gradients"),
+    "exact, float16 values, a warm-up at a rate of its own",
 ]
 
 
