@@ -454,10 +454,13 @@ def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     settings += ["lookahead=True"] * choice.label.endswith("=True")
     settings.append(f"total_steps={steps or '...'}")
     compression = f"hvd.ScaleCom(model=model, {', '.join(settings)})"
+    origin, names = "scalecom_hvd.ddp", "ScaleComState, scalecom_hook"
     hook, state = "scalecom_hook", f"ScaleComState(model, {', '.join(settings)})"
     if choice.method == "fp16":
         compression = "hvd.Compression.fp16"
-        hook, state = "fp16_compress_hook", "None  # this hook needs none"
+        origin = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+        names = hook = "fp16_compress_hook"
+        state = "None  # this hook needs none"
     if choice.method == NODES:
         state = f"{state[:-1]}, mesh=mesh)  # docs/nodes.md"
     keras = "" if choice.method == NODES else "  # or scalecom_hvd.tensorflow.keras"
@@ -474,13 +477,7 @@ def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     yield ""
     yield "Under torchrun, with a model that DistributedDataParallel wraps:"
     yield ""
-    if choice.method == "fp16":
-        yield (
-            "    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import "
-            "fp16_compress_hook"
-        )
-    else:
-        yield "    from scalecom_hvd.ddp import ScaleComState, scalecom_hook"
+    yield f"    from {origin} import {names}"
     yield ""
     yield f"    state = {state}"
     yield f"    model.register_comm_hook(state, {hook})"

@@ -400,12 +400,7 @@ def test_optimizers_of_unknown_direction_are_refused(kind):
 
 
 def test_an_optimizer_of_known_direction_may_lose_its_state():
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["adamw"](model.parameters()),
-        model.named_parameters(),
-        compression=hvd.ScaleCom(model=model, **SETTINGS),
-    )
+    model, optimizer, _ = make()
     fresh = copy.deepcopy(optimizer.state_dict())
     for step in range(2):
         take(model, optimizer, step)
@@ -432,12 +427,7 @@ class EverySecond(torch.optim.Optimizer):
 
 
 def test_an_optimizer_may_wrap_another():
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["adamw"](model.parameters()),
-        model.named_parameters(),
-        compression=hvd.ScaleCom(model=model, **SETTINGS),
-    )
+    model, optimizer, _ = make()
     wrapper = EverySecond(optimizer)
     for step in range(6):
         wrapper.zero_grad()
