@@ -206,7 +206,8 @@ def describe(
     """
     return {
         "version": __version__,
-        "settings": dict(config) | dict(settings),
+        # The first difference is told, so the method comes before what follows from it.
+        "settings": {**settings, **config, **settings},
         "tensors": {name: list(tensors[name]) for name in sorted(tensors)},
     }
 
@@ -315,7 +316,9 @@ def _numbered_otherwise(first: object, other: object) -> bool:
 
 def _difference(first: object, other: object, rank: int) -> str:
     if isinstance(first, dict) and isinstance(other, dict):
-        for key in [*first, *other]:
+        # A key that only one rank has comes at its place there: a quantiser before its rate.
+        place = {key: number for keys in (other, first) for number, key in enumerate(keys)}
+        for key in sorted(place, key=lambda key: (place[key], key in first and key in other)):
             mine, theirs = first.get(key, "missing"), other.get(key, "missing")
             if (key in first) != (key in other) or mine != theirs:
                 return f"{key} is {mine} on rank 0 and {theirs} on rank {rank}"

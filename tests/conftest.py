@@ -1,9 +1,7 @@
 """Settings of all tests, and the diary that they write.
 
-Tests take the default, few bits, unless they ask for another number. Those on several ranks and
-those that start launchers take 32 bits unless they ask for few: there, what was sent can be told
-from what arrived. All tests compute gradients at the common parameters unless they ask for
-step-ahead gradients, or take these variables away.
+All tests compute gradients at the common parameters unless they ask for step-ahead gradients, or
+take this variable away.
 """
 
 import os

@@ -302,9 +302,9 @@ class BinMeans(Quantiser):
 class Float16(Quantiser):
     """Half precision.
 
-    If ranks chose the same indices, values are summed in half precision, as with ScaleCom's
-    wire_dtype="float16". If not, they are gathered. A value that is so large that n such values
-    would have no finite sum is cut off, and the rest stays in the residue.
+    It is for LocalTopK and RandomK; ScaleCom has wire_dtype="float16". If ranks chose the same
+    indices, values are summed in half precision. If not, they are gathered. A value that is so
+    large that n such values would have no finite sum is cut off, and the rest stays in the residue.
     """
 
     bits, sums_halves = 16, True

@@ -320,5 +320,5 @@ def _with_local_steps(compression: _Compression) -> Method | type[Method]:
         "local_steps send changes of parameters through ScaleCom, another method with error "
         "feedback, or Compression.none, but not through "
         f"{getattr(compression, '__name__', type(compression).__name__)}. For half precision give "
-        "hvd.ScaleCom(quantiser=hvd.Float16())"
+        'hvd.ScaleCom(wire_dtype="float16")'
     )

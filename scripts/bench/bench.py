@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import code_version
 import hosts  # puts the folder of launch.py and pictures.py on the path
 import pictures
 from bench_worker import DDP, LOCAL, METHODS
@@ -48,6 +50,10 @@ class Job:
     mbit: tuple[float, ...]
     methods: tuple[str, ...]
     seconds: float
+
+    @property
+    def runs(self) -> int:
+        return len(self.mbit) * len(self.methods)
 
     def run(self, output: Path, timeout: float) -> None:
         program = [
@@ -137,29 +143,36 @@ def jobs(quick: bool) -> Iterator[Job]:
     )
 
 
-def run_all(todo: list[Job], timeout: float) -> list[Result]:
-    """The results of all jobs, in the order in which they were measured; shows a progress bar."""
+def run_all(todo: list[Job], folder: Path, timeout: float) -> list[Result]:
+    """The results of all jobs, in the order in which they were measured; shows a progress bar.
+
+    folder: keeps what each job measured, so that a run that was stopped goes on with the next job.
+        Each file's name tells by which code. After the last job, the folder is removed.
+    """
     results: list[Result] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tqdm(
-            total=sum(len(j.mbit) * len(j.methods) for j in todo),
-            unit="run",
-            mininterval=1 if sys.stderr.isatty() else 20,
-        ) as bar,
-    ):
-        for i, job in enumerate(todo):
-            output, ended = Path(folder) / f"{i}.jsonl", threading.Event()
-            output.touch()
+    folder.mkdir(parents=True, exist_ok=True)
+    code = code_version.of(sorted(SCRIPTS.glob("*.py")))
+    with tqdm(
+        total=sum(job.runs for job in todo),
+        unit="run",
+        mininterval=1 if sys.stderr.isatty() else 20,
+    ) as bar:
+        for job in todo:
+            digest = hashlib.sha256(f"{job} {code}".encode()).hexdigest()[:16]
+            output, ended = folder / f"{digest}.jsonl", threading.Event()
+            if not output.exists() or output.read_text().count("\n") < job.runs:
+                output.write_text("")
             watcher = threading.Thread(target=_show_progress, args=(bar, output, ended, bar.n))
             bar.set_description(f"{job.case}, {job.n_hosts} hosts")
             watcher.start()
             try:
-                job.run(output, timeout)
+                if not output.read_text():
+                    job.run(output, timeout)
             finally:
                 ended.set()
                 watcher.join()
             results += with_ratios([json.loads(line) for line in output.read_text().splitlines()])
+    shutil.rmtree(folder)
     return results
 
 
@@ -323,7 +336,8 @@ def main() -> int:
     some = [LOCAL_STEPS] * arguments.local_steps + DDP_JOBS * arguments.ddp
     some += GPT2_JOBS * arguments.gpt2
     try:
-        results = run_all(some or list(jobs(arguments.quick)), arguments.timeout)
+        todo = some or list(jobs(arguments.quick))
+        results = run_all(todo, arguments.output / "jobs", arguments.timeout)
     except (PermissionError, FileNotFoundError, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"make bench: {error}", file=sys.stderr)
         return 1

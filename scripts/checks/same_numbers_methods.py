@@ -38,7 +38,6 @@ METHODS: dict[str, Settings] = {
     "ScaleCom, 8 bits": {"quantiser": ("QSGD", {"levels": 127, "seed": 3})},
     "ScaleCom, sign": {"quantiser": ("Sign", {})},
     "ScaleCom, bin means": {"quantiser": ("BinMeans", {})},
-    "ScaleCom, half": {"quantiser": ("Float16", {})},
     "ScaleCom, many": {"rate": 2.5},
     "ScaleCom, few": {"rate": 400},
     "ScaleCom, integers": {"rate": 16, "bits": 3},

@@ -121,7 +121,8 @@ class Race:
         if not {result["method"] for result in found["results"]}.issuperset(wanted):
             seconds = 0.5 if self.tiny else 2.0
             job = bench.Job("language-model", self.workers, SPEEDS, tuple(wanted), seconds)
-            found = {"code": self.code, "results": bench.run_all([job], timeout=3600)}
+            results = bench.run_all([job], self.folder / "jobs", timeout=3600)
+            found = {"code": self.code, "results": results}
             file.write_text(json.dumps(found, indent=1))
         self.codes[file] = found["code"]
         return {(r["method"], r["mbit"]): r["step_ms"] for r in found["results"]}

@@ -13,8 +13,7 @@ import delayed
 
 @pytest.fixture(autouse=True)
 def the_defaults(monkeypatch):
-    """Use few bits, and gradients a step ahead, unless a test asks for something else."""
-    monkeypatch.delenv("SCALECOM_BITS", raising=False)
+    """Compute gradients a step ahead unless a test asks for something else."""
     monkeypatch.delenv("SCALECOM_STEP_AHEAD")
 
 

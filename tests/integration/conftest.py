@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("SCALECOM_BITS", "32")
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(path) for path in ((ROOT / "scripts"), *(ROOT / "scripts").glob("*/"))]
 

@@ -27,23 +27,26 @@ SHAPES = {
 # TensorFlow in the order of variables.
 ONE = [list(SHAPES)]
 SEVERAL = [["first", "scale"], ["odd", "conv", "embedding"], ["bias", "last"]]
+# Integers of few bits have buckets of their own.
+APART = [["first"], ["odd", "conv", "embedding"], ["last"], ["scale", "bias"]]
 MODES = {  # (settings, buckets)
-    "cyclic": ({"rate": 20, "beta": 0.3, "min_numel": 100}, ONE),
+    "cyclic": ({"rate": 20, "bits": 32, "beta": 0.3, "min_numel": 100}, ONE),
     "few bits": ({"rate": 16, "bits": 3, "min_numel": 100}, ONE),
     "staggered": (
-        {"rate": 20, "min_numel": 100, "leader": "staggered", "dense": ["conv"]},
+        {"rate": 20, "bits": 32, "min_numel": 100, "leader": "staggered", "dense": ["conv"]},
         SEVERAL,
     ),
     "lookahead": (
         {
             "rate": 300,
+            "bits": 3,
             "beta": 0.5,
             "min_numel": 100,
             "leader": "staggered",
             "lookahead": True,
             "warmup_steps": 3,
         },
-        SEVERAL,
+        APART,
     ),
 }
 

@@ -22,8 +22,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def with_defaults(monkeypatch):
-    for name in ("SCALECOM_BITS", "SCALECOM_STEP_AHEAD"):
-        monkeypatch.delenv(name)
+    monkeypatch.delenv("SCALECOM_STEP_AHEAD")
 
 
 @pytest.fixture

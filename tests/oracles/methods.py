@@ -28,7 +28,7 @@ import numpy as np
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.lanes import Lanes, geometry
-from scalecom_hvd.reference import ScaleComReference, largest, mean, select
+from scalecom_hvd.reference import ScaleComReference, integers, largest, mean, scales, select
 
 BLOCK = 512
 
@@ -173,11 +173,14 @@ def own(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
 
 def leaders(accumulators: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
     """All workers use the indices of the leader's largest accumulators (Chen et al., 2020)."""
-    n, senders = len(accumulators), bucket.senders
-    leader = bucket.step % n
-    if senders is not None:
-        leader = senders[random.Random(bucket.step).randrange(len(senders))]
-    return [choose(accumulators[leader], bucket, bucket.selection)] * n
+    leader = leader_of(bucket, len(accumulators))
+    return [choose(accumulators[leader], bucket, bucket.selection)] * len(accumulators)
+
+
+def leader_of(bucket: Bucket, n_workers: int) -> int:
+    if bucket.senders is None:
+        return bucket.step % n_workers
+    return bucket.senders[random.Random(bucket.step).randrange(len(bucket.senders))]
 
 
 def drawn(draw: Callable[[Bucket, int], Sequence[np.ndarray]]) -> Places:
@@ -233,6 +236,22 @@ def sending(
                 sent[chosen] = quantise(sent[chosen], counts, draw)
             everyone.append(sent)
         return np.stack(everyone)
+
+    return send
+
+
+def few_bits(levels: int) -> Send:
+    """ScaleCom with few bits: integers from -levels to levels, times the leader's scales."""
+
+    def send(accumulators: np.ndarray, bucket: Bucket) -> np.ndarray:
+        chosen, *_ = leaders(accumulators, bucket)
+        values = bucket.sendable[leader_of(bucket, len(accumulators)), chosen]
+        ends = np.cumsum([lanes.k for lanes, _ in bucket.tensors])[:-1]
+        scale = np.concatenate([scales(each, levels) for each in np.split(values, ends)])
+        sent = np.zeros_like(accumulators)
+        for mine, sendable in zip(sent, bucket.sendable, strict=True):
+            mine[chosen] = integers(sendable[chosen], scale, levels) * scale
+        return sent
 
     return send
 

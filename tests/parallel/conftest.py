@@ -18,7 +18,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # momentum.py, device
 
 import devices
 
-os.environ.setdefault("SCALECOM_BITS", "32")
 os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

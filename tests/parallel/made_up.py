@@ -20,6 +20,11 @@ ODD_SHAPES = {
 }
 
 
+# Settings of ScaleCom that send every element of tensors as small as these, unrounded. So training
+# equals dense training.
+EVERYTHING = {"rate": 1.0001, "bits": 32}
+SOME = {"rate": 10}
+
 # A vector that most settings send whole, and tensors that they compress.
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (5000,)}
 

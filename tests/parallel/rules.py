@@ -44,8 +44,10 @@ def rounding(quantiser):
 def sending(compressor):
     """The oracle's function for a method whose values a quantiser may round.
 
-    These methods are ScaleCom, LocalTopK and RandomK.
+    These methods are ScaleCom, LocalTopK and RandomK. In few bits, ScaleCom rounds them itself.
     """
+    if compressor.config.levels:
+        return oracle.few_bits(compressor.config.levels)
 
     def places(bucket, worker):
         random = generator(

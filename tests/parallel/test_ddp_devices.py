@@ -28,8 +28,7 @@ only_delayed = pytest.mark.skipif(DEVICE != "delayed", reason="asks that device 
 
 @pytest.fixture(autouse=True)
 def the_defaults(monkeypatch):
-    """Use few bits and a step ahead unless a test says differently. Other tests have neither."""
-    monkeypatch.delenv("SCALECOM_BITS")
+    """Compute gradients a step ahead unless a test asks for something else."""
     monkeypatch.delenv("SCALECOM_STEP_AHEAD")
     if DEVICE == "delayed":
         # This device's kernel is plain PyTorch. The C kernel rounds moves ahead differently, so it

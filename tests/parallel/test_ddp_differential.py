@@ -21,8 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import DEVICE
+from made_up import EVERYTHING, SOME
 from models import same_on_all_ranks
-from test_ddp_hook import ALL, EVERYTHING, Net, batch, hooked
+from test_ddp_hook import ALL, Net, batch, hooked, taken_by
 from test_torch_changed_gradients import CHANGES, refuses
 from torch import nn
 
@@ -109,7 +110,7 @@ def draw(seed):
         "method": method,
         "settings": settings,
         # Only for ScaleCom at rate 10: nothing else gives what rounded integers give.
-        "integers": dice.choice([{}, {"bits": 3, "warmup_rate": dice.choice([1, 4])}]),
+        "integers": dice.choice([{"bits": 32}, {"warmup_rate": dice.choice([1, 4])}]),
         "change": (dice.choice(changes), dice.choice([list(ranks), [dice.choice(ranks)]])),
     }
 
@@ -117,30 +118,28 @@ def draw(seed):
 class Run:
     """A program on this rank.
 
-    rate: ScaleCom's rate, or None for plain DDP.
+    sent: EVERYTHING or SOME, or None for plain DDP.
     by_optimizer: whether this package's optimizer trains a model that is not wrapped.
     said: returns the warnings that ScaleCom has logged since.
     """
 
-    def __init__(self, program, rate, by_optimizer, said):
+    def __init__(self, program, sent, by_optimizer, said):
         self.program, self.by_optimizer, self.said = program, by_optimizer, said
         self.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=2)
         method = getattr(ddp, program["method"])
         settings = program["settings"] | {"loss_scale": self.scaler}
-        if rate == 10 and method is ddp.ScaleCom:
+        if sent == SOME and method is ddp.ScaleCom:
             settings |= program["integers"]
         net = Net()
         if program["two_dtypes"]:
             net.body[2] = InDouble(net.body[2])
         sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=program["momentum"])
         if by_optimizer:
-            if method is not ddp.ECQSGD:
-                settings["rate"] = rate
-            self.state = self.compression = method(**(ALL | settings))
+            self.state = self.compression = method(**(ALL | taken_by(method, sent) | settings))
             self.model = net
             self.optimizer = ddp.DistributedOptimizer(sgd, net.named_parameters(), self.state)
         else:
-            self.model, self.state = hooked(rate, net, method, settings, **program["of_ddp"])
+            self.model, self.state = hooked(sent, net, method, settings, **program["of_ddp"])
             self.optimizer = sgd
             if self.state is not None:
                 self.compression = self.state.compression
@@ -350,19 +349,19 @@ def halve_gradient(parameter):
 
 
 def hold(program, caplog):
-    def run(rate, by_optimizer=False):
+    def run(sent, by_optimizer=False):
         caplog.clear()
-        one = Run(program, rate, by_optimizer, lambda: [r.getMessage() for r in caplog.records])
+        one = Run(program, sent, by_optimizer, lambda: [r.getMessage() for r in caplog.records])
         parameters = one.all()
         # An optimizer that has just loaded a state exchanges the gradients that it finds.
         if by_optimizer and not program["steps"][-1]["saves"]:
             one.change_on_the_way()
         return parameters
 
-    plain, everything, few = (run(rate) for rate in (None, EVERYTHING, 10))
+    plain, everything, few = (run(sent) for sent in (None, EVERYTHING, SOME))
     rounds = program["method"] == "ECQSGD"
     compare(everything, everything if rounds else plain, few)
-    everything, few = (run(rate, by_optimizer=True) for rate in (EVERYTHING, 10))
+    everything, few = (run(sent, by_optimizer=True) for sent in (EVERYTHING, SOME))
     # If DDP has no gradient, the optimizer has zeros, so its momentum goes on.
     unused = program["of_ddp"]["find_unused_parameters"]
     compare(everything, everything if rounds or (unused and program["momentum"]) else plain, few)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from devices import DEVICE
+from made_up import EVERYTHING, SOME
 from models import ODD_SHAPES, same_on_all_ranks
 from parity import run_against_reference
 from parity_cases import CASES
@@ -30,7 +31,6 @@ from torch.utils.checkpoint import checkpoint
 from scalecom_hvd import ddp
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
-EVERYTHING = 1.0001  # a rate at which k = N, for tensors as small as these
 ALL = {"dense": (), "warmup_steps": 0, "min_numel": 2}
 
 
@@ -102,13 +102,20 @@ def batch(step, micro=0, rank=None):
     return torch.randn(8, 20, generator=random)
 
 
-def hooked(rate=10, model=None, compression=ddp.ScaleCom, settings=None, **of_ddp):
-    """A model under DDP, and its state. If rate is None, there is no hook and no state."""
+def taken_by(method, sent):
+    """Those of the settings EVERYTHING or SOME that the method has."""
+    if method is ddp.ECQSGD:  # it always sends everything, rounded
+        return {}
+    return sent if method is ddp.ScaleCom else {"rate": sent["rate"]}
+
+
+def hooked(sent=SOME, model=None, compression=ddp.ScaleCom, settings=None, **of_ddp):
+    """A model under DDP, and its state. If sent is None, there is no hook and no state."""
     model = DistributedDataParallel(model or Net(), **({"bucket_cap_mb": 0.003} | of_ddp))
-    if rate is None:
+    if sent is None:
         return model, None
-    rates = {"rate": rate} if compression is not ddp.ECQSGD else {}
-    state = ScaleComState(model, compression, **(ALL | rates | (settings or {})))
+    settings = ALL | taken_by(compression, sent) | (settings or {})
+    state = ScaleComState(model, compression, **settings)
     model.register_comm_hook(state, scalecom_hook)
     return model, state
 
@@ -119,8 +126,8 @@ def compare(train, compression=ddp.ScaleCom, settings=None, **of_ddp):
     With everything chosen, the result must be DDP's. At rate 10, ranks must stay alike.
     """
     found = []
-    for rate in (None, EVERYTHING, 10):
-        model, state = hooked(rate, None, compression, settings, **of_ddp)
+    for sent in (None, EVERYTHING, SOME):
+        model, state = hooked(sent, None, compression, settings, **of_ddp)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         train(model, optimizer)
         found.append([p.detach() for p in model.parameters()])
@@ -253,7 +260,7 @@ def test_two_models_in_one_backward():
     for width in (40, 41):
         net = nn.Sequential(*[nn.Linear(width, width) for _ in range(6)])
         settings = {"bucket_bytes": 4000}
-        models.append((hooked(10, net, settings=settings)[0], width))
+        models.append((hooked(SOME, net, settings=settings)[0], width))
     for step in range(6):
         losses = [
             model(torch.randn(4, width)).square().mean() for model, width in models[:: (-1) ** step]
@@ -266,7 +273,7 @@ def test_two_models_in_one_backward():
 def test_buckets_are_in_backwards_order():
     """In the first backward DDP hands out all gradients at once, in the model's order."""
     net = nn.Sequential(*[nn.Linear(30, 30) for _ in range(4)])
-    model, state = hooked(10, net, settings={"bits": 3, "bucket_bytes": 4000, "min_numel": 100})
+    model, state = hooked(SOME, net, settings={"bucket_bytes": 4000, "min_numel": 100})
     model(torch.randn(4, 30)).square().mean().backward()
     first = [bucket.names[0] for bucket in state.compression.run.averager.buckets]
     # The bucket of biases is complete when the first layer's bias comes.
@@ -280,7 +287,7 @@ def test_groups_go_with_their_model():
 
     before = threads()
     for _ in range(3):
-        model, state = hooked(10, settings={"bucket_bytes": 4000})
+        model, state = hooked(settings={"bucket_bytes": 4000})
         run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
         during = threads()
         del model, state
@@ -361,7 +368,7 @@ def test_gradients_that_come_one_by_one_are_refused():
 
 def test_two_models_in_turn():
     def train(model, optimizer):
-        other, _ = hooked(20)
+        other, _ = hooked({"rate": 20})
         theirs = torch.optim.AdamW(other.parameters(), lr=0.01)
         for step in range(6):
             for one, own in ((model, optimizer), (other, theirs))[:: -1 if step % 2 else 1]:
@@ -438,7 +445,7 @@ def test_loss_scaling():
         scaler = torch.amp.GradScaler(
             DEVICE, init_scale=2.0**20, growth_interval=3, enabled=enabled
         )
-        model, state = hooked(10, settings={"loss_scale": scaler})
+        model, state = hooked(settings={"loss_scale": scaler})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         taken = 0
         while taken < 8:
@@ -484,7 +491,7 @@ def saved(value):
 @pytest.mark.parametrize("how", ["state_dict", "pickle", "optimizer", "distributed checkpoint"])
 def test_resuming_is_bit_identical(settings, how, shared_folder):
     def fresh():
-        model, state = hooked(10, settings=settings)
+        model, state = hooked(settings=settings)
         return model, state, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     model, state, optimizer = fresh()
@@ -540,7 +547,7 @@ def test_a_part_of_the_ranks():
     halves = [list(range(n // 2)), list(range(n // 2, n))]
     groups = [dist.new_group(half) for half in halves]
     mine = groups[rank >= n // 2]
-    model, state = hooked(10, process_group=mine)
+    model, state = hooked(process_group=mine)
     run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(5))
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     parts = [torch.zeros_like(flat) for _ in range(dist.get_world_size(mine))]
@@ -563,7 +570,7 @@ def test_an_exception_in_backward_and_a_model_made_anew():
             raise ValueError("in the middle of backward")
 
     net = Net()
-    model, state = hooked(10, net)
+    model, state = hooked(SOME, net)
     run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
     before = copy.deepcopy(state.state_dict())
     with pytest.raises(ValueError, match="in the middle"):
@@ -604,7 +611,7 @@ def test_what_cannot_work_is_refused():
 
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(100, 30, sparse=True)
-    model, _ = hooked(10, nn.Sequential(embedding, nn.Linear(30, 2)))
+    model, _ = hooked(SOME, nn.Sequential(embedding, nn.Linear(30, 2)))
     with pytest.raises(RuntimeError, match="sparse=False"):
         model(torch.arange(5)).sum().backward()
 

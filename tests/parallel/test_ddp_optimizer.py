@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from made_up import EVERYTHING
 from models import same_on_all_ranks
 from torch import nn
 
@@ -34,7 +35,9 @@ def backward(model, seed=0):
 
 def test_sparse_gradients_are_made_dense():
     embedding = nn.Embedding(50, 10, sparse=True)
-    model, optimizer = make(1.0001, embedding, lr=1.0, sparse_as_dense=True)
+    model, optimizer = make(
+        model=embedding, compression=ScaleCom(**ALL, **EVERYTHING), lr=1.0, sparse_as_dense=True
+    )
     before = model.weight.detach().clone()
     for _ in range(3):
         optimizer.zero_grad()

@@ -7,13 +7,13 @@ as the last.
 import pytest
 import torch
 import torch.distributed as dist
+from made_up import EVERYTHING, SOME
 from models import same_on_all_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
-EVERYTHING = 1.0001  # a rate at which k = N
 pytestmark = pytest.mark.timeout(45, method="thread")  # no timeout of Gloo ends the wait
 
 
@@ -31,10 +31,10 @@ class Two(nn.Module):
         return self.third(torch.tanh(self.second(y)).float()).square().mean()
 
 
-def train(rate, other, **of_ddp):
+def train(sent, other, **of_ddp):
     model = DistributedDataParallel(Two(other), **of_ddp)
-    if rate is not None:
-        state = ScaleComState(model, rate=rate, dense=(), warmup_steps=0, min_numel=2)
+    if sent is not None:
+        state = ScaleComState(model, dense=(), warmup_steps=0, min_numel=2, **sent)
         model.register_comm_hook(state, scalecom_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
@@ -43,7 +43,7 @@ def train(rate, other, **of_ddp):
         model(torch.randn(8, 20, generator=random)).backward()
         optimizer.step()
     assert same_on_all_ranks(model.parameters())
-    if rate is not None:
+    if sent is not None:
         assert state.stats()["step"] == 4
     return [p.detach() for p in model.parameters()]
 
@@ -63,8 +63,8 @@ def train(rate, other, **of_ddp):
 @pytest.mark.parametrize("other", [torch.float64, torch.bfloat16], ids=str)
 def test_parameters_of_two_dtypes(other, static_graph, of_ddp):
     of_ddp = of_ddp | {"static_graph": static_graph}
-    plain, everything = (train(rate, other, **of_ddp) for rate in (None, EVERYTHING))
+    plain, everything = (train(sent, other, **of_ddp) for sent in (None, EVERYTHING))
     near = {"rtol": 1e-4, "atol": 1e-5} if other == torch.float64 else {"rtol": 0.05, "atol": 0.01}
     for one, two in zip(plain, everything, strict=True):
         torch.testing.assert_close(one, two, **near)
-    train(10, other, **of_ddp)
+    train(SOME, other, **of_ddp)

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from made_up import EVERYTHING
 from models import same_on_all_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, ScaleComState, scalecom_hook
 
-SETTINGS = {"rate": 1.0001, "dense": (), "warmup_steps": 0, "min_numel": 2}
+SETTINGS = EVERYTHING | {"dense": (), "warmup_steps": 0, "min_numel": 2}
 
 
 def net():

@@ -231,7 +231,9 @@ def test_horovod_tensorflow_given_a_keras_optimizer():
 def test_groups_of_variables():
     model = net()
     groups = [[model.layers[0].kernel, model.layers[2].bias], [model.layers[1].kernel]]
-    optimizer = hvd.DistributedOptimizer(OPTIMIZERS[0](), compression=scalecom(), groups=groups)
+    # Integers of few bits have buckets of their own.
+    compression = scalecom(bits=32)
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS[0](), compression=compression, groups=groups)
     fit(model, optimizer)
     assert [bucket.names for bucket in optimizer.compression.exchanges()[0].buckets] == [
         ["first/kernel", "head/bias"],
@@ -326,7 +328,9 @@ def test_frozen_and_thawed_layers():
 
 def test_stats_count_what_is_sent():
     model = net()
-    optimizer = hvd.DistributedOptimizer(OPTIMIZERS[0](), compression=scalecom(min_numel=1000))
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS[0](), compression=scalecom(bits=32, min_numel=1000)
+    )
     fit(model, optimizer, [part[:24] for part in examples(hvd.rank())])
     stats = optimizer.compression.stats()
     k, whole, n = FEATURES * 64 // 20 + -(-64 * 64 // 20), 64 + 64 + 64 * 5 + 5, hvd.size()

@@ -28,7 +28,7 @@ def make(library, shapes, rate=EVERYTHING, **settings):
     """Parameters of zeros, plain SGD with learning rate 1, and the compressor."""
     model = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     named = {"named_parameters": model.items()} if library is stock else {}
-    everything = {"dense": ["bias"], "warmup_steps": 0, "min_numel": 2}
+    everything = {"dense": ["bias"], "warmup_steps": 0, "min_numel": 2, "bits": 32}
     compressor = hvd.ScaleCom(**named, **({"rate": rate} | everything | settings))
     optimizer = library.DistributedOptimizer(
         torch.optim.SGD(model.values(), lr=1.0), model.items(), compression=compressor

@@ -38,6 +38,7 @@ import warnings
 import horovod.torch as stock
 import pytest
 import torch
+from made_up import EVERYTHING, SOME
 from models import same_on_all_ranks
 from test_torch_changed_gradients import CHANGES, refuses
 
@@ -47,7 +48,6 @@ SECONDS = float(os.environ.get("FUZZ_SECONDS", 10))
 PROGRAMS = None if "FUZZ_SECONDS" in os.environ else 25
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
 SHAPES = {"weight": (37, 11), "bias": (11,), "scale": (), "wide": (3, 230), "rows": (40, 6)}
-EVERYTHING = 1.0001  # a rate at which k = N, for tensors as small as these
 COLLECTIVES = (
     "allreduce",
     "grouped_allreduce",
@@ -124,7 +124,9 @@ class Program:
         self.size = dice.choice((1.0, 1e-7)) if self.half else 1.0
         # Integers are rounded, so no other setting gives the same results.
         integers = {"bits": dice.choice((2, 3, 5)), "warmup_rate": dice.choice((1, 2, 4))}
-        self.narrow = {"wire_dtype": "float16"} if self.half else dice.choice(({}, {}, integers))
+        self.narrow = (
+            {"wire_dtype": "float16"} if self.half else dice.choice(({"bits": 32}, {}, integers))
+        )
         self.frozen = [set() for _ in range(self.models)]
         # backward passes, and whether ranks' hooks fired alike
         self.pending = [[0, True] for _ in range(self.models)]
@@ -398,12 +400,12 @@ class Run:
     """A program on this rank.
 
     where: the optimizer's library.
-    rate: ScaleCom's rate, or None for stock Horovod.
+    sent: EVERYTHING or SOME, or None for stock Horovod.
     said: returns the warnings that ScaleCom has logged since.
     """
 
-    def __init__(self, program, where, rate, said):
-        self.program, self.library, self.rate, self.said = program, where, rate, said
+    def __init__(self, program, where, sent, said):
+        self.program, self.library, self.sent, self.said = program, where, sent, said
         self.method = program.method if where is hvd else "ScaleCom"
         # Scripts with Horovod's own optimizer know only horovod.torch.
         self.collectives = where
@@ -427,14 +429,16 @@ class Run:
             for name, shape in SHAPES.items()
         }
         compression, more = stock.Compression.none, {}
-        if self.rate is not None:
+        if self.sent is not None:
             method = getattr(hvd, self.method)
             fields = program.fields | {
                 "dense": [f"{name}.{model}" for name in program.fields["dense"]],
-                "rate": self.rate,
+                "rate": self.sent["rate"],
                 "min_numel": 2,
             }
-            if program.half or (self.rate != EVERYTHING and self.method == "ScaleCom"):
+            if self.method == "ScaleCom":
+                fields |= self.sent
+            if program.half or (self.sent != EVERYTHING and self.method == "ScaleCom"):
                 fields |= program.narrow
             if self.library is stock:
                 fields["named_parameters"] = parameters.items()
@@ -598,14 +602,14 @@ class Run:
 
     def residues(self, model):
         """The residues, in the gradients' units."""
-        tensors = {} if self.rate is None else self.compressors[model].residues.tensors
+        tensors = {} if self.sent is None else self.compressors[model].residues.tensors
         return {
             name.partition(".")[0]: (tensor.residue / tensor.beta).view(tensor.shape)
             for name, tensor in tensors.items()
         }
 
     def steps(self, model):
-        return None if self.rate is None else self.compressors[model].residues.step
+        return None if self.sent is None else self.compressors[model].residues.step
 
     def synchronize(self, model):
         before, steps, new = self.before(model), self.steps(model), self.new[model]
@@ -621,7 +625,7 @@ class Run:
             False,
         )
         after = self.kept[model] = self.residues(model)
-        if self.rate is not None and (void or new is False):
+        if self.sent is not None and (void or new is False):
             assert self.steps(model) == steps, "a step was counted"
             for name, residue in (
                 residues or {name: torch.zeros_like(residue) for name, residue in after.items()}
@@ -636,7 +640,7 @@ class Run:
         if void:
             # In this package's optimizer every gradient shows a skipped step. In Horovod's own,
             # only the gradient that was not finite does.
-            told = now if self.library is hvd and self.rate is not None else {"wide": now["wide"]}
+            told = now if self.library is hvd and self.sent is not None else {"wide": now["wide"]}
             assert not any(grad.isfinite().all() for grad in told.values())
             return
         n, scale = hvd.size(), self.scale_now[model]
@@ -778,7 +782,7 @@ class Run:
         if what == "optimizer":
             optimizer = self.optimizers[model]
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        elif self.rate is not None and not (self.library is stock and "op" in self.program.options):
+        elif self.sent is not None and not (self.library is stock and "op" in self.program.options):
             # In Horovod's own optimizer a compressor does not know of Sum. In a synchronize() with
             # nothing new, right after loading, it averages where another sum would multiply.
             compressor = self.compressors[model]
@@ -795,7 +799,7 @@ class Run:
         # Horovod's own optimizer tells a compressor nothing. So the compressor takes the step back
         # only when it is asked for the next one.
         self.new[model] = None if self.library is stock else False
-        if self.library is hvd and self.rate is not None:
+        if self.library is hvd and self.sent is not None:
             for name, residue in self.residues(model).items():
                 before = self.kept[model].get(name, torch.zeros_like(residue))
                 assert (residue - before).abs().max() <= 1e-4 * (
@@ -805,7 +809,7 @@ class Run:
 
     def load_where_some_have_gradients(self, model, seed, have):
         """Horovod's own optimizer runs no backward here: it would meet its own names, and hang."""
-        if self.library is hvd and self.rate is not None:
+        if self.library is hvd and self.sent is not None:
             missing = [[] if has else list(SHAPES) for has in have]
             for number in range(self.program.passes):
                 self.backward(model, seed + number, missing, None, "none", False)
@@ -829,7 +833,7 @@ class Run:
         here = [parameter.detach().clone() for parameter in parameters]
         self.backward(model, seed, [[]] * hvd.size(), None, "none", False)
         self.synchronize(model)
-        if self.rate is not None:
+        if self.sent is not None:
             stats = self.compressors[model].stats()
             if stats["bytes_values"] or stats.get("bytes_gathered"):
                 self.threw_away.add(model)
@@ -861,7 +865,7 @@ class Run:
         if names:
             grads |= changed(CHANGES[how], {name: before[name] for name in names})
         # Horovod's own optimizer tells a compressor nothing of sparse gradients.
-        by_hand = self.rate is None or (self.library is stock and self.program.sparse == "yes")
+        by_hand = self.sent is None or (self.library is stock and self.program.sparse == "yes")
         if by_hand:
             for name, parameter in trained.items():
                 is_sparse = name == "rows" and self.program.sparse != "no"
@@ -875,7 +879,7 @@ class Run:
         self.mine[model], self.new[model] = grads, True
         arguments = self.before(model), self.steps(model), True
         here = [parameter.detach().clone() for parameter in self.models[model].values()]
-        if self.rate is None:
+        if self.sent is None:
             optimizer.step()
         elif refuses(optimizer.step):
             assert all(map(torch.equal, self.models[model].values(), here))
@@ -911,7 +915,7 @@ class Run:
         """All ranks refuse it. When it is removed or frozen, they go on as usual."""
         optimizer, parameter = self.optimizers[model], torch.nn.Parameter(torch.ones(3))
         optimizer.add_param_group({"params": [parameter]})
-        if self.library is hvd and self.rate is not None:  # in stock Horovod each rank trains it
+        if self.library is hvd and self.sent is not None:  # in stock Horovod each rank trains it
             with pytest.raises(RuntimeError, match="Make a new DistributedOptimizer"):
                 getattr(optimizer, asks)()
         parameter.requires_grad_(False)
@@ -992,28 +996,28 @@ def check(program, own, caplog):
     own: this rank's own process set.
     """
     expected = None
-    for where, rate in (
+    for where, sent in (
         (stock, None),
         (hvd, EVERYTHING),
         (stock, EVERYTHING),
-        (hvd, 10),
-        (stock, 10),
+        (hvd, SOME),
+        (stock, SOME),
     ):
         # All ranks stop or none does, so that no rank waits for one that has stopped.
-        kind = f"{where.__name__}, rate {rate}"
+        kind = f"{where.__name__}, {sent}"
         seen, error = [], None
         count_alike(own)
         caplog.clear()
         try:
-            run = Run(program, where, rate, lambda: [r.getMessage() for r in caplog.records])
+            run = Run(program, where, sent, lambda: [r.getMessage() for r in caplog.records])
             seen = list(run.all())
         except Exception:
             error = f"{kind}:\n{traceback.format_exc()}"
             os.write(2, f"rank {hvd.rank()}, seed {program.seed}: {error}".encode())
             raise
-        if rate is None:
+        if sent is None:
             expected = seen
-        elif rate == EVERYTHING and not program.half:
+        elif sent == EVERYTHING and not program.half:
             for (name, theirs, _), (_, ours, comparable) in zip(expected, seen, strict=True):
                 if not comparable:
                     break

@@ -29,6 +29,7 @@ LR, MOMENTUM = 0.5, 0.5
 
 COMPRESSIONS = {
     "ScaleCom": lambda **more: hvd.ScaleCom(**(SETTINGS | more)),
+    "ScaleCom, 32 bits": lambda **more: hvd.ScaleCom(bits=32, **(SETTINGS | more)),
     "ScaleCom, exact, beta": lambda **more: hvd.ScaleCom(
         **(SETTINGS | {"selection": "exact", "beta": 0.5} | more)
     ),
@@ -265,19 +266,22 @@ def record(optimizer):
             bucket.fill,
         )
 
-        def taken(offsets, values):
-            slots, numbers = bucket.split_offsets(offsets), values.double().split(bucket.counts)
+        def taken(offsets):
+            slots, numbers = (
+                bucket.split_offsets(offsets),
+                bucket.sent().double().split(bucket.counts),
+            )
             for (name, tensor), own in zip(bucket.compressed.items(), numbers, strict=True):
                 sent[name].view(-1)[positions_of(tensor.geometry, slots[name])] += own
 
         def takes(offsets):
             values = yield from take(offsets)
-            taken(offsets, values)
+            taken(offsets)
             return values
 
         def takes_and_accumulates(offsets, choose=False):
             values, chosen = yield from take_and_accumulate(offsets, choose)
-            taken(offsets, values)
+            taken(offsets)
             return values, chosen
 
         def sends(places, values):
@@ -1476,7 +1480,7 @@ def test_what_cannot_work_is_refused():
     refused(
         (
             r"not through FP16Compressor. For half precision give "
-            r"hvd.ScaleCom\(quantiser=hvd.Float16\(\)\)"
+            r'hvd.ScaleCom\(wire_dtype="float16"\)'
         ),
         hvd.Compression.fp16,
     )

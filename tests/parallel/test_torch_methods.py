@@ -265,7 +265,12 @@ def test_a_gradient_that_is_not_finite_on_one_rank(method, fields):
 
 @and_scalecom
 def test_averages_of_compressed_tensors_that_overflow(method, fields):
-    """Finite float16 gradients have sums that overflow. Their float32 residues could hold them."""
+    """Finite float16 gradients have sums that overflow. Their float32 residues could hold them.
+
+    With look-ahead and few bits, no sum overflows: the scales are of the step before.
+    """
+    if fields.get("lookahead"):
+        fields = {"bits": 32, **fields}
     model = parameters_of({"half": (3000,), "whole": (10,)})
     optimizer, compressor = make(model, method, fields, lr=0.01, op=hvd.Sum, beta=1.0)
     for step in range(4):
@@ -541,7 +546,7 @@ BYTES = {
     "LocalTopK float16": (hvd.LocalTopK, {"quantiser": hvd.Float16()}, 0, 0, 2 * 27 + 2 * 27),
     "ScaleCom sign": (hvd.ScaleCom, {"quantiser": hvd.Sign()}, 2 * 27, 0, 2 * 4 + 4),
     "ScaleCom 4 bits": (hvd.ScaleCom, {"quantiser": hvd.QSGD(7)}, 2 * 27, 0, 2 * 4 + 14),
-    "ScaleCom float16": (hvd.ScaleCom, {"quantiser": hvd.Float16()}, 2 * 27, 2 * 27, 0),
+    "ScaleCom float16": (hvd.ScaleCom, {"wire_dtype": "float16"}, 2 * 27, 2 * 27, 0),
     "GTopK": (hvd.GTopK, {}, 0, 0, 4 * 27 + 4 * 27),
     "GlobalTopK": (hvd.GlobalTopK, {}, 0, 4 * (7901 + 27), 0),
     "ECQSGD 2": (hvd.ECQSGD, {"bits": 2}, 0, 0, 16 * 4 + 1976),

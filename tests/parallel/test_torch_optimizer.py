@@ -1,6 +1,7 @@
 """The drop-in DistributedOptimizer: Horovod's options, and what holds with all options."""
 
 import itertools
+import math
 import time
 
 import horovod.torch as stock
@@ -542,7 +543,7 @@ def test_other_compressions_are_horovods_own():
 
 def test_stats_count_what_is_sent():
     model = parameters(SHAPES)
-    optimizer = make(model, compression=hvd.ScaleCom(rate=20, min_numel=100))
+    optimizer = make(model, compression=hvd.ScaleCom(rate=20, bits=32, min_numel=100))
     run(optimizer, model, 3)
     stats = optimizer.compression.stats()
     k = 3000 // 20 + 3000 // 20 + 5000 // 20
@@ -686,7 +687,9 @@ def test_tied_parameters_are_sent_once():
     net["b"](net["a"](torch.ones(2, 64))).sum().backward()
     optimizer.step()
     assert list(optimizer.compression.residues.tensors) == ["a.weight"]
-    assert optimizer.compression.stats()["bytes_values"] == 4 * 1024
+    # 1024 integers, each in log2(2 * 3 * n + 1) bits of a 32-bit word
+    words = math.ceil(1024 / (32 // math.ceil(math.log2(6 * hvd.size() + 1))))
+    assert optimizer.compression.stats()["bytes_values"] == 4 * words
 
 
 def test_look_ahead_with_nothing_to_compress():

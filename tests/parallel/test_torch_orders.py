@@ -11,23 +11,23 @@ import pytest
 import torch
 from devices import DEVICE
 from faces import horovods_alone, hvd, in_every_library, stock
+from made_up import EVERYTHING, SOME
 from models import assert_nothing_is_lost, feed, gradients, parameters, same_on_all_ranks
 
 SHAPES = {"first": (60, 50), "bias": (60,), "second": (3, 1000), "third": (2000,)}
-EVERYTHING = 1.0001  # a rate at which k = N, for tensors as small as these
 
 
-def make(library, rate, model, lr=1.0, **settings):
-    """An optimizer and its ScaleCom. If rate is None, it is stock Horovod's, without ScaleCom."""
+def make(library, sent, model, lr=1.0, **settings):
+    """An optimizer and its ScaleCom. If sent is None, it is stock Horovod's, without ScaleCom."""
     compression = stock.Compression.none
-    if rate is not None:
+    if sent is not None:
         named = {"named_parameters": model.items()} if library is stock else {}
         compression = hvd.ScaleCom(
             **named,
-            rate=rate,
             min_numel=2,
             warmup_steps=0,
             dense=(),
+            **sent,
             **settings,
         )
     return library.DistributedOptimizer(
@@ -42,9 +42,9 @@ def compare(library, train, **settings):
     Return what the last run gives.
     """
     models = []
-    for where, rate in ((stock, None), (library, EVERYTHING), (library, 10)):
+    for where, sent in ((stock, None), (library, EVERYTHING), (library, SOME)):
         model = parameters(SHAPES)
-        optimizer, compressor = make(where, rate, model, **settings)
+        optimizer, compressor = make(where, sent, model, **settings)
         train(optimizer, model)
         models.append(model)
     for name in SHAPES:
@@ -229,13 +229,13 @@ class Net(torch.nn.Module):
 )
 def test_differentiable_collectives_in_the_middle_of_a_model(collective, name):
     found = []
-    for rate in (None, EVERYTHING, 10):
+    for sent in (None, EVERYTHING, SOME):
         # Without compression, collectives need names too: the numbers that Horovod gives differ if
         # an earlier test had a process set of some ranks.
         net = Net(collective, name)
         model = dict(net.named_parameters())
-        settings = {} if rate is None else {"bucket_bytes": 1000, "leader": "staggered"}
-        optimizer, _ = make(hvd, rate, model, lr=0.1, **settings)
+        settings = {} if sent is None else {"bucket_bytes": 1000, "leader": "staggered"}
+        optimizer, _ = make(hvd, sent, model, lr=0.1, **settings)
         for step in range(4):
             # Ranks get to their hooks at different times. So offsets have arrived on some ranks but
             # not on others.
@@ -348,7 +348,7 @@ def test_an_optimizer_is_deleted_and_its_compressor_kept(library):
     """
     model, kept = parameters(SHAPES), []
     for stage in range(2):
-        optimizer, compressor = make(library, 10, model)
+        optimizer, compressor = make(library, SOME, model)
         kept.append(compressor)
         for step in range(3):
             optimizer.zero_grad()

@@ -252,7 +252,8 @@ def test_buckets_of_a_state_that_no_longer_fit_are_made_anew():
             "a": torch.nn.Parameter(torch.zeros(4096)),
             "b": torch.nn.Parameter(torch.zeros(40_000, dtype=dtype)),
         }
-        return model, *make(hvd, model, beta=1.0)
+        # Unrounded, the residues of gradients of ones are whole numbers.
+        return model, *make(hvd, model, beta=1.0, bits=32)
 
     def train(model, optimizer, steps):
         for _ in range(steps):
@@ -281,7 +282,7 @@ def test_other_bucket_bytes_make_other_buckets():
     optimizer, other = make(hvd, again, bucket_bytes=5_000)
     other.load_state_dict(state)
     run(optimizer, again, range(3, 6))
-    assert len(compressor.residues.buckets) == 1 < len(other.residues.buckets)
+    assert len(compressor.residues.buckets) < len(other.residues.buckets)
 
 
 @in_every_library

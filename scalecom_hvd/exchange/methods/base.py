@@ -127,7 +127,7 @@ class Method:
         config = config if config is not None else ScaleComConfig.from_env()
         self.quantiser = quantiser_of(quantiser)
         knows = model is not None, self.takes_few_bits and not self.quantiser.rounds
-        self.config = self._checked(config.replace(**fields)).resolved(*knows)
+        self.config = config.replace(**fields).resolved(*knows)
         defaults = ScaleComConfig().resolved(*knows)
         for field in (*self.unused, *(() if self.takes_few_bits else ("bits",))):
             if getattr(self.config, field) != getattr(defaults, field):
@@ -200,10 +200,6 @@ class Method:
         return {"method": type(self).__name__} | self._quantiser_settings
 
     # What follows from its settings.
-
-    def _checked(self, config: ScaleComConfig) -> ScaleComConfig:
-        """The settings as this method uses them, from those given to `__init__`."""
-        return config
 
     @property
     def sums_halves(self) -> bool:

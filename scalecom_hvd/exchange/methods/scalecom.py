@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from scalecom_hvd.agreement import Settings
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step, Wait
@@ -53,9 +52,9 @@ class ScaleCom(Method):
 
     Args:
         config, loss_scale, diagnostics, fields: see `Method`.
-        quantiser: what rounds values before they travel: QSGD, Sign, BinMeans or Float16. The first
-            three send less than 16 bits per value. Their values are gathered as long as that is
-            less traffic, and they exclude look-ahead. Float16 is the same as wire_dtype="float16".
+        quantiser: what rounds values before they travel: QSGD, Sign or BinMeans. They exclude
+            look-ahead, and their values are gathered as long as that is less traffic. For half
+            precision, give wire_dtype="float16".
 
     Raises:
         ValueError, TypeError: a setting cannot work.
@@ -69,15 +68,17 @@ class ScaleCom(Method):
     equal_state = ("offsets", "scales")
 
     def __init__(self, *, quantiser: Any = None, **settings: Any) -> None:
-        self._rounds_to_half = quantiser_of(quantiser).sums_halves
+        if quantiser_of(quantiser).sums_halves:
+            raise ValueError(
+                'ScaleCom has half precision without a quantiser: give it wire_dtype="float16"'
+            )
         super().__init__(quantiser=quantiser, **settings)
         if self._quantiser_settings:
             defaults = ScaleComConfig(bits=32)
             for name in ("lookahead", "bits", "wire_dtype"):
                 if getattr(self.config, name) != getattr(defaults, name):
                     raise ValueError(
-                        f"{name} and a quantiser of less than 16 bits exclude each other: leave "
-                        "one of them out"
+                        f"{name} and a quantiser exclude each other: leave one of them out"
                     )
 
     def step(
@@ -169,11 +170,3 @@ class ScaleCom(Method):
         """Whether there is a choice. With look-ahead, there is none before the first step."""
         chosen = ("offsets" in self.run.tensor_states[name] for name in names)
         return not self.config.lookahead or all(chosen)
-
-    def _checked(self, config: ScaleComConfig) -> ScaleComConfig:
-        # Float16 is another name of wire_dtype="float16": values are summed in half precision.
-        return config.replace(wire_dtype="float16") if self._rounds_to_half else config
-
-    @property
-    def _quantiser_settings(self) -> Settings:
-        return {} if self._rounds_to_half else super()._quantiser_settings  # that is in the config
