@@ -426,7 +426,9 @@ def check_same_parameters(everyone: Sequence[Mapping[str, Any]]) -> None:
         other = next(rank for rank, own in enumerate(digests) if own != digests[0])
         raise RuntimeError(
             f"ranks 0 and {other} have different parameters, and equal averages would never make "
-            "them equal. Call broadcast_parameters on all ranks before the first step"
+            "them equal. Call broadcast_parameters on all ranks before the first step. If a closure "
+            "that optimizer.step() gets calls backward(), it must then call "
+            "optimizer.synchronize(), or each rank steps by its own gradients"
         )
 
 
