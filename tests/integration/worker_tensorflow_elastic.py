@@ -141,23 +141,19 @@ def train_with_tape() -> Story:
                 note("broken", before=before, residues=story.residues())
                 raise
             if fresh:
-                # A new worker's residue is beta times its gradient. Where it sent a value, it is zero
-                # or, with few bits, a rounding error.
+                # A new worker's residue is beta times its gradient. Where it sent a value, the
+                # residue is zero or, with few bits, a rounding error.
                 residues = compressor.state_dict()["residues"]
                 grads = {
                     v.name.partition(":")[0]: g.numpy() * np.float32(beta)
                     for v, g in zip(model.trainable_variables, own, strict=True)
                 }
                 kept = max(float(np.abs(m).max()) for m in residues.values())
-                # Subtracting beta times the value that was sent leaves a rounding error in 32 bits
-                # too.
-                off = {
-                    name: float(
-                        (np.minimum(np.abs(m), np.abs(m - grads[name])) > 1e-6 * kept).mean()
-                    )
-                    for name, m in residues.items()
-                }
-                note("first", batch=state.batch, off=max(off.values()), kept=kept)
+                shares = []
+                for name, m in residues.items():
+                    off = np.minimum(np.abs(m), np.abs(m - grads[name]))
+                    shares.append(float((off > 1e-6 * kept).mean()))
+                note("first", batch=state.batch, off=max(shares), kept=kept)
             story.after(state, loss)
 
     train(hvd.elastic.KerasState(model, optimizer, batch=0))
