@@ -31,7 +31,9 @@ import collections
 import contextlib
 import ctypes
 import datetime
+import gc
 import logging
+import os
 import resource
 import threading
 import time
@@ -46,6 +48,11 @@ from scalecom_hvd.agreement import NUMBERS
 from scalecom_hvd.exchange.collectives import SUMMED, CollectiveError
 
 log = logging.getLogger("scalecom_hvd")
+
+# A group's threads do not live on in a forked child, such as a DataLoader's worker, and the child
+# would crash when it deletes the group. There the garbage collector leaves alone what existed
+# before the fork.
+os.register_at_fork(after_in_child=gc.freeze)
 
 SECONDS_TO_TELL = 60  # of waiting for others before a warning, as in Horovod
 NOT_ALL_HERE = (

@@ -5,6 +5,7 @@ Imports config.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -123,6 +124,19 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().cpu().contiguous().view(-1)
     # With zero or one element any stride counts as contiguous, but `view` needs a stride of 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def four_elements(tensor: torch.Tensor) -> bytes:
+    """Four elements of a dense tensor, which show most changes. Empty if it is on a device."""
+    if tensor.device.type != "cpu":
+        return b""
+    if not tensor.is_contiguous():
+        flat = tensor.detach().reshape(-1)
+        return as_bytes(flat[:: max(flat.numel() // 4, 1)]).numpy().tobytes()
+    # Read from memory, because this runs twice per parameter and step, and tensors take longer.
+    begin, width, numel = tensor.data_ptr(), tensor.element_size(), tensor.numel()
+    elements = [numel * quarter // 4 for quarter in range(4)] if numel else []
+    return b"".join(ctypes.string_at(begin + width * i, width) for i in elements)
 
 
 def values_of(grad: torch.Tensor) -> torch.Tensor:

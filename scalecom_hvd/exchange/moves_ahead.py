@@ -30,6 +30,9 @@ SGD_SHARE = 1.5
 ADAM_SHARE = 0.3
 # Where optimizers keep the sizes of gradients, by which they divide: see move_of.
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
+# All that known optimizers keep for each element. An optimizer that keeps more makes steps of
+# another length, as Adadelta (acc_delta) and Prodigy (s, p0) do.
+KEPT = (*SECOND_MOMENTS, "exp_avg", "max_exp_avg_sq", "momentum_buffer", "grad_avg")
 # How many elements are processed at a time. Their results stay in a processor's cache.
 BLOCK = 2**16
 # The dtypes that Triton moves.
@@ -80,7 +83,8 @@ class Move:
 def has_direction(state: Mapping[str, Any], own: torch.Tensor) -> bool:
     """Whether an optimizer's state has a divisor for each element of a parameter's gradient.
 
-    Some optimizers have one number for a whole layer, or moments of something smaller.
+    Some optimizers have one number for a whole layer, or moments of something smaller. Others
+    change the step in ways that are not known here.
 
     Args:
         state: the optimizer's state of the parameter.
@@ -89,7 +93,11 @@ def has_direction(state: Mapping[str, Any], own: torch.Tensor) -> bool:
     kept = [state[key] for key in SECOND_MOMENTS if key in state]
     if kept and "exp_avg" in state:
         kept.append(state["exp_avg"])
-    return bool(kept) and all(local_part(moment).shape == own.shape for moment in kept)
+    per_element = (
+        key for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1
+    )
+    is_known = all(key in KEPT for key in per_element)
+    return bool(kept) and is_known and all(local_part(m).shape == own.shape for m in kept)
 
 
 def move_of(

@@ -24,7 +24,6 @@ Imports collectives, gradients and unused_averages.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import hashlib
 import logging
@@ -41,6 +40,7 @@ from scalecom_hvd.exchange.gradients import (
     as_bytes,
     empty_sparse_gradient,
     flat_gradient,
+    four_elements,
     wide_dtype,
 )
 from scalecom_hvd.exchange.unused_averages import UnusedAverages, end_step_by_error
@@ -117,15 +117,7 @@ def _state_of(grad: torch.Tensor) -> tuple[int, bytes]:
     # Views of one storage share a version: accumulating into one raises the version of all.
     if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
         version = -1
-    if grad.device.type != "cpu":  # see sample_of
-        return version, b""
-    if not grad.is_contiguous():
-        flat = grad.detach().reshape(-1)
-        return version, as_bytes(flat[:: max(flat.numel() // 4, 1)]).numpy().tobytes()
-    # Read from memory, because this runs twice per parameter and step, and tensors take longer.
-    begin, width, numel = grad.data_ptr(), grad.element_size(), grad.numel()
-    elements = [numel * quarter // 4 for quarter in range(4)] if numel else []
-    return version, b"".join(ctypes.string_at(begin + width * i, width) for i in elements)
+    return version, four_elements(grad)  # on a device, see sample_of
 
 
 CHANGED = (
@@ -426,8 +418,8 @@ def check_same_parameters(everyone: Sequence[Mapping[str, Any]]) -> None:
         other = next(rank for rank, own in enumerate(digests) if own != digests[0])
         raise RuntimeError(
             f"ranks 0 and {other} have different parameters, and equal averages would never make "
-            "them equal. Call broadcast_parameters on all ranks before the first step. If a closure "
-            "that optimizer.step() gets calls backward(), it must then call "
+            "them equal. Call broadcast_parameters on all ranks before the first step. If a "
+            "closure that optimizer.step() gets calls backward(), it must then call "
             "optimizer.synchronize(), or each rank steps by its own gradients"
         )
 

@@ -20,6 +20,7 @@ import functools
 import gc
 import logging
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from scalecom_hvd.exchange.gradients import local_part
+from scalecom_hvd.exchange.gradients import four_elements, local_part
 from scalecom_hvd.exchange.moves_ahead import has_direction, make, move_of
 from scalecom_hvd.exchange.residue import Residues
 
@@ -52,9 +53,14 @@ NEVER_AHEAD = (
 )
 UNKNOWN_OPTIMIZER = (
     "step-ahead gradients follow the optimizer's own direction, but the direction of {} is not "
-    "known. They work with SGD, and with optimizers that keep exp_avg_sq (Adam, AdamW, NAdam, "
-    "RAdam, LAMB), square_avg (RMSprop), sum (Adagrad) or exp_inf (Adamax). For other optimizers "
-    "give step_ahead=0"
+    "known. They work with SGD, Adam, AdamW, NAdam, RAdam, LAMB, RMSprop, Adagrad and Adamax, and "
+    "with optimizers that keep the same state. For other optimizers give the method, or "
+    "ScaleComState, step_ahead=0"
+)
+NO_LOSS_SCALE = (
+    "a GradScaler steps this model's optimizer, but ScaleCom does not know the loss scale, so "
+    "step-ahead gradients would be computed at wrong parameters. Give the method, or "
+    "ScaleComState, loss_scale=scaler"
 )
 WRITTEN_TO = (
     "{} was written to between a training forward and optimizer.step(), while step-ahead gradients "
@@ -75,13 +81,16 @@ class StepAhead:
 
     Args:
         factor: how much of the way the parameters are moved.
+        knows_scale: returns whether the method was given the script's loss scale.
 
     Attributes:
         where: which parameters the model has now.
     """
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, knows_scale: Callable[[], bool]) -> None:
         self.factor = factor
+        self._knows_scale = knows_scale
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.where = Where.COMMON
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._residues: Residues | None = None
@@ -97,13 +106,17 @@ class StepAhead:
         # {name: the common values while the parameter is ahead, or the reverse}. Made once, as
         # large as what is compressed.
         self._spare: dict[str, torch.Tensor] = {}
-        self._moved: dict[str, int] = {}
+        # {name: what the parameter was like when it had been moved}; see _now.
+        self._moved: dict[str, tuple[int, bytes]] = {}
         self._was_ahead = False
         self._missed = 0
         _everyone.add(self)
 
     def watch(self, model: nn.Module) -> None:
         """Put hooks on a model, so that its training forwards move parameters ahead."""
+        if model in self._models:
+            return
+        self._models.add(model)
         hook = _Hook(self)
         # This hook comes before all others, because FSDP2's hook gathers the model's shards.
         model.register_forward_pre_hook(hook.before_forward, prepend=True)
@@ -130,9 +143,22 @@ class StepAhead:
             of_node: {name: (N,)}: what waits in a node, if this rank's residues are a part of it.
             by_hook: whether gradients come through a hook, which the script may forget to register.
         """
+        # A script that makes its optimizer anew may keep the old one, and its hooks are on the same
+        # model.
+        own = set(parameters.values())
+        for other in list(_everyone):
+            same = not own.isdisjoint(other._parameters.values())
+            if other is not self and same and not self._models.isdisjoint(other._models):
+                other.retire()
         self._parameters, self._residues, self._ranks = parameters, residues, ranks
         self._of_node = of_node or {}
         self._by_hook = by_hook
+
+    def retire(self) -> None:
+        """Restore common parameters, and move none again."""
+        self.restore()
+        self._parameters, self._residues, self._of_node = {}, None, {}
+        self._optimizers, self._spare = [], {}
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer if it has some of the parameters. The last such optimizer counts."""
@@ -164,9 +190,12 @@ class StepAhead:
             waits = self._residues.tensors[name].residue if of_node is None else of_node
             moves.append(move_of(own, self._spare[name], waits, group, state, factor))
             names.append(name)
+        if not names:  # no parameter is trained now, or none has been stepped
+            return
         make(moves, self._residues.alignment.weight, self._residues.config.beta)
-        self._moved = {name: self._parameters[name]._version for name in names}
-        self.where, self._was_ahead = Where.AHEAD, bool(names)
+        self._moved = {name: self._now(name) for name in names}
+        self.where, self._was_ahead = Where.AHEAD, True
+        torch.clear_autocast_cache()  # it has copies of what was moved
 
     def note_step(self, step: int) -> None:
         """Note that this step counts. Log a warning, once, if several in a row were not ahead."""
@@ -183,14 +212,17 @@ class StepAhead:
         Raises:
             RuntimeError: something wrote to them meanwhile.
         """
-        if self.where is Where.AHEAD and self._moved:
-            data = [local_part(self._parameters[name]) for name in self._moved]
-            torch._foreach_copy_(data, [self._spare[name] for name in self._moved])
-        self.where = Where.COMMON
         moved, self._moved = self._moved, {}
-        for name, version in moved.items():
-            if self._parameters[name]._version != version:
-                raise RuntimeError(WRITTEN_TO.format(name))
+        where, self.where = self.where, Where.COMMON
+        if where is Where.AHEAD:
+            written_to = [name for name, was in moved.items() if self._now(name) != was]
+            data = [local_part(self._parameters[name]) for name in moved]
+            torch._foreach_copy_(data, [self._spare[name] for name in moved])
+            torch.clear_autocast_cache()
+        else:
+            written_to = [n for n, (was, _) in moved.items() if self._parameters[n]._version != was]
+        if written_to:
+            raise RuntimeError(WRITTEN_TO.format(written_to[0]))
 
     @torch.no_grad()
     def step_aside(self) -> None:
@@ -206,6 +238,8 @@ class StepAhead:
         """
         self.know(optimizer)
         is_known = any(known() is optimizer for known in self._optimizers)
+        if is_known and not self._knows_scale() and _is_called_by_a_scaler():
+            raise RuntimeError(NO_LOSS_SCALE)
         if is_known:
             self.restore()
             self._stepping = optimizer, self._versions()
@@ -235,7 +269,17 @@ class StepAhead:
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters.values()]
 
+    def _now(self, name: str) -> tuple[int, bytes]:
+        """What tells whether somebody writes to a parameter: its version and four elements.
+
+        PyTorch hides changes of `.data` from versions. On a device they are not noticed, because
+        the host would have to wait.
+        """
+        parameter = self._parameters[name]
+        return parameter._version, four_elements(local_part(parameter))
+
     def _exchange_with_spare(self) -> None:
+        torch.clear_autocast_cache()
         for name in self._moved:
             data = local_part(self._parameters[name])
             now = data.clone()
@@ -335,6 +379,18 @@ for _function in (_not_compiled, _reshard, _Hook.before_forward, _Hook.after_for
 
 def _nobody() -> None:
     return None
+
+
+def _is_called_by_a_scaler() -> bool:
+    """Whether the optimizer's step that begins was called by an enabled GradScaler."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(20):  # schedulers and wrappers lie between
+        if frame is None:
+            return False
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
 
 
 def restore_all() -> None:

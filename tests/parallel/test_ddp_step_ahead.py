@@ -1,7 +1,9 @@
 """Step-ahead gradients in DDP's hook, which knows the model and finds the optimizer."""
 
 import contextlib
+import gc
 import io
+import os
 
 import pytest
 import torch
@@ -48,6 +50,40 @@ def test_a_hook_that_was_not_registered_is_told(registers, caplog):
     for step in range(21):
         take(model, optimizer, step)
     assert ("call model.register_comm_hook(state" in caplog.text) != registers
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_whose_scale_is_not_known_is_refused(enabled, knows):
+    """Residues of scaled gradients would move parameters by thousands of steps."""
+    scaler = torch.amp.GradScaler(DEVICE, enabled=enabled)
+    model, optimizer, _ = make(loss_scale=scaler if knows else None)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # it wraps optimizer.step
+    scaler.scale(loss(model, hvd.rank(), 0)).backward()
+    if enabled and not knows:
+        with pytest.raises(RuntimeError, match="loss_scale=scaler"):
+            scaler.step(optimizer)
+    else:
+        scaler.step(optimizer)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="CUDA does not survive a fork")
+def test_forked_processes_collect_garbage():
+    """DataLoader's workers do. A process group that a child deletes makes it crash."""
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer, state = make()
+        for step in range(2):
+            take(model, optimizer, step)
+        del model, optimizer, state
+        child = os.fork()
+        if not child:
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

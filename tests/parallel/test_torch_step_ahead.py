@@ -1,6 +1,7 @@
 """Gradients computed a step ahead: what they are, and that no one else sees parameters ahead."""
 
 import copy
+import gc
 import io
 import pickle
 
@@ -341,14 +342,23 @@ def test_copies_of_a_model_move_nothing():
     assert are_equal(model, before)
 
 
-def test_parameters_that_are_written_to_while_ahead_are_refused():
+def clamp(parameter):
+    with torch.no_grad():
+        parameter.clamp_(-0.1, 0.1)
+
+
+def decay(parameter):
+    parameter.data.mul_(0.9)
+
+
+@pytest.mark.parametrize("write", [clamp, decay])
+def test_parameters_that_are_written_to_while_ahead_are_refused(write):
     model, optimizer, _ = make()
     for step in range(3):
         take(model, optimizer, step)
     optimizer.zero_grad()
     loss(model, hvd.rank(), 4).backward()
-    with torch.no_grad():
-        model[0].weight.clamp_(-0.1, 0.1)
+    write(model[0].weight)
     with pytest.raises(RuntimeError, match="after optimizer.step"):
         optimizer.step()
 
@@ -386,7 +396,19 @@ class UnknownWithoutState(Unknown):
                 p.add_(p.grad.sign(), alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("kind", [Unknown, UnknownWithoutState])
+class ScaledElsewhere(torch.optim.Adam):
+    """Like Prodigy, it keeps Adam's moments, and more that its steps depend on."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["s"] = p.detach().view(-1)[::7]
+
+
+@pytest.mark.parametrize(
+    "kind", [Unknown, UnknownWithoutState, ScaledElsewhere, torch.optim.Adadelta]
+)
 def test_optimizers_of_unknown_direction_are_refused(kind):
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
@@ -436,6 +458,87 @@ def test_an_optimizer_may_wrap_another():
         with optimizer.skip_synchronize():
             wrapper.step()
     assert same_on_all_ranks(model.parameters())
+
+
+def test_layers_of_a_frozen_model_are_ahead_once_they_are_trained():
+    """As a GAN's discriminator, which is frozen while the generator gets its gradients."""
+    model, optimizer, _ = make()
+    for step in range(2):
+        take(model, optimizer, step)
+    before = copies(model)
+    model.requires_grad_(False)
+    loss(model, hvd.rank(), 2)
+    assert are_equal(model, before)
+    model.requires_grad_(True)
+    value = loss(model, hvd.rank(), 2)
+    assert not are_equal(model, before)
+    value.backward()
+    optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.parametrize("as_list", [list, torch.nn.ModuleList])
+def test_a_model_of_several_modules(as_list):
+    """Whichever of them is called first moves the parameters of all."""
+    whole, parts = make_model(), make_model()
+    settings = {"model": whole}, {"model": as_list([parts[0], parts[1:]])}
+    optimizers = [
+        hvd.DistributedOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()),
+            model.named_parameters(),
+            compression=hvd.ScaleCom(**SETTINGS | own),
+        )
+        for model, own in zip((whole, parts), settings, strict=True)
+    ]
+    for step in range(6):
+        take(whole, optimizers[0], step)
+        take(lambda x: parts[1:](parts[0](x)), optimizers[1], step)
+    assert are_equal(parts, copies(whole))
+
+
+@in_every_library
+def test_an_optimizer_is_made_anew_and_the_old_method_is_kept(library):
+    """The old one's hooks are still on the model."""
+    model, optimizer, old = make(library)
+    for step in range(3):
+        take(model, optimizer, step)
+    loss(model, hvd.rank(), 3)  # parameters are ahead
+    del optimizer
+    gc.collect()  # Horovod's hooks go with it
+    other = make_model()
+    other.load_state_dict(model.state_dict())
+    found = []
+    for each in (model, other):
+        named = {"named_parameters": each.named_parameters()} if library is stock else {}
+        fresh = hvd.ScaleCom(model=each, **named, **SETTINGS)
+        optimizer = library.DistributedOptimizer(
+            OPTIMIZERS["adamw"](each.parameters()), each.named_parameters(), compression=fresh
+        )
+        for step in range(3, 6):
+            take(each, optimizer, step)
+        found.append(copies(each))
+        assert same_on_all_ranks(each.parameters())
+        del optimizer
+        gc.collect()
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+    assert old.stats()["step"] == 3
+
+
+def test_one_autocast_for_training_and_evaluation():
+    """Autocast keeps copies of the weights, also of those ahead."""
+    model, optimizer, _ = make()
+    model.float()
+    inputs = torch.randn(8, 12, generator=torch.Generator().manual_seed(3))
+    for step in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss(lambda x: model(x.float()), hvd.rank(), step)
+            with torch.no_grad():
+                seen = model(inputs)
+            ahead = model(inputs + hvd.rank())
+        assert same_on_all_ranks([seen])
+        ahead.square().mean().backward()
+        optimizer.step()
 
 
 def test_without_the_model_it_is_refused():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -80,8 +80,8 @@ class Method:
             alike workers are, and how good the choice is.
         quantiser: what rounds the sent values: None, or one of quantisers.py.
         model: the model that is trained, so that its gradients can be computed a step ahead (see
-            ScaleComConfig.step_ahead). Give the model that the script calls. ScaleComState gives
-            its own model to the method that it makes.
+            ScaleComConfig.step_ahead). Give the model that the script calls, or several, such as
+            an encoder and a decoder. ScaleComState gives its own model to the method that it makes.
         **fields: any fields of ScaleComConfig. They override `config`.
 
     Attributes:
@@ -115,7 +115,7 @@ class Method:
         loss_scale: object = None,
         diagnostics: Diagnostics | int | None = None,
         quantiser: Quantiser | type[Quantiser] | None = None,
-        model: nn.Module | None = None,
+        model: nn.Module | Iterable[nn.Module] | None = None,
         **fields: Any,
     ) -> None:
         name = type(self).__name__
@@ -230,15 +230,21 @@ class Method:
             comes.now()
         return comes
 
-    def watch(self, model: nn.Module) -> None:
-        """Compute this model's gradients a step ahead, if the settings say so.
+    def watch(self, model: nn.Module | Iterable[nn.Module]) -> None:
+        """Compute the gradients of this model, or of several, a step ahead, if the settings say so.
 
         __init__ calls this if it is given the model. A method that was unpickled must be given the
         model anew.
         """
-        if self.config.step_ahead and self.ahead is None:
-            self.ahead = StepAhead(self.config.step_ahead)
-            self.ahead.watch(model)
+        if not self.config.step_ahead:
+            return
+        if self.ahead is None:
+            knows_scale = lambda: self._read_scale is not _unscaled  # noqa: E731
+            self.ahead = StepAhead(self.config.step_ahead, knows_scale)
+        if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+            model = [model]
+        for each in model:
+            self.ahead.watch(each)
 
     # What users, and elastic states, call. The run does it.
 
@@ -348,9 +354,13 @@ def _inverse(scale: torch.Tensor) -> float:
     return 1 / float(scale)
 
 
+def _unscaled() -> float:
+    return 1.0
+
+
 def _scale_reader(loss_scale: object) -> Callable[[], float | torch.Tensor]:
     if loss_scale is None:
-        return lambda: 1.0
+        return _unscaled
     reader = getattr(loss_scale, "get_scale", loss_scale)
     if not callable(reader):
         raise TypeError(
