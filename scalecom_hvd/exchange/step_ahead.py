@@ -143,12 +143,13 @@ class StepAhead:
             of_node: {name: (N,)}: what waits in a node, if this rank's residues are a part of it.
             by_hook: whether gradients come through a hook, which the script may forget to register.
         """
-        # A script that makes its optimizer anew may keep the old one, and its hooks are on the same
-        # model.
+        # A script that makes its optimizer anew may keep the old method, and its hooks are on the
+        # same model. (Simulated workers have the same parameters too, but no model.)
         own = set(parameters.values())
         for other in list(_everyone):
+            hooked = {p for model in self._models & other._models for p in model.parameters()}
             same = not own.isdisjoint(other._parameters.values())
-            if other is not self and same and not self._models.isdisjoint(other._models):
+            if other is not self and same and not own.isdisjoint(hooked):
                 other.retire()
         self._parameters, self._residues, self._ranks = parameters, residues, ranks
         self._of_node = of_node or {}
