@@ -317,7 +317,9 @@ def _numbered_otherwise(first: object, other: object) -> bool:
 def _difference(first: object, other: object, rank: int) -> str:
     if isinstance(first, dict) and isinstance(other, dict):
         # A key that only one rank has comes at its place there: a quantiser before its rate.
-        place = {key: number for keys in (other, first) for number, key in enumerate(keys)}
+        place: dict[object, int] = {}
+        for number, key in (*enumerate(first), *enumerate(other)):
+            place.setdefault(key, number)
         for key in sorted(place, key=lambda key: (place[key], key in first and key in other)):
             mine, theirs = first.get(key, "missing"), other.get(key, "missing")
             if (key in first) != (key in other) or mine != theirs:
