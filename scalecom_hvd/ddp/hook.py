@@ -158,6 +158,7 @@ class ScaleComState:
             if collectives is None:
                 collectives = ProcessGroupCollectives(process_group, devices=devices)
             stand_ins = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
+        self.compression.watch(model)  # for a method that was unpickled
         # DDP made parameters the same on all ranks when it wrapped the model. They may still differ
         # between ranks when ranks first average: sharpness-aware steps move them under no_sync().
         self._exchange = Exchange(
@@ -168,7 +169,6 @@ class ScaleComState:
             compares_parameters=False,
             node=self._node,
         )
-        self.compression.watch(model)  # for a method that was unpickled
         if self.compression.ahead is not None:
             of_node = self._node.shards.residues if self._node else None
             residues, by_hook = self.compression.residues, collectives.size > 1

@@ -127,15 +127,19 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def four_elements(tensor: torch.Tensor) -> bytes:
-    """Four elements of a dense tensor, which show most changes. Empty if it is on a device."""
-    if tensor.device.type != "cpu":
+    """Four elements of a dense tensor, which show most changes.
+
+    Empty if it is on a device, or of a class that may have no memory of its own.
+    """
+    numel = tensor.numel()
+    if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return b""
-    if not tensor.is_contiguous():
-        flat = tensor.detach().reshape(-1)
-        return as_bytes(flat[:: max(flat.numel() // 4, 1)]).numpy().tobytes()
-    # Read from memory, because this runs twice per parameter and step, and tensors take longer.
-    begin, width, numel = tensor.data_ptr(), tensor.element_size(), tensor.numel()
     elements = [numel * quarter // 4 for quarter in range(4)] if numel else []
+    if not tensor.is_contiguous():
+        found = torch.take(tensor.detach(), torch.tensor(elements, dtype=torch.int64))
+        return as_bytes(found).numpy().tobytes()
+    # Read from memory, because this runs twice per parameter and step, and tensors take longer.
+    begin, width = tensor.data_ptr(), tensor.element_size()
     return b"".join(ctypes.string_at(begin + width * i, width) for i in elements)
 
 

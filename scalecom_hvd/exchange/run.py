@@ -170,7 +170,6 @@ class Run:
                 _note_rank(state, averager.collectives)
             if self._method.diagnostics is not None:
                 averager.watch(self._method.diagnostics)
-            self._serve_ahead(parameters, averager)
             self.residues.synchronisations_in = averager.synchronisations_in
             self.residues.attach(parameters, averager.node.whole if averager.node else None)
             if state is None:
@@ -179,6 +178,7 @@ class Run:
                 self._check_fits(state)
                 self._take_up(state)
                 averager.load_state_dict(state)
+            self._serve_ahead(parameters, averager)  # last, because it ends what served before
         except BaseException:
             self.release()
             raise

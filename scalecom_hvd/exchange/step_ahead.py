@@ -57,6 +57,11 @@ UNKNOWN_OPTIMIZER = (
     "with optimizers that keep the same state. For other optimizers give the method, or "
     "ScaleComState, step_ahead=0"
 )
+RETIRED = (
+    "step %d: gradients are no longer computed a step ahead, because another ScaleCom moves the "
+    "same model's parameters. Give each parameter to one optimizer, or give one of them "
+    "step_ahead=0"
+)
 NO_LOSS_SCALE = (
     "a GradScaler steps this model's optimizer, but ScaleCom does not know the loss scale, so "
     "step-ahead gradients would be computed at wrong parameters. Give the method, or "
@@ -110,6 +115,11 @@ class StepAhead:
         self._moved: dict[str, tuple[int, bytes]] = {}
         self._was_ahead = False
         self._missed = 0
+        self._is_retired = False
+        # The parameter whose elements, but not its version, say that somebody wrote to it.
+        self._written_to: str | None = None
+        # How many training forwards of the models are running, one inside the other.
+        self.forwards = 0
         _everyone.add(self)
 
     def watch(self, model: nn.Module) -> None:
@@ -145,11 +155,10 @@ class StepAhead:
         """
         # A script that makes its optimizer anew may keep the old method, and its hooks are on the
         # same model. (Simulated workers have the same parameters too, but no model.)
-        own = set(parameters.values())
+        own = self._hooked() & set(parameters.values())
         for other in list(_everyone):
-            hooked = {p for model in self._models & other._models for p in model.parameters()}
-            same = not own.isdisjoint(other._parameters.values())
-            if other is not self and same and not own.isdisjoint(hooked):
+            others = other._hooked() & set(other._parameters.values())
+            if other is not self and not own.isdisjoint(others):
                 other.retire()
         self._parameters, self._residues, self._ranks = parameters, residues, ranks
         self._of_node = of_node or {}
@@ -157,9 +166,15 @@ class StepAhead:
 
     def retire(self) -> None:
         """Restore common parameters, and move none again."""
-        self.restore()
-        self._parameters, self._residues, self._of_node = {}, None, {}
-        self._optimizers, self._spare = [], {}
+        try:
+            self.restore()
+        finally:
+            self._parameters, self._residues, self._of_node = {}, None, {}
+            self._optimizers, self._spare, self._stepping = [], {}, (None, [])
+            self._is_retired = True
+
+    def _hooked(self) -> set[torch.Tensor]:
+        return {p for model in self._models for p in model.parameters()}
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer if it has some of the parameters. The last such optimizer counts."""
@@ -200,6 +215,9 @@ class StepAhead:
 
     def note_step(self, step: int) -> None:
         """Note that this step counts. Log a warning, once, if several in a row were not ahead."""
+        if self._is_retired:
+            log.warning(RETIRED, step)
+            self._is_retired = False  # said once
         compresses = self._residues is not None and bool(self._residues.tensors)
         missed = step > 0 and compresses and not self._was_ahead
         self._missed, self._was_ahead = self._missed + 1 if missed else 0, False
@@ -211,19 +229,23 @@ class StepAhead:
         """Make the parameters the common ones, to the bit, until the next training forward.
 
         Raises:
-            RuntimeError: something wrote to them meanwhile.
+            RuntimeError: something wrote to them meanwhile, as their versions say. If only their
+                elements say so, perhaps on some ranks only, the optimizer's step raises it: the
+                other ranks wait for this one until then.
         """
         moved, self._moved = self._moved, {}
-        where, self.where = self.where, Where.COMMON
-        if where is Where.AHEAD:
-            written_to = [name for name, was in moved.items() if self._now(name) != was]
+        where, self.where, self.forwards = self.where, Where.COMMON, 0
+        now = {name: self._now(name) for name in moved}
+        if where is Where.AHEAD and moved:
             data = [local_part(self._parameters[name]) for name in moved]
             torch._foreach_copy_(data, [self._spare[name] for name in moved])
             torch.clear_autocast_cache()
-        else:
-            written_to = [n for n, (was, _) in moved.items() if self._parameters[n]._version != was]
-        if written_to:
-            raise RuntimeError(WRITTEN_TO.format(written_to[0]))
+            changed = (name for name in moved if now[name] != moved[name])
+            self._written_to = next(changed, self._written_to)
+        for name, (version, _) in moved.items():
+            if now[name][0] != version:
+                self._written_to = None
+                raise RuntimeError(WRITTEN_TO.format(name))
 
     @torch.no_grad()
     def step_aside(self) -> None:
@@ -239,10 +261,14 @@ class StepAhead:
         """
         self.know(optimizer)
         is_known = any(known() is optimizer for known in self._optimizers)
-        if is_known and not self._knows_scale() and _is_called_by_a_scaler():
-            raise RuntimeError(NO_LOSS_SCALE)
         if is_known:
             self.restore()
+            written_to, self._written_to = self._written_to, None
+            if written_to is not None:
+                raise RuntimeError(WRITTEN_TO.format(written_to))
+            compresses = self._residues is not None and bool(self._residues.tensors)
+            if compresses and not self._knows_scale() and _is_called_by_a_scaler():
+                raise RuntimeError(NO_LOSS_SCALE)
             self._stepping = optimizer, self._versions()
         return is_known
 
@@ -327,20 +353,35 @@ class _Hook:
 
     def __init__(self, ahead: StepAhead | None) -> None:
         self._ahead: Callable[[], StepAhead | None] = weakref.ref(ahead) if ahead else _nobody
+        # What each forward that is running did: whether it trains, and whether it stepped aside.
+        self._running: list[tuple[bool, bool]] = []
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
         ahead = self._ahead()
-        if ahead is not None:
-            moves = module.training and torch.is_grad_enabled()
-            was = ahead.where
-            _not_compiled(StepAhead.move if moves else StepAhead.step_aside)(ahead)
-            if was is not ahead.where:
-                _not_compiled(_reshard)(module)
+        if ahead is None:
+            return
+        trains, was = module.training and torch.is_grad_enabled(), ahead.where
+        # Inside another training forward, as a frozen part of its model, nothing steps aside: its
+        # parameters are needed ahead in backward.
+        steps_aside = not trains and not ahead.forwards and was is Where.AHEAD
+        self._running.append((trains, steps_aside))
+        if trains:
+            _not_compiled(StepAhead.move)(ahead)
+            ahead.forwards += 1
+        elif steps_aside:
+            _not_compiled(StepAhead.step_aside)(ahead)
+        if was is not ahead.where:
+            _not_compiled(_reshard)(module)
 
     def after_forward(self, module: nn.Module, *_: Any) -> None:
         """Move parameters that stepped aside ahead again: a backward may still be due."""
         ahead = self._ahead()
-        if ahead is not None and ahead.where is Where.ASIDE:
+        if ahead is None or not self._running:
+            return
+        trained, stepped_aside = self._running.pop()
+        if trained:
+            ahead.forwards = max(0, ahead.forwards - 1)
+        if stepped_aside and ahead.where is Where.ASIDE:
             _not_compiled(StepAhead.move)(ahead)
             _not_compiled(_reshard)(module)
 
@@ -372,12 +413,6 @@ def _not_compiled(function: Callable[[_Given], None]) -> Callable[[_Given], None
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
-# These functions look into objects that only Python can see. torch.compiler.disable sets the same
-# mark, but imports all of Dynamo.
-for _function in (_not_compiled, _reshard, _Hook.before_forward, _Hook.after_forward):
-    vars(_function)["_torchdynamo_disable"] = True
-
-
 def _nobody() -> None:
     return None
 
@@ -388,8 +423,9 @@ def _is_called_by_a_scaler() -> bool:
     for _ in range(20):  # schedulers and wrappers lie between
         if frame is None:
             return False
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
-            return bool(frame.f_locals["self"].is_enabled())
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(caller, torch.amp.GradScaler):
+            return caller.is_enabled()
         frame = frame.f_back
     return False
 
@@ -433,6 +469,14 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for ahead in list(_everyone):
         ahead.step_ended(optimizer)
 
+
+# These functions look into objects that only Python can see. torch.compiler.disable sets the same
+# mark, but imports all of Dynamo.
+for _function in (
+    *(_not_compiled, _reshard, _Hook.before_forward, _Hook.after_forward),
+    *(_before_step, _after_step),
+):
+    vars(_function)["_torchdynamo_disable"] = True
 
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

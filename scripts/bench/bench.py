@@ -9,12 +9,12 @@ hosts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import hashlib
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -147,7 +147,8 @@ def run_all(todo: list[Job], folder: Path, timeout: float) -> list[Result]:
     """The results of all jobs, in the order in which they were measured; shows a progress bar.
 
     folder: keeps what each job measured, so that a run that was stopped goes on with the next job.
-        Each file's name tells by which code. After the last job, the folder is removed.
+        Each file's name tells by which code, and on which machine. Once the results have been
+        written, call `forget`.
     """
     results: list[Result] = []
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +159,7 @@ def run_all(todo: list[Job], folder: Path, timeout: float) -> list[Result]:
         mininterval=1 if sys.stderr.isatty() else 20,
     ) as bar:
         for job in todo:
-            digest = hashlib.sha256(f"{job} {code}".encode()).hexdigest()[:16]
+            digest = hashlib.sha256(f"{job} {code} {machine()}".encode()).hexdigest()[:16]
             output, ended = folder / f"{digest}.jsonl", threading.Event()
             if not output.exists() or output.read_text().count("\n") < job.runs:
                 output.write_text("")
@@ -172,8 +173,15 @@ def run_all(todo: list[Job], folder: Path, timeout: float) -> list[Result]:
                 ended.set()
                 watcher.join()
             results += with_ratios([json.loads(line) for line in output.read_text().splitlines()])
-    shutil.rmtree(folder)
     return results
+
+
+def forget(folder: Path) -> None:
+    """Remove what run_all kept in its folder."""
+    for kept in folder.glob("*.jsonl"):
+        kept.unlink()
+    with contextlib.suppress(OSError):  # something else is in it
+        folder.rmdir()
 
 
 def _show_progress(bar: tqdm, output: Path, ended: threading.Event, before: int) -> None:
@@ -345,6 +353,7 @@ def main() -> int:
     (arguments.output / "results.json").write_text(
         json.dumps({"machine": machine(), "results": results}, indent=1)
     )
+    forget(arguments.output / "jobs")
     write_csv(results, arguments.output / "steps.csv")
     plot(results, arguments.output / "steps.png")
     print(table(results))

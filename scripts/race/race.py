@@ -124,6 +124,7 @@ class Race:
             results = bench.run_all([job], self.folder / "jobs", timeout=3600)
             found = {"code": self.code, "results": results}
             file.write_text(json.dumps(found, indent=1))
+            bench.forget(self.folder / "jobs")
         self.codes[file] = found["code"]
         return {(r["method"], r["mbit"]): r["step_ms"] for r in found["results"]}
 

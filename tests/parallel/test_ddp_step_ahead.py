@@ -1,9 +1,11 @@
 """Step-ahead gradients in DDP's hook, which knows the model and finds the optimizer."""
 
 import contextlib
+import copy
 import gc
 import io
 import os
+import pickle
 
 import pytest
 import torch
@@ -84,6 +86,22 @@ def test_forked_processes_collect_garbage():
         assert os.waitpid(child, 0)[1] == 0
     finally:
         gc.enable()
+
+
+def test_a_state_that_was_unpickled_goes_on():
+    model, optimizer, state = make()
+    for step in range(2):
+        take(model, optimizer, step)
+    other = DistributedDataParallel(copy.deepcopy(model.module))
+    restored = pickle.loads(pickle.dumps(state))
+    restored.attach(other)
+    other.register_comm_hook(restored, scalecom_hook)
+    stepped = OPTIMIZERS["adamw"](other.parameters())
+    stepped.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(2, 5):
+        take(model, optimizer, step)
+        take(other, stepped, step)
+    assert are_equal(other, copies(model.module))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -496,6 +496,47 @@ def test_a_model_of_several_modules(as_list):
     assert are_equal(parts, copies(whole))
 
 
+def test_a_module_inside_another_that_is_called_alone_too():
+    """The inner module's hooks move nothing back while the outer one steps aside."""
+    model = make_model()
+    method = hvd.ScaleCom(model=[model, model[0]], **SETTINGS)
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()), model.named_parameters(), compression=method
+    )
+    inputs = torch.ones(2, 12, dtype=torch.float64)
+    for step in range(3):
+        take(model, optimizer, step)
+    before = copies(model)
+    value = loss(model, hvd.rank(), 3)
+    ahead = copies(model)
+    with torch.no_grad():
+        seen = model(inputs)
+    assert same_on_all_ranks([seen])
+    assert are_equal(model, ahead)
+    model[0].eval()  # a part that is frozen stays ahead within a training forward
+    trained = model(inputs)
+    assert are_equal(model, ahead)
+    assert not are_equal(model, before)
+    assert not same_on_all_ranks([trained.detach()])
+    (value + trained.mean()).backward()
+    optimizer.step()
+    assert same_on_all_ranks(model.parameters())
+
+
+@pytest.mark.parametrize("model", [[], {"encoder": torch.nn.Linear(2, 2)}, "model", [1]], ids=str)
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match="a list of modules"):
+        hvd.ScaleCom(model=model)
+
+
+def test_a_method_whose_parameters_another_one_moves_says_so_once(caplog):
+    method = hvd.ScaleCom(model=make_model(), **SETTINGS)
+    method.ahead.retire()
+    for step in range(3):
+        method.ahead.note_step(step)
+    assert caplog.text.count("another ScaleCom moves the same") == 1
+
+
 @in_every_library
 def test_an_optimizer_is_made_anew_and_the_old_method_is_kept(library):
     """The old one's hooks are still on the model."""

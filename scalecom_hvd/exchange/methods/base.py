@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -115,7 +115,7 @@ class Method:
         loss_scale: object = None,
         diagnostics: Diagnostics | int | None = None,
         quantiser: Quantiser | type[Quantiser] | None = None,
-        model: nn.Module | Iterable[nn.Module] | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
         **fields: Any,
     ) -> None:
         name = type(self).__name__
@@ -230,20 +230,19 @@ class Method:
             comes.now()
         return comes
 
-    def watch(self, model: nn.Module | Iterable[nn.Module]) -> None:
+    def watch(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Compute the gradients of this model, or of several, a step ahead, if the settings say so.
 
         __init__ calls this if it is given the model. A method that was unpickled must be given the
         model anew.
         """
+        models = _modules_of(model)
         if not self.config.step_ahead:
             return
         if self.ahead is None:
             knows_scale = lambda: self._read_scale is not _unscaled  # noqa: E731
             self.ahead = StepAhead(self.config.step_ahead, knows_scale)
-        if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
-            model = [model]
-        for each in model:
+        for each in models:
             self.ahead.watch(each)
 
     # What users, and elastic states, call. The run does it.
@@ -352,6 +351,17 @@ def _inverse(scale: torch.Tensor) -> float:
             f"{float(scale):g}"
         )
     return 1 / float(scale)
+
+
+def _modules_of(model: object) -> list[nn.Module]:
+    """The modules that a script calls: this one, or all in a list, ModuleList or ModuleDict."""
+    if isinstance(model, nn.Module):
+        is_container = type(model).forward is nn.Module.forward
+        return [*model.children()] if is_container and [*model.children()] else [model]
+    models = [*model] if isinstance(model, (list, tuple)) else []
+    if not models or not all(isinstance(each, nn.Module) for each in models):
+        raise TypeError(f"model must be a torch.nn.Module or a list of modules, not {model!r}")
+    return models
 
 
 def _unscaled() -> float:
