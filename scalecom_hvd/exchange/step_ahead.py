@@ -213,6 +213,15 @@ class StepAhead:
         self.where, self._was_ahead = Where.AHEAD, True
         torch.clear_autocast_cache()  # it has copies of what was moved
 
+    def forward_ended(self) -> None:
+        """A training forward of a model has ended.
+
+        If the model limits its weights through `.data`, in each forward, then let it.
+        """
+        self.forwards = max(0, self.forwards - 1)
+        if not self.forwards:
+            self._moved = {n: (was, self._now(n)[1]) for n, (was, _) in self._moved.items()}
+
     def note_step(self, step: int) -> None:
         """Note that this step counts. Log a warning, once, if several in a row were not ahead."""
         if self._is_retired:
@@ -380,7 +389,7 @@ class _Hook:
             return
         trained, stepped_aside = self._running.pop()
         if trained:
-            ahead.forwards = max(0, ahead.forwards - 1)
+            _not_compiled(StepAhead.forward_ended)(ahead)
         if stepped_aside and ahead.where is Where.ASIDE:
             _not_compiled(StepAhead.move)(ahead)
             _not_compiled(_reshard)(module)

@@ -363,6 +363,17 @@ def test_parameters_that_are_written_to_while_ahead_are_refused(write):
         optimizer.step()
 
 
+def test_a_model_may_limit_its_weights_in_forward():
+    def limit(module, _):
+        module[0].weight.data.clamp_(-0.1, 0.1)
+
+    model, optimizer, _ = make()
+    model.register_forward_pre_hook(limit)
+    for step in range(4):
+        take(model, optimizer, step)
+    assert same_on_all_ranks(model.parameters())
+
+
 def test_a_parameter_that_is_frozen_stays():
     model, optimizer, _ = make()
     for step in range(3):
