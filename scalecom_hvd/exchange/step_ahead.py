@@ -7,10 +7,10 @@ Training with Compressed Gradient", AAAI 2021, arXiv 2008.05823). This sends not
 values do not agree with the others' (alignment.py), momentum, which all ranks share, replaces m_i.
 That part is ours, found by trying (docs/results.md).
 
-Between a training forward and the step, a rank's parameters are its own, *ahead*. Hooks on the
-model move them. Everything else gets the *common* parameters, to the bit: a forward without
-gradients or in evaluation, state_dict(), the optimizer's step, and the end of the exchange. If the
-model is sharded, each rank moves its own shards. Imports gradients, moves_ahead and residue.
+From a training forward to the end of the exchange, a rank's parameters are its own, *ahead*. Hooks
+on the model move them. A forward without gradients or in evaluation, state_dict() and the
+optimizer's step get the *common* parameters, to the bit. If the model is sharded, each rank moves
+its own shards. Imports gradients, moves_ahead and residue.
 """
 
 from __future__ import annotations
