@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # code_version.py, pictures.py
+
 import code_version
-import hosts  # puts the folder of launch.py and pictures.py on the path
+import hosts
 import pictures
 from bench_worker import DDP, LOCAL, METHODS
 from tqdm import tqdm
