@@ -227,8 +227,7 @@ class StepAhead:
         if self._is_retired:
             log.warning(RETIRED, step)
             self._is_retired = False  # said once
-        compresses = self._residues is not None and bool(self._residues.tensors)
-        missed = step > 0 and compresses and not self._was_ahead
+        missed = step > 0 and self._compresses and not self._was_ahead
         self._missed, self._was_ahead = self._missed + 1 if missed else 0, False
         if self._missed == MISSED:
             log.warning(NEVER_AHEAD, step)
@@ -275,8 +274,7 @@ class StepAhead:
             written_to, self._written_to = self._written_to, None
             if written_to is not None:
                 raise RuntimeError(WRITTEN_TO.format(written_to))
-            compresses = self._residues is not None and bool(self._residues.tensors)
-            if compresses and not self._knows_scale() and _is_called_by_a_scaler():
+            if self._compresses and not self._knows_scale() and _is_called_by_a_scaler():
                 raise RuntimeError(NO_LOSS_SCALE)
             self._stepping = optimizer, self._versions()
         return is_known
@@ -301,6 +299,10 @@ class StepAhead:
             self._unused += 1
             if self._unused == UNUSED:
                 log.warning(NOTHING_EXCHANGED, UNUSED)
+
+    @property
+    def _compresses(self) -> bool:
+        return self._residues is not None and bool(self._residues.tensors)
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters.values()]

@@ -357,7 +357,7 @@ def _modules_of(model: object) -> list[nn.Module]:
     """The modules that a script calls: this one, or all in a list, ModuleList or ModuleDict."""
     if isinstance(model, nn.Module):
         is_container = type(model).forward is nn.Module.forward
-        return [*model.children()] if is_container and [*model.children()] else [model]
+        return (is_container and [*model.children()]) or [model]
     models = [*model] if isinstance(model, (list, tuple)) else []
     if not models or not all(isinstance(each, nn.Module) for each in models):
         raise TypeError(f"model must be a torch.nn.Module or a list of modules, not {model!r}")
