@@ -111,8 +111,12 @@ class StepAhead:
         # {name: the common values while the parameter is ahead, or the reverse}. Made once, as
         # large as what is compressed.
         self._spare: dict[str, torch.Tensor] = {}
-        # {name: what the parameter was like when it had been moved}; see _now.
-        self._moved: dict[str, tuple[int, bytes]] = {}
+        # {name: the parameter's version when it had been moved}.
+        self._moved: dict[str, int] = {}
+        # {name: four of the parameter's elements after the last training forward}. PyTorch hides
+        # changes of `.data` from versions. On a device these changes are not noticed, because the
+        # host would have to wait.
+        self._elements: dict[str, bytes] = {}
         self._was_ahead = False
         self._missed = 0
         self._is_retired = False
@@ -209,18 +213,22 @@ class StepAhead:
         if not names:  # no parameter is trained now, or none has been stepped
             return
         make(moves, self._residues.alignment.weight, self._residues.config.beta)
-        self._moved = {name: self._now(name) for name in names}
+        self._moved = {name: self._parameters[name]._version for name in names}
         self.where, self._was_ahead = Where.AHEAD, True
         torch.clear_autocast_cache()  # it has copies of what was moved
 
-    def forward_ended(self) -> None:
-        """A training forward of a model has ended.
+    def forward_begins(self) -> None:
+        """A training forward of a model begins. It may write to parameters through `.data`."""
+        self._note_writes()
+        self._elements = {}
+        self.move()
+        self.forwards += 1
 
-        If the model limits its weights through `.data`, in each forward, then let it.
-        """
+    def forward_ended(self) -> None:
+        """A training forward of a model has ended."""
         self.forwards = max(0, self.forwards - 1)
-        if not self.forwards:
-            self._moved = {n: (was, self._now(n)[1]) for n, (was, _) in self._moved.items()}
+        if not self.forwards and self.where is Where.AHEAD:
+            self._elements = {name: self._four_elements(name) for name in self._moved}
 
     def note_step(self, step: int) -> None:
         """Note that this step counts. Log a warning, once, if several in a row were not ahead."""
@@ -241,17 +249,16 @@ class StepAhead:
                 elements say so, perhaps on some ranks only, the optimizer's step raises it: the
                 other ranks wait for this one until then.
         """
-        moved, self._moved = self._moved, {}
+        self._note_writes()
+        moved, self._moved, self._elements = self._moved, {}, {}
         where, self.where, self.forwards = self.where, Where.COMMON, 0
-        now = {name: self._now(name) for name in moved}
+        now = {name: self._parameters[name]._version for name in moved}
         if where is Where.AHEAD and moved:
             data = [local_part(self._parameters[name]) for name in moved]
             torch._foreach_copy_(data, [self._spare[name] for name in moved])
             torch.clear_autocast_cache()
-            changed = (name for name in moved if now[name] != moved[name])
-            self._written_to = next(changed, self._written_to)
-        for name, (version, _) in moved.items():
-            if now[name][0] != version:
+        for name, version in moved.items():
+            if now[name] != version:
                 self._written_to = None
                 raise RuntimeError(WRITTEN_TO.format(name))
 
@@ -307,14 +314,14 @@ class StepAhead:
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters.values()]
 
-    def _now(self, name: str) -> tuple[int, bytes]:
-        """What tells whether somebody writes to a parameter: its version and four elements.
+    def _note_writes(self) -> None:
+        """Note a parameter that was written to since the last training forward."""
+        if self.where is Where.AHEAD:
+            written_to = (n for n, was in self._elements.items() if was != self._four_elements(n))
+            self._written_to = self._written_to or next(written_to, None)
 
-        PyTorch hides changes of `.data` from versions. On a device they are not noticed, because
-        the host would have to wait.
-        """
-        parameter = self._parameters[name]
-        return parameter._version, four_elements(local_part(parameter))
+    def _four_elements(self, name: str) -> bytes:
+        return four_elements(local_part(self._parameters[name]))
 
     def _exchange_with_spare(self) -> None:
         torch.clear_autocast_cache()
@@ -377,8 +384,7 @@ class _Hook:
         steps_aside = not trains and not ahead.forwards and was is Where.AHEAD
         self._running.append((trains, steps_aside))
         if trains:
-            _not_compiled(StepAhead.move)(ahead)
-            ahead.forwards += 1
+            _not_compiled(StepAhead.forward_begins)(ahead)
         elif steps_aside:
             _not_compiled(StepAhead.step_aside)(ahead)
         if was is not ahead.where:

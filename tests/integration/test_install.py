@@ -196,7 +196,8 @@ state = ScaleComState(model, rate=10, dense=[], warmup_steps=0)
 model.register_comm_hook(state, scalecom_hook)
 for step in range(3):
     model(torch.randn(8, 100)).square().mean().backward()
-assert model.module.weight.grad.count_nonzero() == 500
+# Few bits round some of the 500 sent values to 0.
+assert 250 < model.module.weight.grad.count_nonzero() <= 500
 print(f"rank {dist.get_rank()} trained for {state.stats()['step']} steps")
 dist.barrier()
 dist.destroy_process_group()

@@ -351,14 +351,17 @@ def decay(parameter):
     parameter.data.mul_(0.9)
 
 
+@pytest.mark.parametrize("another_forward", [False, True])
 @pytest.mark.parametrize("write", [clamp, decay])
-def test_parameters_that_are_written_to_while_ahead_are_refused(write):
+def test_parameters_that_are_written_to_while_ahead_are_refused(write, another_forward):
     model, optimizer, _ = make()
     for step in range(3):
         take(model, optimizer, step)
     optimizer.zero_grad()
     loss(model, hvd.rank(), 4).backward()
     write(model[0].weight)
+    if another_forward:  # as between two micro-batches
+        loss(model, hvd.rank(), 5)
     with pytest.raises(RuntimeError, match="after optimizer.step"):
         optimizer.step()
 
