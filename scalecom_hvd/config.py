@@ -59,15 +59,15 @@ class ScaleComConfig:
     """
 
     step_ahead: float = cast(float, None)
-    """How far ahead gradients are computed. PyTorch only, and only if the model is known.
+    """How far ahead gradients are computed. PyTorch only.
 
     0: at the parameters themselves. 1: at the parameters to which this rank's residue would take
     the model, in the optimizer's own direction. The distance is 1.5 * lr * m for SGD with momentum,
     and 0.3 * lr * m / (sqrt(v) + eps) for Adam and its relatives. Such gradients already allow for
     what waits, so no low-pass filter is needed. In ScaleCom the optimizer's momentum replaces part
     of m. The less this rank's values agree with the others', the larger this part is. Other
-    methods, and quantisers, do not do this: give them 0 if ranks have unlike data. None: 1 if the
-    model is known, as ScaleComState and ScaleCom(model=model) know it, and 0 if not.
+    methods, and quantisers, do not do this: give them 0 if ranks have unlike data. None: 1, or 0
+    with local steps.
     """
 
     flush: bool = True
@@ -292,11 +292,11 @@ class ScaleComConfig:
         _check_names(fields, "there is no setting")
         return dataclasses.replace(self, **fields)
 
-    def resolved(self, knows_model: bool = False, knows_bits: bool = True) -> ScaleComConfig:
+    def resolved(self, can_be_ahead: bool = False, knows_bits: bool = True) -> ScaleComConfig:
         """A copy with numbers instead of None, to train with.
 
         Args:
-            knows_model: whether gradients can be computed a step ahead.
+            can_be_ahead: whether gradients can be computed a step ahead.
             knows_bits: whether values can be integers of few bits.
         """
         rate, bits, ahead, beta = self.rate, self.bits, self.step_ahead, self.beta
@@ -307,7 +307,7 @@ class ScaleComConfig:
         if rate is None:
             rate = 16.0 if bits < 32 else 100.0
         if ahead is None:
-            ahead = 1.0 if knows_model else 0.0
+            ahead = 1.0 if can_be_ahead else 0.0
         if beta is None:
             beta = 1.0 if ahead else 0.2
         return dataclasses.replace(self, rate=rate, bits=bits, step_ahead=ahead, beta=beta)

@@ -453,7 +453,7 @@ def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     settings = [f"{name}={number:g}" for name, number in given.items() if number]
     settings += ["lookahead=True"] * choice.label.endswith("=True")
     settings.append(f"total_steps={steps or '...'}")
-    compression = f"hvd.ScaleCom(model=model, {', '.join(settings)})"
+    compression = f"hvd.ScaleCom({', '.join(settings)})"
     origin, names = "scalecom_hvd.ddp", "ScaleComState, scalecom_hook"
     hook, state = "scalecom_hook", f"ScaleComState(model, {', '.join(settings)})"
     if choice.method == "fp16":
@@ -464,7 +464,7 @@ def _snippet(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     if choice.method == NODES:
         state = f"{state[:-1]}, mesh=mesh)  # docs/nodes.md"
     keras = "" if choice.method == NODES else "  # or scalecom_hvd.tensorflow.keras"
-    without = "" if choice.method == NODES else "  # neither it nor model= in Keras"
+    without = "" if choice.method == NODES else "  # not in Keras"
     yield f"    import scalecom_hvd.torch as hvd{keras}"
     yield ""
     yield "    optimizer = hvd.DistributedOptimizer("
@@ -501,7 +501,7 @@ def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     if s.rate is None and s.bits is None:
         yield (
             "- Accuracy: small models lost 0 to 0.4 points on images, and 0.05 bits on text. "
-            "Without model= they lost up to 1.7 points and 0.25 bits."
+            "In TensorFlow and Keras they lost up to 1.7 points and 0.25 bits."
         )
     yield "- How to tune it: docs/tuning.md. Measured accuracy: docs/results.md."
     rate, _ = sends(choice.method, s)

@@ -87,9 +87,7 @@ class ScaleComState:
                 f"compression={type(compression).__name__}({', '.join(settings)}=...)"
             )
         self.compression = (
-            compression
-            if isinstance(compression, Method)
-            else compression(**{"model": model, **settings})
+            compression if isinstance(compression, Method) else compression(**settings)
         )
         self._begin()
         self.attach(model, process_group, collectives=collectives, mesh=mesh)
@@ -158,7 +156,7 @@ class ScaleComState:
             if collectives is None:
                 collectives = ProcessGroupCollectives(process_group, devices=devices)
             stand_ins = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
-        self.compression.watch(model)  # for a method that was unpickled
+        self.compression.compute_ahead(model)
         # DDP made parameters the same on all ranks when it wrapped the model. They may still differ
         # between ranks when ranks first average: sharpness-aware steps move them under no_sync().
         self._exchange = Exchange(

@@ -38,6 +38,7 @@ from scalecom_hvd.exchange.optimizers import (
     is_method,
     local_members,
     make_averager,
+    method_of,
     names_of_groups,
     trained_parameters,
 )
@@ -123,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> optimizer = DistributedOptimizer(
         ...     optimizer,
         ...     named_parameters=model.named_parameters(),
-        ...     compression=ScaleCom(model=model),
+        ...     compression=ScaleCom(),
         ... )
     """
     if backward_passes_per_step <= 0:
@@ -141,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "compression must be a method such as ScaleCom or RandomK(rate=100), or None, not "
             f"{compression!r}"
         )
-    method = compression() if isinstance(compression, type) else compression
+    method = method_of(compression, local_steps)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     parameters = trained_parameters(optimizer, named_parameters, sharded=mesh is not None)

@@ -122,8 +122,7 @@ class LocalSteps(Averager):
         if method.config.step_ahead:
             raise ValueError(
                 "local steps and step-ahead gradients exclude each other, because both move a "
-                "rank's own parameters. Leave out model= and step_ahead= of "
-                f"{type(method).__name__}"
+                f"rank's own parameters: leave out step_ahead= of {type(method).__name__}"
             )
         self.schedule = schedule
         self._overlap = overlap

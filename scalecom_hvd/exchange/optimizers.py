@@ -253,6 +253,17 @@ def is_method(compression: object) -> bool:
     return issubclass(kind, Method)
 
 
+def method_of(compression: Method | type[Method], local_steps: object) -> Method:
+    """The method that an optimizer was given, or one of the given class.
+
+    If every step averages gradients (local_steps None), they are computed a step ahead.
+    """
+    method = compression() if isinstance(compression, type) else compression
+    if local_steps is None:
+        method.compute_ahead()
+    return method
+
+
 SHARDED = (
     "the model's parameters are sharded, but here every rank must hold all parameters in full. If "
     "fully_shard (FSDP2) sharded them, use scalecom_hvd.ddp.DistributedOptimizer(..., mesh=mesh). "

@@ -165,6 +165,7 @@ class Run:
         state = self._loaded
         try:
             if state is not None:
+                check_state(state, self._method.config, self._method.settings)
                 averager.check_state(state)
                 check_shard(state, shard_of(averager))
                 _note_rank(state, averager.collectives)
@@ -189,8 +190,8 @@ class Run:
         if ahead is None:
             if self._method.config.step_ahead:
                 raise ValueError(
-                    "step_ahead moves the model's parameters, so it needs the model: "
-                    f"{name}(model=model, step_ahead=...), or call .watch(model) after unpickling"
+                    "step_ahead needs an optimizer, or a model: give the method to a "
+                    f"DistributedOptimizer or a ScaleComState, or call {name}.compute_ahead(model)"
                 )
             return
         collectives = averager.collectives
@@ -258,6 +259,9 @@ class Run:
         self._complete(
             "load_state_dict() was called between backward() and step(): call it before backward()"
         )
+        if self.averager is None:  # nothing is settled yet
+            saved = state.get("config", {})
+            self._method.settle(ahead=bool(saved.get("step_ahead")))
         residues, config = self.residues, self._method.config
         state = without_choice(check_state(state, config, self._method.settings), config)
         norms, alignment = norms_of(state), alignment_of(state)

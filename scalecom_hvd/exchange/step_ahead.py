@@ -22,15 +22,17 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, ParamSpec
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from scalecom_hvd.exchange.gradients import four_elements, local_part
 from scalecom_hvd.exchange.moves_ahead import has_direction, make, move_of
@@ -38,7 +40,8 @@ from scalecom_hvd.exchange.residue import Residues
 
 log = logging.getLogger("scalecom_hvd")
 
-# After this many steps in a row without gradients computed ahead, a warning is logged.
+# After this many steps in a row without gradients computed ahead, a warning is logged. Models are
+# looked for in the first so many steps.
 MISSED = 3
 # After this many steps of the optimizer without any exchange, a warning is logged.
 UNUSED = 20
@@ -47,9 +50,9 @@ NOTHING_EXCHANGED = (
     "DistributedDataParallel wraps the model, call model.register_comm_hook(state, scalecom_hook)"
 )
 NEVER_AHEAD = (
-    "step %d: gradients are not computed a step ahead, so training loses accuracy. The given model "
-    "ran no forward pass in training mode before these gradients, or no torch.optim.Optimizer "
-    "stepped its parameters. Give the model that the script calls, or step_ahead=0"
+    "step %d: gradients are not computed a step ahead, so training loses accuracy. Before these "
+    "gradients, no torch.nn.Module with these parameters was called in training mode, or no "
+    "torch.optim.Optimizer stepped them. Call the model as model(x), or give step_ahead=0"
 )
 UNKNOWN_OPTIMIZER = (
     "step-ahead gradients follow the optimizer's own direction, but the direction of {} is not "
@@ -95,7 +98,10 @@ class StepAhead:
     def __init__(self, factor: float, knows_scale: Callable[[], bool]) -> None:
         self.factor = factor
         self._knows_scale = knows_scale
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models: weakref.WeakKeyDictionary[nn.Module, _Hook] = weakref.WeakKeyDictionary()
+        # Whether models are looked for, and the hook on all modules as long as some may be missing.
+        self._looks = False
+        self._looking: RemovableHandle | None = None
         self.where = Where.COMMON
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._residues: Residues | None = None
@@ -113,9 +119,9 @@ class StepAhead:
         self._spare: dict[str, torch.Tensor] = {}
         # {name: the parameter's version when it had been moved}.
         self._moved: dict[str, int] = {}
-        # {name: four of the parameter's elements after the last training forward}. PyTorch hides
-        # changes of `.data` from versions. On a device these changes are not noticed, because the
-        # host would have to wait.
+        # {name: four of the parameter's elements after its model's last training forward}. PyTorch
+        # hides changes of `.data` from versions. On a device these changes are not noticed, because
+        # the host would have to wait.
         self._elements: dict[str, bytes] = {}
         self._was_ahead = False
         self._missed = 0
@@ -126,18 +132,40 @@ class StepAhead:
         self.forwards = 0
         _everyone.add(self)
 
-    def watch(self, model: nn.Module) -> None:
+    def look_for_models(self) -> None:
+        """From `serve` on, watch those modules that the script calls."""
+        self._looks = True
+
+    def found(self, module: nn.Module) -> None:
+        """The script calls a module. Watch it if it has parameters that no watched model has."""
+        missing = self._not_watched()
+        if not missing.isdisjoint(module.parameters()):
+            # PyTorch has collected this call's first hooks already, but not yet its last ones.
+            self.watch(module).before_forward(module)
+        if missing <= set(module.parameters()):
+            self._stop_looking()
+
+    def _not_watched(self) -> set[torch.Tensor]:
+        watched = {p for model in self._models for p in model.parameters()}
+        return {self._parameters[name] for name in self._compressed} - watched
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.remove()
+            self._looking = None
+
+    def watch(self, model: nn.Module) -> _Hook:
         """Put hooks on a model, so that its training forwards move parameters ahead."""
         if model in self._models:
-            return
-        self._models.add(model)
-        hook = _Hook(self)
+            return self._models[model]
+        hook = self._models[model] = _Hook(self)
         # This hook comes before all others, because FSDP2's hook gathers the model's shards.
         model.register_forward_pre_hook(hook.before_forward, prepend=True)
         model.register_forward_hook(hook.after_forward, always_call=True)
         for module in model.modules():  # scripts save what is inside a wrapped model
             module.register_state_dict_pre_hook(hook.before_looking)
             module.register_load_state_dict_pre_hook(hook.before_looking)
+        return hook
 
     def serve(
         self,
@@ -157,19 +185,22 @@ class StepAhead:
             of_node: {name: (N,)}: what waits in a node, if this rank's residues are a part of it.
             by_hook: whether gradients come through a hook, which the script may forget to register.
         """
-        # A script that makes its optimizer anew may keep the old method, and its hooks are on the
-        # same model. (Simulated workers have the same parameters too, but no model.)
-        own = self._hooked() & set(parameters.values())
-        for other in list(_everyone):
-            others = other._hooked() & set(other._parameters.values())
-            if other is not self and not own.isdisjoint(others):
-                other.retire()
         self._parameters, self._residues, self._ranks = parameters, residues, ranks
         self._of_node = of_node or {}
         self._by_hook = by_hook
+        for hook in self._models.values():
+            hook.names = None
+        # A script that makes its optimizer anew may keep the old method, and its hooks are on the
+        # same model.
+        for other in list(_everyone):
+            if other is not self and not self._moves().isdisjoint(other._moves()):
+                other.retire()
+        if self._looks and self._looking is None and self._not_watched():
+            self._looking = _look(self)
 
     def retire(self) -> None:
         """Restore common parameters, and move none again."""
+        self._stop_looking()
         try:
             self.restore()
         finally:
@@ -177,8 +208,18 @@ class StepAhead:
             self._optimizers, self._spare, self._stepping = [], {}, (None, [])
             self._is_retired = True
 
-    def _hooked(self) -> set[torch.Tensor]:
-        return {p for model in self._models for p in model.parameters()}
+    def _moves(self) -> set[torch.Tensor]:
+        """The parameters that a model's forward moves, or will move once the model is found.
+
+        Simulated workers have the same parameters, but no model.
+        """
+        served = set(self._parameters.values())
+        return served if self._looks else served & {p for m in self._models for p in m.parameters()}
+
+    def names_in(self, model: nn.Module) -> list[str]:
+        """The names of what is compressed in a model."""
+        own = set(model.parameters())
+        return [name for name in self._compressed if self._parameters[name] in own]
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer if it has some of the parameters. The last such optimizer counts."""
@@ -217,28 +258,32 @@ class StepAhead:
         self.where, self._was_ahead = Where.AHEAD, True
         torch.clear_autocast_cache()  # it has copies of what was moved
 
-    def forward_begins(self) -> None:
-        """A training forward of a model begins. It may write to parameters through `.data`."""
-        self._note_writes()
-        self._elements = {}
+    def forward_begins(self, names: list[str]) -> None:
+        """A training forward begins, of a model that may write to these through `.data`."""
+        self._note_writes(names)
+        for name in names:
+            self._elements.pop(name, None)
         self.move()
         self.forwards += 1
 
-    def forward_ended(self) -> None:
-        """A training forward of a model has ended."""
+    def forward_ended(self, names: list[str]) -> None:
+        """A training forward of a model with these parameters has ended."""
         self.forwards = max(0, self.forwards - 1)
         if not self.forwards and self.where is Where.AHEAD:
-            self._elements = {name: self._four_elements(name) for name in self._moved}
+            own = [name for name in names if name in self._moved]
+            self._elements |= {name: self._four_elements(name) for name in own}
 
     def note_step(self, step: int) -> None:
         """Note that this step counts. Log a warning, once, if several in a row were not ahead."""
         if self._is_retired:
             log.warning(RETIRED, step)
             self._is_retired = False  # said once
-        missed = step > 0 and self._compresses and not self._was_ahead
+        missed = step > 0 and self._compressed and not self._was_ahead
         self._missed, self._was_ahead = self._missed + 1 if missed else 0, False
         if self._missed == MISSED:
             log.warning(NEVER_AHEAD, step)
+        if step >= MISSED:
+            self._stop_looking()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -249,7 +294,7 @@ class StepAhead:
                 elements say so, perhaps on some ranks only, the optimizer's step raises it: the
                 other ranks wait for this one until then.
         """
-        self._note_writes()
+        self._note_writes(self._elements)
         moved, self._moved, self._elements = self._moved, {}, {}
         where, self.where, self.forwards = self.where, Where.COMMON, 0
         now = {name: self._parameters[name]._version for name in moved}
@@ -281,7 +326,7 @@ class StepAhead:
             written_to, self._written_to = self._written_to, None
             if written_to is not None:
                 raise RuntimeError(WRITTEN_TO.format(written_to))
-            if self._compresses and not self._knows_scale() and _is_called_by_a_scaler():
+            if self._compressed and not self._knows_scale() and _is_called_by_a_scaler():
                 raise RuntimeError(NO_LOSS_SCALE)
             self._stepping = optimizer, self._versions()
         return is_known
@@ -308,16 +353,18 @@ class StepAhead:
                 log.warning(NOTHING_EXCHANGED, UNUSED)
 
     @property
-    def _compresses(self) -> bool:
-        return self._residues is not None and bool(self._residues.tensors)
+    def _compressed(self) -> Collection[str]:
+        """The names of what is compressed, so that it can be moved."""
+        return self._of_node or (self._residues.tensors if self._residues else ())
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters.values()]
 
-    def _note_writes(self) -> None:
-        """Note a parameter that was written to since the last training forward."""
+    def _note_writes(self, names: Iterable[str]) -> None:
+        """Note one of these parameters if it was written to since its model's last forward."""
         if self.where is Where.AHEAD:
-            written_to = (n for n, was in self._elements.items() if was != self._four_elements(n))
+            known = ((name, self._elements[name]) for name in names if name in self._elements)
+            written_to = (name for name, was in known if was != self._four_elements(name))
             self._written_to = self._written_to or next(written_to, None)
 
     def _four_elements(self, name: str) -> bytes:
@@ -351,7 +398,7 @@ class StepAhead:
                     counts = state or p not in known or (is_sgd and not known[p][1])
                     if p.requires_grad and counts:
                         known[p] = group, state, optimizer
-        for name in self._of_node or self._residues.tensors:
+        for name in self._compressed:
             parameter = self._parameters[name]
             if parameter in known:
                 group, state, optimizer = known[parameter]
@@ -373,6 +420,8 @@ class _Hook:
         self._ahead: Callable[[], StepAhead | None] = weakref.ref(ahead) if ahead else _nobody
         # What each forward that is running did: whether it trains, and whether it stepped aside.
         self._running: list[tuple[bool, bool]] = []
+        # The names of what is compressed in the model. None: not asked for yet.
+        self.names: list[str] | None = None
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
         ahead = self._ahead()
@@ -384,7 +433,9 @@ class _Hook:
         steps_aside = not trains and not ahead.forwards and was is Where.AHEAD
         self._running.append((trains, steps_aside))
         if trains:
-            _not_compiled(StepAhead.forward_begins)(ahead)
+            if self.names is None:
+                self.names = ahead.names_in(module)
+            _not_compiled(StepAhead.forward_begins)(ahead, self.names)
         elif steps_aside:
             _not_compiled(StepAhead.step_aside)(ahead)
         if was is not ahead.where:
@@ -397,7 +448,7 @@ class _Hook:
             return
         trained, stepped_aside = self._running.pop()
         if trained:
-            _not_compiled(StepAhead.forward_ended)(ahead)
+            _not_compiled(StepAhead.forward_ended)(ahead, self.names or [])
         if stepped_aside and ahead.where is Where.ASIDE:
             _not_compiled(StepAhead.move)(ahead)
             _not_compiled(_reshard)(module)
@@ -422,16 +473,30 @@ def _reshard(model: nn.Module) -> None:
             reshard()
 
 
-_Given = TypeVar("_Given")
+_Given = ParamSpec("_Given")
 
 
-def _not_compiled(function: Callable[[_Given], None]) -> Callable[[_Given], None]:
+def _not_compiled(function: Callable[_Given, None]) -> Callable[_Given, None]:
     """The same function, which torch.compile leaves as it is, even in a model that it compiles."""
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def _nobody() -> None:
     return None
+
+
+def _look(ahead: StepAhead) -> RemovableHandle:
+    """Report each module that is called, as long as this StepAhead lives and wants to know."""
+    own = weakref.ref(ahead, lambda _: handle.remove())
+
+    def hook(module: nn.Module, _: Any) -> None:
+        alive = own()
+        if alive is not None:
+            alive.found(module)
+
+    vars(hook)["_torchdynamo_disable"] = True
+    handle = register_module_forward_pre_hook(hook)
+    return handle
 
 
 def _is_called_by_a_scaler() -> bool:

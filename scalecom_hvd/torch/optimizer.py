@@ -38,6 +38,7 @@ from scalecom_hvd.exchange.optimizers import (
     is_method,
     local_members,
     make_averager,
+    method_of,
     names_of_groups,
     trained_parameters,
 )
@@ -126,7 +127,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         >>> optimizer = hvd.DistributedOptimizer(
         ...     optimizer,
         ...     named_parameters=model.named_parameters(),
-        ...     compression=hvd.ScaleCom(model=model),
+        ...     compression=hvd.ScaleCom(),
         ... )
         >>> torch.save(optimizer.compression.state_dict(), f"residues.{hvd.rank()}.pt")
     """
@@ -169,7 +170,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
 
-    method = compression() if isinstance(compression, type) else compression
+    method = method_of(compression, local_steps)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     parameters = trained_parameters(optimizer, named_parameters)

@@ -144,6 +144,7 @@ class ScaleCom(methods.ScaleCom):
                 )
         if self._named_parameters is None:
             raise TypeError(_NEEDS_PARAMETERS)
+        self.compute_ahead()
         # Horovod keeps to the parameters that were trained when its optimizer was made. That was
         # after this object was made, and before the first step.
         parameters = {

@@ -62,7 +62,7 @@ def fsdp_nodes(mesh: DeviceMesh) -> Setup:
     optimizer: Any = DistributedOptimizer(
         _sharded(model, mesh["shard"]),
         model.named_parameters(),
-        compression=ScaleCom(model=model),
+        compression=ScaleCom(),
         mesh=mesh,
     )
     return _steps(model, optimizer, loss), lambda: _residue_bytes(optimizer.compression)

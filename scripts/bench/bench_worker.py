@@ -153,7 +153,7 @@ class Training:
         elif method not in ("no communication", NO_STEP):
             kind = {"dense": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(method)
             settings = SCALECOM.get(method, {}) | options
-            compression = kind or hvd.ScaleCom(model=self.model, **settings)
+            compression = kind or hvd.ScaleCom(**settings)
             self.optimizer = hvd.DistributedOptimizer(
                 self.optimizer, parameters, compression=compression
             )

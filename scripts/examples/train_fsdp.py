@@ -60,7 +60,7 @@ def train(args: argparse.Namespace) -> None:
         optimizer = DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
-            compression=ScaleCom(model=model, total_steps=args.steps),
+            compression=ScaleCom(total_steps=args.steps),
             mesh=mesh,
         )
     text = load_text(None)

@@ -42,9 +42,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=training.compression_from(
-            args, training_torch.shapes_of(model), hvd, model=model
-        ),
+        compression=training.compression_from(args, training_torch.shapes_of(model), hvd),
     )
 
     first_step = (

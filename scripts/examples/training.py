@@ -223,15 +223,13 @@ def compression_from(
     args: argparse.Namespace,
     shapes: Mapping[str, tuple[int, ...]],
     hvd: ModuleType,
-    **model: Any,
 ) -> Any:
     """The compression that the options ask for.
 
     Pass it to hvd.DistributedOptimizer or DistributedGradientTape. For options that are not given,
     the library's defaults and SCALECOM_* variables hold.
 
-    shapes: of all parameters, by name. model: model=, if its gradients can be computed a step
-        ahead.
+    shapes: of all parameters, by name.
     """
     if args.compression != "scalecom":
         return getattr(hvd.Compression, args.compression)
@@ -240,7 +238,7 @@ def compression_from(
     if args.dense is not None:
         fields["dense"] = _globs(args.dense)
     try:
-        compression = hvd.ScaleCom(**fields, **model)
+        compression = hvd.ScaleCom(**fields)
         compression.config.rates_for(shapes)  # finds globs that match no parameter
     except ValueError as error:
         raise WrongInput(str(error)) from error

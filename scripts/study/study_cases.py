@@ -74,7 +74,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "the defaults": ("ScaleCom", AHEAD),
     "with look-ahead": ("ScaleCom", AHEAD | {"lookahead": True}),
     "output layer at rate 4": ("ScaleCom", AHEAD | {"rates": (("auto:output", 4),)}),
-    "the model not known": ("ScaleCom", LIBRARY),
+    "not a step ahead": ("ScaleCom", LIBRARY),
     "32 bits, rate 100": ("ScaleCom", {}),
     "local top-k, rate 100": ("LocalTopK", {}),
 }
@@ -248,7 +248,7 @@ def bounded(quick: bool) -> Iterator[Case]:
     """
     steps = 300 if quick else 10_000
     fields = {"steps": steps, "batch_size": 1, "schedule": "constant", "lr": 0.3}
-    forms = {"the defaults": AHEAD, "the model not known": LIBRARY}
+    forms = {"the defaults": AHEAD, "not a step ahead": LIBRARY}
     for what, options in forms.items():
         yield case("bounded", "LSTM", what, "lstm", "ScaleCom", **options | fields)
 

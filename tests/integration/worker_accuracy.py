@@ -35,9 +35,7 @@ def train(name: str, settings: dict | None) -> float:
         nn.ReLU(),
         nn.Linear(128, 10),
     )
-    compression = (
-        hvd.Compression.none if settings is None else hvd.ScaleCom(model=model, **settings)
-    )
+    compression = hvd.Compression.none if settings is None else hvd.ScaleCom(**settings)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         model.named_parameters(),

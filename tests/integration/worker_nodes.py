@@ -27,7 +27,7 @@ model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.L
 optimizer = hvd.DistributedOptimizer(
     torch.optim.AdamW(model.parameters(), lr=0.01),
     named_parameters=model.named_parameters(),
-    compression=hvd.ScaleCom(model=model, min_numel=100),
+    compression=hvd.ScaleCom(min_numel=100),
     nodes=True if sys.argv[1] == "True" else int(sys.argv[1]),
 )
 if hvd.rank() >= hvd.size() // 2:

@@ -60,7 +60,7 @@ def with_hook(model, finds_unused=False, **settings):
 
 
 def with_optimizer(model, **settings):
-    method = ddp.ScaleCom(model=model, **{**SETTINGS, **settings})
+    method = ddp.ScaleCom(**{**SETTINGS, **settings})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     named = model.named_parameters()
     return model, ddp.DistributedOptimizer(optimizer, named, compression=method), method

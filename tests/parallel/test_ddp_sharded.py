@@ -75,7 +75,7 @@ def shard(model, mesh=None, **settings):
 def make(optimizer="adamw", compression=None, model=None, passes=1, of_fsdp=None, **settings):
     model = Net().double() if model is None else model
     shard(model, **(of_fsdp or {}))
-    method = compression or ScaleCom(model=model, **{**SETTINGS, "step_ahead": 0, **settings})
+    method = compression or ScaleCom(**{**SETTINGS, "step_ahead": 0, **settings})
     wrapped = DistributedOptimizer(
         OPTIMIZERS[optimizer](model.parameters()),
         model.named_parameters(),
@@ -344,7 +344,7 @@ def test_tied_weights(rate):
     wrapped = DistributedOptimizer(
         first,
         model.named_parameters(),
-        compression=ScaleCom(rate=rate, min_numel=20, model=model),
+        compression=ScaleCom(rate=rate, min_numel=20),
         mesh=make_mesh(),
     )
     for step in range(3):

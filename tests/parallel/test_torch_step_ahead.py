@@ -27,7 +27,7 @@ def make(library=hvd, optimizer="adamw", **settings):
     """A model, its optimizer and the method."""
     model = make_model()
     named = {"named_parameters": model.named_parameters()} if library is stock else {}
-    method = hvd.ScaleCom(model=model, **named, **{**SETTINGS, **settings})
+    method = hvd.ScaleCom(**named, **{**SETTINGS, **settings})
     wrapped = library.DistributedOptimizer(
         OPTIMIZERS[optimizer](model.parameters()), model.named_parameters(), compression=method
     )
@@ -73,15 +73,9 @@ def test_ranks_that_want_opposites(optimizer, bits):
 
 @in_every_library
 def test_a_model_that_nobody_calls_is_said(library, caplog):
-    model = make_model()
-    named = {"named_parameters": model.named_parameters()} if library is stock else {}
-    optimizer = library.DistributedOptimizer(
-        OPTIMIZERS["sgd"](model.parameters()),
-        model.named_parameters(),
-        compression=hvd.ScaleCom(model=torch.nn.Sequential(model), **named, **SETTINGS),
-    )
+    model, optimizer, _ = make(library, "sgd")
     for step in range(6):
-        take(model, optimizer, step)
+        take(lambda x: torch.tanh(x @ model[0].weight.T) @ model[2].weight.T, optimizer, step)
     told = [record for record in caplog.records if "not computed a step ahead" in record.msg]
     assert len(told) == 1
     assert told[0].getMessage().startswith("step 3: ")
@@ -98,22 +92,6 @@ def test_horovods_own_optimizer(bits):
         assert same_on_all_ranks(model.parameters())
     oracle.train(other, stepped, config(lookahead=True, bits=bits), hvd.size(), 8, loss)
     assert_close(model, other)
-
-
-def test_a_factor_of_zero_is_no_step_ahead():
-    models = []
-    for knows in (True, False):
-        model = make_model()
-        settings = {**SETTINGS, "step_ahead": 0} | ({"model": model} if knows else {})
-        wrapped = hvd.DistributedOptimizer(
-            OPTIMIZERS["momentum"](model.parameters()),
-            model.named_parameters(),
-            compression=hvd.ScaleCom(**settings),
-        )
-        for step in range(5):
-            take(model, wrapped, step)
-        models.append(model)
-    assert are_equal(models[0], copies(models[1]))
 
 
 def test_a_run_that_goes_on_with_an_optimizer_that_is_new():
@@ -289,7 +267,7 @@ def test_a_step_that_failed():
 
 def test_several_passes_of_a_step():
     model = make_model()
-    method = hvd.ScaleCom(model=model, **SETTINGS)
+    method = hvd.ScaleCom(**SETTINGS)
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS["momentum"](model.parameters()),
         model.named_parameters(),
@@ -428,7 +406,7 @@ def test_optimizers_of_unknown_direction_are_refused(kind):
     optimizer = hvd.DistributedOptimizer(
         kind(model.parameters()),
         model.named_parameters(),
-        compression=hvd.ScaleCom(model=model, **SETTINGS),
+        compression=hvd.ScaleCom(**SETTINGS),
     )
     take(model, optimizer, 0)
     with pytest.raises(RuntimeError, match="step_ahead=0"):
@@ -491,33 +469,58 @@ def test_layers_of_a_frozen_model_are_ahead_once_they_are_trained():
     assert same_on_all_ranks(model.parameters())
 
 
-@pytest.mark.parametrize("as_list", [list, torch.nn.ModuleList])
-def test_a_model_of_several_modules(as_list):
-    """Whichever of them is called first moves the parameters of all."""
-    whole, parts = make_model(), make_model()
-    settings = {"model": whole}, {"model": as_list([parts[0], parts[1:]])}
-    optimizers = [
-        hvd.DistributedOptimizer(
-            OPTIMIZERS["adamw"](model.parameters()),
-            model.named_parameters(),
-            compression=hvd.ScaleCom(**SETTINGS | own),
-        )
-        for model, own in zip((whole, parts), settings, strict=True)
-    ]
+def by_layers(model):
+    """Nobody calls the model itself."""
+    return lambda x: model[1:](model[0](x))
+
+
+def in_a_wrapper(model):
+    return torch.nn.Sequential(model)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks")
+@pytest.mark.parametrize("call", [by_layers, in_a_wrapper, compiled])
+def test_whatever_the_script_calls_is_ahead(call):
+    """If it calls several modules, then whichever it calls first moves the parameters of all."""
+    whole, optimizer, _ = make()
+    other, others, _ = make()
+    called = call(other)
     for step in range(6):
-        take(whole, optimizers[0], step)
-        take(lambda x: parts[1:](parts[0](x)), optimizers[1], step)
-    assert are_equal(parts, copies(whole))
+        take(whole, optimizer, step)
+        take(called, others, step)
+    assert are_equal(other, copies(whole))
+
+
+def test_models_are_looked_for_only_until_they_are_found():
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    before = len(hooks)
+    model, optimizer, _ = make()
+    assert len(hooks) == before + 1
+    torch.nn.Linear(2, 2)(torch.ones(2))  # has none of the parameters
+    model[0](torch.ones(2, 12, dtype=torch.float64))
+    assert len(hooks) == before + 1
+    take(model, optimizer, 0)
+    assert len(hooks) == before
+    model, optimizer, _ = make()
+    for step in range(5):
+        take(lambda x: model[0](x)[:, :6], optimizer, step)
+    assert len(hooks) == before  # given up
+    model, optimizer, method = make()
+    assert len(hooks) == before + 1
+    del optimizer, method
+    gc.collect()
+    assert len(hooks) == before
 
 
 def test_a_module_inside_another_that_is_called_alone_too():
     """The inner module's hooks move nothing back while the outer one steps aside."""
-    model = make_model()
-    method = hvd.ScaleCom(model=[model, model[0]], **SETTINGS)
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["adamw"](model.parameters()), model.named_parameters(), compression=method
-    )
+    model, optimizer, _ = make()
     inputs = torch.ones(2, 12, dtype=torch.float64)
+    model[0](inputs)
     for step in range(3):
         take(model, optimizer, step)
     before = copies(model)
@@ -537,14 +540,8 @@ def test_a_module_inside_another_that_is_called_alone_too():
     assert same_on_all_ranks(model.parameters())
 
 
-@pytest.mark.parametrize("model", [[], {"encoder": torch.nn.Linear(2, 2)}, "model", [1]], ids=str)
-def test_what_is_no_model_is_refused(model):
-    with pytest.raises(TypeError, match="a list of modules"):
-        hvd.ScaleCom(model=model)
-
-
 def test_a_method_whose_parameters_another_one_moves_says_so_once(caplog):
-    method = hvd.ScaleCom(model=make_model(), **SETTINGS)
+    _, _, method = make()
     method.ahead.retire()
     for step in range(3):
         method.ahead.note_step(step)
@@ -565,7 +562,7 @@ def test_an_optimizer_is_made_anew_and_the_old_method_is_kept(library):
     found = []
     for each in (model, other):
         named = {"named_parameters": each.named_parameters()} if library is stock else {}
-        fresh = hvd.ScaleCom(model=each, **named, **SETTINGS)
+        fresh = hvd.ScaleCom(**named, **SETTINGS)
         optimizer = library.DistributedOptimizer(
             OPTIMIZERS["adamw"](each.parameters()), each.named_parameters(), compression=fresh
         )
@@ -596,13 +593,30 @@ def test_one_autocast_for_training_and_evaluation():
         optimizer.step()
 
 
-def test_without_the_model_it_is_refused():
-    model = make_model()
-    with pytest.raises(ValueError, match="model=model"):
+@pytest.mark.parametrize("ahead", [None, 0.0, 1.0])
+def test_a_state_is_loaded_before_there_is_an_optimizer(ahead):
+    """Then nobody knows yet whether gradients will be computed ahead."""
+    settings = {**SETTINGS, "step_ahead": ahead, "beta": None}
+    model, optimizer, method = make(**settings)
+    for step in range(3):
+        take(model, optimizer, step)
+    saved = method.state_dict()
+    assert saved["config"]["beta"] == (0.2 if ahead == 0 else 1)
+    del optimizer
+    gc.collect()  # Horovod's hooks go with it
+    method = hvd.ScaleCom(**settings)
+    method.load_state_dict(saved)
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()), model.named_parameters(), compression=method
+    )
+    for step in range(3, 5):
+        take(model, optimizer, step)
+    assert same_on_all_ranks(model.parameters())
+    other = hvd.ScaleCom(**{**settings, "step_ahead": None if ahead == 0 else 0})
+    with pytest.raises(ValueError, match="beta"):
+        other.load_state_dict(saved)
         hvd.DistributedOptimizer(
-            OPTIMIZERS["sgd"](model.parameters()),
-            model.named_parameters(),
-            compression=hvd.ScaleCom(**SETTINGS),
+            OPTIMIZERS["adamw"](model.parameters()), model.named_parameters(), compression=other
         )
 
 
@@ -612,7 +626,7 @@ def test_local_steps_are_refused():
         hvd.DistributedOptimizer(
             OPTIMIZERS["sgd"](model.parameters()),
             model.named_parameters(),
-            compression=hvd.ScaleCom(model=model, **SETTINGS),
+            compression=hvd.ScaleCom(**SETTINGS),
             local_steps=4,
         )
 
@@ -624,7 +638,7 @@ def test_momentum_of_sparse_gradients():
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS["momentum"](model.parameters()),
         model.named_parameters(),
-        compression=hvd.ScaleCom(model=model, **SETTINGS),
+        compression=hvd.ScaleCom(**SETTINGS),
     )
     words = torch.arange(4) + hvd.rank()
     for _ in range(4):

@@ -262,10 +262,10 @@ def test_the_defaults_are_those_the_study_supports():
     config = ScaleComConfig().resolved()
     assert (config.bits, config.rate, config.dense) == (3, 16, ())
     assert (config.beta, config.step_ahead, config.warmup_steps) == (0.2, 0, 0)
-    knows_model = ScaleComConfig().resolved(knows_model=True)
-    assert (knows_model.step_ahead, knows_model.beta) == (1, 1)
-    assert ScaleComConfig(step_ahead=0).resolved(knows_model=True).beta == 0.2
-    assert ScaleComConfig(beta=0.5).resolved(knows_model=True).beta == 0.5
+    ahead = ScaleComConfig().resolved(can_be_ahead=True)
+    assert (ahead.step_ahead, ahead.beta) == (1, 1)
+    assert ScaleComConfig(step_ahead=0).resolved(can_be_ahead=True).beta == 0.2
+    assert ScaleComConfig(beta=0.5).resolved(can_be_ahead=True).beta == 0.5
     assert config.flush
     assert config.replace(beta=0.1).flush, "what flushes does not depend on beta"
     assert (config.leader, config.lookahead, config.selection) == ("cyclic", False, "lanes")

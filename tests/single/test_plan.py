@@ -59,7 +59,7 @@ def test_numbers_take_suffixes(text, number):
 def test_a_slow_network_gets_scalecom(said):
     text = said(SLOW)
     assert "Set ScaleCom: steps are" in text
-    assert "compression=hvd.ScaleCom(model=model, total_steps=...)," in text
+    assert "compression=hvd.ScaleCom(total_steps=...)," in text
     assert "docs/tuning.md" in text
     for label in plan.AVERAGING.values():
         assert f"\n{label} " in text

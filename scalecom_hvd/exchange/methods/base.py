@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -79,9 +79,6 @@ class Method:
         diagnostics: a number of steps, or Diagnostics. Once every so many steps, ranks measure how
             alike workers are, and how good the choice is.
         quantiser: what rounds the sent values: None, or one of quantisers.py.
-        model: the model that is trained, so that its gradients can be computed a step ahead (see
-            ScaleComConfig.step_ahead). Give the model that the script calls, or several, such as
-            an encoder and a decoder. ScaleComState gives its own model to the method that it makes.
         **fields: any fields of ScaleComConfig. They override `config`.
 
     Attributes:
@@ -115,7 +112,6 @@ class Method:
         loss_scale: object = None,
         diagnostics: Diagnostics | int | None = None,
         quantiser: Quantiser | type[Quantiser] | None = None,
-        model: nn.Module | Sequence[nn.Module] | None = None,
         **fields: Any,
     ) -> None:
         name = type(self).__name__
@@ -126,9 +122,9 @@ class Method:
             )
         config = config if config is not None else ScaleComConfig.from_env()
         self.quantiser = quantiser_of(quantiser)
-        knows = model is not None, self.takes_few_bits and not self.quantiser.rounds
-        self.config = config.replace(**fields).resolved(*knows)
-        defaults = ScaleComConfig().resolved(*knows)
+        self._asked_for = config.replace(**fields)
+        self.config = self._resolved(self._asked_for)
+        defaults = self._resolved(ScaleComConfig())
         for field in (*self.unused, *(() if self.takes_few_bits else ("bits",))):
             if getattr(self.config, field) != getattr(defaults, field):
                 raise ValueError(
@@ -138,8 +134,6 @@ class Method:
         self.diagnostics = Diagnostics.of(diagnostics)
         self._read_scale = _scale_reader(loss_scale)
         self.ahead: StepAhead | None = None
-        if model is not None:
-            self.watch(model)
         self.run = Run(self)
 
     # What a new method defines.
@@ -230,20 +224,33 @@ class Method:
             comes.now()
         return comes
 
-    def watch(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        """Compute the gradients of this model, or of several, a step ahead, if the settings say so.
+    def compute_ahead(self, model: nn.Module | None = None) -> None:
+        """Compute gradients a step ahead, unless the settings say step_ahead=0.
 
-        __init__ calls this if it is given the model. A method that was unpickled must be given the
-        model anew.
+        DistributedOptimizer and ScaleComState call this before the method serves parameters.
+
+        Args:
+            model: the model whose forwards move parameters ahead. None: whichever modules the
+                script calls.
         """
-        models = _modules_of(model)
+        self.settle(ahead=True)
         if not self.config.step_ahead:
             return
         if self.ahead is None:
             knows_scale = lambda: self._read_scale is not _unscaled  # noqa: E731
             self.ahead = StepAhead(self.config.step_ahead, knows_scale)
-        for each in models:
-            self.ahead.watch(each)
+        if model is None:
+            self.ahead.look_for_models()
+        else:
+            self.ahead.watch(model)
+
+    def settle(self, ahead: bool) -> None:
+        """Settle what the settings leave open: whether gradients are computed a step ahead."""
+        self.config = self._resolved(self._asked_for, ahead)
+        self.run.residues.config = self.config
+
+    def _resolved(self, config: ScaleComConfig, ahead: bool = False) -> ScaleComConfig:
+        return config.resolved(ahead, self.takes_few_bits and not self.quantiser.rounds)
 
     # What users, and elastic states, call. The run does it.
 
@@ -331,8 +338,7 @@ class Method:
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled, or copied: settings and this rank's state. A copy serves no optimizer.
 
-        The loss scale and the model are left out. Give the copy the script's GradScaler as
-        `loss_scale`, and the model by `watch(model)`.
+        The loss scale is left out: give the copy the script's GradScaler as `loss_scale`.
         """
         left_out = {"run": None, "_read_scale": None, "ahead": None}
         return vars(self) | left_out | {"saved": self.state_dict()}
@@ -351,17 +357,6 @@ def _inverse(scale: torch.Tensor) -> float:
             f"{float(scale):g}"
         )
     return 1 / float(scale)
-
-
-def _modules_of(model: object) -> list[nn.Module]:
-    """The modules that a script calls: this one, or all in a list, ModuleList or ModuleDict."""
-    if isinstance(model, nn.Module):
-        is_container = type(model).forward is nn.Module.forward
-        return (is_container and [*model.children()]) or [model]
-    models = [*model] if isinstance(model, (list, tuple)) else []
-    if not models or not all(isinstance(each, nn.Module) for each in models):
-        raise TypeError(f"model must be a torch.nn.Module or a list of modules, not {model!r}")
-    return models
 
 
 def _unscaled() -> float:

@@ -60,7 +60,7 @@ class ScaleCom(Method):
         ValueError, TypeError: a setting cannot work.
 
     Example:
-        >>> ScaleCom(model=model)
+        >>> ScaleCom(rate=8, bits=4)
     """
 
     unused = ()
