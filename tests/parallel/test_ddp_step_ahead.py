@@ -26,7 +26,7 @@ from step_ahead import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from scalecom_hvd.ddp import ScaleComState, scalecom_hook
+from scalecom_hvd.ddp import ScaleCom, ScaleComState, scalecom_hook
 
 
 def make(optimizer="adamw", wrap=lambda model: model, **settings):
@@ -40,6 +40,18 @@ def take(model, optimizer, step):
     optimizer.zero_grad()
     loss(model, hvd.rank(), step).backward()
     optimizer.step()
+
+
+def test_a_method_that_is_given_to_the_state_is_ahead_too():
+    model, optimizer, _ = make()
+    other = DistributedDataParallel(make_model())
+    state = ScaleComState(other, ScaleCom(**SETTINGS))
+    other.register_comm_hook(state, scalecom_hook)
+    others = OPTIMIZERS["adamw"](other.parameters())
+    for step in range(4):
+        take(model, optimizer, step)
+        take(other, others, step)
+    assert are_equal(other, {n.removeprefix("module."): p for n, p in copies(model).items()})
 
 
 @pytest.mark.parametrize("registers", [True, False])
