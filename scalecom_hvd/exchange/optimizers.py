@@ -261,6 +261,8 @@ def method_of(compression: Method | type[Method], local_steps: object) -> Method
     method = compression() if isinstance(compression, type) else compression
     if local_steps is None:
         method.compute_ahead()
+    elif method.run.averager is None:
+        method.settle(ahead=False)
     return method
 
 

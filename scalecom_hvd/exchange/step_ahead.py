@@ -27,7 +27,6 @@ from typing import Any, ParamSpec
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -40,8 +39,7 @@ from scalecom_hvd.exchange.residue import Residues
 
 log = logging.getLogger("scalecom_hvd")
 
-# After this many steps in a row without gradients computed ahead, a warning is logged. Models are
-# looked for in the first so many steps.
+# After this many steps in a row without gradients computed ahead, a warning is logged.
 MISSED = 3
 # After this many steps of the optimizer without any exchange, a warning is logged.
 UNUSED = 20
@@ -51,8 +49,9 @@ NOTHING_EXCHANGED = (
 )
 NEVER_AHEAD = (
     "step %d: gradients are not computed a step ahead, so training loses accuracy. Before these "
-    "gradients, no torch.nn.Module with these parameters was called in training mode, or no "
-    "torch.optim.Optimizer stepped them. Call the model as model(x), or give step_ahead=0"
+    "gradients, no watched module was called in training mode, or no torch.optim.Optimizer stepped "
+    "its parameters. Call the model as model(x), or name the modules that the script calls: "
+    "compression.compute_ahead(module). Or give step_ahead=0"
 )
 UNKNOWN_OPTIMIZER = (
     "step-ahead gradients follow the optimizer's own direction, but the direction of {} is not "
@@ -69,6 +68,10 @@ NO_LOSS_SCALE = (
     "a GradScaler steps this model's optimizer, but ScaleCom does not know the loss scale, so "
     "step-ahead gradients would be computed at wrong parameters. Give the method, or "
     "ScaleComState, loss_scale=scaler"
+)
+SCRIPTED = (
+    "a model that torch.jit.script made calls no hooks, so its gradients cannot be computed a step "
+    "ahead. Give the method, or ScaleComState, step_ahead=0"
 )
 WRITTEN_TO = (
     "{} was written to between a training forward and optimizer.step(), while step-ahead gradients "
@@ -99,9 +102,8 @@ class StepAhead:
         self.factor = factor
         self._knows_scale = knows_scale
         self._models: weakref.WeakKeyDictionary[nn.Module, _Hook] = weakref.WeakKeyDictionary()
-        # Whether models are looked for, and the hook on all modules as long as some may be missing.
+        # Whether it finds models by itself.
         self._looks = False
-        self._looking: RemovableHandle | None = None
         self.where = Where.COMMON
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._residues: Residues | None = None
@@ -133,39 +135,31 @@ class StepAhead:
         _everyone.add(self)
 
     def look_for_models(self) -> None:
-        """From `serve` on, watch those modules that the script calls."""
+        """From `serve` on, watch the modules that have the parameters."""
         self._looks = True
 
-    def found(self, module: nn.Module) -> None:
-        """The script calls a module. Watch it if it has parameters that no watched model has."""
-        missing = self._not_watched()
-        if not missing.isdisjoint(module.parameters()):
-            # PyTorch has collected this call's first hooks already, but not yet its last ones.
-            self.watch(module).before_forward(module)
-        if missing <= set(module.parameters()):
-            self._stop_looking()
+    def watch(self, model: nn.Module) -> None:
+        """Put hooks on a model, so that its training forwards move parameters ahead.
 
-    def _not_watched(self) -> set[torch.Tensor]:
-        watched = {p for model in self._models for p in model.parameters()}
-        return {self._parameters[name] for name in self._compressed} - watched
-
-    def _stop_looking(self) -> None:
-        if self._looking is not None:
-            self._looking.remove()
-            self._looking = None
-
-    def watch(self, model: nn.Module) -> _Hook:
-        """Put hooks on a model, so that its training forwards move parameters ahead."""
+        Raises:
+            TypeError: it is a ScriptModule.
+        """
         if model in self._models:
-            return self._models[model]
+            return
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError(SCRIPTED)
         hook = self._models[model] = _Hook(self)
-        # This hook comes before all others, because FSDP2's hook gathers the model's shards.
-        model.register_forward_pre_hook(hook.before_forward, prepend=True)
-        model.register_forward_hook(hook.after_forward, always_call=True)
+        hook.handles += [
+            # This hook comes before all others, because FSDP2's hook gathers the model's shards.
+            model.register_forward_pre_hook(hook.before_forward, prepend=True),
+            model.register_forward_hook(hook.after_forward, always_call=True),
+        ]
         for module in model.modules():  # scripts save what is inside a wrapped model
-            module.register_state_dict_pre_hook(hook.before_looking)
-            module.register_load_state_dict_pre_hook(hook.before_looking)
-        return hook
+            if not isinstance(module, torch.jit.ScriptModule):
+                hook.handles += [
+                    module.register_state_dict_pre_hook(hook.before_looking),
+                    module.register_load_state_dict_pre_hook(hook.before_looking),
+                ]
 
     def serve(
         self,
@@ -195,15 +189,20 @@ class StepAhead:
         for other in list(_everyone):
             if other is not self and not self._moves().isdisjoint(other._moves()):
                 other.retire()
-        if self._looks and self._looking is None and self._not_watched():
-            self._looking = _look(self)
+        if self._looks:
+            # A model, what wraps it, and what it wraps: whatever the script calls, trains or saves.
+            found = _modules_with(self._served)
+            whole = [module for module, has in found.items() if has == self._served]
+            for module in whole or _outermost(found):
+                self.watch(module)
 
     def retire(self) -> None:
         """Restore common parameters, and move none again."""
-        self._stop_looking()
         try:
             self.restore()
         finally:
+            for hook in self._models.values():
+                hook.remove()
             self._parameters, self._residues, self._of_node = {}, None, {}
             self._optimizers, self._spare, self._stepping = [], {}, (None, [])
             self._is_retired = True
@@ -282,8 +281,11 @@ class StepAhead:
         self._missed, self._was_ahead = self._missed + 1 if missed else 0, False
         if self._missed == MISSED:
             log.warning(NEVER_AHEAD, step)
-        if step >= MISSED:
-            self._stop_looking()
+        elif missed and self._looks:  # the script may call a model's parts instead
+            found = [m for m in _modules_with(self._served) if m not in self._models]
+            for part in _outermost(found):
+                if not isinstance(part, torch.jit.ScriptModule):
+                    self.watch(part)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -353,6 +355,10 @@ class StepAhead:
                 log.warning(NOTHING_EXCHANGED, UNUSED)
 
     @property
+    def _served(self) -> set[torch.Tensor]:
+        return {self._parameters[name] for name in self._compressed}
+
+    @property
     def _compressed(self) -> Collection[str]:
         """The names of what is compressed, so that it can be moved."""
         return self._of_node or (self._residues.tensors if self._residues else ())
@@ -414,10 +420,16 @@ class _Hook:
 
     Args:
         ahead: what the hooks call. They do not keep it alive.
+
+    Attributes:
+        handles: what removes the hooks.
     """
 
     def __init__(self, ahead: StepAhead | None) -> None:
-        self._ahead: Callable[[], StepAhead | None] = weakref.ref(ahead) if ahead else _nobody
+        self.handles: list[RemovableHandle] = []
+        self._ahead: Callable[[], StepAhead | None] = (
+            weakref.ref(ahead, self.remove) if ahead else _nobody
+        )
         # What each forward that is running did: whether it trains, and whether it stepped aside.
         self._running: list[tuple[bool, bool]] = []
         # The names of what is compressed in the model. None: not asked for yet.
@@ -453,6 +465,11 @@ class _Hook:
             _not_compiled(StepAhead.move)(ahead)
             _not_compiled(_reshard)(module)
 
+    def remove(self, *_: Any) -> None:
+        """Remove the hooks from the model."""
+        for handle in self.handles:
+            handle.remove()
+
     def before_looking(self, *_: Any) -> None:
         ahead = self._ahead()
         if ahead is not None:
@@ -485,18 +502,18 @@ def _nobody() -> None:
     return None
 
 
-def _look(ahead: StepAhead) -> RemovableHandle:
-    """Report each module that is called, as long as this StepAhead lives and wants to know."""
-    own = weakref.ref(ahead, lambda _: handle.remove())
+def _modules_with(parameters: set[torch.Tensor]) -> dict[nn.Module, set[torch.Tensor]]:
+    """All modules that have some of these parameters, and which they have."""
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    made = [module for module in modules if "_modules" in vars(module)]  # not half-made
+    found = {module: parameters & set(nn.Module.parameters(module)) for module in made}
+    return {module: has for module, has in found.items() if has}
 
-    def hook(module: nn.Module, _: Any) -> None:
-        alive = own()
-        if alive is not None:
-            alive.found(module)
 
-    vars(hook)["_torchdynamo_disable"] = True
-    handle = register_module_forward_pre_hook(hook)
-    return handle
+def _outermost(modules: Collection[nn.Module]) -> list[nn.Module]:
+    """Those that are not part of another one."""
+    parts = {part for module in modules for part in nn.Module.modules(module) if part is not module}
+    return [module for module in modules if module not in parts]
 
 
 def _is_called_by_a_scaler() -> bool:

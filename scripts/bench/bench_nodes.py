@@ -117,10 +117,11 @@ def work(args: argparse.Namespace) -> None:
         mesh_dim_names=("replicate", "shard"),
     )
     found: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], "bytes": [], "residues": []} for name in WAYS
+        name: {"seconds": [], "bytes": [], "residues": [], "peak": []} for name in WAYS
     }
     order = [*WAYS]
     for name in [*order, *reversed(order)]:
+        occupied = _forget_peak()
         step, residues = WAYS[name](mesh)
         for _ in range(SETTLING_STEPS):
             step()
@@ -133,11 +134,23 @@ def work(args: argparse.Namespace) -> None:
         dist.barrier()
         found[name]["bytes"].append((_sent() - before) / args.steps)
         found[name]["residues"].append(residues())
+        found[name]["peak"].append(_memory("VmHWM") - occupied)
         del step, residues
         gc.collect()
     if dist.get_rank() == 0:
         args.output.write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def _forget_peak() -> int:
+    """Let the peak of this process's memory begin anew. Returns what it occupies now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5)
+    return _memory("VmRSS")
+
+
+def _memory(what: str) -> int:
+    (line,) = (s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith(what))
+    return int(line.split()[1]) * 1024
 
 
 def _sent() -> int:
@@ -167,13 +180,14 @@ def table(found: dict[str, Any], n: int, mbit: float | None, args: argparse.Name
     lines = [
         f"{n} hosts of {args.ranks_per_host} ranks, {speed} between hosts",
         "",
-        "| | ms a step | MB that leave a host | residues of a rank, MB |",
-        "|---|---|---|---|",
+        "| | ms a step | MB that leave a host | residues of a rank, MB | peak of a rank, MB |",
+        "|---|---|---|---|---|",
     ]
     for name, own in found.items():
         milliseconds = statistics.median(own["seconds"]) * 1e3
         sent, residues = statistics.median(own["bytes"]) / 1e6, own["residues"][0] / 1e6
-        lines.append(f"| {name} | {milliseconds:.0f} | {sent:.2f} | {residues:.1f} |")
+        peak = statistics.median(own["peak"]) / 1e6
+        lines.append(f"| {name} | {milliseconds:.0f} | {sent:.2f} | {residues:.1f} | {peak:.0f} |")
     return "\n".join(lines)
 
 

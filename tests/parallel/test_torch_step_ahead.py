@@ -1,6 +1,7 @@
 """Gradients computed a step ahead: what they are, and that no one else sees parameters ahead."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -469,58 +470,128 @@ def test_layers_of_a_frozen_model_are_ahead_once_they_are_trained():
     assert same_on_all_ranks(model.parameters())
 
 
-def by_layers(model):
-    """Nobody calls the model itself."""
-    return lambda x: model[1:](model[0](x))
-
-
 def in_a_wrapper(model):
     return torch.nn.Sequential(model)
+
+
+def in_a_new_wrapper_each_time(model):
+    return lambda x: torch.nn.Sequential(model)(x)
+
+
+def after_an_evaluation_in_a_wrapper(model):
+    with torch.no_grad():
+        torch.nn.Sequential(model)(torch.ones(2, 12, dtype=torch.float64))
+    return model
 
 
 def compiled(model):
     return torch.compile(model, backend="eager")
 
 
-@pytest.mark.filterwarnings("ignore:Using .torch.compile.module.. when there are global hooks")
-@pytest.mark.parametrize("call", [by_layers, in_a_wrapper, compiled])
+def compiled_in_parts(model):
+    parts = torch.compile(model[0], backend="eager"), torch.compile(model[1:], backend="eager")
+    return lambda x: parts[1](parts[0](x))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [in_a_wrapper, in_a_new_wrapper_each_time, after_an_evaluation_in_a_wrapper, compiled],
+)
 def test_whatever_the_script_calls_is_ahead(call):
-    """If it calls several modules, then whichever it calls first moves the parameters of all."""
     whole, optimizer, _ = make()
     other, others, _ = make()
     called = call(other)
     for step in range(6):
         take(whole, optimizer, step)
         take(called, others, step)
+        loss(called, hvd.rank(), 7)  # is not used
+        with torch.no_grad():
+            seen = other(torch.ones(2, 12, dtype=torch.float64))
+        assert same_on_all_ranks([seen])
+    other.state_dict()
     assert are_equal(other, copies(whole))
 
 
-def test_models_are_looked_for_only_until_they_are_found():
-    hooks = torch.nn.modules.module._global_forward_pre_hooks
-    before = len(hooks)
+def by_layers(model):
+    return lambda x: model[1:](model[0](x))
+
+
+@pytest.mark.parametrize("call", [by_layers, compiled_in_parts])
+def test_if_parts_are_called_they_are_ahead_from_the_second_exchange_on(call, caplog):
     model, optimizer, _ = make()
-    assert len(hooks) == before + 1
-    torch.nn.Linear(2, 2)(torch.ones(2))  # has none of the parameters
-    model[0](torch.ones(2, 12, dtype=torch.float64))
-    assert len(hooks) == before + 1
-    take(model, optimizer, 0)
-    assert len(hooks) == before
-    model, optimizer, _ = make()
+    called = call(model)
+    for step in range(3):
+        take(called, optimizer, step)
+    before = copies(model)
+    loss(called, hvd.rank(), 3)
+    assert not are_equal(model, before)
+    assert "not computed a step ahead" not in caplog.text
+    model.state_dict()
+    assert are_equal(model, before)
+
+
+def test_modules_that_belong_to_no_model():
+    layers = make_model()
+    encoder, decoder = layers[0], layers[2]
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["adamw"](layers.parameters()),
+        layers.named_parameters(),
+        compression=hvd.ScaleCom(**SETTINGS),
+    )
+    del layers
+    gc.collect()
+    whole, others, _ = make()
     for step in range(5):
-        take(lambda x: model[0](x)[:, :6], optimizer, step)
-    assert len(hooks) == before  # given up
+        take(whole, others, step)
+        take(lambda x: decoder(torch.tanh(encoder(x))), optimizer, step)
+    mine = [p for part in (encoder, decoder) for p in part.parameters()]
+    assert same_on_all_ranks(mine)
+
+
+def test_hooks_go_with_their_optimizer():
     model, optimizer, method = make()
-    assert len(hooks) == before + 1
+    took = len(model._forward_pre_hooks), len(model[0]._state_dict_pre_hooks)
     del optimizer, method
     gc.collect()
-    assert len(hooks) == before
+    assert not model._forward_pre_hooks
+    for _ in range(3):
+        method = hvd.ScaleCom(**SETTINGS)
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()), model.named_parameters(), compression=method
+        )
+        assert (len(model._forward_pre_hooks), len(model[0]._state_dict_pre_hooks)) == took
+        del optimizer
+        gc.collect()
+
+
+def test_parts_that_were_scripted():
+    model = make_model()
+    model[1] = torch.jit.script(model[1])
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()),
+        model.named_parameters(),
+        compression=hvd.ScaleCom(**SETTINGS),
+    )
+    for step in range(3):
+        take(model, optimizer, step)
+    assert same_on_all_ranks(model.parameters())
+
+
+def test_a_scripted_model_is_refused():
+    model = torch.jit.script(make_model())
+    with pytest.raises(TypeError, match="step_ahead=0"):
+        hvd.DistributedOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()),
+            model.named_parameters(),
+            compression=hvd.ScaleCom(**SETTINGS),
+        )
 
 
 def test_a_module_inside_another_that_is_called_alone_too():
     """The inner module's hooks move nothing back while the outer one steps aside."""
-    model, optimizer, _ = make()
+    model, optimizer, method = make()
     inputs = torch.ones(2, 12, dtype=torch.float64)
-    model[0](inputs)
+    method.compute_ahead(model[0])
     for step in range(3):
         take(model, optimizer, step)
     before = copies(model)
@@ -618,6 +689,44 @@ def test_a_state_is_loaded_before_there_is_an_optimizer(ahead):
         hvd.DistributedOptimizer(
             OPTIMIZERS["adamw"](model.parameters()), model.named_parameters(), compression=other
         )
+
+
+def pickled(method):
+    return pickle.loads(pickle.dumps(method))
+
+
+def reloaded(method):
+    other = hvd.ScaleCom(**{**SETTINGS, "step_ahead": None})
+    other.load_state_dict(method.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, reloaded])
+def test_a_method_is_copied_before_it_has_an_optimizer(copied):
+    method = copied(hvd.ScaleCom(**{**SETTINGS, "step_ahead": None}))
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()), model.named_parameters(), compression=method
+    )
+    assert (method.config.step_ahead, method.config.beta) == (1, 1)
+    take(model, optimizer, 0)
+
+
+def test_a_method_that_was_refused_may_serve_local_steps():
+    model = make_model()
+    method = hvd.ScaleCom(**{**SETTINGS, "step_ahead": None})
+    make_optimizer = functools.partial(
+        hvd.DistributedOptimizer, OPTIMIZERS["sgd"](model.parameters()), compression=method
+    )
+    with pytest.raises(ValueError, match="named_parameters"):
+        make_optimizer([("a", model[0].weight), ("a", model[0].bias)])
+    optimizer = make_optimizer(model.named_parameters(), local_steps=2)
+    assert (method.config.step_ahead, method.config.beta) == (0, 0.2)
+    with pytest.raises(ValueError, match="already serves"):
+        make_optimizer(model.named_parameters())
+    assert (method.config.step_ahead, method.config.beta) == (0, 0.2)
+    for step in range(4):
+        take(model, optimizer, step)
 
 
 def test_local_steps_are_refused():

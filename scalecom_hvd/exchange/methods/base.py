@@ -122,8 +122,10 @@ class Method:
             )
         config = config if config is not None else ScaleComConfig.from_env()
         self.quantiser = quantiser_of(quantiser)
-        self._asked_for = config.replace(**fields)
-        self.config = self._resolved(self._asked_for)
+        config = config.replace(**fields)
+        # Settings that depend on whether gradients are computed a step ahead; see `settle`.
+        self._open = [name for name in ("beta", "step_ahead") if getattr(config, name) is None]
+        self.config = self._resolved(config)
         defaults = self._resolved(ScaleComConfig())
         for field in (*self.unused, *(() if self.takes_few_bits else ("bits",))):
             if getattr(self.config, field) != getattr(defaults, field):
@@ -230,10 +232,14 @@ class Method:
         DistributedOptimizer and ScaleComState call this before the method serves parameters.
 
         Args:
-            model: the model whose forwards move parameters ahead. None: whichever modules the
-                script calls.
+            model: the model whose forwards move parameters ahead. None: the modules that have the
+                parameters are found. If the script calls others, call this for each of these.
+
+        Raises:
+            TypeError: torch.jit.script made the model, and gradients would be computed ahead.
         """
-        self.settle(ahead=True)
+        if self.run.averager is None:
+            self.settle(ahead=True)
         if not self.config.step_ahead:
             return
         if self.ahead is None:
@@ -246,8 +252,10 @@ class Method:
 
     def settle(self, ahead: bool) -> None:
         """Settle what the settings leave open: whether gradients are computed a step ahead."""
-        self.config = self._resolved(self._asked_for, ahead)
-        self.run.residues.config = self.config
+        config = self.config.replace(**dict.fromkeys(self._open))
+        self.config = self.run.residues.config = self._resolved(config, ahead)
+        if not ahead:
+            self.ahead = None
 
     def _resolved(self, config: ScaleComConfig, ahead: bool = False) -> ScaleComConfig:
         return config.resolved(ahead, self.takes_few_bits and not self.quantiser.rounds)
