@@ -70,8 +70,8 @@ NO_LOSS_SCALE = (
     "ScaleComState, loss_scale=scaler"
 )
 SCRIPTED = (
-    "a model that torch.jit.script made calls no hooks, so its gradients cannot be computed a step "
-    "ahead. Give the method, or ScaleComState, step_ahead=0"
+    "a model that torch.jit made calls no hooks, so its gradients cannot be computed a step ahead. "
+    "Give the method, or ScaleComState, step_ahead=0"
 )
 WRITTEN_TO = (
     "{} was written to between a training forward and optimizer.step(), while step-ahead gradients "
@@ -146,7 +146,7 @@ class StepAhead:
         """
         if model in self._models:
             return
-        if isinstance(model, torch.jit.ScriptModule):
+        if _is_scripted(model):
             raise TypeError(SCRIPTED)
         hook = self._models[model] = _Hook(self)
         hook.handles += [
@@ -155,7 +155,7 @@ class StepAhead:
             model.register_forward_hook(hook.after_forward, always_call=True),
         ]
         for module in model.modules():  # scripts save what is inside a wrapped model
-            if not isinstance(module, torch.jit.ScriptModule):
+            if not _is_scripted(module):
                 hook.handles += [
                     module.register_state_dict_pre_hook(hook.before_looking),
                     module.register_load_state_dict_pre_hook(hook.before_looking),
@@ -193,7 +193,8 @@ class StepAhead:
             # A model, what wraps it, and what it wraps: whatever the script calls, trains or saves.
             found = _modules_with(self._served)
             whole = [module for module, has in found.items() if has == self._served]
-            for module in whole or _outermost(found):
+            eager = [module for module in whole if not _is_scripted(module)]
+            for module in eager or whole or _outermost(found):
                 self.watch(module)
 
     def retire(self) -> None:
@@ -213,11 +214,12 @@ class StepAhead:
         Simulated workers have the same parameters, but no model.
         """
         served = set(self._parameters.values())
-        return served if self._looks else served & {p for m in self._models for p in m.parameters()}
+        watched = {p for model in self._models for p in _parameters_of(model)}
+        return served if self._looks else served & watched
 
     def names_in(self, model: nn.Module) -> list[str]:
         """The names of what is compressed in a model."""
-        own = set(model.parameters())
+        own = _parameters_of(model)
         return [name for name in self._compressed if self._parameters[name] in own]
 
     def know(self, optimizer: torch.optim.Optimizer) -> None:
@@ -282,10 +284,9 @@ class StepAhead:
         if self._missed == MISSED:
             log.warning(NEVER_AHEAD, step)
         elif missed and self._looks:  # the script may call a model's parts instead
-            found = [m for m in _modules_with(self._served) if m not in self._models]
-            for part in _outermost(found):
-                if not isinstance(part, torch.jit.ScriptModule):
-                    self.watch(part)
+            others = _modules_with(self._served).keys() - self._models.keys()
+            for part in _outermost([module for module in others if not _is_scripted(module)]):
+                self.watch(part)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -502,11 +503,19 @@ def _nobody() -> None:
     return None
 
 
+def _parameters_of(model: nn.Module) -> set[torch.Tensor]:
+    return set(nn.Module.parameters(model))  # a model's own method may be another
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def _modules_with(parameters: set[torch.Tensor]) -> dict[nn.Module, set[torch.Tensor]]:
     """All modules that have some of these parameters, and which they have."""
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
     made = [module for module in modules if "_modules" in vars(module)]  # not half-made
-    found = {module: parameters & set(nn.Module.parameters(module)) for module in made}
+    found = {module: parameters & _parameters_of(module) for module in made}
     return {module: has for module, has in found.items() if has}
 
 

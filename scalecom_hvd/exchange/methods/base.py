@@ -236,7 +236,7 @@ class Method:
                 parameters are found. If the script calls others, call this for each of these.
 
         Raises:
-            TypeError: torch.jit.script made the model, and gradients would be computed ahead.
+            TypeError: torch.jit made the model, and gradients would be computed ahead.
         """
         if self.run.averager is None:
             self.settle(ahead=True)
