@@ -501,7 +501,7 @@ def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     if s.rate is None and s.bits is None:
         yield (
             "- Accuracy: small models lost 0 to 0.4 points on images, and 0.05 bits on text. "
-            "In TensorFlow and Keras they lost up to 1.7 points and 0.25 bits."
+            "In TensorFlow and Keras they lost up to 1.8 points and 0.25 bits."
         )
     yield "- How to tune it: docs/tuning.md. Measured accuracy: docs/results.md."
     rate, _ = sends(choice.method, s)

@@ -204,13 +204,15 @@ def asked_about(task: str, tasks: tuple[str, ...]) -> bool:
 
 
 def ahead(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """2. How far ahead: other factors than 1."""
+    """2. How far ahead: other factors than 1, and another method."""
+    factors = {"ScaleCom": (0.0, 0.5, 1.0, 2.0), "LocalTopK": (0.0, 1.0)}
     for situation in FACTORS_ASKED[:1] if quick else FACTORS_ASKED:
         task, fields = SITUATIONS[situation]
         if asked_about(task, tasks):
-            for x in (1.0, 2.0) if quick else (0.0, 0.5, 1.0, 2.0):
-                own = fields | AHEAD | {"step_ahead": x} | ({"steps": 150} if quick else {})
-                yield case("ahead", situation, "ScaleCom", task, "ScaleCom", x, **own)
+            for method in factors:
+                for x in (1.0, 2.0) if quick else factors[method]:
+                    own = fields | AHEAD | {"step_ahead": x} | ({"steps": 150} if quick else {})
+                    yield case("ahead", situation, method, task, method, x, **own)
 
 
 def trials(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
