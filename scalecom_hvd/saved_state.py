@@ -83,8 +83,6 @@ def check_state(
         )
     mine, saved = config.to_dict(), _BEFORE | state["config"]
     free = {*_FREE_SETTINGS, *(_FREE_FOR_SCALECOM if settings == {"method": "ScaleCom"} else ())}
-    if not state["residues"]:  # a method without an optimizer does not know its beta
-        free.add("beta")
     compared = (mine.keys() | saved.keys()) - free
     different = sorted(name for name in compared if mine.get(name) != saved.get(name))
     if different:

@@ -165,7 +165,7 @@ class Run:
         state = self._loaded
         try:
             if state is not None:
-                check_state(state, self._method.config, self._method.settings)
+                self._checked(state)
                 averager.check_state(state)
                 check_shard(state, shard_of(averager))
                 _note_rank(state, averager.collectives)
@@ -263,7 +263,7 @@ class Run:
             saved = state.get("config", {})
             self._method.settle(ahead=bool(saved.get("step_ahead")))
         residues, config = self.residues, self._method.config
-        state = without_choice(check_state(state, config, self._method.settings), config)
+        state = without_choice(self._checked(state), config)
         norms, alignment = norms_of(state), alignment_of(state)
         check_finite({name: bool(r.isfinite().all()) for name, r in state["residues"].items()})
         if self.averager is not None:
@@ -284,6 +284,14 @@ class Run:
             self._take_up(state)
             self.averager.agree_anew()
             self.averager.load_state_dict(state)
+
+    def _checked(self, state: Saved) -> dict[str, Any]:
+        """The state in today's form. Raises ValueError if it has other settings."""
+        config = self._method.config
+        if "config" in state and not state.get("residues", True):
+            # It was saved before there was an optimizer, when nothing said what beta is.
+            state = {**state, "config": {**state["config"], "beta": config.beta}}
+        return check_state(state, config, self._method.settings)
 
     def _complete(self, complaint: str) -> None:
         if self.averager is not None:

@@ -93,8 +93,6 @@ class Run:
                 own = program["of_scalecom"]
                 if rate == 1:
                     own = {k: v for k, v in own.items() if k != "bits"}
-                if own.get("step_ahead"):
-                    own = own | {"model": self.model}
                 settings |= own
             method = {"ScaleCom": ScaleCom, "LocalTopK": LocalTopK, "RandomK": RandomK}
             optimizer = DistributedOptimizer(

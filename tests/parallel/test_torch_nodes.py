@@ -40,8 +40,6 @@ def make(optimizer="sgd", model=None, compression=None, **settings):
     model = make_model() if model is None else model
     passes = settings.pop("backward_passes_per_step", 1)
     settings = {**SETTINGS, "step_ahead": 0, **settings}
-    if settings["step_ahead"]:
-        settings["model"] = model
     method = compression(rate=5, min_numel=20) if compression else hvd.ScaleCom(**settings)
     wrapped = hvd.DistributedOptimizer(
         OPTIMIZERS[optimizer](model.parameters()),
