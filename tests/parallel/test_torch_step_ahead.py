@@ -512,6 +512,22 @@ def test_whatever_the_script_calls_is_ahead(call):
     assert are_equal(other, copies(whole))
 
 
+@pytest.mark.parametrize("called", ["model", "wrapper"])
+def test_a_wrapper_that_is_older_than_the_optimizer(called):
+    whole, optimizer, _ = make()
+    model = make_model()
+    wrapper = torch.nn.Sequential(model)
+    others = hvd.DistributedOptimizer(
+        OPTIMIZERS["adamw"](model.parameters()),
+        model.named_parameters(),
+        compression=hvd.ScaleCom(**SETTINGS),
+    )
+    for step in range(4):
+        take(whole, optimizer, step)
+        take({"model": model, "wrapper": wrapper}[called], others, step)
+    assert are_equal(model, copies(whole))
+
+
 def by_layers(model):
     return lambda x: model[1:](model[0](x))
 
