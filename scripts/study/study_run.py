@@ -329,8 +329,8 @@ def simulate(run: Run, make_parameters: Callable[[int], dict[str, torch.Tensor]]
             recommended = {"dense": ["auto:output"], "warmup_steps": round(run.warmup * run.steps)}
             recommended |= {"bits": 32} if run.method == "ScaleCom" else {}
         options = recommended | options
-        if run.step_ahead:  # nobody calls this model: Together moves parameters
-            options |= {"step_ahead": run.step_ahead, "model": nn.Module()}
+        if run.step_ahead:
+            options["step_ahead"], method = run.step_ahead, functools.partial(_ahead, method)
     config = hvd.ScaleComConfig()  # not what the environment says
     return Simulation(
         run.workers,
@@ -342,6 +342,13 @@ def simulate(run: Run, make_parameters: Callable[[int], dict[str, torch.Tensor]]
         overlap=run.overlap,
         **options,
     )
+
+
+def _ahead(method: type[hvd.Method], **settings: Any) -> hvd.Method:
+    """A method whose gradients are computed ahead. Together moves parameters, and no hook does."""
+    made = method(**settings)
+    made.compute_ahead(nn.Module())
+    return made
 
 
 def learning_rate(run: Run, step: int) -> float:
