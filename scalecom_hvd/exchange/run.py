@@ -186,12 +186,12 @@ class Run:
         self.averager = averager
 
     def _serve_ahead(self, parameters: Mapping[str, torch.Tensor], averager: Averager) -> None:
-        ahead, name = self._method.ahead, type(self._method).__name__
+        ahead = self._method.ahead
         if ahead is None:
             if self._method.config.step_ahead:
                 raise ValueError(
                     "step_ahead needs an optimizer, or a model: give the method to a "
-                    f"DistributedOptimizer or a ScaleComState, or call {name}.compute_ahead(model)"
+                    "DistributedOptimizer or a ScaleComState, or call its compute_ahead(model)"
                 )
             return
         collectives = averager.collectives

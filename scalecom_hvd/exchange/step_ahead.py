@@ -186,13 +186,15 @@ class StepAhead:
             hook.names = None
         # A script that makes its optimizer anew may keep the old method, and its hooks are on the
         # same model.
+        own = self._moves()
         for other in list(_everyone):
-            if other is not self and not self._moves().isdisjoint(other._moves()):
+            if other is not self and not own.isdisjoint(other._moves()):
                 other.retire()
         if self._looks:
             # A model, what wraps it, and what it wraps: whatever the script calls, trains or saves.
-            found = _modules_with(self._served)
-            whole = [module for module, has in found.items() if has == self._served]
+            served = self._served
+            found = _modules_with(served)
+            whole = [module for module, has in found.items() if has == served]
             eager = [module for module in whole if not _is_scripted(module)]
             for module in eager or whole or _outermost(found):
                 self.watch(module)

@@ -137,7 +137,6 @@ def work(args: argparse.Namespace) -> None:
         found[name]["residues"].append(residues())
         found[name]["peak"].append(_memory("VmHWM") - occupied)
         del step, residues
-        gc.collect()
     if dist.get_rank() == 0:
         args.output.write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -23,10 +23,12 @@ from step_ahead import (
     unlike_loss,
 )
 
+from scalecom_hvd.exchange import Simulation
 
-def make(library=hvd, optimizer="adamw", **settings):
+
+def make(library=hvd, optimizer="adamw", model=None, **settings):
     """A model, its optimizer and the method."""
-    model = make_model()
+    model = make_model() if model is None else model
     named = {"named_parameters": model.named_parameters()} if library is stock else {}
     method = hvd.ScaleCom(**named, **{**SETTINGS, **settings})
     wrapped = library.DistributedOptimizer(
@@ -517,11 +519,7 @@ def test_a_wrapper_that_is_older_than_the_optimizer(called):
     whole, optimizer, _ = make()
     model = make_model()
     wrapper = torch.nn.Sequential(model)
-    others = hvd.DistributedOptimizer(
-        OPTIMIZERS["adamw"](model.parameters()),
-        model.named_parameters(),
-        compression=hvd.ScaleCom(**SETTINGS),
-    )
+    _, others, _ = make(model=model)
     for step in range(4):
         take(whole, optimizer, step)
         take({"model": model, "wrapper": wrapper}[called], others, step)
@@ -549,11 +547,7 @@ def test_if_parts_are_called_they_are_ahead_from_the_second_exchange_on(call, ca
 def test_modules_that_belong_to_no_model():
     layers = make_model()
     encoder, decoder = layers[0], layers[2]
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["adamw"](layers.parameters()),
-        layers.named_parameters(),
-        compression=hvd.ScaleCom(**SETTINGS),
-    )
+    _, optimizer, _ = make(model=layers)
     del layers
     gc.collect()
     whole, others, _ = make()
@@ -583,11 +577,7 @@ def test_hooks_go_with_their_optimizer():
 def test_parts_that_were_scripted():
     model = make_model()
     model[1] = torch.jit.script(model[1])
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["adamw"](model.parameters()),
-        model.named_parameters(),
-        compression=hvd.ScaleCom(**SETTINGS),
-    )
+    _, optimizer, _ = make(model=model)
     for step in range(3):
         take(model, optimizer, step)
     assert same_on_all_ranks(model.parameters())
@@ -597,11 +587,7 @@ def test_a_traced_model_is_refused():
     model = torch.jit.trace(make_model(), torch.ones(2, 12, dtype=torch.float64))
     gc.collect()
     with pytest.raises(TypeError, match="step_ahead=0"):
-        hvd.DistributedOptimizer(
-            OPTIMIZERS["adamw"](model.parameters()),
-            model.named_parameters(),
-            compression=hvd.ScaleCom(**SETTINGS),
-        )
+        make(model=model)
 
 
 def test_a_module_inside_another_that_is_called_alone_too():
@@ -679,6 +665,11 @@ def test_one_autocast_for_training_and_evaluation():
         assert same_on_all_ranks([seen])
         ahead.square().mean().backward()
         optimizer.step()
+
+
+def test_an_exchange_of_ones_own_must_name_the_model():
+    with pytest.raises(ValueError, match=r"call its compute_ahead\(model\)"):
+        Simulation(2, lambda rank: {"w": torch.nn.Parameter(torch.zeros(60, 50))}, **SETTINGS)
 
 
 @pytest.mark.parametrize("ahead", [None, 0.0, 1.0])
