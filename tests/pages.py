@@ -20,6 +20,7 @@ KINDS = (
     "torch nodes",
     "ddp",
     "ddp nodes",  # additionally the numbers of nodes and of ranks per node
+    "ddp pipeline",  # a stage's module, and what its schedule needs
     "ddp script",
     "keras",
     "keras script",

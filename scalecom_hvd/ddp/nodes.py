@@ -1,7 +1,8 @@
 """What a device mesh of nodes says: which ranks are this rank's peers, and which its node's.
 
 The mesh is PyTorch's own for hybrid sharding: nodes times the ranks of each, with dimensions named
-"replicate" and "shard". Imports process_group_collectives, and node of exchange/.
+"replicate" and "shard". A sharded model may have other dimensions inside its nodes, for tensor
+parallelism. Imports process_group_collectives, and node of exchange/.
 """
 
 from __future__ import annotations
@@ -19,21 +20,27 @@ BETWEEN, INSIDE = "replicate", "shard"
 EXAMPLE = 'init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))'
 
 
-def check_mesh(mesh: object) -> None:
-    """Raise TypeError or ValueError unless this is a mesh of nodes."""
+def check_mesh(mesh: object, sharded: bool = False) -> None:
+    """Raise TypeError or ValueError unless this is a mesh of nodes.
+
+    Args:
+        mesh: what the script gave.
+        sharded: whether the model is sharded, so that a node may have any dimensions.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, such as {EXAMPLE}, not {mesh!r}")
-    if mesh.mesh_dim_names != (BETWEEN, INSIDE):
+    names = mesh.mesh_dim_names or ()
+    if names != (BETWEEN, INSIDE) and not (sharded and names[:1] == (BETWEEN,) and names[1:]):
         raise ValueError(
             f"mesh must have the dimensions {(BETWEEN, INSIDE)}, not {mesh.mesh_dim_names}. Along "
             "the first, gradients are averaged compressed, and along the second uncompressed. Give "
-            f"{EXAMPLE}. Further dimensions, for tensor or pipeline parallelism, are not supported"
+            f"{EXAMPLE}"
         )
 
     ranks = mesh.mesh
-    if not all(torch.equal(ranks, ranks.sort(dim).values) for dim in (0, 1)):
+    if not all(torch.equal(ranks, ranks.sort(dim).values) for dim in range(ranks.ndim)):
         raise ValueError(
-            f"mesh has ranks {ranks.tolist()}, but ranks must rise along both dimensions, because "
+            f"mesh has ranks {ranks.tolist()}, but ranks must rise along all dimensions, because "
             f"process groups number their ranks in this order. Give {EXAMPLE}"
         )
 
@@ -45,7 +52,15 @@ def peers_of(mesh: DeviceMesh, devices: Iterable[torch.device]) -> ProcessGroupC
 
 def node_of(mesh: DeviceMesh, devices: Iterable[torch.device]) -> Node:
     """The ranks of this rank's node. All ranks must call this."""
-    return Node(ProcessGroupCollectives(mesh.get_group(INSIDE), sums=True, devices=devices))
+    group = _inside(mesh).get_group()
+    return Node(ProcessGroupCollectives(group, sums=True, devices=devices))
+
+
+def _inside(mesh: DeviceMesh) -> DeviceMesh:
+    """This rank's node, as a mesh of one dimension."""
+    names = mesh.mesh_dim_names[1:]
+    # The name is of this mesh alone, because its root mesh may be cut into nodes in other ways too.
+    return mesh[names] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def check_same_ranks(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
@@ -59,27 +74,42 @@ def check_same_ranks(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
 
 
 def check_shards(parameters: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
-    """Raise TypeError or ValueError unless each is sharded inside the node, and nowhere else."""
-    own = dist.get_process_group_ranks(mesh.get_group(INSIDE))
+    """Raise TypeError or ValueError unless each is sharded inside the node, and nowhere else.
+
+    Tensor parallelism leaves some tensors whole on all ranks of a node, where all compute the same
+    gradients of them.
+    """
+    own = set(mesh.mesh[mesh.get_local_rank(BETWEEN)].flatten().tolist())
+    is_fsdp = INSIDE in mesh.mesh_dim_names
+    if not is_fsdp and not any(hasattr(p, "device_mesh") for p in parameters.values()):
+        raise TypeError(
+            f"no parameter is a DTensor, but mesh= has the dimensions {mesh.mesh_dim_names}. Call "
+            "parallelize_module on the model first"
+        )
     for name, parameter in parameters.items():
         theirs = getattr(parameter, "device_mesh", None)
+        if theirs is None and not is_fsdp:
+            continue
         if theirs is None:
             raise TypeError(
                 f"{name} is not sharded, but mesh= is for sharded models. Call fully_shard(model, "
                 f'mesh=mesh["{INSIDE}"]) first. If each rank has the whole model, wrap the model '
                 "in DistributedDataParallel, and give the mesh to ScaleComState"
             )
-        if theirs.ndim > 1:
+        dimensions = theirs.mesh_dim_names or ()
+        if BETWEEN in dimensions:
             raise ValueError(
-                f"{name} is sharded over a mesh with the dimensions {theirs.mesh_dim_names}. "
+                f"{name} is sharded over a mesh with the dimensions {dimensions}. "
                 "fully_shard would itself average gradients between nodes, uncompressed. Give "
                 f'fully_shard one dimension: fully_shard(module, mesh=mesh["{INSIDE}"])'
             )
-        (placement,) = parameter.placements  # type: ignore[attr-defined]
-        if sorted(theirs.mesh.flatten().tolist()) != sorted(own) or not placement.is_shard():
+        placements = parameter.placements  # type: ignore[attr-defined]
+        along = dict(zip(dimensions, placements, strict=False))
+        is_sharded = not is_fsdp or (INSIDE in along and not along[INSIDE].is_replicate())
+        if not own.issuperset(theirs.mesh.flatten().tolist()) or not is_sharded:
             raise ValueError(
-                f"{name} has the placement {placement} on ranks {theirs.mesh.tolist()}, but must "
-                f'be sharded over ranks {own}, which are the dimension "{INSIDE}" of mesh=. Call '
+                f"{name} has the placements {placements} on ranks {theirs.mesh.tolist()}, but must "
+                f"be sharded over ranks {sorted(own)}, which are a node of mesh=. Call "
                 f'fully_shard(module, mesh=mesh["{INSIDE}"]) with the same mesh'
             )
 

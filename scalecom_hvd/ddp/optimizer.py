@@ -105,8 +105,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         mesh: a mesh of nodes times the ranks of each node, with dimensions named "replicate" and
             "shard", for a model that fully_shard (FSDP2) sharded over mesh["shard"]. FSDP2 averages
             gradients whole inside a node, and this optimizer compresses them between nodes. p.grad
-            is the average when backward returns, so nothing has to be synchronized. None: each rank
-            has the whole model.
+            is the average when backward returns, so nothing has to be synchronized. With tensor
+            parallelism inside nodes, the dimensions after "replicate" may have other names. None:
+            each rank has the whole model.
 
     Returns:
         An optimizer with these additions. `compression` is the method with this rank's residues:
@@ -150,9 +151,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     devices = {parameter.device for parameter in parameters.values()}
     if mesh is not None:
         _check_settings_of_shards(op, sparse_as_dense, process_group, local_steps, collectives)
-        check_mesh(mesh)
+        check_mesh(mesh, sharded=True)
         check_shards(parameters, mesh)
-        check_averages(mesh.get_group("shard"), next(iter(parameters.values())).device)
+        if "shard" in mesh.mesh_dim_names:
+            check_averages(mesh.get_group("shard"), next(iter(parameters.values())).device)
         gradients = ShardedGradients(
             parameters,
             method,

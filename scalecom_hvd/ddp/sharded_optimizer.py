@@ -117,7 +117,7 @@ class ShardedGradients:
         """Give the exchange a gradient. From now on, FSDP2 must not add anything to it."""
         if not self._taken:
             self._unused.begin()
-        self._taken[parameter], parameter.grad = parameter.grad, None
+        self._taken[parameter], parameter.grad = _placed(parameter), None
         shard, grad = self._parameters[parameter], self._taken[parameter]
         shard.grad = None if grad is None else local_part(grad)
         self._exchange.ready(shard)
@@ -197,12 +197,26 @@ def _report(gradients: Callable[[], ShardedGradients | None], parameter: torch.T
         own.came(parameter)
 
 
+def _placed(parameter: Any) -> Any:
+    """p.grad, placed like the parameter. Waits for other ranks if it is still a sum over them.
+
+    Tensor parallelism leaves sums of ranks that have a parameter whole (the weight of a norm).
+    FSDP2 adds these up by itself.
+    """
+    grad, placements = parameter.grad, getattr(parameter, "placements", None)
+    if grad is None or placements == getattr(grad, "placements", None):
+        return grad
+    return grad.redistribute(placements=placements)
+
+
 def _put(parameter: Any, average: torch.Tensor) -> None:
     """Make p.grad the average; None if no rank has a gradient, as in plain FSDP2."""
     if parameter.grad is not None:
         own = local_part(parameter.grad)
         if own.data_ptr() != average.data_ptr():
             own.copy_(average)
+    elif any_of(average) and not hasattr(parameter, "placements"):
+        parameter.grad = average.detach()
     elif any_of(average):
         parameter.grad = type(parameter.data).from_local(
             average.detach(),

@@ -268,9 +268,9 @@ def method_of(compression: Method | type[Method], local_steps: object) -> Method
 
 SHARDED = (
     "the model's parameters are sharded, but here every rank must hold all parameters in full. If "
-    "fully_shard (FSDP2) sharded them, use scalecom_hvd.ddp.DistributedOptimizer(..., mesh=mesh). "
-    "FullyShardedDataParallel (FSDP1), tensor and pipeline parallelism are not supported: use "
-    "fully_shard, or DistributedDataParallel"
+    "fully_shard (FSDP2) or parallelize_module (tensor parallelism) sharded them, use "
+    "scalecom_hvd.ddp.DistributedOptimizer(..., mesh=mesh). FullyShardedDataParallel (FSDP1) is "
+    "not supported: use fully_shard, or DistributedDataParallel"
 )
 
 

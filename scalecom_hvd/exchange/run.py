@@ -194,8 +194,10 @@ class Run:
                     "DistributedOptimizer or a ScaleComState, or call its compute_ahead(model)"
                 )
             return
-        collectives = averager.collectives
-        ahead.serve(parameters, self.residues, collectives.size * collectives.share)
+        # A node's exchange has parts of tensors. There the face says what is moved ahead.
+        if averager.node is None:
+            collectives = averager.collectives
+            ahead.serve(parameters, self.residues, collectives.size * collectives.share)
 
     def release(self) -> None:
         """No optimizer could be made: serve none, and keep the state that was loaded."""

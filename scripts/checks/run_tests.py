@@ -130,7 +130,8 @@ UNLIKE = [
 SETS = f"{TAPES}process_sets_have_leaders_of_their_own"  # they need 4 ranks
 GLOO = "horovodrun --gloo"
 # The tests of torch.distributed's face: its own, and those of both faces.
-NODES = named("ddp_nodes", "ddp_sharded", "ddp_sharded_differential")  # two nodes of two ranks
+# Two nodes of two ranks.
+NODES = named("ddp_nodes", "ddp_sharded", "ddp_sharded_differential", "ddp_tensor_parallel")
 OF_DEVICES, PAGES = named("ddp_devices"), named("ddp_pages")
 DDP = [
     *[file for file in parallel("ddp_*") if file not in NODES + OF_DEVICES],

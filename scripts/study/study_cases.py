@@ -78,6 +78,14 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "32 bits, rate 100": ("ScaleCom", {}),
     "local top-k, rate 100": ("LocalTopK", {}),
 }
+# What workers send after every step, for comparison with few meetings.
+EVERY_STEP: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("dense", {}),
+    "the defaults": ("ScaleCom", AHEAD),
+    "rate 8, 4 bits": ("ScaleCom", AHEAD | {"rate": 8, "bits": 4}),
+    "32 bits, rate 100": ("ScaleCom", {}),
+    "DeMo, 3 %": ("DeMo", DEMO),
+}
 # What a user trains: {name: (task, fields)}. If a node of four ranks is one worker, it has all
 # their images.
 SITUATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -289,9 +297,8 @@ def meetings(quick: bool) -> Iterator[Case]:
     """
     for group, (task, own, apart, asked, _) in [*MEETINGS.items()][: 1 if quick else None]:
         fields = {"optimizer": "adamw"} | own | ({"steps": 128} if quick else {})
-        yield case("meetings", group, "dense", task, x=1, **fields)
-        yield case("meetings", group, "ScaleCom", task, "ScaleCom", 1, **fields)
-        yield case("meetings", group, "DeMo, 3 %", task, "DeMo", 1, **fields, **DEMO)
+        for what, (method, options) in EVERY_STEP.items():
+            yield case("meetings", group, what, task, method, 1, **fields | options)
         for h, what in itertools.product(*((apart[:1], MAIN) if quick else (apart, asked))):
             method, options = SENT[what]
             more = {"local_steps": h} | fields | options

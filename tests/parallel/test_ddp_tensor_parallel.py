@@ -1,0 +1,258 @@
+"""Tensor parallelism inside a node, and pipelines: gradients are compressed between nodes.
+
+Run under torchrun, as two nodes. The oracles are the same model without parallelism, and
+reference.py with each node as one worker.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import DEVICE
+from models import same_on_all_ranks
+from oracles import nodes as oracle
+from step_ahead import OPTIMIZERS, SETTINGS
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from scalecom_hvd.config import ScaleComConfig
+from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom
+
+NODES = 2
+_meshes = {}
+
+
+def make_mesh(*names):
+    """Make each mesh only once: it makes process groups, which live until the end."""
+    if names not in _meshes:
+        shape = (NODES, *(1,) * (len(names) - 1), local())
+        _meshes[names] = init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", *names))
+    return _meshes[names]
+
+
+def local():
+    return dist.get_world_size() // NODES
+
+
+class Net(nn.Module):
+    """A block of a Transformer without attention, between an embedding and an output layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Embedding(12, 24)
+        self.norm = nn.LayerNorm(24)
+        self.up = nn.Linear(24, 32)
+        self.down = nn.Linear(32, 24)
+        self.last = nn.Linear(24, 6)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x + self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+IN_TENSORS = {
+    "first": RowwiseParallel(input_layouts=Replicate()),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
+# The ranks of a node share out the sequence too, so each has a part of the norm's gradient.
+IN_SEQUENCES = {
+    "first": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+    "last": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+FORMS = [
+    (("tp",), IN_TENSORS),
+    (("tp",), IN_SEQUENCES),
+    (("shard", "tp"), IN_TENSORS),
+    (("shard", "tp"), IN_SEQUENCES),
+]
+NAMES = ["tensors", "sequences", "tensors and FSDP2", "sequences and FSDP2"]
+
+
+def make(names, plan, optimizer="adamw", **settings):
+    mesh, model = make_mesh(*names), Net().double()
+    parallelize_module(model, mesh["tp"], plan)
+    if "shard" in names:
+        fully_shard(model, mesh=mesh["shard"])
+    wrapped = DistributedOptimizer(
+        OPTIMIZERS[optimizer](model.parameters()),
+        model.named_parameters(),
+        compression=ScaleCom(**{**SETTINGS, **settings}),
+        mesh=mesh,
+    )
+    return model, wrapped
+
+
+def batch(node, step):
+    torch.manual_seed(100 * step + node)
+    inputs = torch.randint(12, (8, 4))
+    return inputs, torch.sin(inputs[..., None] + torch.arange(6.0).double()) + node * 0.1
+
+
+def mean_square(found, wanted):
+    return (found - wanted).square().mean()
+
+
+def loss(model, node, step):
+    inputs, wanted = batch(node, step)
+    return mean_square(model(inputs), wanted)
+
+
+def take(model, optimizer, step):
+    optimizer.zero_grad()
+    loss(model, dist.get_rank() // local(), step).backward()
+    optimizer.step()
+
+
+def full(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def train_alone(optimizer, steps):
+    """The same model on all nodes' batches, without parallelism."""
+    model = Net().double()
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        (sum(loss(model, node, step) for node in range(NODES)) / NODES).backward()
+        optimizer.step()
+    return model
+
+
+def assert_close(model, other, rtol=1e-9):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(full(p).cpu(), q, rtol=rtol, atol=1e-12), (dist.get_rank(), name)
+
+
+@pytest.mark.parametrize(("names", "plan"), FORMS, ids=NAMES)
+def test_with_everything_chosen_it_is_the_model_without_parallelism(names, plan):
+    model, wrapped = make(names, plan, rate=1)
+    for step in range(6):
+        take(model, wrapped, step)
+    assert_close(model, train_alone("adamw", 6))
+
+
+@pytest.mark.parametrize(("names", "plan"), FORMS, ids=NAMES)
+def test_all_ranks_have_the_same_tensors(names, plan, caplog):
+    """A tensor that all ranks of a node have whole is exchanged by each of them."""
+    model, wrapped = make(names, plan, bits=3, step_ahead=None)
+    for step in range(20):
+        take(model, wrapped, step)
+        assert same_on_all_ranks(full(p) for p in model.parameters()), step
+    assert "not computed a step ahead" not in caplog.text
+    residues = wrapped.compression.residues.tensors
+    assert residues.keys() > {"first.weight", "up.weight", "down.weight", "last.weight"}
+    assert all(tensor.residue.any() for tensor in residues.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"bits": 3, "rate": 8}, {"lookahead": True}], ids=str)
+def test_a_node_is_one_worker_of_the_reference(settings):
+    settings = {"step_ahead": 0, **settings}
+    model, wrapped = make(("tp",), IN_TENSORS, **settings)
+    for step in range(12):
+        take(model, wrapped, step)
+    other = Net().double()
+    rows, columns = (other.first.weight, other.up.weight, other.up.bias), (other.down.weight,)
+    dimensions = {p.shape: 0 for p in rows} | {p.shape: 1 for p in columns}
+
+    def shards(tensor, local):
+        if tensor.shape not in dimensions:
+            return [tensor] * local
+        return list(tensor.chunk(local, dimensions[tensor.shape]))
+
+    oracle.train(
+        other,
+        OPTIMIZERS["adamw"](other.parameters()),
+        ScaleComConfig(**{**SETTINGS, **settings}),
+        NODES,
+        local(),
+        12,
+        lambda model, rank, step: loss(model, rank // local(), step),
+        shards,
+    )
+    assert_close(model, other)
+
+
+@pytest.mark.parametrize("names", [("tp",), ("shard", "tp")], ids=str)
+def test_two_optimizers_share_a_mesh(names):
+    pairs = [make(names, IN_TENSORS, rate=1) for _ in range(2)]
+    for step in range(3):
+        for model, wrapped in pairs:
+            take(model, wrapped, step)
+    for model, _ in pairs:
+        assert_close(model, train_alone("adamw", 3))
+
+
+def test_what_cannot_work_is_refused():
+    mesh, model = make_mesh("tp"), Net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="no parameter is a DTensor.*parallelize_module"):
+        DistributedOptimizer(sgd, model.named_parameters(), mesh=mesh)
+    parallelize_module(model, make_mesh("shard", "tp")["tp"], IN_TENSORS)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises((TypeError, ValueError), match='fully_shard.*mesh=mesh\\["shard"\\]'):
+        DistributedOptimizer(sgd, model.named_parameters(), mesh=make_mesh("shard", "tp"))
+
+
+@pytest.mark.skipif("local() == 1", reason="a pipeline has at least two stages")
+@pytest.mark.parametrize("settings", [{"rate": 1}, {"bits": 3}], ids=str)
+def test_pipelines(settings, caplog):
+    """The ranks that have the same stage average its gradients."""
+    mesh, model = make_mesh("pp"), Net().double()
+    place, passes = mesh.get_local_rank("pp"), 4
+    layers = [
+        nn.Sequential(model.first, model.norm, model.up),
+        nn.Sequential(model.down, model.last),
+    ]
+    stage = PipelineStage(layers[place], place, 2, torch.device(DEVICE), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(
+        stage, passes, loss_fn=lambda *pair: mean_square(*pair) / passes, scale_grads=False
+    )
+    wrapped = DistributedOptimizer(
+        OPTIMIZERS["adamw"](layers[place].parameters()),
+        layers[place].named_parameters(),
+        compression=ScaleCom(**{**SETTINGS, "step_ahead": None, **settings}),
+        process_group=mesh.get_group("replicate"),
+        backward_passes_per_step=passes,
+    )
+    for step in range(8):
+        inputs, wanted = batch(mesh.get_local_rank("replicate"), step)
+        wrapped.zero_grad()
+        if place == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=wanted)
+        wrapped.step()
+    assert wrapped.compression.stats()["step"] == 8
+    assert "not computed a step ahead" not in caplog.text
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [p.detach().cpu() for p in layers[place].parameters()])
+    for p, q in zip(everyone[place], everyone[local() + place], strict=True):
+        assert torch.equal(p, q)
+    if settings == {"rate": 1}:
+        alone = Net().double()
+        whole = nn.Sequential(alone.first, alone.norm, alone.up, alone.down, alone.last)
+        optimizer = OPTIMIZERS["adamw"](whole.parameters())
+        for step in range(8):
+            optimizer.zero_grad()
+            for node in range(NODES):
+                inputs, wanted = batch(node, step)
+                (mean_square(whole(inputs), wanted) / NODES).backward()
+            optimizer.step()
+        same = (
+            nn.Sequential(alone.first, alone.norm, alone.up),
+            nn.Sequential(alone.down, alone.last),
+        )
+        assert_close(layers[place], same[place])
