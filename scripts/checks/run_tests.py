@@ -182,7 +182,11 @@ LONG = {
     ),
     # Plain FSDP2 frees what other streams read, so there it is no oracle for random programs.
     "device nodes, torchrun -np 4": on_ranks(
-        "torchrun", 4, named("ddp_nodes", "ddp_sharded"), "--timeout=200", environment=LATE
+        "torchrun",
+        4,
+        named("ddp_nodes", "ddp_sharded", "ddp_tensor_parallel"),
+        "--timeout=200",
+        environment=LATE,
     ),
     "ddp, torch alone, torchrun -np 4": on_ranks(
         "torchrun",

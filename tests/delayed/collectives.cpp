@@ -156,6 +156,19 @@ class Backend final : public c10d::Backend {
     return last;
   }
 
+  Ptr<c10d::Work> scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                          const c10d::ScatterOptions& opts) override {
+    Tensors all, out = aliases(outputs);
+    std::vector<Tensors> in; // empty on all ranks but the root
+    for (auto& list : inputs) {
+      all.insert(all.end(), list.begin(), list.end());
+      in.push_back(aliases(list));
+    }
+    return submit(OpType::SCATTER, all, outputs, [this, out, in, opts]() mutable {
+      gloo_->scatter(out, in, opts)->wait();
+    });
+  }
+
   Ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
     return submit(OpType::BARRIER, {}, {}, [this] { gloo_->barrier()->wait(); });
   }
