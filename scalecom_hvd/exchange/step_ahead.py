@@ -73,6 +73,11 @@ SCRIPTED = (
     "a model that torch.jit made calls no hooks, so its gradients cannot be computed a step ahead. "
     "Give the method, or ScaleComState, step_ahead=0"
 )
+NOT_IN_A_GRAPH = (
+    "ScaleCom moves parameters a step ahead here, outside of graphs. With fullgraph=True, write "
+    "model = torch.compile(model, fullgraph=True), not model.compile(fullgraph=True), or give the "
+    "method, or ScaleComState, step_ahead=0"
+)
 WRITTEN_TO = (
     "{} was written to between a training forward and optimizer.step(), while step-ahead gradients "
     "had moved it ahead. Change parameters after optimizer.step(), or give step_ahead=0"
@@ -148,7 +153,7 @@ class StepAhead:
             return
         if _is_scripted(model):
             raise TypeError(SCRIPTED)
-        hook = self._models[model] = _Hook(self)
+        hook = self._models[model] = _Hook(self, model)
         hook.handles += [
             # This hook comes before all others, because FSDP2's hook gathers the model's shards.
             model.register_forward_pre_hook(hook.before_forward, prepend=True),
@@ -422,16 +427,20 @@ class _Hook:
     """The hooks of a model. If the model is copied or loaded, the new one's hooks do nothing.
 
     Args:
-        ahead: what the hooks call. They do not keep it alive.
+        ahead: what the hooks call. They do not keep it alive, nor the model.
+        model: what has the hooks.
 
     Attributes:
         handles: what removes the hooks.
     """
 
-    def __init__(self, ahead: StepAhead | None) -> None:
+    def __init__(self, ahead: StepAhead | None, model: nn.Module | None) -> None:
         self.handles: list[RemovableHandle] = []
         self._ahead: Callable[[], StepAhead | None] = (
             weakref.ref(ahead, self.remove) if ahead else _nobody
+        )
+        self._model: Callable[[], nn.Module | None] = (
+            weakref.ref(model) if model is not None else _nobody
         )
         # What each forward that is running did: whether it trains, and whether it stepped aside.
         self._running: list[tuple[bool, bool]] = []
@@ -439,6 +448,30 @@ class _Hook:
         self.names: list[str] | None = None
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
+        if not (torch.compiler.is_dynamo_compiling() and self.leaves_it_to_a_wrapper()):
+            self._before_forward(module)
+
+    def after_forward(self, module: nn.Module, *_: Any) -> None:
+        if not (torch.compiler.is_dynamo_compiling() and self.leaves_it_to_a_wrapper()):
+            self._after_forward(module)
+
+    def leaves_it_to_a_wrapper(self) -> bool:
+        """Whether torch.compile has wrapped the model. The wrapper then gets hooks, and runs them.
+
+        PyTorch calls this once for each graph, while it compiles the model. The graph then has
+        nothing of these hooks.
+        """
+        ahead, model = self._ahead(), self._model()
+        if ahead is None or model is None:
+            return True
+        kind = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
+        wrappers = [m for m in gc.get_objects() if issubclass(type(m), kind)]
+        outside = [m for m in wrappers if any(part is model for part in m.modules())]
+        for wrapper in outside:
+            ahead.watch(wrapper)
+        return bool(outside)
+
+    def _before_forward(self, module: nn.Module) -> None:
         ahead = self._ahead()
         if ahead is None:
             return
@@ -456,7 +489,7 @@ class _Hook:
         if was is not ahead.where:
             _not_compiled(_reshard)(module)
 
-    def after_forward(self, module: nn.Module, *_: Any) -> None:
+    def _after_forward(self, module: nn.Module) -> None:
         """Move parameters that stepped aside ahead again: a backward may still be due."""
         ahead = self._ahead()
         if ahead is None or not self._running:
@@ -479,7 +512,7 @@ class _Hook:
             ahead.restore()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None,)
+        return _Hook, (None, None)
 
 
 def _reshard(model: nn.Module) -> None:
@@ -583,10 +616,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 # These functions look into objects that only Python can see. torch.compiler.disable sets the same
 # mark, but imports all of Dynamo.
 for _function in (
-    *(_not_compiled, _reshard, _Hook.before_forward, _Hook.after_forward),
+    *(_not_compiled, _reshard, _Hook._before_forward, _Hook._after_forward),
     *(_before_step, _after_step),
 ):
     vars(_function)["_torchdynamo_disable"] = True
+    vars(_function)["_torchdynamo_disable_msg"] = NOT_IN_A_GRAPH
+# As torch.compiler.assume_constant_result does.
+vars(_Hook.leaves_it_to_a_wrapper)["_dynamo_marked_constant"] = True
 
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

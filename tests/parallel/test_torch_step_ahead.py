@@ -490,6 +490,19 @@ def compiled(model):
     return torch.compile(model, backend="eager")
 
 
+def compiled_to_one_graph(model):
+    return torch.compile(model, backend="eager", fullgraph=True)
+
+
+def compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def compiled_with_its_loss(model):
+    return torch.compile(lambda x: model(x), backend="eager")
+
+
 def compiled_in_parts(model):
     parts = torch.compile(model[0], backend="eager"), torch.compile(model[1:], backend="eager")
     return lambda x: parts[1](parts[0](x))
@@ -497,7 +510,10 @@ def compiled_in_parts(model):
 
 @pytest.mark.parametrize(
     "call",
-    [in_a_wrapper, in_a_new_wrapper_each_time, after_an_evaluation_in_a_wrapper, compiled],
+    [
+        *(in_a_wrapper, in_a_new_wrapper_each_time, after_an_evaluation_in_a_wrapper),
+        *(compiled, compiled_to_one_graph, compiled_in_place, compiled_with_its_loss),
+    ],
 )
 def test_whatever_the_script_calls_is_ahead(call):
     whole, optimizer, _ = make()
@@ -524,6 +540,28 @@ def test_a_wrapper_that_is_older_than_the_optimizer(called):
         take(whole, optimizer, step)
         take({"model": model, "wrapper": wrapper}[called], others, step)
     assert are_equal(model, copies(whole))
+
+
+def test_a_model_that_was_compiled_before_has_no_graph_breaks():
+    whole, optimizer, _ = make()
+    model = make_model()
+    called = torch.compile(model, backend="eager", fullgraph=True)
+    _, others, _ = make(model=model)
+    for step in range(4):
+        take(whole, optimizer, step)
+        take(called, others, step)
+        with torch.no_grad():
+            seen = called(torch.ones(2, 12, dtype=torch.float64))
+        assert same_on_all_ranks([seen])
+    assert are_equal(model, copies(whole))
+
+
+def test_a_model_compiled_in_place_to_one_graph_is_told_what_to_do():
+    torch._dynamo.reset()  # it may have compiled the same code before, with graph breaks
+    model, _, _ = make()
+    model.compile(backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch.compile\(model, fullgraph"):
+        loss(model, hvd.rank(), 0)
 
 
 def by_layers(model):
