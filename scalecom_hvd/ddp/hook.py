@@ -221,6 +221,9 @@ class ScaleComState:
             self._unused.begin()
             if self._node is not None:
                 self._node.bytes_sent = 0
+            # After join(), DDP itself gives zeros, outside of a backward.
+            if self.compression.ahead is not None and torch._C._current_graph_task_id() < 0:
+                self.compression.ahead.has_no_batch()
         with self._exchange.streams.entered(joins=False):
             reduced = _Reduced(buffer, gradients, self._node, f"bucket.{len(self._reduced)}")
             self._reduced.append(reduced)

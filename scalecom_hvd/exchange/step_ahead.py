@@ -281,6 +281,10 @@ class StepAhead:
             own = [name for name in names if name in self._moved]
             self._elements |= {name: self._four_elements(name) for name in own}
 
+    def has_no_batch(self) -> None:
+        """Note that this rank computes no gradient in this step, so that none can be ahead."""
+        self._was_ahead = True
+
     def note_step(self, step: int) -> None:
         """Note that this step counts. Log a warning, once, if several in a row were not ahead."""
         if self._is_retired:

@@ -257,6 +257,15 @@ def test_a_scaler_that_skips_a_step():
         assert same_on_all_ranks(model.parameters())
 
 
+def test_a_rank_that_has_joined_computes_no_gradients(caplog):
+    model, optimizer, _ = make()
+    with model.join():
+        for step in range(8 if hvd.rank() else 2):
+            take(model, optimizer, step)
+    assert "not computed a step ahead" not in caplog.text
+    assert same_on_all_ranks(model.parameters())
+
+
 @pytest.mark.long
 def test_a_compiled_model():
     model, optimizer, _ = make("momentum")
