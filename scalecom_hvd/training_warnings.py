@@ -32,6 +32,9 @@ MODEL_WORTH_A_WARNING = 1_000_000
 WHOLE_WORTH_A_WARNING = 0.05
 # At beta = 1 look-ahead lost 15 points with group norm, at 0.3 under 3.
 LOOK_AHEAD_BETA = 0.5
+# Residues grow if each look finds this many times what the look before found. Near the end of a
+# run, gradients fall below what waits, and residues rise by a hundredth or two now and then.
+GROWTH = 1.1
 GROWTH_WARNING = (
     "step %d: residues keep growing, and hold as much as %.0f steps of gradients, so the values "
     "that are sent are mostly old. Send more (with a lower rate or more warmup_steps), or lower "
@@ -174,9 +177,9 @@ def check_look_ahead(config: ScaleComConfig) -> None:
 def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float) -> Any:
     """Whether residues keep growing, and are large. Works on numbers and on tensors.
 
-    They do if their three norms rise, and the last is more than `limit` times each norm of the
-    gradients. One norm of the gradients may be near zero, for a batch that the model fits, but not
-    all.
+    They do if their three norms rise by more than noise, and the last is more than `limit` times
+    each norm of the gradients. One norm of the gradients may be near zero, for a batch that the
+    model fits, but not all.
 
     Args:
         residues: the norms at the last three looks, the latest last; 0 if there was no look.
@@ -187,7 +190,7 @@ def keep_growing(residues: Sequence[Any], gradients: Sequence[Any], limit: float
         A bool, or a tensor of one if the norms are tensors.
     """
     earliest, earlier, now = residues
-    rising = (earliest > 0) & (earlier > earliest) & (now > earlier)
+    rising = (earliest > 0) & (earlier > GROWTH * earliest) & (now > GROWTH * earlier)
     for gradient in gradients:
         rising = rising & (now > limit * gradient)
     return rising & (sum(gradients) > 0)

@@ -60,6 +60,7 @@ def look(norms, rate=100.0):
         ([(60, 1), (50, 1), (40, 1)], 0),  # they fall
         ([(1, 1), (60, 1), (60, 1), (59, 1)], 0),  # they stay as they are
         ([(1, 1), (2, 1), (3, 0)], 0),  # a batch that fits perfectly
+        ([(300, 9), (101, 4), (102, 1), (150, 1)], 0),  # gradients fall, near the end of a run
         ([(1, 0), (2, 0), (3, 0)], 0),
     ],
     ids=str,
