@@ -180,6 +180,7 @@ def table(curves: Mapping[tuple[str, float], Curve], ways: Sequence[str]) -> Ite
     for mbit in SPEEDS:
         dense = curves[DENSE, mbit]
         loss, whole = dense[-1][1] + NEAR, dense[-1][0]
+        dense_reached = time_to(loss, dense) or whole
         yield ""
         yield f"{bench.speed(mbit)}: seconds to the loss with which dense training ends, {loss:.3f}"
         yield ""
@@ -189,7 +190,9 @@ def table(curves: Mapping[tuple[str, float], Curve], ways: Sequence[str]) -> Ite
             points = curves[way, mbit]
             reached = time_to(loss, points)
             cells = (
-                ("never", "") if reached is None else (f"{reached:.1f}", f"{whole / reached:.1f}")
+                ("never", "")
+                if reached is None
+                else (f"{reached:.1f}", f"{dense_reached / reached:.1f}")
             )
             tenth = loss_at(whole / 10, points)
             yield (
