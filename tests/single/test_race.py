@@ -60,6 +60,18 @@ def test_what_a_loss_is_at_a_time():
     assert race.loss_at(50.0, points) == 4.0
 
 
+def test_all_ways_are_timed_to_the_same_loss():
+    ends = {"DDP, dense": (0, 5.0), "ScaleCom": (0, 5.0)}
+    curves = {
+        (way, mbit): [begin, (50.0, 2.0), (100.0, 1.99)]
+        for way, begin in ends.items()
+        for mbit in race.SPEEDS
+    }
+    rows = [row for row in race.table(curves, [*ends]) if row.startswith(("| DDP", "| Scale"))]
+    cells = [[cell.strip() for cell in row.split("|")[2:5]] for row in rows]
+    assert cells == [["50.0", "1.0", "100.0"]] * 6
+
+
 def test_every_way_is_timed_by_a_name_that_the_bench_knows():
     import bench_worker
 
