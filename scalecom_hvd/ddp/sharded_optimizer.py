@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.exchange import Exchange
-from scalecom_hvd.exchange.gradients import any_of, local_part
+from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.optimizers import check_parameters
@@ -61,6 +61,7 @@ class ShardedGradients:
             shards, method, peers, groups=groups, asks_for_use=True, node=node
         )
         self._parameters = {p: shards[name] for name, p in parameters.items()}
+        self._names = {p: name for name, p in parameters.items()}
         self.passes, self._passes_over = passes, 0
         # Autograd's number of the backward under way and of the latest one, and the parameters that
         # got gradients from it so far.
@@ -158,9 +159,11 @@ class ShardedGradients:
             self._exchange.look()
             self._unused.end(self._exchange.has_sent)
             averages = {p: self._exchange.result(shard) for p, shard in self._parameters.items()}
+            given = {p for p, name in self._names.items() if name in self._exchange.given}
             self._give_back()
             for parameter, average in averages.items():
-                _put(parameter, average)
+                if parameter in given:
+                    _put(parameter, average)
         finally:  # after an error the exchange has given the step up
             self.forget()
 
@@ -210,14 +213,14 @@ def _placed(parameter: Any) -> Any:
 
 
 def _put(parameter: Any, average: torch.Tensor) -> None:
-    """Make p.grad the average; None if no rank has a gradient, as in plain FSDP2."""
+    """Make p.grad the average. Without gradients on all ranks it stays None, as in plain FSDP2."""
     if parameter.grad is not None:
         own = local_part(parameter.grad)
         if own.data_ptr() != average.data_ptr():
             own.copy_(average)
-    elif any_of(average) and not hasattr(parameter, "placements"):
+    elif not hasattr(parameter, "placements"):
         parameter.grad = average.detach()
-    elif any_of(average):
+    else:
         parameter.grad = type(parameter.data).from_local(
             average.detach(),
             parameter.device_mesh,

@@ -514,7 +514,9 @@ class Bucket:
 
     def has_gradients(self) -> torch.Tensor:
         """(number of compressed tensors,) float32: 0 if this rank's gradient is all 0, else 1."""
-        grads = (self.parameters[name].grad for name in self.compressed)
+        grads = [self.parameters[name].grad for name in self.compressed]
+        if not grads:
+            return torch.zeros(0, device="cpu")
         return torch.stack([values_of(grad).any() for grad in grads]).float()
 
     def fill(self) -> dict[str, torch.Tensor]:

@@ -73,9 +73,9 @@ class Exchange(Averager):
         send_sparse: a function that averages a gradient that stays sparse.
         settings: what ranks must have in common, besides the method's settings.
         asks_for_news: whether a step begins only if some rank has new gradients (`must_exchange`).
-        asks_for_use: whether a tensor sends nothing if no rank has a gradient for it. Its residue
-            then waits. Use this if averages of such tensors are thrown away. It takes one more
-            collective per bucket.
+        asks_for_use: whether ranks tell each other which tensors have gradients. A tensor sends
+            nothing if no rank has a gradient for it, and its residue waits. Use this if averages of
+            such tensors are thrown away. It takes one more collective per bucket.
         is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
         node: the ranks of this node, if each of them holds a part of every gradient. They are asked
             whether a step counts, after "are all buckets sound" and before the commit. None: this
@@ -88,6 +88,8 @@ class Exchange(Averager):
         trained: the parameters.
         has_sent: whether values left residues in the last step.
         has_counted: whether the last step counted, on all ranks of all nodes.
+        given: with `asks_for_use`, the names of tensors for which some rank reported a gradient in
+            the last step, even one of zeros. The same on all ranks.
         part: which tensors the coming step is about, the same on all ranks. None: always all of
             them.
         streams: the streams on which the exchange works.
@@ -122,6 +124,9 @@ class Exchange(Averager):
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self.trained = self._name_of.keys()
         self.has_sent = self.has_counted = False
+        self.given: set[str] = set()
+        # Tensors without a gradient on this rank, in this step.
+        self._missing: set[str] = set()
         self._method, self._run = method, method.run
         self.collectives = collectives
         self._restarted = collectives.restarts()
@@ -272,6 +277,8 @@ class Exchange(Averager):
             if not self._arrived:
                 self._begin_step()
             self._arrived[name] = None
+            if parameter.grad is None:
+                self._missing.add(name)
             fill_in(parameter, name in self._sparse)
             if name in self._sparse and not parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_sparse(1)
@@ -449,6 +456,8 @@ class Exchange(Averager):
 
     def _begin_step(self) -> None:
         self._outputs.clear()
+        self._missing.clear()
+        self.given.clear()
         self._unscaling = self._method.unscaling() if self._is_scaled else None
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
@@ -478,13 +487,14 @@ class Exchange(Averager):
             self._submitted,
         )
         unused: list[str] = []
-        if self._asks_for_use and bucket.compressed and not self._whole:
+        if self._asks_for_use:
             flags: Wait[torch.Tensor] = Wait("kernel", HostCopy(bucket.has_gradients()), round=0)
             used = yield from flags
-            total = yield from collectives.average(used, "used")
-            unused = [
-                name for name, u in zip(bucket.compressed, total.tolist(), strict=True) if not u
-            ]
+            given = used.new_tensor([name not in self._missing for name in bucket.names])
+            total = yield from collectives.average(torch.cat([used, given]), "used")
+            is_used, is_given = total.tensor_split([len(used)])
+            unused = [n for n, u in zip(bucket.compressed, is_used.tolist(), strict=True) if not u]
+            self.given |= {n for n, g in zip(bucket.names, is_given.tolist(), strict=True) if g}
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
         bucket.begin(scale, self._whole, unused=unused)
         if self._sample_due():

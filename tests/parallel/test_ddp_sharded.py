@@ -217,6 +217,21 @@ def test_a_dynamic_graph_loses_nothing(method):
     assert same_on_all_ranks(whole(model).values())
 
 
+@pytest.mark.parametrize("settings", [{"rate": 1}, {"bits": 3, "rate": 8}], ids=str)
+def test_nodes_that_leave_out_a_module_have_its_gradients_too(settings):
+    """Else AdamW would step it on one node alone. A shard, or an average, may be all zeros."""
+    node = make_mesh().get_local_rank("replicate")
+    model, wrapped = make(**settings)
+    for step in range(6):
+        wrapped.zero_grad()
+        loss(model, dist.get_rank(), step, extra=(step + node) % 3 == 1).backward()
+        missing = torch.tensor([p.grad is None for p in model.parameters()], device="cpu")
+        assert same_on_all_ranks([missing]), step
+        assert missing.any() == (step % 3 == 2), step
+        wrapped.step()
+        assert same_on_all_ranks(whole(model).values()), step
+
+
 @pytest.mark.parametrize("rate", [1, 5])
 def test_clipping_sees_averages_between_backward_and_step(rate):
     model, wrapped = make("sgd", rate=rate)
