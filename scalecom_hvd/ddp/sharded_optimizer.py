@@ -102,7 +102,10 @@ class ShardedGradients:
             if self._backward is not None:  # the last ended in an error: its gradients are lost
                 self.forget(keeps=False)
             self._backward = self._latest = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            # Autograd calls this after what was queued before. If several models were sharded one
+            # by one, FSDP2 reduces some of their gradients in callbacks that it queues later.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._end_backward))
         if parameter in self._came:
             self._late.add(parameter)
         self._came.add(parameter)
