@@ -290,6 +290,7 @@ class StepAhead:
         if self._is_retired:
             log.warning(RETIRED, step)
             self._is_retired = False  # said once
+        _graphs.end_era()
         missed = step > 0 and self._compressed and not self._was_ahead
         self._missed, self._was_ahead = self._missed + 1 if missed else 0, False
         if self._missed == MISSED:
@@ -336,6 +337,8 @@ class StepAhead:
         self.know(optimizer)
         is_known = any(known() is optimizer for known in self._optimizers)
         if is_known:
+            for hook in self._models.values():  # errors may have ended their forwards
+                hook.end_all()
             self.restore()
             written_to, self._written_to = self._written_to, None
             if written_to is not None:
@@ -436,6 +439,7 @@ class _Hook:
 
     Attributes:
         handles: what removes the hooks.
+        is_compiled: whether torch.compile made the model.
     """
 
     def __init__(self, ahead: StepAhead | None, model: nn.Module | None) -> None:
@@ -450,32 +454,46 @@ class _Hook:
         self._running: list[tuple[bool, bool]] = []
         # The names of what is compressed in the model. None: not asked for yet.
         self.names: list[str] | None = None
+        self.is_compiled = model is not None and _is_compiled(model)
+        self._leading = 0  # how many forwards of this compiled model are running
 
     def before_forward(self, module: nn.Module, *_: Any) -> None:
-        if not (torch.compiler.is_dynamo_compiling() and self.leaves_it_to_a_wrapper()):
+        if not _is_left_out(self):
             self._before_forward(module)
 
     def after_forward(self, module: nn.Module, *_: Any) -> None:
-        if not (torch.compiler.is_dynamo_compiling() and self.leaves_it_to_a_wrapper()):
+        if not _is_left_out(self):
             self._after_forward(module)
 
-    def leaves_it_to_a_wrapper(self) -> bool:
-        """Whether torch.compile has wrapped the model. The wrapper then gets hooks, and runs them.
+    def finds_compiled(self) -> bool:
+        """Watch compiled models that are new. Whether one of them has this model inside.
 
-        PyTorch calls this once for each graph, while it compiles the model. The graph then has
-        nothing of these hooks.
+        PyTorch calls this while it compiles one of them. Its graph keeps the answer.
         """
-        ahead, model = self._ahead(), self._model()
-        if ahead is None or model is None:
+        model = self._model()
+        if self._ahead() is None or model is None:
             return True
-        kind = sys.modules["torch._dynamo.eval_frame"].OptimizedModule
-        wrappers = [m for m in gc.get_objects() if issubclass(type(m), kind)]
-        outside = [m for m in wrappers if any(part is model for part in m.modules())]
-        for wrapper in outside:
-            ahead.watch(wrapper)
-        return bool(outside)
+        for compiled in filter(_is_compiled, _modules()):
+            inside = _inside(compiled)
+            for ahead in list(_everyone):
+                if compiled not in ahead._models and not inside.isdisjoint(ahead._models):
+                    ahead.watch(compiled)
+                    _graphs.new.add(compiled)
+        return any(model in _inside(compiled) for compiled in _graphs.new)
+
+    def end_all(self) -> None:
+        """Note that no forward of this model is running."""
+        self._lead(-self._leading)
+
+    def _lead(self, change: int) -> None:
+        """Note that a forward of this compiled model begins (1), or has ended (-1)."""
+        if self.is_compiled:
+            self._leading += change
+            _graphs.leading += change
+            _graphs.are_led = _graphs.leading > 0
 
     def _before_forward(self, module: nn.Module) -> None:
+        self._lead(1)
         ahead = self._ahead()
         if ahead is None:
             return
@@ -495,6 +513,8 @@ class _Hook:
 
     def _after_forward(self, module: nn.Module) -> None:
         """Move parameters that stepped aside ahead again: a backward may still be due."""
+        if self._leading:
+            self._lead(-1)
         ahead = self._ahead()
         if ahead is None or not self._running:
             return
@@ -507,6 +527,7 @@ class _Hook:
 
     def remove(self, *_: Any) -> None:
         """Remove the hooks from the model."""
+        self.end_all()
         for handle in self.handles:
             handle.remove()
 
@@ -517,6 +538,57 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None, None)
+
+
+class _Graphs:
+    """What graphs of torch.compile depend on. PyTorch compiles anew if it changes.
+
+    PyTorch does not notice whether a model's hooks change.
+
+    Attributes:
+        are_led: whether the forward of a compiled model is running, so that its own hooks, outside
+            of the graph, do the work of those inside. leading: how many such forwards are running.
+        new: compiled models whose first forward had begun before they were watched, so that no
+            hook does the work. era: their first graphs are used until this changes. (A number
+            would not be constant to PyTorch.)
+    """
+
+    def __init__(self) -> None:
+        self.are_led, self.leading = False, 0
+        self.new: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.era = "0"
+
+    def end_era(self) -> None:
+        """Give up the first graphs of new models."""
+        if self.new:
+            self.new.clear()
+            self.era = str(int(self.era) + 1)
+
+
+_graphs = _Graphs()
+
+
+def _is_left_out(hook: _Hook) -> bool:
+    """Whether a graph that is being compiled has nothing of this hook. PyTorch compiles this too.
+
+    So graphs are not broken, and models may be compiled with fullgraph=True. A compiled model's own
+    hooks are in a graph only if a compiled function calls it. They then break this graph.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return torch.compiler.is_compiling()  # torch.export traces with tensors without numbers
+    if hook.is_compiled:
+        return False
+    return _graphs.are_led or (_graphs.era != "" and hook.finds_compiled())
+
+
+def _inside(module: nn.Module) -> set[nn.Module]:
+    return {part for part in nn.Module.modules(module) if part is not module}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile returned this module."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def _reshard(model: nn.Module) -> None:
@@ -550,11 +622,15 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
+def _modules() -> list[nn.Module]:
+    """All modules that are alive."""
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    return [module for module in modules if "_modules" in vars(module)]  # not half-made
+
+
 def _modules_with(parameters: set[torch.Tensor]) -> dict[nn.Module, set[torch.Tensor]]:
     """All modules that have some of these parameters, and which they have."""
-    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
-    made = [module for module in modules if "_modules" in vars(module)]  # not half-made
-    found = {module: parameters & _parameters_of(module) for module in made}
+    found = {module: parameters & _parameters_of(module) for module in _modules()}
     return {module: has for module, has in found.items() if has}
 
 
@@ -626,7 +702,7 @@ for _function in (
     vars(_function)["_torchdynamo_disable"] = True
     vars(_function)["_torchdynamo_disable_msg"] = NOT_IN_A_GRAPH
 # As torch.compiler.assume_constant_result does.
-vars(_Hook.leaves_it_to_a_wrapper)["_dynamo_marked_constant"] = True
+vars(_Hook.finds_compiled)["_dynamo_marked_constant"] = True
 
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)

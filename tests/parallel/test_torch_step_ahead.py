@@ -5,6 +5,7 @@ import functools
 import gc
 import io
 import pickle
+import sys
 
 import pytest
 import torch
@@ -24,6 +25,14 @@ from step_ahead import (
 )
 
 from scalecom_hvd.exchange import Simulation
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Each test compiles anew. Else tests share graphs, and there may be too many of them."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def make(library=hvd, optimizer="adamw", model=None, **settings):
@@ -499,6 +508,16 @@ def compiled_in_place(model):
     return model
 
 
+def compiled_in_place_and_apart(model):
+    torch.compile(model, backend="eager")
+    return compiled_in_place(model)
+
+
+def compiled_in_a_compiled_function(model):
+    inner = torch.compile(model, backend="eager")
+    return torch.compile(lambda x: inner(x), backend="eager")
+
+
 def compiled_with_its_loss(model):
     return torch.compile(lambda x: model(x), backend="eager")
 
@@ -513,6 +532,7 @@ def compiled_in_parts(model):
     [
         *(in_a_wrapper, in_a_new_wrapper_each_time, after_an_evaluation_in_a_wrapper),
         *(compiled, compiled_to_one_graph, compiled_in_place, compiled_with_its_loss),
+        *(compiled_in_place_and_apart, compiled_in_a_compiled_function),
     ],
 )
 def test_whatever_the_script_calls_is_ahead(call):
@@ -556,8 +576,31 @@ def test_a_model_that_was_compiled_before_has_no_graph_breaks():
     assert are_equal(model, copies(whole))
 
 
+def test_a_compiled_function_may_evaluate_a_model_that_another_one_trains():
+    model, optimizer, _ = make()
+    called = torch.compile(model, backend="eager", fullgraph=True)
+    evaluate = torch.compile(lambda x: model(x), backend="eager")
+    for step in range(4):
+        optimizer.zero_grad()
+        value = loss(called, hvd.rank(), step)
+        with torch.no_grad():
+            seen = evaluate(torch.ones(2, 12, dtype=torch.float64))
+        assert same_on_all_ranks([seen]), step
+        value.backward()
+        optimizer.step()
+
+
+def test_a_model_is_exported_while_it_is_trained():
+    model, optimizer, _ = make()
+    for step in range(3):
+        take(model, optimizer, step)
+        before = copies(model)
+        exported = torch.export.export(model, (torch.ones(2, 12, dtype=torch.float64),))
+        assert are_equal(model, before)
+    assert exported.state_dict.keys() == before.keys()
+
+
 def test_a_model_compiled_in_place_to_one_graph_is_told_what_to_do():
-    torch._dynamo.reset()  # it may have compiled the same code before, with graph breaks
     model, _, _ = make()
     model.compile(backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch.compile\(model, fullgraph"):
