@@ -39,7 +39,7 @@ METHODS = {
 # What the picture of few meetings shows, and the names for it.
 SENT = {
     "dense": "dense, every step",
-    "ScaleCom": "ScaleCom, every step",
+    "32 bits, rate 100": "ScaleCom in 32 bits, every step",
     "DeMo, 3 %": "DeMo, every step",
     "plain average": "plain average",
     "DiLoCo": "DiLoCo",

@@ -56,7 +56,7 @@ MEETINGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Iterable[str], i
     "LSTM, AdamW, 4 workers": ("lstm", {"steps": 1984}, (4, 16, 64), SENT, 3),
     "LSTM, AdamW, 8 workers": ("lstm", {"steps": 1984, "workers": 8}, (16,), MAIN, 1),
     "Transformer of 1.2 M, 4 workers": ("wider", {"lr_warmup": 0.05}, (16, 64), MAIN, 3),
-    # These take half an hour of a core each.
+    # These take half an hour to an hour of a core each.
     "Transformer, 10,240 steps": (
         "wider",
         {"lr_warmup": 0.05, "steps": 10240},
