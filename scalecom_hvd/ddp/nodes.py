@@ -31,10 +31,11 @@ def check_mesh(mesh: object, sharded: bool = False) -> None:
         raise TypeError(f"mesh must be a DeviceMesh, such as {EXAMPLE}, not {mesh!r}")
     names = mesh.mesh_dim_names or ()
     if names != (BETWEEN, INSIDE) and not (sharded and names[:1] == (BETWEEN,) and names[1:]):
+        others = f" (with tensor parallelism, others after {BETWEEN!r})" if sharded else ""
         raise ValueError(
-            f"mesh must have the dimensions {(BETWEEN, INSIDE)}, not {mesh.mesh_dim_names}. Along "
-            "the first, gradients are averaged compressed, and along the second uncompressed. Give "
-            f"{EXAMPLE}"
+            f"mesh must have the dimensions {(BETWEEN, INSIDE)}{others}, not "
+            f"{mesh.mesh_dim_names}. Along the first, gradients are averaged compressed, and along "
+            f"the second uncompressed. Give {EXAMPLE}"
         )
 
     ranks = mesh.mesh
@@ -107,10 +108,13 @@ def check_shards(parameters: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
         along = dict(zip(dimensions, placements, strict=False))
         is_sharded = not is_fsdp or (INSIDE in along and not along[INSIDE].is_replicate())
         if not own.issuperset(theirs.mesh.flatten().tolist()) or not is_sharded:
+            call = (
+                f'fully_shard(module, mesh=mesh["{INSIDE}"])' if is_fsdp else "parallelize_module"
+            )
             raise ValueError(
                 f"{name} has the placements {placements} on ranks {theirs.mesh.tolist()}, but must "
-                f"be sharded over ranks {sorted(own)}, which are a node of mesh=. Call "
-                f'fully_shard(module, mesh=mesh["{INSIDE}"]) with the same mesh'
+                f"be sharded over ranks {sorted(own)}, which are a node of mesh=. Call {call} with "
+                "the same mesh"
             )
 
 
