@@ -162,10 +162,9 @@ class ShardedGradients:
             self._exchange.look()
             self._unused.end(self._exchange.has_sent)
             averages = {p: self._exchange.result(shard) for p, shard in self._parameters.items()}
-            given = {p for p, name in self._names.items() if name in self._exchange.given}
             self._give_back()
             for parameter, average in averages.items():
-                if parameter in given:
+                if self._names[parameter] in self._exchange.given:
                     _put(parameter, average)
         finally:  # after an error the exchange has given the step up
             self.forget()

@@ -125,9 +125,9 @@ def full(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
-def train_alone(steps):
+def train_alone(steps, model=None):
     """The same model on all nodes' batches, without parallelism."""
-    model = Net().double()
+    model = Net().double() if model is None else model
     optimizer = adamw(model)
     for step in range(steps):
         optimizer.zero_grad()
@@ -249,14 +249,7 @@ def test_pipelines(settings, caplog):
         assert torch.equal(p, q)
     if settings == {"rate": 1}:
         alone = Net().double()
-        whole = nn.Sequential(alone.first, alone.norm, alone.up, alone.down, alone.last)
-        optimizer = adamw(whole)
-        for step in range(8):
-            optimizer.zero_grad()
-            for node in range(NODES):
-                inputs, wanted = batch(node, step)
-                (mean_square(whole(inputs), wanted) / NODES).backward()
-            optimizer.step()
+        train_alone(8, nn.Sequential(alone.first, alone.norm, alone.up, alone.down, alone.last))
         same = (
             nn.Sequential(alone.first, alone.norm, alone.up),
             nn.Sequential(alone.down, alone.last),
