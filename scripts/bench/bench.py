@@ -1,9 +1,9 @@
 """`make bench`: how long a step takes over slow and fast networks, dense and compressed.
 
 It measures every way of compressing, and writes a table, JSON, CSV and a picture. The workers run
-on hosts of their own (hosts.py), so real Horovod talks over a real network of the speed asked for.
-Everything that is compared is measured within one job; ratios are of medians. Needs root, for the
-hosts.
+on hosts of their own (hosts.py): real libraries talk over a real network of the speed asked for.
+Horovod's methods run under horovodrun, those of DistributedDataParallel under torchrun. Methods are
+compared with the dense steps of their own job; ratios are of medians. Needs root, for the hosts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # code_version.py, pi
 import code_version
 import hosts
 import pictures
-from bench_worker import DDP, LOCAL, METHODS
+from bench_worker import ALONE, DDP, LOCAL, METHODS, RECIPES
 from tqdm import tqdm
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -54,6 +54,10 @@ class Job:
     seconds: float
 
     @property
+    def launcher(self) -> str:
+        return "torchrun" if {*DDP, *RECIPES} & {*self.methods} else "horovodrun --gloo"
+
+    @property
     def runs(self) -> int:
         return len(self.mbit) * len(self.methods)
 
@@ -70,7 +74,7 @@ class Job:
         program += ["--mbit", *self.mbit, "--methods", *self.methods]
         with hosts.Hosts(self.n_hosts) as cluster:
             done = cluster.run(
-                "horovodrun --gloo",
+                self.launcher,
                 program,
                 timeout=timeout,
                 environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "e0"},
@@ -83,19 +87,23 @@ class Job:
 
 
 # The seconds are those of a round of 16 steps at the slower speed.
-LOCAL_STEPS = Job("transformer", 2, (100, 1000), ("no communication", "dense", *LOCAL), 4.0)
-# The face for torch.distributed and the one for Horovod, and PyTorch's own hooks.
-BOTH_FACES = ("no communication", "dense", "ScaleCom cyclic", "ScaleCom look-ahead", *DDP)
+LOCAL_STEPS = Job("transformer", 2, (100, 1000), (ALONE, "dense", *LOCAL), 4.0)
+# DistributedDataParallel with PyTorch's hooks and ours, and Horovod beside it.
+UNDER_TORCHRUN = (ALONE, *DDP)
+UNDER_HOROVODRUN = (ALONE, "dense", "ScaleCom cyclic", "ScaleCom look-ahead")
 DDP_JOBS = [
-    Job("transformer", 2, (100, 1000, 10_000, 0), BOTH_FACES, 2.0),
-    Job("transformer", 4, (100, 1000, 10_000, 0), BOTH_FACES, 2.0),
-    Job("resnet", 2, (100, 1000, 0), BOTH_FACES, 2.0),
+    Job(case, n_hosts, speeds, methods, 2.0)
+    for case, n_hosts, speeds in (
+        ("transformer", 2, (100, 1000, 10_000, 0)),
+        ("transformer", 4, (100, 1000, 10_000, 0)),
+        ("resnet", 2, (100, 1000, 0)),
+    )
+    for methods in (UNDER_TORCHRUN, UNDER_HOROVODRUN)
 ]
 
 
 # docs/speed.md asks `plan` about this model's steps.
-GPT2 = ("no communication", "dense", "ScaleCom cyclic", "ScaleCom look-ahead")
-GPT2_JOBS = [Job("gpt2", n_hosts, (1000,), GPT2, 10.0) for n_hosts in (2, 4)]
+GPT2_JOBS = [Job("gpt2", n_hosts, (1000,), UNDER_HOROVODRUN, 10.0) for n_hosts in (2, 4)]
 
 
 def jobs(quick: bool) -> Iterator[Job]:
@@ -106,17 +114,16 @@ def jobs(quick: bool) -> Iterator[Job]:
             2,
             (1000,),
             (
-                "no communication",
+                ALONE,
                 "dense",
                 "local top-k",
                 "ScaleCom look-ahead",
                 "ScaleCom 4 bits, H = 4",
-                "DDP dense",
-                "DDP PowerSGD, rank 4",
-                "DDP ScaleCom look-ahead",
             ),
             1.0,
         )
+        under_ddp = ("DDP dense", "DDP PowerSGD, rank 4", "DDP ScaleCom look-ahead")
+        yield Job("transformer", 2, (1000,), (ALONE, *under_ddp), 1.0)
         return
     yield Job("transformer", 2, (100, 1000, 10_000, 0), tuple(METHODS), 3.0)
     yield Job(
@@ -131,7 +138,7 @@ def jobs(quick: bool) -> Iterator[Job]:
         "transformer",
         8,
         (1000,),
-        ("no communication", "dense", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"),
+        (ALONE, "dense", "local top-k", "ScaleCom staggered", "ScaleCom look-ahead"),
         2.0,
     )
     yield LOCAL_STEPS
@@ -140,7 +147,7 @@ def jobs(quick: bool) -> Iterator[Job]:
         "resnet",
         2,
         (100, 1000, 0),
-        ("no communication", "dense", "fp16", "local top-k", "ScaleCom look-ahead"),
+        (ALONE, "dense", "fp16", "local top-k", "ScaleCom look-ahead"),
         2.0,
     )
 
@@ -174,7 +181,8 @@ def run_all(todo: list[Job], folder: Path, timeout: float) -> list[Result]:
             finally:
                 ended.set()
                 watcher.join()
-            results += with_ratios([json.loads(line) for line in output.read_text().splitlines()])
+            own = [json.loads(line) for line in output.read_text().splitlines()]
+            results += with_ratios([r | {"launcher": job.launcher} for r in own])
     return results
 
 
@@ -199,7 +207,8 @@ def with_ratios(results: list[Result]) -> list[Result]:
     found = {(r["case"], r["hosts"], r["mbit"], r["method"]): r for r in results}
     for result in results:
         beside = (result["case"], result["hosts"], result["mbit"])
-        alone, dense = found[*beside, "no communication"], found[*beside, "dense"]
+        alone = found[*beside, ALONE]
+        dense = found.get((*beside, "dense")) or found[*beside, "DDP dense"]
         result["compute_ms"] = alone["step_ms"]
         result["exposed_ms"] = result["step_ms"] - alone["step_ms"]
         result["exchange_cpu_ms"] = result["cpu_ms"] - alone["cpu_ms"]
@@ -215,20 +224,24 @@ def speed(mbit: float) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """One block per case, number of hosts and speed."""
+    """One block per case, number of hosts, speed and launcher."""
+
+    def block_of(r: Result) -> tuple[Any, ...]:
+        return r["case"], r["hosts"], r["mbit"] or math.inf, r["launcher"]
+
     lines, block = [], None
-    for r in sorted(results, key=lambda r: (r["case"], r["hosts"], r["mbit"] or 1e9)):
-        if block != (block := (r["case"], r["hosts"], r["mbit"])):
+    for r in sorted(results, key=block_of):
+        if block != (block := block_of(r)):
             lines += [
                 "",
-                f"{r['case']}, {r['hosts']} hosts, {speed(r['mbit'])}: a step without "
-                f"communication takes {r['compute_ms']:.0f} ms",
+                f"{r['case']}, {r['hosts']} hosts, {speed(r['mbit'])}, {r['launcher']}: a step "
+                f"without communication takes {r['compute_ms']:.0f} ms",
             ]
             lines += [
                 f"  {'method':38s} {'step ms':>8s} {'exposed ms':>10s} {'MB sent':>8s} "
                 f"{'CPU ms':>7s} {'longest ms':>10s} {'vs dense':>9s}"
             ]
-        if r["method"] != "no communication":
+        if r["method"] != ALONE:
             numbers = (
                 f"{r['step_ms']:8.0f} {r['exposed_ms']:10.1f} {r['bytes'] / 1e6:8.2f} "
                 f"{r['exchange_cpu_ms']:7.0f} {r['longest_ms']:10.0f}"
@@ -258,7 +271,7 @@ def once(results: list[Result]) -> list[Result]:
     """Results without "no communication". If several jobs measured the same, the first counts."""
     found: dict[tuple[Any, ...], Result] = {}
     for r in results:
-        if r["method"] != "no communication":
+        if r["method"] != ALONE:
             found.setdefault((r["case"], r["hosts"], r["mbit"], r["method"]), r)
     return list(found.values())
 

@@ -2,6 +2,9 @@
 
 Rank 0 writes what it measured, line by line, as JSON. bench.py starts the ranks on hosts that
 hosts.py made. All ranks go through the same list in the same order.
+
+Horovod is not started under torchrun: in every millisecond its thread asks all ranks for news, and
+so takes processor time from the methods that do not need it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -25,9 +29,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import scalecom_hvd.ddp as ddp
 import scalecom_hvd.torch as hvd
-from scalecom_hvd.ddp import ScaleComState, scalecom_hook
 
+IN_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 SETTLING_STEPS = 3
 LOCAL_TOP_K_RATE = 100
 # The paper's form: values are sent as they are.
@@ -68,7 +73,8 @@ LOCAL = {
 RECIPES = {"DiLoCo, H = 20": hvd.diloco(20), "SparseLoCo, H = 20": hvd.sparseloco(20)}
 # A microbatch without a step after it.
 NO_STEP = "forward and backward"
-METHODS = ["no communication", "dense", "fp16", "local top-k", *SCALECOM]
+ALONE = "no communication"
+METHODS = [ALONE, "dense", "fp16", "local top-k", *SCALECOM]
 
 
 def _power_sgd(rank: int) -> Callable[..., Any]:
@@ -83,7 +89,7 @@ def _power_sgd(rank: int) -> Callable[..., Any]:
 
 def _scalecom(**more: Any) -> Callable[..., Any]:
     def hook(model: DistributedDataParallel, **settings: Any) -> tuple[Any, Any]:
-        return ScaleComState(model, **settings | more), scalecom_hook
+        return ddp.ScaleComState(model, **settings | more), ddp.scalecom_hook
 
     return hook
 
@@ -114,8 +120,9 @@ class Training:
     """A model, its optimizer and one step of them."""
 
     def __init__(self, case: str, method: str, options: dict[str, Any]) -> None:
-        self.model, self.loss = bench_cases.CASES[case](hvd.rank())
-        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+        face = ddp if IN_TORCHRUN else hvd
+        self.model, self.loss = bench_cases.CASES[case](rank())
+        face.broadcast_parameters(self.model.state_dict(), root_rank=0)
         parameters = list(self.model.named_parameters())
         has_adamw = case in bench_cases.WITH_ADAMW
         kind = torch.optim.AdamW if has_adamw else torch.optim.SGD
@@ -146,11 +153,13 @@ class Training:
             )
         elif method in RECIPES:
             self.round = RECIPES[method]["local_steps"]
-            self.optimizer = hvd.DistributedOptimizer(self.optimizer, parameters, **RECIPES[method])
+            self.optimizer = face.DistributedOptimizer(
+                self.optimizer, parameters, **RECIPES[method]
+            )
         elif method == "local top-k":
             self.local = LocalTopK([p for _, p in parameters], LOCAL_TOP_K_RATE)
             self.reduce = self.local.reduce
-        elif method not in ("no communication", NO_STEP):
+        elif method not in (ALONE, NO_STEP):
             kind = {"dense": hvd.Compression.none, "fp16": hvd.Compression.fp16}.get(method)
             settings = SCALECOM.get(method, {}) | options
             compression = kind or hvd.ScaleCom(**settings)
@@ -170,6 +179,23 @@ class Training:
             self.local.close()
 
 
+def rank() -> int:
+    return dist.get_rank() if IN_TORCHRUN else hvd.rank()
+
+
+def size() -> int:
+    return dist.get_world_size() if IN_TORCHRUN else hvd.size()
+
+
+def gather(row: torch.Tensor) -> torch.Tensor:
+    """(ranks, N): the rows (N,) of all ranks. Every rank waits for all others."""
+    if not IN_TORCHRUN:
+        return hvd.allgather(row[None], name="bench.rows")
+    rows = [torch.empty_like(row) for _ in range(size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows)
+
+
 def bytes_sent() -> int:
     return int(Path("/sys/class/net/e0/statistics/tx_bytes").read_text())
 
@@ -184,7 +210,7 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
     begun = time.perf_counter()
     training.step()
     steps = torch.tensor(seconds / (time.perf_counter() - begun))
-    count = int(hvd.broadcast(steps, 0, name="bench.steps").clamp(fewest, most))
+    count = int(gather(steps[None])[0].clamp(fewest, most))
     count = max(-(-count // training.round), 3 if training.round > 1 else 1) * training.round
     sent, busy, times = bytes_sent(), time.process_time(), []
     for _ in range(count):
@@ -205,7 +231,7 @@ def measure(training: Training, seconds: float, fewest: int, most: int) -> dict[
             ),
         ]
     )
-    everyone = hvd.allgather(mine[None], name="bench.measured")
+    everyone = gather(mine)
     return {
         "steps": count,
         "step_ms": float(everyone[:, 0].max()),
@@ -234,7 +260,7 @@ def parts(training: Training, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=bench_cases.CASES, default="transformer")
-    known = [*METHODS, NO_STEP, *LOCAL, *RECIPES, *DDP]
+    known = [ALONE, NO_STEP, *RECIPES, *(DDP if IN_TORCHRUN else [*METHODS, *LOCAL])]
     parser.add_argument("--methods", nargs="+", choices=known, default=METHODS)
     parser.add_argument("--mbit", nargs="+", type=float, default=[1000.0], help="0: unshaped")
     parser.add_argument("--seconds", type=float, default=3.0, help="per method and speed")
@@ -243,13 +269,8 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    hvd.init()
+    dist.init_process_group("gloo") if IN_TORCHRUN else hvd.init()
     torch.set_num_threads(1)
-    if DDP.keys() & set(arguments.methods):
-        # In addition to Horovod, on the same hosts and ranks.
-        dist.init_process_group(
-            "gloo", init_method="tcp://h1:29400", rank=hvd.rank(), world_size=hvd.size()
-        )
     for method in arguments.methods:
         # The first step of look-ahead is sent whole, which would take long on a slow network.
         shape(None)
@@ -258,18 +279,18 @@ def main() -> None:
         for _ in range(max(SETTLING_STEPS, 2 * training.round)):
             training.step()
         for mbit in arguments.mbit:
-            hvd.allreduce(torch.zeros(1), name="bench.barrier")
+            gather(torch.zeros(1))
             shape(mbit or None)
             result = measure(training, arguments.seconds, 2, 40)
             result |= {
                 "case": arguments.case,
                 "method": method,
-                "hosts": hvd.size(),
+                "hosts": size(),
                 "mbit": mbit,
             }
             if method.startswith("ScaleCom") or method == "local top-k":
                 result["parts"] = parts(training, max(3, training.round))
-            if hvd.rank() == 0:
+            if rank() == 0:
                 with arguments.output.open("a") as output:
                     output.write(json.dumps(result) + "\n")
         training.close()
