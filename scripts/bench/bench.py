@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # code_version.py, pi
 import code_version
 import hosts
 import pictures
-from bench_worker import ALONE, DDP, LOCAL, METHODS, RECIPES
+from bench_worker import ALONE, DDP, LOCAL, METHODS, UNDER_TORCHRUN
 from tqdm import tqdm
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def launcher(self) -> str:
-        return "torchrun" if {*DDP, *RECIPES} & {*self.methods} else "horovodrun --gloo"
+        return "torchrun" if {*self.methods} <= {*UNDER_TORCHRUN} else "horovodrun --gloo"
 
     @property
     def runs(self) -> int:
@@ -88,9 +88,8 @@ class Job:
 
 # The seconds are those of a round of 16 steps at the slower speed.
 LOCAL_STEPS = Job("transformer", 2, (100, 1000), (ALONE, "dense", *LOCAL), 4.0)
-# DistributedDataParallel with PyTorch's hooks and ours, and Horovod beside it.
-UNDER_TORCHRUN = (ALONE, *DDP)
-UNDER_HOROVODRUN = (ALONE, "dense", "ScaleCom cyclic", "ScaleCom look-ahead")
+HOROVOD = (ALONE, "dense", "ScaleCom cyclic", "ScaleCom look-ahead")
+# DistributedDataParallel with PyTorch's hooks and ours, and Horovod next to it.
 DDP_JOBS = [
     Job(case, n_hosts, speeds, methods, 2.0)
     for case, n_hosts, speeds in (
@@ -98,12 +97,12 @@ DDP_JOBS = [
         ("transformer", 4, (100, 1000, 10_000, 0)),
         ("resnet", 2, (100, 1000, 0)),
     )
-    for methods in (UNDER_TORCHRUN, UNDER_HOROVODRUN)
+    for methods in ((ALONE, *DDP), HOROVOD)
 ]
 
 
 # docs/speed.md asks `plan` about this model's steps.
-GPT2_JOBS = [Job("gpt2", n_hosts, (1000,), UNDER_HOROVODRUN, 10.0) for n_hosts in (2, 4)]
+GPT2_JOBS = [Job("gpt2", n_hosts, (1000,), HOROVOD, 10.0) for n_hosts in (2, 4)]
 
 
 def jobs(quick: bool) -> Iterator[Job]:

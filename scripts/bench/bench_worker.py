@@ -73,7 +73,7 @@ LOCAL = {
     for h in rounds
 }
 # What papers and the race train with. See scalecom_hvd's recipes.
-RECIPES = {"DiLoCo, H = 20": hvd.diloco(20), "SparseLoCo, H = 20": hvd.sparseloco(20)}
+RECIPES = {"DiLoCo, H = 20": ddp.diloco(20), "SparseLoCo, H = 20": ddp.sparseloco(20)}
 # A microbatch without a step after it.
 NO_STEP = "forward and backward"
 ALONE = "no communication"
@@ -117,6 +117,8 @@ DDP: dict[str, Callable[..., Any] | None] = {
     "DDP ScaleCom, rate 8, 4 bits": _scalecom(rate=8, bits=4),
     "DDP ScaleCom look-ahead": _scalecom(**SCALECOM["ScaleCom look-ahead"]),
 }
+UNDER_TORCHRUN = [ALONE, NO_STEP, *DDP, *RECIPES]
+UNDER_HOROVODRUN = [*METHODS, NO_STEP, *LOCAL]
 
 
 class Training:
@@ -156,9 +158,7 @@ class Training:
             )
         elif method in RECIPES:
             self.round = RECIPES[method]["local_steps"]
-            self.optimizer = face.DistributedOptimizer(
-                self.optimizer, parameters, **RECIPES[method]
-            )
+            self.optimizer = ddp.DistributedOptimizer(self.optimizer, parameters, **RECIPES[method])
         elif method == "local top-k":
             self.local = LocalTopK([p for _, p in parameters], LOCAL_TOP_K_RATE)
             self.reduce = self.local.reduce
@@ -263,7 +263,7 @@ def parts(training: Training, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=bench_cases.CASES, default="transformer")
-    known = [ALONE, NO_STEP, *RECIPES, *(DDP if IN_TORCHRUN else [*METHODS, *LOCAL])]
+    known = UNDER_TORCHRUN if IN_TORCHRUN else UNDER_HOROVODRUN
     parser.add_argument("--methods", nargs="+", choices=known, default=METHODS)
     parser.add_argument("--mbit", nargs="+", type=float, default=[1000.0], help="0: unshaped")
     parser.add_argument("--seconds", type=float, default=3.0, help="per method and speed")

@@ -75,8 +75,22 @@ def test_all_ways_are_timed_to_the_same_loss():
 def test_every_way_is_timed_by_a_name_that_the_bench_knows():
     import bench_worker
 
-    known = {*bench_worker.METHODS, bench_worker.NO_STEP, *bench_worker.DDP, *bench_worker.RECIPES}
+    known = {*bench_worker.UNDER_TORCHRUN}
     assert {name for way in WAYS.values() for name in way.timed} <= known
+
+
+def test_no_job_of_the_bench_mixes_launchers():
+    import bench
+    import bench_worker
+
+    known = {
+        "torchrun": bench_worker.UNDER_TORCHRUN,
+        "horovodrun --gloo": bench_worker.UNDER_HOROVODRUN,
+    }
+    jobs = [*bench.jobs(quick=True), *bench.jobs(quick=False), *bench.DDP_JOBS, *bench.GPT2_JOBS]
+    for job in jobs:
+        assert {*job.methods} <= {*known[job.launcher]}
+    assert {job.launcher for job in bench.DDP_JOBS} == {*known}
 
 
 def test_the_text_comes_back_from_its_pieces(tmp_path):
