@@ -12,7 +12,8 @@ step to the last.
 
 A way's score at a speed is the time that it takes to reach the loss with which dense training ends,
 to 0.01 nats. If a way ends above that loss, runs with a quarter and with half more steps are tried.
---output gets the runs, the steps' times, curves.csv and curves.png. Needs root, for the hosts.
+--output gets the runs, the steps' times, steps.csv, curves.csv and curves.png. Needs root, for the
+hosts.
 """
 
 from __future__ import annotations
@@ -210,6 +211,14 @@ def write_csv(curves: Mapping[tuple[str, float], Curve], path: Path) -> None:
             rows.writerows([way, mbit, f"{s:.2f}", f"{loss:.4f}"] for s, loss in points)
 
 
+def write_steps(times: Mapping[tuple[str, float], float], hosts: int, path: Path) -> None:
+    """A row for each step that was timed, as docs/race_steps.csv has them for 2 and 4 hosts."""
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["method", "hosts", "mbit", "step_ms"])
+        rows.writerows([m, hosts, f"{mbit:g}", f"{t:.1f}"] for (m, mbit), t in times.items())
+
+
 def plot(curves: Mapping[tuple[str, float], Curve], ways: Sequence[str], path: Path) -> None:
     """A panel for each speed: losses over time."""
     figure, axes = pictures.panels([f"{bench.speed(mbit)}" for mbit in SPEEDS])
@@ -253,6 +262,7 @@ def main() -> int:
     curves = {
         (way, mbit): curve(WAYS[way], runs[way], times, mbit) for mbit in SPEEDS for way in ways
     }
+    write_steps(times, args.workers, folder / "steps.csv")
     write_csv(curves, folder / "curves.csv")
     plot(curves, ways, folder / "curves.png")
     told = {run["parameters"] for own in runs.values() for run in own}
@@ -261,7 +271,7 @@ def main() -> int:
     )
     print("\n".join(table(curves, ways)))
     code_version.tell_stale(race.codes, race.code)
-    print(f"\nwritten to {folder}: curves.csv, curves.png")
+    print(f"\nwritten to {folder}: steps.csv, curves.csv, curves.png")
     return 0
 
 

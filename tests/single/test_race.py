@@ -72,6 +72,12 @@ def test_all_ways_are_timed_to_the_same_loss():
     assert cells == [["50.0", "1.0", "100.0"]] * 6
 
 
+def test_every_step_that_was_timed_has_a_row(tmp_path):
+    race.write_steps({("DDP dense", 100.0): 1921.14, ("DDP dense", 1e4): 76.7}, 2, tmp_path / "s")
+    rows = ["method,hosts,mbit,step_ms", "DDP dense,2,100,1921.1", "DDP dense,2,10000,76.7"]
+    assert (tmp_path / "s").read_text().splitlines() == rows
+
+
 def test_every_way_is_timed_by_a_name_that_the_bench_knows():
     import bench_worker
 
