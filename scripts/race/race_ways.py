@@ -74,6 +74,10 @@ class Way:
         return [self.timed_as, *more, *["forward and backward"] * (self.microbatches > 1)]
 
 
+def _scalecom(model: DistributedDataParallel, steps: int, **settings: Any) -> Hook:
+    return ddp.ScaleComState(model, **settings), ddp.scalecom_hook
+
+
 def _power_sgd(rank: int) -> Way:
     def hook(model: DistributedDataParallel, steps: int, **settings: Any) -> Hook:
         start = max(2, round(POWER_SGD_BEGINS * steps))
@@ -87,19 +91,10 @@ POWER_SGD_BEGINS = 0.1
 DENSE, OURS = "DDP, dense", "ScaleCom"
 WAYS = {
     DENSE: Way("DDP dense", lengths=(1.0,)),
-    OURS: Way(
-        "DDP ScaleCom cyclic",
-        hook=lambda model, steps, **settings: (
-            ddp.ScaleComState(model, **settings),
-            ddp.scalecom_hook,
-        ),
-    ),
+    OURS: Way("DDP ScaleCom cyclic", hook=_scalecom),
     "ScaleCom, rate 8, 4 bits": Way(
         "DDP ScaleCom, rate 8, 4 bits",
-        hook=lambda model, steps, **settings: (
-            ddp.ScaleComState(model, rate=8, bits=4),
-            ddp.scalecom_hook,
-        ),
+        hook=lambda model, steps, **settings: _scalecom(model, steps, rate=8, bits=4),
     ),
     "DDP's fp16 hook": Way(
         "DDP fp16 hook",
@@ -109,6 +104,9 @@ WAYS = {
     "PowerSGD, rank 2": _power_sgd(2),
     "PowerSGD, rank 4": _power_sgd(4),
     "dense, 4 times the batch": Way("DDP dense", steps=1 / 2, microbatches=4, rate=2.0),
+    "ScaleCom, 4 times the batch": Way(
+        "DDP ScaleCom cyclic", steps=1 / 2, microbatches=4, rate=2.0, hook=_scalecom
+    ),
     "dense, 16 times the batch": Way("DDP dense", steps=1 / 4, microbatches=16, rate=4.0),
     "DiLoCo": Way(f"DiLoCo, H = {LOCAL_STEPS}", local=lambda: ddp.diloco(LOCAL_STEPS)),
     "SparseLoCo": Way(f"SparseLoCo, H = {LOCAL_STEPS}", local=lambda: ddp.sparseloco(LOCAL_STEPS)),
