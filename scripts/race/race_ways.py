@@ -89,6 +89,8 @@ def _power_sgd(rank: int) -> Way:
 
 POWER_SGD_BEGINS = 0.1
 DENSE, OURS = "DDP, dense", "ScaleCom"
+# With the defaults, or with other settings.
+WITH_SETTINGS = (OURS, "ScaleCom, 4 times the batch")
 WAYS = {
     DENSE: Way("DDP dense", lengths=(1.0,)),
     OURS: Way("DDP ScaleCom cyclic", hook=_scalecom),

@@ -17,7 +17,7 @@ from typing import Any
 import race_tasks
 import torch
 import torch.distributed as dist
-from race_ways import LOCAL_STEPS, OURS, WARMUP, WAYS, wrapped
+from race_ways import LOCAL_STEPS, WARMUP, WAYS, WITH_SETTINGS, wrapped
 
 import scalecom_hvd.ddp as ddp
 
@@ -25,8 +25,8 @@ import scalecom_hvd.ddp as ddp
 def main() -> None:
     parser = argument_parser()
     args = parser.parse_args()
-    if args.options and args.way != OURS:
-        parser.error(f"--options are ScaleCom's, not those of {args.way}")
+    if args.options and args.way not in WITH_SETTINGS:
+        parser.error(f"--options go with {' and '.join(WITH_SETTINGS)}, not with {args.way}")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     result = train(args)

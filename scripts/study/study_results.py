@@ -290,7 +290,9 @@ def write_csv(study: Study, path: Path) -> None:
             rows.writerow([*own, *(number(study, s) for number in NUMBERS.values())])
 
 
-SCORE_COLUMNS = ("experiment", "situation", "what", "seed", "lr", "momentum", "beta", "score", "MB")
+# What a run was given, as far as methods differ in it.
+GIVEN = ("lr", "momentum", "beta", "step_ahead")
+SCORE_COLUMNS = ("experiment", "situation", "what", "seed", *GIVEN, "score", "MB")
 
 
 def write_scores(study: Study, path: Path) -> None:
@@ -301,11 +303,11 @@ def write_scores(study: Study, path: Path) -> None:
         for s in study.scores:
             for run, found in zip(map(Run.resolved, s.case.runs), s.results, strict=True):
                 beta = dict(run.options).get("beta")
-                chosen = [f"{run.lr:.4g}", run.momentum, beta]
+                given = [f"{run.lr:.4g}", run.momentum, beta, f"{run.step_ahead:g}"]
                 megabytes = f"{found['bytes'][-1][1] / 1e6:.4g}"
                 score = "" if found["score"] is None else f"{found['score']:.4f}"
                 own = [s.case.experiment, s.case.group, s.case.what, run.seed]
-                rows.writerow([*own, *chosen, score, megabytes])
+                rows.writerow([*own, *given, score, megabytes])
 
 
 def write_curves(study: Study, path: Path) -> None:
