@@ -113,8 +113,8 @@ class Race:
 
     def step_times(self, ways: Sequence[str]) -> dict[tuple[str, float], float]:
         """{(bench_worker.py's name of a step, Mbit/s): milliseconds} for these ways, in one job."""
-        wanted = ["no communication", "DDP dense"]
-        wanted += dict.fromkeys(name for way in ways for name in WAYS[way].timed)
+        timed = [name for way in [DENSE, *ways] for name in WAYS[way].timed]
+        wanted = [*dict.fromkeys(["no communication", *timed])]
         file = self.folder / f"steps-{self.workers}.json"
         found = json.loads(file.read_text()) if file.exists() else []
         if isinstance(found, list):  # an older file, which does not name the code
