@@ -264,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=bench_cases.CASES, default="transformer")
     known = UNDER_TORCHRUN if IN_TORCHRUN else UNDER_HOROVODRUN
-    parser.add_argument("--methods", nargs="+", choices=known, default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=known, required=True)
     parser.add_argument("--mbit", nargs="+", type=float, default=[1000.0], help="0: unshaped")
     parser.add_argument("--seconds", type=float, default=3.0, help="per method and speed")
     parser.add_argument(

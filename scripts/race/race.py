@@ -112,9 +112,12 @@ class Race:
         return best
 
     def step_times(self, ways: Sequence[str]) -> dict[tuple[str, float], float]:
-        """{(bench_worker.py's name of a step, Mbit/s): milliseconds} for these ways, in one job."""
-        timed = [name for way in [DENSE, *ways] for name in WAYS[way].timed]
-        wanted = [*dict.fromkeys(["no communication", *timed])]
+        """{(bench_worker.py's name of a step, Mbit/s): milliseconds} for these ways, in one job.
+
+        ways: dense training is among them.
+        """
+        timed = [name for way in ways for name in WAYS[way].timed]
+        wanted = [*dict.fromkeys([bench.ALONE, *timed])]
         file = self.folder / f"steps-{self.workers}.json"
         found = json.loads(file.read_text()) if file.exists() else []
         if isinstance(found, list):  # an older file, which does not name the code
