@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from scalecom_hvd.ddp.nodes import check_mesh, check_same_ranks, node_of, peers_of
+from scalecom_hvd.ddp.nodes import check_mesh, check_same_ranks, peers_of, ranks_of_node
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.collectives import Collectives
@@ -149,12 +149,16 @@ class ScaleComState:
         # them as their .grad.
         devices = {parameter.device for parameter in parameters.values()}
         if mesh is not None:
-            collectives, self._node = peers_of(mesh, devices), node_of(mesh, devices)
+            collectives, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
+            collectives.end_with(self)
+            ranks.end_with(self)
+            self._node = Node(ranks)
             self._node.shards = Shards(parameters, self._node)
             stand_ins = self._node.shards.stand_ins
         else:
             if collectives is None:
                 collectives = ProcessGroupCollectives(process_group, devices=devices)
+                collectives.end_with(self)
             stand_ins = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
         self.compression.compute_ahead(model)
         # DDP made parameters the same on all ranks when it wrapped the model. They may still differ

@@ -2,19 +2,18 @@
 
 The mesh is PyTorch's own for hybrid sharding: nodes times the ranks of each, with dimensions named
 "replicate" and "shard". A sharded model may have other dimensions inside its nodes, for tensor
-parallelism. Imports process_group_collectives, and node of exchange/.
+parallelism. Imports process_group_collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
-from scalecom_hvd.exchange.node import Node
 
 BETWEEN, INSIDE = "replicate", "shard"
 EXAMPLE = 'init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))'
@@ -51,10 +50,9 @@ def peers_of(mesh: DeviceMesh, devices: Iterable[torch.device]) -> ProcessGroupC
     return ProcessGroupCollectives(mesh.get_group(BETWEEN), devices=devices)
 
 
-def node_of(mesh: DeviceMesh, devices: Iterable[torch.device]) -> Node:
-    """The ranks of this rank's node. All ranks must call this."""
-    group = _inside(mesh).get_group()
-    return Node(ProcessGroupCollectives(group, sums=True, devices=devices))
+def ranks_of_node(mesh: DeviceMesh, devices: Iterable[torch.device]) -> ProcessGroupCollectives:
+    """The ranks of this rank's node, which make sums. All ranks must call this."""
+    return ProcessGroupCollectives(_inside(mesh).get_group(), sums=True, devices=devices)
 
 
 def _inside(mesh: DeviceMesh) -> DeviceMesh:
@@ -74,7 +72,7 @@ def check_same_ranks(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def check_shards(parameters: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
+def check_shards(parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> None:
     """Raise TypeError or ValueError unless each is sharded inside the node, and nowhere else.
 
     Tensor parallelism leaves some tensors whole on all ranks of a node, where all compute the same

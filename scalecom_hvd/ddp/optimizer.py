@@ -22,7 +22,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from scalecom_hvd.ddp.nodes import check_averages, check_mesh, check_shards, node_of, peers_of
+from scalecom_hvd.ddp.nodes import (
+    check_averages,
+    check_mesh,
+    check_shards,
+    peers_of,
+    ranks_of_node,
+)
 from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 from scalecom_hvd.ddp.sharded_optimizer import AveragesInBackward, ShardedGradients
 from scalecom_hvd.exchange.collectives import Collectives
@@ -30,6 +36,7 @@ from scalecom_hvd.exchange.exchange import Exchange
 from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.local_steps import LocalSteps
 from scalecom_hvd.exchange.methods import Method, ScaleCom
+from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.optimizers import (
     check_left_out,
     check_local,
@@ -148,25 +155,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         named_parameters = list(named_parameters)
     parameters = trained_parameters(optimizer, named_parameters, sharded=mesh is not None)
     _check_names(optimizer, parameters)
-    devices = {parameter.device for parameter in parameters.values()}
     if mesh is not None:
         _check_settings_of_shards(op, sparse_as_dense, process_group, local_steps, collectives)
-        check_mesh(mesh, sharded=True)
-        check_shards(parameters, mesh)
-        if "shard" in mesh.mesh_dim_names:
-            check_averages(mesh.get_group("shard"), next(iter(parameters.values())).device)
-        gradients = ShardedGradients(
-            parameters,
-            method,
-            peers_of(mesh, devices),
-            node_of(mesh, devices),
-            names_of_groups(groups, parameters),
-            backward_passes_per_step,
-        )
-        return _of_own_class(optimizer, (AveragesInBackward,), _gradients=gradients, _method=method)
+        rest = mesh, names_of_groups(groups, parameters), backward_passes_per_step
+        return _of_sharded_parameters(optimizer, parameters, method, *rest)
+    own: ProcessGroupCollectives | None = None
     if collectives is None:
+        devices = {parameter.device for parameter in parameters.values()}
         sums = op == dist.ReduceOp.SUM
-        collectives = ProcessGroupCollectives(process_group, sums, devices)
+        collectives = own = ProcessGroupCollectives(process_group, sums, devices)
     elif op != dist.ReduceOp.AVG or process_group is not None:
         raise ValueError(
             "collectives= brings its own transport, but op and process_group belong to "
@@ -198,7 +195,33 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             # A single rank has nothing to average.
             trained = parameters.values() if collectives.size > 1 else ()
             wrapped._begin(averager, trained, backward_passes_per_step)
+            # Local steps may still submit something when the optimizer is gone.
+            if own is not None:
+                own.end_with(wrapped)
     this: Callable[[], Any] = weakref.ref(wrapped)
+    return wrapped
+
+
+def _of_sharded_parameters(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    method: Method,
+    mesh: DeviceMesh,
+    groups: list[list[str]] | None,
+    passes: int,
+) -> Any:
+    """The optimizer for parameters that are sharded inside the nodes of a mesh."""
+    check_mesh(mesh, sharded=True)
+    check_shards(parameters, mesh)
+    devices = {parameter.device for parameter in parameters.values()}
+    if "shard" in mesh.mesh_dim_names:
+        check_averages(mesh.get_group("shard"), next(iter(devices)))
+    peers, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
+    gradients = ShardedGradients(parameters, method, peers, Node(ranks), groups, passes)
+    bases = (AveragesInBackward,)
+    wrapped = _of_own_class(optimizer, bases, _gradients=gradients, _method=method)
+    for collectives in (peers, ranks):
+        collectives.end_with(wrapped)
     return wrapped
 
 

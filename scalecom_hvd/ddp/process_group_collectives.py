@@ -21,6 +21,10 @@ if the step was given up. Python's garbage collector used to delete such groups 
 the other ranks waited for this rank. So a group is held until all that was submitted to it is done.
 If something never is, the group stays, also when the process ends.
 
+Groups go with the optimizer, or the state, for which they were made. Exchanges are in reference
+cycles, so the garbage collector may delete them much later. Meanwhile a thread of each Gloo group
+wakes up a hundred times a second. A thousand idle groups on 4 ranks slowed a core down tenfold.
+
 Imports agreement, and collectives of exchange/.
 """
 
@@ -37,6 +41,7 @@ import os
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -204,9 +209,11 @@ class ProcessGroupCollectives:
         store: Any = distributed_c10d._get_default_store()  # torch's types lack `clone`
         self._store = store.clone()
         self._channels = 0
+        self._all: weakref.WeakSet[ProcessGroupCollectives] = weakref.WeakSet()
         self._begin(self._name)
 
     def _begin(self, name: str) -> None:
+        self._all.add(self)
         # {backend: its group}; torch's types lack its methods
         self._groups: dict[str, Any] = {"gloo": self._new_gloo(name)}
         self._name_of_groups = name
@@ -259,6 +266,13 @@ class ProcessGroupCollectives:
         self._channels += 1
         return channel
 
+    def end_with(self, owner: object) -> None:
+        """When this object is gone, give up the groups, also those of the channels.
+
+        The owner submits all collectives, directly or not. What it submitted is still completed.
+        """
+        weakref.finalize(owner, _give_up_groups, self._all).atexit = False
+
     def broadcast(self, buffer: torch.Tensor, root: int, name: str) -> ProcessGroupWork:
         """Send the buffer of the rank at position `root` to all, in place."""
         options = dist.BroadcastOptions()
@@ -280,6 +294,11 @@ class ProcessGroupCollectives:
         group = self._group_for(tensor)
         work = group.allgather([list(parts)], [tensor])
         return ProcessGroupWork(name, group, work, parts, lambda parts: parts.flatten(0, 1))
+
+
+def _give_up_groups(everything: Iterable[ProcessGroupCollectives]) -> None:
+    for collectives in list(everything):
+        vars(collectives).pop("_groups", None)  # an exchange that still submitted would be a bug
 
 
 def _backend_for(device: torch.device, group: dist.ProcessGroup | None) -> str:

@@ -302,6 +302,16 @@ def run(
             one.end(gently=False)
 
 
+def without_frames_of_launchers(output: str) -> str:
+    """An output without pytest's own stack frames, and without torchrun's report of a failed rank.
+
+    CI keeps the end of an output. If a rank has waited for too long, this end must say where.
+    """
+    of_torchrun = r"Traceback .*\n(?: {2}.*\n)+torch\.\S+\.ChildFailedError: *\n=+\n(?:.*\n)*?=+\n"
+    frame_of_pytest = r".*File \"[^\"]*/(?:_pytest|pluggy|xdist)/.*\n(?: {4}.*\n)?"
+    return re.sub(f"{of_torchrun}|{frame_of_pytest}", "", output)
+
+
 def tell(one: Running, code: int | None, output: str) -> int:
     """Print a line about a part that ended, and all output if it failed. Return how many passed."""
     # Ranks run the same tests, so the smallest count is the number of tests that passed on all of
@@ -313,7 +323,7 @@ def tell(one: Running, code: int | None, output: str) -> int:
     took, count = time.time() - one.begun, f"{min(counts)} tests" if counts else ""
     print(f"{one.name:42s} {verdict:8s} {count:12s} {took:5.0f} s", flush=True)
     if code != 0:
-        print(f"--- output of: {' '.join(one.part.command)}\n{output}")
+        print(f"--- output of: {' '.join(one.part.command)}\n{without_frames_of_launchers(output)}")
         print(f"--- end of the output of {one.name}")
         for test in failed_tests(one.diary):
             again = [".venv/bin/python", "scripts/checks/run_tests.py", one.name, "--test", test]

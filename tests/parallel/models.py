@@ -1,5 +1,9 @@
 """Small models of PyTorch for the parallel tests."""
 
+import gc
+import os
+import time
+
 import numpy as np
 import torch
 from made_up import ODD_SHAPES, SHAPES, came_in, gradients
@@ -7,6 +11,7 @@ from made_up import ODD_SHAPES, SHAPES, came_in, gradients
 __all__ = [
     "ODD_SHAPES",
     "SHAPES",
+    "assert_groups_go",
     "assert_nothing_is_lost",
     "came_in",
     "feed",
@@ -34,6 +39,34 @@ def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], ski
             loss = loss + (parameter * grad).sum().float()
     if loss.requires_grad:
         loss.backward()
+
+
+def assert_groups_go(trained) -> None:
+    """Check that process groups end when what `trained` returns is dropped.
+
+    The garbage collector is off, because it may come much later. Each Gloo group has three threads.
+    The exchange has one or two, which sleep.
+    """
+
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    trained()  # PyTorch makes threads of its own the first time
+    gc.collect()
+    gc.disable()
+    try:
+        before = threads()
+        for _ in range(3):
+            kept = trained()
+            during = threads()
+            del kept
+        assert during >= before + 9
+        deadline = time.monotonic() + 10
+        while threads() > before + 6:
+            assert time.monotonic() < deadline, f"{threads()} threads are left of {during}"
+            time.sleep(0.1)
+    finally:
+        gc.enable()
 
 
 def assert_nothing_is_lost(model, compressor, came_in, divisor=1, process_set=None) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from made_up import EVERYTHING
-from models import same_on_all_ranks
+from models import assert_groups_go, same_on_all_ranks
 from torch import nn
 
 from scalecom_hvd.ddp import DistributedOptimizer, ScaleCom, broadcast_parameters
@@ -85,6 +85,19 @@ def test_letting_go_of_a_step_that_was_given_up_waits_for_nobody():
         del optimizer
         gc.collect()
     dist.barrier()
+
+
+@pytest.mark.on_cpus
+def test_groups_go_with_their_optimizer():
+    def trained():
+        model, optimizer = make()
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+        return model, optimizer
+
+    assert_groups_go(trained)
 
 
 def test_fewer_backward_passes_than_were_announced():
