@@ -1,8 +1,8 @@
 """Small models of PyTorch for the parallel tests."""
 
 import gc
-import os
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,27 +44,24 @@ def feed(model: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], ski
 def assert_groups_go(trained) -> None:
     """Check that process groups end when what `trained` returns is dropped.
 
-    The garbage collector is off, because it may come much later. Each Gloo group has three threads.
-    The exchange has one or two, which sleep.
+    The garbage collector is off, because it may come much later.
     """
 
-    def threads():
-        return len(os.listdir("/proc/self/task"))
+    def threads_of_gloo():
+        time.sleep(1)  # the last reference may be a thread's that has just done its work
+        names = (task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
+        return sum("gloo" in name for name in names)
 
-    trained()  # PyTorch makes threads of its own the first time
+    trained()  # the first time, PyTorch makes reference cycles of its own
     gc.collect()
     gc.disable()
     try:
-        before = threads()
-        for _ in range(3):
-            kept = trained()
-            during = threads()
-            del kept
-        assert during >= before + 9
-        deadline = time.monotonic() + 10
-        while threads() > before + 6:
-            assert time.monotonic() < deadline, f"{threads()} threads are left of {during}"
-            time.sleep(0.1)
+        before = threads_of_gloo()
+        kept = trained()
+        during = threads_of_gloo()
+        del kept
+        after = threads_of_gloo()
+        assert before == after < during, (before, during, after)
     finally:
         gc.enable()
 

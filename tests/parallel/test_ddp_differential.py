@@ -356,6 +356,8 @@ def hold(program, caplog):
         # An optimizer that has just loaded a state exchanges the gradients that it finds.
         if by_optimizer and not program["steps"][-1]["saves"]:
             one.change_on_the_way()
+        elif sent is not None and not by_optimizer:
+            del one.state.reduce  # DDP's C++ holds the state, and no collector frees such a cycle
         return parameters
 
     plain, everything, few = (run(sent) for sent in (None, EVERYTHING, SOME))
