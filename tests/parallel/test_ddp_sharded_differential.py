@@ -10,6 +10,7 @@ import io
 import os
 import random
 import time
+import weakref
 
 import pytest
 import torch
@@ -81,9 +82,11 @@ class Run:
         self.came, self.seen, self.left = {}, {}, {}
         # These are the shards, which the model does not show between forward and backward.
         self.trained = trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        # The garbage collector does not see what hooks hold.
+        itself = weakref.ref(self)
         for name, p in trained.items():
             # FSDP2 calls hooks in the order in which they were registered.
-            p.register_post_accumulate_grad_hook(lambda p, name=name: self.comes(name, p.grad))
+            p.register_post_accumulate_grad_hook(lambda p, name=name: itself().comes(name, p.grad))
             self.left[name] = torch.zeros_like(p.to_local(), dtype=torch.float64)
         optimizer = torch.optim.SGD(trained.values(), lr=0.05, momentum=program["momentum"])
         if rate is not None:
