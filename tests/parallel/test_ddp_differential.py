@@ -289,8 +289,7 @@ class Run:
         self.note_averages()
         self.synchronize()
         if self.state is not None:
-            stats = self.state.stats()
-            self.threw_away |= stats["bytes_values"] + stats.get("bytes_gathered", 0) > 0
+            self.threw_away |= self.compression.run.averager.has_sent
 
     def go_where_it_is_steep(self, number, step):
         """Take a sharpness-aware step along the average, or along each rank's own gradient."""
