@@ -215,7 +215,7 @@ def _of_sharded_parameters(
     check_shards(parameters, mesh)
     devices = {parameter.device for parameter in parameters.values()}
     if "shard" in mesh.mesh_dim_names:
-        check_averages(mesh.get_group("shard"), next(iter(devices)))
+        check_averages(mesh.get_group("shard"), next(iter(parameters.values())).device)
     peers, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
     gradients = ShardedGradients(parameters, method, peers, Node(ranks), groups, passes)
     bases = (AveragesInBackward,)

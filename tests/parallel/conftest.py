@@ -82,8 +82,8 @@ def pytest_runtest_makereport(item, call):
 def together():
     """Seed all ranks alike before each test.
 
-    No rank starts the next test before all ranks have ended this one. If many threads are left of
-    models that are gone, they are ended here. A thousand of them would keep a core busy.
+    No rank starts the next test before all ranks have ended this one. If models that are gone have
+    left many threads, this ends them. A thousand threads in each of 4 ranks keep a core busy.
     """
     for seed, _ in started.values():
         seed(1234)

@@ -33,6 +33,13 @@ def backward(model, seed=0):
     model(torch.randn(4, 60, generator=random)).square().mean().backward()
 
 
+def take_two_steps(model, optimizer):
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
 def test_sparse_gradients_are_made_dense():
     embedding = nn.Embedding(50, 10, sparse=True)
     model, optimizer = make(
@@ -56,10 +63,7 @@ def test_sparse_gradients_are_refused():
 
 def test_a_state_is_loaded_where_one_rank_has_gradients():
     model, optimizer = make()
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
+    take_two_steps(model, optimizer)
     model.zero_grad()
     if dist.get_rank() == 0:  # the other ranks had an empty batch
         backward(model, 2)
@@ -91,10 +95,7 @@ def test_letting_go_of_a_step_that_was_given_up_waits_for_nobody():
 def test_groups_go_with_their_optimizer():
     def trained():
         model, optimizer = make()
-        for step in range(2):
-            optimizer.zero_grad()
-            backward(model, step)
-            optimizer.step()
+        take_two_steps(model, optimizer)
         return model, optimizer
 
     assert_groups_go(trained)
