@@ -29,7 +29,8 @@ def products(own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """
     others = total - own
     pairs = (own, others), (own, own), (others, others)
-    return torch.stack([torch.dot(a, b) for a, b in pairs])
+    # torch.dot would call cuBLAS, which keeps 32 MiB for each stream on an H100 and an H200.
+    return torch.stack([(a * b).sum() for a, b in pairs])
 
 
 def nothing_sent() -> torch.Tensor:

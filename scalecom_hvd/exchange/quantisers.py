@@ -216,7 +216,9 @@ class QSGD(Quantiser):
         divisors = scales.clamp_min(torch.finfo(blocks.dtype).tiny)
         shares = blocks / divisors[:, None] * self.levels
         levels = (shares + random()).floor().clamp_(-self.levels, self.levels)
-        return scales / (1 + self.variance) if self.scaled else scales, levels.to(torch.int8)
+        if self.scaled:  # divided by a tensor, for the reason that `restore` gives
+            scales = scales / scales.new_full((), 1 + self.variance)
+        return scales, levels.to(torch.int8)
 
     def _norms(self, blocks: torch.Tensor) -> torch.Tensor:
         if self.norm != 2:
@@ -226,7 +228,8 @@ class QSGD(Quantiser):
         return norms.clamp_max(torch.finfo(blocks.dtype).max).to(blocks.dtype)
 
     def restore(self, scales: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-        return levels.to(scales.dtype) / self.levels * scales
+        # By a tensor, because CUDA divides by a number by multiplying with its rounded inverse.
+        return levels.to(scales.dtype) / scales.new_full((), self.levels) * scales
 
 
 class Sign(Quantiser):

@@ -130,7 +130,7 @@ def language_model(seed: int) -> tuple[torch.nn.Module, Loss]:
     In proportion to its size, that is as long as the Transformer's step.
     """
     with torch.device("meta"):
-        model = race_tasks.Decoder(race_tasks.FULL)
+        model = race_tasks.Decoder(race_tasks.SIZES["full"])
     parts = [model.embedding, *model.blocks, model.norm]
     shapes = [[tuple(p.shape) for p in part.parameters()] for part in parts]
     return paused_transformer(seed, 0.03, shapes)

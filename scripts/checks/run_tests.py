@@ -227,7 +227,7 @@ GPU = {
     "GPU, Gloo, torchrun -np 2": on_ranks(
         "torchrun",
         2,
-        [*OF_DEVICES, *[file for file in DDP if file not in PAGES]],
+        [*OF_DEVICES, *[file for file in DDP if file not in PAGES], *named("torch_methods")],
         environment=CUDA | {"TESTS_BACKEND": "gloo"},
     ),
     "GPU, NCCL, torchrun -np 2": on_ranks(

@@ -38,7 +38,7 @@ def main() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     accelerator = accelerate.Accelerator(
-        cpu=True,
+        cpu=not torch.cuda.is_available(),
         gradient_accumulation_steps=options.passes,
         # Each epoch has an order of its own, even in a run that begins in the middle.
         dataloader_config=accelerate.DataLoaderConfiguration(use_seedable_sampler=True),
@@ -76,12 +76,12 @@ def main() -> None:
         saved = {"epochs": options.epochs, "scalecom": residues}
         torch.save(saved, f"{options.checkpoint}/{mine}")
 
-    right = torch.tensor(0)
+    right = 0
     for images, labels in test_batches:
         with torch.no_grad():
             found = accelerator.gather_for_metrics((model(images).argmax(1), labels))
-        right += (found[0] == found[1]).sum()
-    accelerator.print(f"accuracy {float(right) / len(test):.3f}")
+        right += int((found[0] == found[1]).sum())
+    accelerator.print(f"accuracy {right / len(test):.3f}")
 
 
 if __name__ == "__main__":

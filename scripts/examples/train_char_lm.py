@@ -41,7 +41,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     steps = training.total_steps(args, len(text.train) // WINDOW, hvd.size())
 
     torch.manual_seed(args.seed)
-    model = MODELS[args.model]()
+    device = training_torch.device()
+    model = MODELS[args.model]().to(device)
     optimizer = training_torch.optimizer_from(args, model.parameters())
     optimizer = hvd.DistributedOptimizer(
         optimizer,
@@ -75,7 +76,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         windows = windows_at(
             text.train,
             torch.randint(len(text.train) - WINDOW, (args.batch_size,), generator=random),
-        )
+        ).to(device)
 
         model.train()
         optimizer.zero_grad()
@@ -110,13 +111,14 @@ def evaluate(model: nn.Module, held_out: torch.Tensor) -> dict[str, float]:
 
     Each rank does its share.
     """
+    device = training_torch.device()
     training_torch.share_buffers(model)
     model.eval()
     starts = torch.linspace(0, len(held_out) - WINDOW - 1, TEST_WINDOWS).long()[
         list(training.my_share(TEST_WINDOWS, hvd))
     ]
     total = sum(
-        float(cross_entropy(model, windows_at(held_out, part))) * len(part)
+        float(cross_entropy(model, windows_at(held_out, part).to(device))) * len(part)
         for part in starts.split(100)
     )
     return {
@@ -225,7 +227,7 @@ class Transformer(nn.Module):
 
     def forward(self, symbols: torch.Tensor) -> torch.Tensor:
         length = symbols.shape[1]
-        future = nn.Transformer.generate_square_subsequent_mask(length)
+        future = nn.Transformer.generate_square_subsequent_mask(length, device=symbols.device)
         return self.head(
             self.layers(
                 self.embedding(symbols) + self.position[:length], mask=future, is_causal=True

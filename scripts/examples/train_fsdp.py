@@ -32,25 +32,29 @@ def main() -> None:
     args = argument_parser().parse_args()
     if "RANK" not in os.environ:
         raise SystemExit("launch with torchrun --nproc-per-node 4 scripts/examples/train_fsdp.py")
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group()  # Gloo for CPUs, NCCL for GPUs
     try:
-        train(args)
+        train(args, device)
     finally:
         dist.destroy_process_group()
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, device: torch.device) -> None:
     """Train as the options say."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size % args.ranks_per_node:
         raise SystemExit(f"--ranks-per-node {args.ranks_per_node} does not divide {size} ranks")
     mesh = init_device_mesh(
-        "cpu",
+        device.type,
         (size // args.ranks_per_node, args.ranks_per_node),
         mesh_dim_names=("replicate", "shard"),
     )
     torch.manual_seed(0)  # the same parameters on all nodes
-    model = Transformer(width=128, inner=512, layers=4)
+    model = Transformer(width=128, inner=512, layers=4).to(device)
     shards = mesh if args.dense else mesh["shard"]  # with `mesh`, FSDP2 averages between nodes
     for block in model.layers.layers:
         fully_shard(block, mesh=shards)
@@ -71,14 +75,14 @@ def train(args: argparse.Namespace) -> None:
         random = torch.Generator().manual_seed(step * size + rank)
         starts = torch.randint(len(text.train) - WINDOW, (args.batch_size,), generator=random)
         optimizer.zero_grad()
-        loss = cross_entropy(model, windows_at(text.train, starts))
+        loss = cross_entropy(model, windows_at(text.train, starts).to(device))
         loss.backward()  # when it returns, gradients are averaged in the node and between nodes
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 20 == 0 and rank == 0:
             sent = "" if args.dense else f", {optimizer.compression.stats()['bytes_traffic']} bytes"
             print(f"step {step + 1}: loss {loss.item() / math.log(2):.3f} bits{sent}", flush=True)
-    bits = evaluate(model, text.held_out)
+    bits = evaluate(model, text.held_out, device)
     if rank == 0:
         print(f"held out: {bits:.4f} bits per character", flush=True)
     if args.checkpoint:
@@ -86,12 +90,12 @@ def train(args: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, held_out: torch.Tensor) -> float:
+def evaluate(model: torch.nn.Module, held_out: torch.Tensor, device: torch.device) -> float:
     """Bits per character. All ranks read equally many windows: FSDP2 gathers in step."""
     model.eval()
     everywhere = torch.linspace(0, len(held_out) - WINDOW - 1, 512).long()
     own = everywhere[dist.get_rank() :: dist.get_world_size()][: 512 // dist.get_world_size()]
-    total = cross_entropy(model, windows_at(held_out, own)).double()
+    total = cross_entropy(model, windows_at(held_out, own).to(device)).double()
     dist.all_reduce(total)
     model.train()
     return total.item() / dist.get_world_size() / math.log(2)

@@ -37,7 +37,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     steps = training.total_steps(args, len(data.train_images), hvd.size())
 
     torch.manual_seed(args.seed)
-    model = build_model(args.model, args.norm, data.train_images.shape[1])
+    device = training_torch.device()
+    model = build_model(args.model, args.norm, data.train_images.shape[1]).to(device)
     optimizer = training_torch.optimizer_from(args, model.parameters())
     optimizer = hvd.DistributedOptimizer(
         optimizer,
@@ -72,7 +73,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
         model.train()
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), data.train_labels[chosen])
+        loss = F.cross_entropy(model(images.to(device)), data.train_labels[chosen].to(device))
         loss.backward()
         training_torch.apply_gradients(optimizer, args.clip_norm)
         log.step_done(step, loss, lr=optimizer.param_groups[0]["lr"])
@@ -98,6 +99,7 @@ def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
 
     Each rank does its share.
     """
+    device = training_torch.device()
     training_torch.share_buffers(model)
     model.eval()
     mine = list(training.my_share(len(data.test_images), hvd))
@@ -105,7 +107,7 @@ def evaluate(model: nn.Module, data: Data) -> dict[str, float]:
 
     def correct(images: torch.Tensor) -> int:
         return sum(
-            int((model(x).argmax(1) == y).sum())
+            int((model(x.to(device)).argmax(1) == y.to(device)).sum())
             for x, y in zip(images.split(500), labels.split(500), strict=True)
         )
 

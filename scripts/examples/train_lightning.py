@@ -97,7 +97,7 @@ def main() -> None:
     )
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=ranks_here,
         num_nodes=int(os.environ.get("WORLD_SIZE", 1)) // ranks_here,
         strategy="ddp",

@@ -93,7 +93,7 @@ def main() -> None:
             learning_rate=1e-3,
             save_steps=10,
             logging_steps=20,
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             report_to=[],
             disable_tqdm=True,
         ),

@@ -37,7 +37,12 @@ def init() -> None:
     """Meet the ranks that torchrun started."""
     if "RANK" not in os.environ:
         raise SystemExit("--backend ddp: launch with torchrun --nproc-per-node 2 SCRIPT ...")
-    dist.init_process_group("gloo")
+    # On GPUs also Gloo, because metrics are summed on the CPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def local_rank() -> int:
+    return int(os.environ["LOCAL_RANK"])
 
 
 def local_size() -> int:

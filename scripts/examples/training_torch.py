@@ -31,7 +31,14 @@ else:
 def start() -> None:
     """Start Horovod, or torch.distributed; ranks share this machine's cores fairly."""
     hvd.init()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(hvd.local_rank())
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
+
+
+def device() -> torch.device:
+    """This rank's GPU, or the CPU if there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -148,7 +155,7 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim
         return 0
     step, ranks = found
     if hvd.rank() == 0:
-        state = torch.load(_model_file(folder, step), weights_only=True)
+        state = torch.load(_model_file(folder, step), map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     compression = getattr(optimizer, "compression", None)
@@ -156,7 +163,8 @@ def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: torch.optim
         # A new rank takes rank 0's file for the step and the settings, which must be the same
         # everywhere, and empties its residues.
         source = hvd.rank() if hvd.rank() < ranks else 0
-        state = torch.load(_residues_file(folder, step, source), weights_only=True)
+        file = _residues_file(folder, step, source)
+        state = torch.load(file, map_location="cpu", weights_only=True)
         if source != hvd.rank():
             state["residues"] = {
                 name: torch.zeros_like(residue) for name, residue in state["residues"].items()

@@ -66,7 +66,7 @@ class Race:
 
     def __init__(self, folder: Path, workers: int, steps: int, tiny: bool) -> None:
         self.folder, self.workers, self.steps, self.tiny = folder, workers, steps, tiny
-        self.size = race_tasks.TINY if tiny else race_tasks.FULL
+        self.size = race_tasks.SIZES["tiny" if tiny else "full"]
         own = [SCRIPTS / "race" / f"race_{name}.py" for name in ("tasks", "ways", "worker")]
         own += [SCRIPTS / "bench" / f"{n}.py" for n in ("bench_cases", "bench_worker", "hosts")]
         self.code = code_version.of(own)
@@ -88,7 +88,7 @@ class Race:
             program += ["--seed", str(seed), "--lr", str(lr), "--output", str(file)]
             every = max(1, min(LOCAL_STEPS, steps // 10))
             program += ["--pieces", str(self.folder), "--every", str(every)]
-            program += ["--tiny"] * self.tiny + ["--code", self.code]
+            program += ["--size", "tiny"] * self.tiny + ["--code", self.code]
             command = launch.command("torchrun", self.workers, program)
             environment = launch.environment(OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPTS.parent))
             if subprocess.run(command, env=environment).returncode:

@@ -36,6 +36,7 @@ class Size:
         megabytes: of text.
         batch: how many windows a worker has in a microbatch.
         lr: dense training's learning rate, found by trying.
+        bucket_mb: how many megabytes DDP puts into a bucket; None: as it likes.
     """
 
     vocabulary: int = 4096
@@ -45,10 +46,24 @@ class Size:
     megabytes: float = 8.0
     batch: int = 4
     lr: float = 1e-3
+    bucket_mb: float | None = None
 
 
-FULL = Size()
-TINY = Size(vocabulary=512, width=32, heads=2, layers=2, megabytes=2.0)
+SIZES = {
+    "full": Size(),
+    "tiny": Size(vocabulary=512, width=32, heads=2, layers=2, megabytes=2.0),
+    # For GPUs: 98 million parameters. The learning rate was not tried.
+    "large": Size(
+        vocabulary=16384,
+        width=768,
+        heads=12,
+        layers=12,
+        megabytes=100.0,
+        batch=32,
+        lr=6e-4,
+        bucket_mb=100.0,
+    ),
+}
 
 
 def load_pieces(size: Size, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,8 +165,8 @@ class _Block(nn.Module):
 def _turned(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions (Su et al., 2021, arXiv 2104.09864), by halves."""
     length, half = x.shape[-2], x.shape[-1] // 2
-    rates = 10_000 ** (-torch.arange(half) / half)
-    angles = torch.arange(length)[:, None] * rates
+    rates = 10_000 ** (-torch.arange(half, device=x.device) / half)
+    angles = torch.arange(length, device=x.device)[:, None] * rates
     a, b = x[..., :half], x[..., half:]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -165,10 +180,10 @@ def batch_of(pieces: torch.Tensor, count: int, random: torch.Generator) -> torch
 
 def evaluate(model: nn.Module, held_out: torch.Tensor) -> float:
     """The mean loss on held-out text, always at the same places."""
-    was = model.training
+    was, device = model.training, next(model.parameters()).device
     model.eval()
     with torch.no_grad():
         windows = batch_of(held_out, EVALUATED, torch.Generator().manual_seed(0))
-        loss = float(model(windows))
+        loss = float(model(windows.to(device)))
     model.train(was)
     return loss

@@ -116,15 +116,19 @@ WAYS = {
 
 
 def wrapped(
-    way: Way, model: torch.nn.Module, steps: int, settings: dict[str, Any]
+    way: Way,
+    model: torch.nn.Module,
+    steps: int,
+    settings: dict[str, Any],
+    bucket_mb: float | None = None,
 ) -> torch.nn.Module:
-    """The model, wrapped for this way. settings: of ScaleCom."""
+    """The model, wrapped for this way. settings: of ScaleCom. bucket_mb: of DDP."""
     if way.local is not None:
         return model
     # PowerSGD's hook submits collectives when others have ended. Over Gloo, that order may differ
     # between ranks, so the hook dies if there is more than one bucket.
-    one_bucket = {"bucket_cap_mb": 1000} if "PowerSGD" in way.timed_as else {}
-    called = DistributedDataParallel(model, gradient_as_bucket_view=True, **one_bucket)
+    cap = 1000 if "PowerSGD" in way.timed_as else bucket_mb
+    called = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
     if way.hook is not None:
         called.register_comm_hook(*way.hook(called, steps, **settings))
     return called

@@ -1,6 +1,10 @@
 """One rank of one run of the race: trains in one way, and rank 0 writes the losses as JSON.
 
-Started by race.py under torchrun.
+Started by race.py under torchrun. On a machine with GPUs it trains on them, in bfloat16, and it can
+train a larger model. Ranks share a GPU if there are fewer GPUs than ranks:
+
+    torchrun --nproc-per-node 2 scripts/race/race_worker.py --way ScaleCom --size large \\
+        --steps 1000 --lr 6e-4 --pieces race --output race/scalecom.json
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch.distributed as dist
 from race_ways import LOCAL_STEPS, WARMUP, WAYS, WITH_SETTINGS, wrapped
 
 import scalecom_hvd.ddp as ddp
+from scalecom_hvd.doctor.torch_rank import use_device
 
 
 def main() -> None:
@@ -27,9 +32,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.options and args.way not in WITH_SETTINGS:
         parser.error(f"--options go with {' and '.join(WITH_SETTINGS)}, not with {args.way}")
-    dist.init_process_group("gloo")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = use_device(kind, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
     torch.set_num_threads(1)
-    result = train(args)
+    result = train(args, device)
     if dist.get_rank() == 0:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         partial = args.output.with_suffix(".partial")
@@ -39,14 +46,15 @@ def main() -> None:
     os._exit(0)  # Gloo's threads may still drop tensors, and then PyTorch 2.13 aborts
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
+def train(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Losses on held-out text, by how many steps were taken."""
-    way, size = WAYS[args.way], race_tasks.TINY if args.tiny else race_tasks.FULL
+    way, size = WAYS[args.way], race_tasks.SIZES[args.size]
+    batch, on_gpu = args.batch or size.batch, device.type == "cuda"
     steps = round(args.steps * way.steps)
     pieces, held_out = race_tasks.load_pieces(size, args.pieces)
     torch.manual_seed(args.seed)
-    model = race_tasks.Decoder(size)
-    called = wrapped(way, model, steps, args.options)
+    model = race_tasks.Decoder(size).to(device)
+    called = wrapped(way, model, steps, args.options, size.bucket_mb)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -64,8 +72,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         for last in reversed(range(way.microbatches)):
             waits = contextlib.nullcontext() if not last or way.local else called.no_sync()
             with waits:
-                windows = race_tasks.batch_of(pieces, size.batch, random)
-                (called(windows) / way.microbatches).backward()
+                windows = race_tasks.batch_of(pieces, batch, random).to(device)
+                with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+                    loss = called(windows) / way.microbatches
+                loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -100,7 +110,10 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--pieces", type=Path, required=True, help="folder that keeps the text")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument(
+        "--size", choices=list(race_tasks.SIZES), default="full", help="of the model"
+    )
+    parser.add_argument("--batch", type=int, help="windows of a worker (default: the size's)")
     parser.add_argument(
         "--warmup", type=int, default=WARMUP, help="steps in which the learning rate rises"
     )

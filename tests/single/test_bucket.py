@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalecom_hvd.bucket_layout import cut
 from scalecom_hvd.config import ScaleComConfig
@@ -353,3 +354,29 @@ def test_any_strides_are_the_same_bytes(size, dtype):
     tensor = torch.tensor(1).to(dtype).expand(size)
     assert torch.equal(as_bytes(tensor), as_bytes(torch.ones(size).to(dtype)))
     assert as_bytes(tensor).numel() == size * dtype.itemsize
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of PyTorch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **kwargs or {})
+
+
+def test_no_operation_needs_memory_of_cublas():
+    bucket = new_bucket(rate=16)
+    with Operations() as operations:
+        bucket.begin(1.0)
+        offsets = finished(bucket.select())
+        finished(bucket.take_and_accumulate(offsets))
+        bucket.fill()
+        bucket.receive(offsets, bucket.averages_taken())
+        products = bucket.products_with_others()
+        bucket.commit()
+    assert (products > 0).any()
+    assert operations.names.isdisjoint({"dot", "vdot", "mv", "addmv", "mm", "addmm", "bmm"})

@@ -106,7 +106,7 @@ def test_the_text_comes_back_from_its_pieces(tmp_path):
 
 
 def test_the_text_is_cut_once(tmp_path):
-    size = race_tasks.TINY
+    size = race_tasks.SIZES["tiny"]
     train, held_out = race_tasks.load_pieces(size, tmp_path)
     assert int(train.max()) < size.vocabulary
     assert 0.01 * len(train) < len(held_out) < 0.2 * len(train)
@@ -116,7 +116,7 @@ def test_the_text_is_cut_once(tmp_path):
 
 def test_the_model_sees_only_what_came_before():
     torch.manual_seed(0)
-    model = race_tasks.Decoder(race_tasks.TINY)
+    model = race_tasks.Decoder(race_tasks.SIZES["tiny"])
     windows = torch.randint(512, (1, race_tasks.CONTEXT + 1))
     x = model.embedding(windows[:, :-1]).detach().requires_grad_()
     seen = x

@@ -129,7 +129,7 @@ def test_it_compiles_for_gpus_to_wide_moves_without_fused_multiply_adds_or_spill
 
 def test_it_is_not_imported_where_nobody_asks_for_it():
     code = (
-        "import sys, torch, scalecom_hvd.torch\n"
+        "import sys, torch, scalecom_hvd.ddp\n"
         "from scalecom_hvd.exchange.kernel_choice import kernel_for\n"
         "from scalecom_hvd.lanes import Lanes\n"
         "kernel_for(torch.device('cpu'), torch.float32, torch.float32, Lanes(900, 7))\n"
