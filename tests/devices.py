@@ -22,8 +22,9 @@ def begin(local_rank: int, ranks: int) -> None:
     if DEVICE == "delayed":
         import delayed.process_group  # noqa: F401 (this registers both)
     else:
-        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
-        share_gpus(local_rank, ranks)
+        from scalecom_hvd.doctor.torch_rank import use_device
+
+        use_device(DEVICE, local_rank, ranks)
         for name in ("rand", "randint", "randn", "randperm"):
             setattr(torch, name, drawn_on_the_cpu(getattr(torch, name)))
     torch.set_default_device(DEVICE)
@@ -44,15 +45,6 @@ def drawn_on_the_cpu(draw):
         return draw(*sizes, generator=generator, device=where, **more).to(device)
 
     return drawn
-
-
-def share_gpus(local_rank: int, ranks: int) -> None:
-    """Make NCCL accept ranks that share a GPU: each rank claims to be on a machine of its own."""
-    import torch
-
-    if torch.accelerator.device_count() < ranks:
-        os.environ["NCCL_HOSTID"] = f"rank {local_rank}"
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 
 
 def backends() -> str:

@@ -277,17 +277,22 @@ def _residue(residues: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     return residues[name if name in residues else f"module.{name}"].clone()
 
 
-def use_device(device: str, local_rank: int) -> torch.device:
-    """Have this rank use a device of its own, or share one if there are fewer.
+def use_device(device: str, local_rank: int, ranks: int = RANKS) -> torch.device:
+    """Have this rank use a device of its own, or share one if there are fewer than ranks.
 
     NCCL accepts ranks that share a GPU only if each says that it is on a machine of its own.
+
+    Args:
+        device: "cpu", or the type of an accelerator.
+        local_rank: this rank's number on its machine.
+        ranks: how many ranks there are on the machine.
     """
     if device == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     own = torch.device(device, local_rank % count)
     torch.accelerator.set_device_index(own)
-    if count < RANKS:
+    if count < ranks:
         os.environ["NCCL_HOSTID"] = f"rank {local_rank}"
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     return own

@@ -47,13 +47,10 @@ def make_model(tiny: bool) -> torch.nn.Module:
 
 def train(way: str, steps: int) -> None:
     """One rank."""
+    from scalecom_hvd.doctor.torch_rank import use_device
+
     rank, on_gpu = int(os.environ["RANK"]), torch.cuda.is_available()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else "cpu"
-    device = torch.device(device)
-    if on_gpu:
-        torch.cuda.set_device(device)
-        if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
-            os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    device = use_device("cuda" if on_gpu else "cpu", rank)
     dist.init_process_group()
     model = make_model(tiny=not on_gpu).to(device)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -33,7 +33,8 @@ def main() -> None:
     if args.options and args.way not in WITH_SETTINGS:
         parser.error(f"--options go with {' and '.join(WITH_SETTINGS)}, not with {args.way}")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = use_device(kind, int(os.environ["LOCAL_RANK"]))
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = use_device(kind, int(os.environ["LOCAL_RANK"]), here)
     dist.init_process_group()
     torch.set_num_threads(1)
     result = train(args, device)
