@@ -2,9 +2,12 @@
 
 u = w * m + (1 - w) * |m| / |b| * b, where m is what waits in the residue, b is the optimizer's
 momentum (zero if it has none), and w says how far this worker wants what the others do. D is what
-the optimizer makes of a gradient. The C kernel moves float32 parameters on the CPU. Triton moves
-all parameters of one kind on a GPU in one launch. Plain PyTorch moves all others, piece by piece.
-Imports gradients, kernel_choice, native, and triton_moves_ahead if a tensor needs it.
+the optimizer makes of a gradient. Most optimizers of the Adam family divide by the root of averaged
+squares, and u's own square is part of this average, as it will be when u is sent. The average fades
+while an element waits, so without u's square the move would be too long. The C kernel moves float32
+parameters on the CPU. Triton moves all parameters of one kind on a GPU in one launch. Plain PyTorch
+moves all others, piece by piece. Imports gradients, kernel_choice, native, and triton_moves_ahead
+if a tensor needs it.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ class Move:
         steps: how many steps `second` averages over, a number or a tensor. None: no correction.
         decay: the decay of that average.
         eps: what is added to the divisor.
+        enters: the part of u's square that is added to `second` after its bias correction.
     """
 
     own: torch.Tensor
@@ -71,6 +75,7 @@ class Move:
     steps: Any = None
     decay: float = 0.0
     eps: float = 0.0
+    enters: float = 0.0
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -107,6 +112,7 @@ def move_of(
     group: Mapping[str, Any],
     state: Mapping[str, Any],
     factor: float,
+    ranks: float = 1.0,
 ) -> Move:
     """The move of a parameter that an optimizer steps.
 
@@ -114,11 +120,12 @@ def move_of(
         own, spare, residue: see Move.
         group: the optimizer's parameter group that holds the parameter.
         state: the optimizer's state of the parameter.
-        factor: how much of the way to go. If gradients are summed over ranks, times the ratio of
-            the sum to the average.
+        factor: how much of the way to go.
+        ranks: by how much the gradients that the optimizer gets are larger than averages over
+            ranks: the number of ranks for sums.
     """
     sign = -1 if group.get("maximize") else 1
-    rate = sign * float(group["lr"]) * factor
+    rate = sign * float(group["lr"]) * factor * ranks
     momentum = _momentum(state)
     if not has_direction(state, own):
         share = SGD_SHARE if group.get("momentum") else 1.0
@@ -129,11 +136,13 @@ def move_of(
         second = local_part(state.get("max_exp_avg_sq", state["exp_avg_sq"]))
         decay = float(group["betas"][1])
         changes = {"second": second, "steps": state.get("step", 0), "decay": decay}
+        changes["enters"] = (1 - decay) * ranks**2
     elif "exp_inf" in state:
         changes = {"second": local_part(state["exp_inf"]), "power": 1.0}
     else:
         second = state["square_avg" if "square_avg" in state else "sum"]
-        changes = {"second": local_part(second)}
+        share = 1 - float(group.get("alpha", 1.0)) if "square_avg" in state else 1.0
+        changes = {"second": local_part(second), "enters": share * ranks**2}
     return Move(**{**vars(move), **changes})
 
 
@@ -217,8 +226,8 @@ def _make_in_c(moves: Sequence[Move], weight: float, beta: float, made: list[Pai
         parts = move.own, move.spare, move.residue, move.momentum, move.second
         addresses = [0 if part is None else part.data_ptr() for part in parts]
         divisor = 1.0 if move.steps is None else correction(move.steps, move.decay)
-        numbers = move.rate, move.sign, 1 / divisor, move.eps, LARGEST, move.power == 0.5
-        rows.append((*addresses, move.own.numel(), *numbers, False))
+        numbers = move.rate, move.sign, 1 / divisor, move.eps, LARGEST, move.enters
+        rows.append((*addresses, move.own.numel(), *numbers, move.power == 0.5, False))
     table = np.array(rows, native.MOVE)
     try:
         library.scalecom_move_ahead(table.ctypes.data, len(moves), weight, beta)
@@ -247,8 +256,11 @@ def _make_in_torch(move: Move, weight: float, beta: float, made: list[Pair]) -> 
         ahead = waits.mul(weight)
         if move.momentum is not None:
             ahead.addcmul_(others[0], share)
-        scale = others[-1].div(divisor).pow_(move.power).add_(move.eps)
-        ahead.div_(scale).mul_(1 / beta).nan_to_num_(0.0, LARGEST, -LARGEST)
+        ahead.mul_(1 / beta)
+        scale = others[-1].div(divisor)
+        if move.enters:
+            scale.addcmul_(ahead, ahead, value=move.enters)
+        ahead.div_(scale.pow_(move.power).add_(move.eps)).nan_to_num_(0.0, LARGEST, -LARGEST)
         own.add_(ahead.clamp_(-LARGEST, LARGEST), alpha=-move.rate)
 
 

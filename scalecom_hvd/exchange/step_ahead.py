@@ -250,14 +250,15 @@ class StepAhead:
             return
         if self._residues is None or not self._residues.step:
             return
-        factor, names, moves = self.factor * self._ranks, [], []
+        names, moves = [], []
         for name, parameter, group, state in self._stepped():
             own = local_part(parameter)
             if name not in self._spare:
                 self._spare[name] = torch.empty_like(own)
             of_node = self._of_node.get(name)
             waits = self._residues.tensors[name].residue if of_node is None else of_node
-            moves.append(move_of(own, self._spare[name], waits, group, state, factor))
+            tensors = own, self._spare[name], waits
+            moves.append(move_of(*tensors, group, state, self.factor, self._ranks))
             names.append(name)
         if not names:  # no parameter is trained now, or none has been stepped
             return

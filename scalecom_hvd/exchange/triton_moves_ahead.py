@@ -49,7 +49,15 @@ def _kind(move: Move) -> tuple[Any, ...]:
     """What moves of one launch have in common."""
     tensors = (move.own, move.residue, move.momentum, move.second)
     dtypes = tuple(t.dtype if t is not None else None for t in tensors)
-    numbers = move.rate, move.sign, move.power, move.decay, move.eps, move.steps is None
+    numbers = (
+        move.rate,
+        move.sign,
+        move.power,
+        move.decay,
+        move.eps,
+        move.enters,
+        move.steps is None,
+    )
     return move.own.device, dtypes, numbers
 
 
@@ -75,7 +83,7 @@ def _make_alike(moves: Sequence[Move], weight: float, beta: float) -> None:
         "BLOCK": BLOCK,
     }
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        numbers = weight, first.rate, 1 / beta, first.eps, LARGEST
+        numbers = weight, first.rate, 1 / beta, first.eps, LARGEST, first.enters
         move_ahead_blocks[(n_blocks,)](*arguments, *numbers, **constants, num_warps=4)
 
 

@@ -38,17 +38,18 @@ move_elements(const move *m, float weight, float share, float per_beta, int foll
     float *own = m->own, *spare = m->spare;
     const float *residue = m->residue, *momentum = m->momentum, *second = m->second;
     float rate = m->rate, eps = m->eps, per_correction = m->per_correction, most = m->largest;
+    float enters = m->enters;
 #pragma GCC ivdep
     for (int64_t i = 0; i < m->numel; i++) {
         float before = own[i], ahead = residue[i] * weight;
         if (follows) ahead += momentum[i] * share;
+        ahead *= per_beta;
         if (divides) {
-            float scale = second[i] * per_correction;
-            ahead = ahead / ((root ? sqrtf(scale) : scale) + eps) * per_beta;
+            float scale = second[i] * per_correction + enters * ahead * ahead;
+            ahead = ahead / ((root ? sqrtf(scale) : scale) + eps);
             ahead = ahead == ahead ? ahead : 0; /* NaN is no direction */
             ahead = ahead > most ? most : ahead < -most ? -most : ahead;
-        } else
-            ahead *= per_beta;
+        }
         spare[i] = before;
         own[i] = before - rate * ahead;
     }

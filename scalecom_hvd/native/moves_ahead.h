@@ -9,7 +9,7 @@ typedef struct {
     float *own, *spare;
     const float *residue, *momentum, *second; /* momentum, second: NULL where there is none */
     int64_t numel;
-    float rate, sign, per_correction, eps, largest;
+    float rate, sign, per_correction, eps, largest, enters;
     int32_t root;  /* whether the root of the second moment divides, or itself */
     int32_t moved; /* takes 1 when it has been moved */
 } move;

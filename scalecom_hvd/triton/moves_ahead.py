@@ -23,6 +23,7 @@ def move_ahead_blocks(
     per_beta: tl.float64,
     eps: tl.float64,
     largest: tl.float64,
+    enters: tl.float64,
     OWN: tl.constexpr,
     REAL: tl.constexpr,
     MOMENTUM: tl.constexpr,
@@ -51,17 +52,17 @@ def move_ahead_blocks(
         momentum = _elements(fields + MOMENTUM_AT, begin, MOMENTUM, ALIGNED, BLOCK)
         share = tl.load(shares + tensor)
         ahead += tl.load(momentum, mask=inside, other=0).to(REAL) * share
+    ahead = ahead * tl.full((), per_beta, REAL)
     if SECOND is not None:
         second = _elements(fields + SECOND_AT, begin, SECOND, ALIGNED, BLOCK)
         scale = tl.load(second, mask=inside, other=1).to(REAL) / tl.load(corrections + tensor)
+        scale += tl.full((), enters, REAL) * ahead * ahead
         if ROOT:
             scale = tl.sqrt(scale)
-        ahead = ahead / (scale + tl.full((), eps, REAL)) * tl.full((), per_beta, REAL)
+        ahead = ahead / (scale + tl.full((), eps, REAL))
         most = tl.full((), largest, REAL)
         ahead = tl.where(ahead == ahead, ahead, 0)  # NaN is no direction
         ahead = tl.where(ahead > most, most, tl.where(ahead < -most, -most, ahead))
-    else:
-        ahead = ahead * tl.full((), per_beta, REAL)
     after = before.to(REAL) - tl.full((), rate, REAL) * ahead
     tl.store(own, after.to(OWN), mask=inside)
 

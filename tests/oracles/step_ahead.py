@@ -19,11 +19,13 @@ def ahead(residue, alignment, lr, factor, group, state):
     sign = -1 if group["maximize"] else 1
     u = sign * w * m + (1 - w) * length * b
     if "square_avg" in state:
-        v = state["square_avg"]
+        v, decay = state["square_avg"], group["alpha"]
     elif "exp_avg_sq" in state:
-        v = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
+        decay = group["betas"][1]
+        v = state["exp_avg_sq"] / (1 - decay ** float(state["step"]))
     else:
         return -lr * factor * (1.5 if group.get("momentum") else 1.0) * u
+    v = v + (1 - decay) * u**2
     direction = (u / (v.sqrt() + group["eps"])).clamp(-10, 10)
     return -lr * factor * 0.3 * torch.where(u == 0, 0, direction)
 

@@ -93,6 +93,48 @@ def test_momenta_and_second_moments_of_zero(calls, monkeypatch):
     assert calls == [1]
 
 
+ADAM = {"exp_avg": torch.zeros(40), "exp_avg_sq": torch.full((40,), 1e-8), "step": 1000}
+STATES = {
+    "Adam": ({"betas": (0.9, 0.95)}, ADAM, 0.05),
+    "RMSprop": ({"alpha": 0.99}, {"square_avg": ADAM["exp_avg_sq"]}, 0.01),
+    "Adagrad": ({}, {"sum": ADAM["exp_avg_sq"]}, 1.0),
+}
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("name", STATES)
+def test_a_value_s_own_square_is_in_its_divisor(name, kernel, monkeypatch):
+    """The optimizer adds it when the value comes, and the average fades while the value waits."""
+    monkeypatch.setenv("SCALECOM_KERNEL", kernel)
+    group, state, part = STATES[name]
+    own = torch.zeros(40)
+    group = {"lr": 1.0, "eps": 0.0, **group}
+    moves_ahead.make(
+        [moves_ahead.move_of(own, torch.empty(40), torch.full((40,), 0.01), group, state, 1.0)],
+        1.0,
+        1.0,
+    )
+    direction = 0.01 / (1e-8 + part * 0.01**2) ** 0.5
+    torch.testing.assert_close(own, torch.full((40,), -moves_ahead.ADAM_SHARE * direction))
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("name", STATES)
+def test_sums_over_ranks_move_parameters_as_far_as_averages(name, kernel, monkeypatch):
+    monkeypatch.setenv("SCALECOM_KERNEL", kernel)
+    group, state, _ = STATES[name]
+    group, ends = {"lr": 0.1, "eps": 0.0, **group}, []
+    for ranks in (1, 4):
+        own, seen = torch.zeros(40), {**state}
+        for key in moves_ahead.SECOND_MOMENTS:
+            if key in state:
+                seen[key] = state[key] * ranks**2
+        tensors = own, torch.empty(40), torch.linspace(-1e-3, 1e-3, 40)
+        moves_ahead.make([moves_ahead.move_of(*tensors, group, seen, 1.0, ranks)], 1.0, 0.7)
+        ends.append(own)
+    torch.testing.assert_close(*ends)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_and_strides_are_plain_torch_s(dtype, calls):
     trained = stepped(OPTIMIZERS["AdamW"], dtype)
