@@ -37,6 +37,9 @@ def main() -> None:
     device = use_device(kind, int(os.environ["LOCAL_RANK"]), here)
     dist.init_process_group()
     torch.set_num_threads(1)
+    if os.environ["LOCAL_RANK"] == "0":  # it cuts the text if nobody has; the other ranks read it
+        race_tasks.load_pieces(race_tasks.SIZES[args.size], args.pieces)
+    dist.barrier()
     result = train(args, device)
     if dist.get_rank() == 0:
         args.output.parent.mkdir(parents=True, exist_ok=True)

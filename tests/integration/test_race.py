@@ -1,5 +1,6 @@
 """A short form of the race, run as a reader of the documentation runs it."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -7,6 +8,32 @@ from pathlib import Path
 import pytest
 
 RACE = Path(__file__).resolve().parents[2] / "scripts" / "race" / "race.py"
+
+
+# Runs the worker, and leaves a file for each rank that cuts the text.
+COUNTED = """
+import os, pathlib, runpy, sys
+sys.path.insert(0, {folder!r})
+import race_tasks
+cut = race_tasks._cut
+def counted(size):
+    pathlib.Path("cut-" + os.environ["RANK"]).touch()
+    return cut(size)
+race_tasks._cut = counted
+runpy.run_path({worker!r}, run_name="__main__")
+"""
+
+
+def test_one_rank_of_a_run_alone_cuts_the_text(launched, tmp_path):
+    """The pages' command needs nothing from a race before it."""
+    worker = RACE.with_name("race_worker.py")
+    program = tmp_path / "counted.py"
+    program.write_text(COUNTED.format(folder=str(RACE.parent), worker=str(worker)))
+    arguments = ["--way", "ScaleCom", "--size", "tiny", "--steps", "2", "--lr", "1e-3"]
+    arguments += ["--pieces", "new", "--output", "losses.json"]
+    launched("torchrun", 2, [program, *arguments])
+    assert list(json.loads((tmp_path / "losses.json").read_text())["losses"]) == ["0", "2"]
+    assert [path.name for path in tmp_path.glob("cut-*")] == ["cut-0"]
 
 
 @pytest.mark.long
