@@ -136,14 +136,17 @@ def move_of(
         second = local_part(state.get("max_exp_avg_sq", state["exp_avg_sq"]))
         decay = float(group["betas"][1])
         changes = {"second": second, "steps": state.get("step", 0), "decay": decay}
-        changes["enters"] = (1 - decay) * ranks**2
+        enters = 1 - decay
     elif "exp_inf" in state:
         changes = {"second": local_part(state["exp_inf"]), "power": 1.0}
+        enters = 0.0  # it takes the larger of the two, and does not add them
+    elif "square_avg" in state:
+        changes = {"second": local_part(state["square_avg"])}
+        enters = 1 - float(group.get("alpha", 1.0))
     else:
-        second = state["square_avg" if "square_avg" in state else "sum"]
-        share = 1 - float(group.get("alpha", 1.0)) if "square_avg" in state else 1.0
-        changes = {"second": local_part(second), "enters": share * ranks**2}
-    return Move(**{**vars(move), **changes})
+        changes = {"second": local_part(state["sum"])}
+        enters = 1.0
+    return Move(**{**vars(move), **changes, "enters": enters * ranks**2})
 
 
 def make(moves: Sequence[Move], weight: float, beta: float) -> None:

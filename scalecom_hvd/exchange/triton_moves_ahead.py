@@ -49,16 +49,8 @@ def _kind(move: Move) -> tuple[Any, ...]:
     """What moves of one launch have in common."""
     tensors = (move.own, move.residue, move.momentum, move.second)
     dtypes = tuple(t.dtype if t is not None else None for t in tensors)
-    numbers = (
-        move.rate,
-        move.sign,
-        move.power,
-        move.decay,
-        move.eps,
-        move.enters,
-        move.steps is None,
-    )
-    return move.own.device, dtypes, numbers
+    numbers = move.rate, move.sign, move.power, move.decay, move.eps, move.enters
+    return move.own.device, dtypes, numbers, move.steps is None
 
 
 def _make_alike(moves: Sequence[Move], weight: float, beta: float) -> None:

@@ -52,10 +52,8 @@ TENSOR = np.dtype(
 # One parameter's move as moves_ahead.c reads it (`move` in moves_ahead.h).
 MOVE = np.dtype(
     [(name, np.int64) for name in ("own", "spare", "residue", "momentum", "second", "numel")]
-    + [
-        (name, np.float32)
-        for name in ("rate", "sign", "per_correction", "eps", "largest", "enters")
-    ]
+    + [(name, np.float32) for name in ("rate", "sign", "per_correction")]
+    + [(name, np.float32) for name in ("eps", "largest", "enters")]
     + [("root", np.int32), ("moved", np.int32)],
     align=True,
 )
