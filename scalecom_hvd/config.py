@@ -63,7 +63,7 @@ class ScaleComConfig:
 
     0: at the parameters themselves. 1: at the parameters to which this rank's residue would take
     the model, in the optimizer's own direction. The distance is 1.5 * lr * m for SGD with momentum,
-    and 0.3 * lr * m / (sqrt(v) + eps) for Adam and its relatives, where v has m's own square too.
+    and 0.3 * lr * m / (sqrt(v) + eps) for Adam and its relatives, where v also counts m's square.
     Such gradients already allow for what waits, so no low-pass filter is needed. In ScaleCom the
     optimizer's momentum replaces part of m. The less this rank's values agree with the others', the
     larger this part is. Other methods, and quantisers, do not do this: give them 0 if ranks have

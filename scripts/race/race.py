@@ -72,8 +72,6 @@ class Race:
         self.code = code_version.of(own)
         # The code that made each result in use.
         self.codes: dict[Path, str | None] = {}
-        # Make the text now, so that ranks find it and do not all make it.
-        race_tasks.load_pieces(self.size, folder)
 
     def run(self, way: str, seed: int, factor: float, share: float = 1.0) -> Run:
         """A run; it is done now unless it was done before. share: of the steps."""
