@@ -44,18 +44,19 @@ class ScaleComConfig:
     rate: float = cast(float, None)
     """One element in `rate` is sent (N/k).
 
-    What counts is how often each element is sent: steps / rate times. If that is less than about 5,
-    every method loses accuracy, so lower the rate for short runs. None: 16 with few bits, 100 with
-    32.
+    What counts is how often each element is sent: steps / rate times. If that is less than about 5
+    (60 for a language model), every method loses accuracy, so lower the rate for short runs. None:
+    16 with few bits, 100 with 32.
     """
 
     beta: float = cast(float, None)
     """The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1.
 
-    Of what waits at a chosen index, this share is sent at once. 1 is classic error feedback: it
-    sends everything, however stale, and breaks training without batch norm unless gradients are
-    computed a step ahead. A lower beta is more stable, but what was not sent arrives later, over up
-    to rate / beta steps. None: 1 with step_ahead, and 0.2 without.
+    If `flush` is False, or the new gradient points against what waits at a chosen index, this share
+    of what waits is sent at once. 1 is classic error feedback: it sends everything, however stale,
+    and breaks training without batch norm unless gradients are computed a step ahead. A lower beta
+    is more stable, but what was not sent arrives later, over up to rate / beta steps. None: 1 with
+    step_ahead, and 0.2 without.
     """
 
     step_ahead: float = cast(float, None)
@@ -63,11 +64,11 @@ class ScaleComConfig:
 
     0: at the parameters themselves. 1: at the parameters to which this rank's residue would take
     the model, in the optimizer's own direction. The distance is 1.5 * lr * m for SGD with momentum,
-    and 0.3 * lr * m / (sqrt(v) + eps) for Adam and its relatives, where v also counts m's square.
-    Such gradients already allow for what waits, so no low-pass filter is needed. In ScaleCom the
-    optimizer's momentum replaces part of m. The less this rank's values agree with the others', the
-    larger this part is. Other methods, and quantisers, do not do this: give them 0 if ranks have
-    unlike data. None: 1, or 0 with local steps.
+    and 0.3 * lr * m / (sqrt(v) + eps) for Adam and its relatives, where m is the residue, and v
+    also counts m's square. Such gradients already allow for what waits, so no low-pass filter is
+    needed. In ScaleCom the optimizer's momentum replaces part of m. The less this rank's values
+    agree with the others', the larger this part is. Other methods do not do this, nor does ScaleCom
+    with a quantiser: give them 0 if ranks' data differ. None: 1, or 0 with local steps.
     """
 
     flush: bool = True
@@ -136,10 +137,10 @@ class ScaleComConfig:
     lookahead: bool = False
     """Whether the leader chooses for step t + 1 at the end of step t.
 
-    The broadcast then hides behind forward and backward, so this is the fastest form. The choice is
-    made without the step's own gradient. In models without batch norm this costs accuracy, and a
-    lower beta (0.1) makes the cost smaller. With beta near 1 it breaks such training, and the log
-    warns.
+    The broadcast then hides behind forward and backward, so this is often the fastest form. The
+    choice is made without the step's own gradient, which costs accuracy. Without `step_ahead`, a
+    beta near 1 then breaks the training of models without batch norm, and the log warns: give a
+    lower beta (0.1).
     """
 
     bits: int = cast(int, None)

@@ -36,8 +36,8 @@ def scale_divisor(levels: int) -> float:
 
     The largest integer then stands for 1, 2, 3.5 and 7.5 to 8 times the mean with 2, 3, 4 and more
     bits. Values that are cut off come late, but large steps between integers round much away. With
-    3 bits, a language model loses 0.15 nats if 3 stands for 1.5 times the mean, 0.04 at 2 times and
-    0.02 at 3 times. An LSTM loses 0.03, 0.045 and 0.07 bits (docs/results.md).
+    3 bits, a language model lost 0.15 nats if 3 stood for 1.5 times the mean, 0.04 at 2 times and
+    0.02 at 3 times. An LSTM lost 0.03, 0.045 and 0.07 bits.
     """
     return max((levels + 1) / 8, min(2.0, (levels + 3) / 4))
 
