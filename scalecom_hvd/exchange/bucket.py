@@ -204,7 +204,8 @@ class Bucket:
         if self._received is None:
             return nothing_sent()
         averages = self._received[1].to(self._residue_dtype)
-        return products(self.sent(), averages * (self._share / self._average_share))
+        ratio = self._share / self._average_share
+        return products(self.sent(), averages if ratio == 1 else averages * ratio)
 
     def averages_taken(self) -> torch.Tensor:
         """The averages (k,) of the last values of `take`, once they have arrived.

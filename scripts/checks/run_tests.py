@@ -117,9 +117,11 @@ def named(*names: str) -> list[str]:
 
 
 TORCH = [*named("join", "local_topk"), *parallel("torch_*")]  # join() comes first: see there
-# Here the launcher matters: in which order collectives end, what fails, and how. The other tests
+# Here the launcher matters: in which order collectives end, what fails, and how. Most other tests
 # run under Gloo in --long.
 UNDER_GLOO = named("torch_differential", "torch_orders", "torch_refusals")
+# What each rank computes by itself, and how pages describe it. No launcher changes that.
+OF_ONE_RANK = named("torch_pages", "torch_profile", "torch_simulator", "torch_step_ahead")
 PROGRAMS = named("torch_differential", "torch_local_differential")
 TAPES = "parallel/test_tensorflow_tape.py::test_"
 # What Gloo and more than two ranks may change for TensorFlow.
@@ -167,7 +169,7 @@ FUZZ = ("-k", "test_random_programs")
 MINUTE = {"FUZZ_SECONDS": "60"}
 LONG = {
     "torch, horovodrun --gloo -np 2, the rest": on_ranks(
-        GLOO, 2, [file for file in TORCH if file not in UNDER_GLOO], *ALL
+        GLOO, 2, [file for file in TORCH if file not in UNDER_GLOO + OF_ONE_RANK], *ALL
     ),
     "ddp, torch alone, torchrun -np 2": on_ranks(
         "torchrun", 2, DDP_LONG, interpreter=launch.TORCH_ALONE, environment=ONE_THREAD
@@ -197,7 +199,11 @@ LONG = {
         environment=ONE_THREAD | MINUTE,
     ),
     "tensorflow, mpirun -np 4": on_ranks(
-        "mpirun", 4, [*named("tensorflow_differential", "tensorflow_parity"), SETS, *UNLIKE], *ALL
+        "mpirun",
+        4,
+        [*named("tensorflow_differential", "tensorflow_parity"), SETS, *UNLIKE],
+        *ALL,
+        *("-k", "not plain_operations"),  # no launcher changes them
     ),
     "tensorflow, horovodrun --gloo -np 2": on_ranks(
         GLOO, 2, [*named("tensorflow_differential", "tensorflow_state"), *UNLIKE], *ALL

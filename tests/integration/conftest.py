@@ -22,7 +22,7 @@ import launch  # noqa: E402
 # The longest tests, and files of long tests. They start first, so that all pytest workers finish at
 # about the same time.
 LONGEST = (
-    "test_three_minutes",
+    "test_all_jobs",
     "test_the_short_study",
     "test_hosts",
     "test_bench",

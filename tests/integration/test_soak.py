@@ -19,13 +19,13 @@ SOAK = [sys.executable, ROOT / "scripts" / "checks" / "soak.py"]
 
 @pytest.mark.long
 @pytest.mark.timeout(1300)
-def test_three_minutes(run):
+def test_all_jobs(run):
     # A job lasts until its last fault is over. If a worker was killed, this may take a minute.
-    output = run([*SOAK, "--minutes", "3", "--ranks", "4"], limit=1200)
+    output = run([*SOAK, "--minutes", "1.5", "--ranks", "4"], limit=1200)
     steps, tried, survived = map(
         int, re.search(r"(\d+) steps, (\d+) faults, (\d+) survived", output).groups()
     )
-    assert steps > 50, output
+    assert steps > 30, output
     assert tried == survived > 10, output  # at least one from outside per job
     assert "0 complaints" in output
 

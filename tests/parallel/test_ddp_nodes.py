@@ -68,7 +68,8 @@ def assert_close(model, other, rtol=1e-9):
     ids=str,
 )
 def test_a_node_is_one_worker_of_the_reference(optimizer, settings):
-    steps = 50 if optimizer == "adamw" and "bits" in settings else 12
+    # Other devices are slow, and what they may do wrong shows in any step.
+    steps = 50 if optimizer == "adamw" and "bits" in settings and DEVICE == "cpu" else 12
     model, stepped, state = make(optimizer, **settings)
     for step in range(steps):
         take(model, stepped, step)

@@ -621,6 +621,7 @@ def test_graphs_and_sessions(options):
         pytest.param({}, MODES[0], marks=pytest.mark.long),
         ({"passes": 2}, MODES[1]),
         pytest.param({"monitored": True}, MODES[2], marks=pytest.mark.long),
+        ({}, {"bits": 3, "rate": 16, "warmup_steps": 3, "warmup_rate": 4}),
     ],
     ids=str,
 )
