@@ -80,7 +80,8 @@ def test_examples_of_pipelines(example):
 
 @pytest.mark.parametrize("method", ["dense", "scalecom"])
 @pytest.mark.parametrize("example", pages.examples("ddp script"), ids=lambda e: e.name)
-def test_scripts(example, method, monkeypatch, capsys):
+def test_scripts(example, method, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     for done_by_the_tests in ("init_process_group", "destroy_process_group"):
         monkeypatch.setattr(dist, done_by_the_tests, lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["train_ddp.py", method])
