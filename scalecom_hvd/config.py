@@ -52,10 +52,10 @@ class ScaleComConfig:
     beta: float = cast(float, None)
     """The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1.
 
-    If `flush` is False, or the new gradient points against what waits at a chosen index, this share
-    of what waits is sent at once. 1 is classic error feedback: it sends everything, however stale,
-    and breaks training without batch norm unless gradients are computed a step ahead. A lower beta
-    is more stable, but what was not sent arrives later, over up to rate / beta steps. None: 1 with
+    The share of what waits at a chosen index that is sent if `flush` is False, or if the new
+    gradient points against it. 1 is classic error feedback: it sends everything, however stale, and
+    breaks training without batch norm unless gradients are computed a step ahead. A lower beta is
+    more stable, but what was not sent arrives later, over up to rate / beta steps. None: 1 with
     step_ahead, and 0.2 without.
     """
 
@@ -74,8 +74,8 @@ class ScaleComConfig:
     flush: bool = True
     """Whether all that waits at a chosen index is sent, unless the new gradient points against it.
 
-    True: all of it, or the share `beta` if the new gradient points against it. A low beta then
-    costs short runs little. False: the share `beta` everywhere, which is the paper's filter.
+    True: all of it, or the share `beta` if the new gradient points against it. So a low beta hardly
+    harms short runs. False: the share `beta` everywhere, which is the paper's filter.
     """
 
     min_numel: int = 2048
