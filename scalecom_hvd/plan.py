@@ -508,8 +508,8 @@ def _accuracy(choice: Row, s: Setting, steps: int | None) -> Iterator[str]:
     if steps is None:
         yield (
             f"- Runs of under {math.ceil(SENDS_WANTED * rate):,} steps send each element fewer "
-            f"than {SENDS_WANTED} times at this rate, and lose accuracy. Lower the rate for such "
-            "runs."
+            f"than {SENDS_WANTED} times at this rate, and lose accuracy (language models: 60 "
+            "times). Lower the rate for such runs."
         )
         return
     if steps / rate < SENDS_WANTED:
@@ -530,12 +530,6 @@ def _what_else(choice: Row, s: Setting, c: Constants, rows: list[Row]) -> Iterat
             "- lookahead=True cost an LSTM with AdamW 0.07 bits more, and images up to 0.5 points. "
             "If accuracy comes first, leave it out: steps are then "
             f"{_times(without.speed_up)} as fast as dense ones."
-        )
-    top_k = by_name["LocalTopK"]
-    if top_k.milliseconds <= WORTH_IT * choice.milliseconds:
-        yield (
-            "- hvd.LocalTopK is about as fast here. On few workers it is more accurate: use it if "
-            "accuracy comes first."
         )
     yield from _fewer_averages(choice, rows)
     ends = where_the_gain_ends(choice.method, s, c, WORTH_IT)

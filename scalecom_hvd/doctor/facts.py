@@ -77,6 +77,7 @@ class Facts:
     Attributes:
         python, executable, system: which Python this is, and on which system.
         version, place: of this package.
+        checkout: the checkout from which Python imports this package; empty: it is installed.
         root: whether root runs this.
         cores, memory: what this process may use; memory in bytes.
         installed: {"torch" | "tensorflow" | "horovod" | "triton": whether it is there}.
@@ -96,6 +97,7 @@ class Facts:
     system: str = ""
     version: str = ""
     place: str = ""
+    checkout: str = ""
     root: bool = False
     cores: int = 0
     memory: int = 0
@@ -132,13 +134,15 @@ def collect(limit: float) -> Facts:
     installed = {
         name: _folder_of(name) is not None for name in ("torch", "tensorflow", "horovod", "triton")
     }
-    native = Path(scalecom_hvd.__file__).parent / "native"
+    folder = Path(scalecom_hvd.__file__).parent
+    native = folder / "native"
     return Facts(
         python=platform.python_version(),
         executable=sys.executable,
         system=platform.platform(),
         version=scalecom_hvd.__version__,
-        place=str(Path(scalecom_hvd.__file__).parent),
+        place=str(folder),
+        checkout=str(folder.parent) if (folder.parent / "setup.py").exists() else "",
         root=os.geteuid() == 0,
         cores=_cores(),
         memory=_memory(),

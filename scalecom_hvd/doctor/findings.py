@@ -265,15 +265,19 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
         advice = "build it with the installed C compiler:"
         if "cc" not in facts.programs:
             advice = "install a C compiler (Debian, Ubuntu: apt install gcc), and build it:"
+        command = REINSTALL
+        if facts.checkout:
+            advice = f"start Python outside of the checkout, if it is installed too, or {advice}"
+            command = f"pip install -e {facts.checkout}"
         if facts.files.get(file):
-            yield Finding(WRONG, f"{what} cannot be loaded: {why}", advice, REINSTALL)
+            yield Finding(WRONG, f"{what} cannot be loaded: {why}", advice, command)
         else:
             yield Finding(
                 MISSING,
                 f"{what} was not built. With {instead}, results are the same, but compression is "
                 "several times slower",
                 advice,
-                REINSTALL,
+                command,
             )
 
 

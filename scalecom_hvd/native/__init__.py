@@ -109,10 +109,17 @@ def warn_missing(path: Path, error: Exception, instead: str) -> None:
         instead: what is used instead, with its verb.
     """
     missing = "was not built (no C compiler at installation?)"
+    checkout = Path(__file__).parents[2]
+    build = "install a C compiler and run pip install --force-reinstall --no-deps scalecom_hvd"
+    if (checkout / "setup.py").exists():
+        build = (
+            "start Python outside of the checkout, if the package is installed too, or install a "
+            f"C compiler and run pip install -e {checkout}"
+        )
     log.warning(
         "the native kernel %s, so %s used instead, which is several times slower. To have the "
-        "native kernel, install a C compiler and run pip install --force-reinstall --no-deps "
-        "scalecom_hvd again",
+        "native kernel, %s",
         f"cannot be loaded ({error})" if path.exists() else missing,
         instead,
+        build,
     )

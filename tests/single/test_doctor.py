@@ -149,6 +149,15 @@ NO_HOROVOD = {
         ),
         (
             {
+                "said": {"native": {"loaded": False}},
+                "files": {"native": False},
+                "checkout": "/home/me/checkout",
+            },
+            "missing",
+            ["outside of the checkout", "pip install -e /home/me/checkout"],
+        ),
+        (
+            {
                 "said": {"native": {"loaded": False, "warning": "wrong ELF class"}},
                 "programs": {"cc": None},
             },
