@@ -267,9 +267,8 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
             advice = "install a C compiler (Debian, Ubuntu: apt install gcc), and build it:"
         command = REINSTALL
         if facts.checkout:
-            advice = (
-                f"start Python outside of the checkout, if the package is installed too, or {advice}"
-            )
+            elsewhere = "start Python outside of the checkout, if the package is installed too"
+            advice = f"{elsewhere}, or {advice}"
             command = f"pip install -e {facts.checkout}"
         if facts.files.get(file):
             yield Finding(WRONG, f"{what} cannot be loaded: {why}", advice, command)
