@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import scalecom_hvd
+from scalecom_hvd import native
 from scalecom_hvd.config import ENVIRONMENT_PREFIX, ScaleComConfig
 from scalecom_hvd.doctor import children
 
@@ -135,14 +136,13 @@ def collect(limit: float) -> Facts:
         name: _folder_of(name) is not None for name in ("torch", "tensorflow", "horovod", "triton")
     }
     folder = Path(scalecom_hvd.__file__).parent
-    native = folder / "native"
     return Facts(
         python=platform.python_version(),
         executable=sys.executable,
         system=platform.platform(),
         version=scalecom_hvd.__version__,
         place=str(folder),
-        checkout=str(folder.parent) if (folder.parent / "setup.py").exists() else "",
+        checkout=native.checkout(),
         root=os.geteuid() == 0,
         cores=_cores(),
         memory=_memory(),
@@ -156,8 +156,8 @@ def collect(limit: float) -> Facts:
         ],
         programs=_programs(),
         files={
-            "native": (native / "_lanes.so").exists(),
-            "operations": (native / "_tensorflow_ops.so").exists(),
+            "native": native.LIBRARY.exists(),
+            "operations": (folder / "native" / "_tensorflow_ops.so").exists(),
         },
         interfaces=_interfaces(),
         variables=_variables(),

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from scalecom_hvd import native
 from scalecom_hvd.doctor.children import AS_ROOT
 from scalecom_hvd.doctor.facts import Facts
 
@@ -30,7 +31,6 @@ INTERFACE_VARIABLES = (
     "NCCL_SOCKET_IFNAME",
     "OMPI_MCA_btl_tcp_if_include",
 )
-REINSTALL = "pip install --force-reinstall --no-deps scalecom_hvd"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _environment(facts: Facts) -> Iterator[Finding]:
             WRONG,
             "SCALECOM_KERNEL=native, but the kernel in C cannot be loaded",
             "unset it, or build the kernel:",
-            REINSTALL,
+            native.build_command(facts.checkout),
         )
     there = sorted(interface.name for interface in facts.interfaces)
     for name in INTERFACE_VARIABLES:
@@ -265,11 +265,9 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
         advice = "build it with the installed C compiler:"
         if "cc" not in facts.programs:
             advice = "install a C compiler (Debian, Ubuntu: apt install gcc), and build it:"
-        command = REINSTALL
         if facts.checkout:
-            elsewhere = "start Python outside of the checkout, if the package is installed too"
-            advice = f"{elsewhere}, or {advice}"
-            command = f"pip install -e {facts.checkout}"
+            advice = f"{native.ELSEWHERE}, or {advice}"
+        command = native.build_command(facts.checkout)
         if facts.files.get(file):
             yield Finding(WRONG, f"{what} cannot be loaded: {why}", advice, command)
         else:

@@ -19,6 +19,8 @@ import numpy as np
 log = logging.getLogger("scalecom_hvd")
 
 LIBRARY = Path(__file__).with_name("_lanes.so")
+# What also helps if Python imports the package from a checkout, where the kernel was not built.
+ELSEWHERE = "start Python outside of the checkout, if the package is installed too"
 OPERATIONS = Path(__file__).with_name("_tensorflow_ops.so")
 
 WRONG_OFFSETS = (
@@ -109,17 +111,25 @@ def warn_missing(path: Path, error: Exception, instead: str) -> None:
         instead: what is used instead, with its verb.
     """
     missing = "was not built (no C compiler at installation?)"
-    checkout = Path(__file__).parents[2]
-    build = "install a C compiler and run pip install --force-reinstall --no-deps scalecom_hvd"
-    if (checkout / "setup.py").exists():
-        build = (
-            "start Python outside of the checkout, if the package is installed too, or install a "
-            f"C compiler and run pip install -e {checkout}"
-        )
+    folder = checkout()
     log.warning(
         "the native kernel %s, so %s used instead, which is several times slower. To have the "
-        "native kernel, %s",
+        "native kernel, %sinstall a C compiler and run %s",
         f"cannot be loaded ({error})" if path.exists() else missing,
         instead,
-        build,
+        f"{ELSEWHERE}, or " if folder else "",
+        build_command(folder),
     )
+
+
+def checkout() -> str:
+    """The checkout from which Python imports this package; empty: the package is installed."""
+    folder = Path(__file__).parents[2]
+    return str(folder) if (folder / "setup.py").exists() else ""
+
+
+def build_command(checkout: str) -> str:
+    """The command that builds the kernel of the package that Python imports."""
+    if checkout:
+        return f"pip install -e {checkout}"
+    return "pip install --force-reinstall --no-deps scalecom_hvd"

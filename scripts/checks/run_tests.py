@@ -203,7 +203,8 @@ LONG = {
         4,
         [*named("tensorflow_differential", "tensorflow_parity"), SETS, *UNLIKE],
         *ALL,
-        *("-k", "not plain_operations"),  # no launcher changes them
+        "-k",
+        "not plain_operations",  # no launcher changes them
     ),
     "tensorflow, horovodrun --gloo -np 2": on_ranks(
         GLOO, 2, [*named("tensorflow_differential", "tensorflow_state"), *UNLIKE], *ALL
