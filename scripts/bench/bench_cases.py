@@ -5,9 +5,10 @@ bench_worker.py runs them on every rank.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,8 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # scripts to copy
 sys.path.append(str(Path(__file__).resolve().parents[1] / "race"))
 
-import race_tasks
+import race_images
+import race_language
 import train_image
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]
@@ -130,10 +132,21 @@ def language_model(seed: int) -> tuple[torch.nn.Module, Loss]:
     In proportion to its size, that is as long as the Transformer's step.
     """
     with torch.device("meta"):
-        model = race_tasks.Decoder(race_tasks.SIZES["full"])
+        model = race_language.Decoder(race_language.SIZES["full"])
     parts = [model.embedding, *model.blocks, model.norm]
-    shapes = [[tuple(p.shape) for p in part.parameters()] for part in parts]
-    return paused_transformer(seed, 0.03, shapes)
+    return paused_transformer(seed, 0.03, shapes_of(parts))
+
+
+def race_resnet(seed: int) -> tuple[torch.nn.Module, Loss]:
+    """The shapes of the race's ResNet, 4.9 M parameters; a step computes for 30 ms."""
+    with torch.device("meta"):
+        model = race_images.resnet()
+    return paused_transformer(seed, 0.03, shapes_of([model.stem, *model.blocks, model.head]))
+
+
+def shapes_of(parts: Iterable[torch.nn.Module]) -> list[list[tuple[int, ...]]]:
+    """The shapes of each part's parameters."""
+    return [[tuple(p.shape) for p in part.parameters()] for part in parts]
 
 
 def resnet(seed: int) -> tuple[torch.nn.Module, Loss]:
@@ -144,11 +157,15 @@ def resnet(seed: int) -> tuple[torch.nn.Module, Loss]:
     return model, lambda model: torch.nn.functional.cross_entropy(model(images), labels)
 
 
-# Cases with AdamW, whose state moves ahead, too, and costs time. Others have plain SGD.
-WITH_ADAMW = ("language-model",)
+# The optimizers of cases whose steps are those of a whole run. Others have plain SGD.
+OPTIMIZERS = {
+    "language-model": torch.optim.AdamW,
+    "race-resnet": functools.partial(torch.optim.SGD, momentum=0.9),
+}
 CASES = {
     "transformer": paused_transformer,
     "gpt2": gpt2,
     "language-model": language_model,
+    "race-resnet": race_resnet,
     "resnet": resnet,
 }

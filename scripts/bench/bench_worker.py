@@ -129,9 +129,9 @@ class Training:
         self.model, self.loss = bench_cases.CASES[case](rank())
         face.broadcast_parameters(self.model.state_dict(), root_rank=0)
         parameters = list(self.model.named_parameters())
-        self.has_adamw = case in bench_cases.WITH_ADAMW
-        kind = torch.optim.AdamW if self.has_adamw else torch.optim.SGD
-        self.optimizer = kind(self.model.parameters(), lr=1e-4)
+        make = bench_cases.OPTIMIZERS.get(case, torch.optim.SGD)
+        self.has_adamw = make is torch.optim.AdamW
+        self.optimizer = make(self.model.parameters(), lr=1e-4)
         self._steps = method != NO_STEP
         self.reduce: Callable[[], None] = lambda: None
         self.local: LocalTopK | None = None

@@ -2,16 +2,17 @@
 
     python scripts/race/race.py                        all ways; finished runs are not repeated
     python scripts/race/race.py --ways "ScaleCom" "DDP, dense" --seeds 1
+    python scripts/race/race.py --task resnet --steps 300
     python scripts/race/race.py --quick                a small model: minutes
 
 Losses over steps come from real runs under torchrun (race_worker.py): a language model of 5 million
-parameters, trained with AdamW. The learning rate of each way is the best of three or more, found
-with seed 0 on half the steps. The time of a step is measured on hosts with a network between them
-(bench_worker.py), where its compute is a pause. Together they give losses over time, from the first
-step to the last.
+parameters, trained by AdamW, or with --task resnet a ResNet as large, trained by SGD. The learning
+rate of each way is the best of three or more, found with seed 0 on half the steps. The time of a
+step is measured on hosts with a network between them (bench_worker.py), where its compute is a
+pause. Together they give losses over time, from the first step to the last.
 
 A way's score at a speed is the time that it takes to reach the loss with which dense training ends,
-to 0.01 nats. If a way ends above that loss, runs with a quarter and with half more steps are tried.
+to 0.01. If a way ends above that loss, runs with a quarter and with half more steps are tried.
 --output gets the runs, the steps' times, steps.csv, curves.csv and curves.png. Needs root, for the
 hosts.
 """
@@ -47,7 +48,7 @@ WORKER = Path(__file__).with_name("race_worker.py")
 FACTORS = (0.5, 1.0, 2.0)
 TUNING = 0.5  # of the steps
 SPEEDS = (100, 1000, 10_000)  # Mbit/s
-# Nats by which a loss may be above dense training's and still count as the same.
+# By how much a loss may be above dense training's and still count as the same.
 NEAR = 0.01
 Run = dict[str, Any]
 Curve = list[tuple[float, float]]
@@ -59,15 +60,18 @@ class Race:
 
     Args:
         folder: where runs and times are kept.
+        name: of the task, in race_tasks.TASKS.
         workers: ranks, each on a host of its own.
         steps: of dense training.
         tiny: whether the model is a small one.
     """
 
-    def __init__(self, folder: Path, workers: int, steps: int, tiny: bool) -> None:
-        self.folder, self.workers, self.steps, self.tiny = folder, workers, steps, tiny
-        self.size = race_tasks.SIZES["tiny" if tiny else "full"]
-        own = [SCRIPTS / "race" / f"race_{name}.py" for name in ("tasks", "ways", "worker")]
+    def __init__(self, folder: Path, name: str, workers: int, steps: int, tiny: bool) -> None:
+        self.folder, self.name, self.workers = folder, name, workers
+        self.steps, self.tiny = steps, tiny
+        self.task = race_tasks.task(name, "tiny" if tiny else "full", folder)
+        names = ("tasks", "language", "images", "ways", "worker")
+        own = [SCRIPTS / "race" / f"race_{name}.py" for name in names]
         own += [SCRIPTS / "bench" / f"{n}.py" for n in ("bench_cases", "bench_worker", "hosts")]
         self.code = code_version.of(own)
         # The code that made each result in use.
@@ -75,10 +79,10 @@ class Race:
 
     def run(self, way: str, seed: int, factor: float, share: float = 1.0) -> Run:
         """A run; it is done now unless it was done before. share: of the steps."""
-        steps, lr = round(self.steps * share), self.size.lr * factor
+        steps, lr = round(self.steps * share), self.task.lr * factor
         name = f"{way} of {steps} steps, {self.workers} workers, seed {seed}, lr {lr:g}"
         # A digest of what else determines a run.
-        kind = hashlib.sha256(repr((self.size, WAYS[way].trains_as)).encode()).hexdigest()[:8]
+        kind = hashlib.sha256(repr((self.task.size, WAYS[way].trains_as)).encode()).hexdigest()[:8]
         file = self.folder / "runs" / f"{name.replace(', ', ' ').replace(' ', '-')}-{kind}.json"
         if not file.exists():
             print(name, file=sys.stderr, flush=True)
@@ -87,6 +91,7 @@ class Race:
             every = max(1, min(LOCAL_STEPS, steps // 10))
             program += ["--pieces", str(self.folder), "--every", str(every)]
             program += ["--size", "tiny"] * self.tiny + ["--code", self.code]
+            program += ["--task", self.name]
             command = launch.command("torchrun", self.workers, program)
             environment = launch.environment(OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPTS.parent))
             if subprocess.run(command, env=environment).returncode:
@@ -122,7 +127,7 @@ class Race:
             found = {"code": None, "results": found}
         if not {result["method"] for result in found["results"]}.issuperset(wanted):
             seconds = 0.5 if self.tiny else 2.0
-            job = bench.Job("language-model", self.workers, SPEEDS, tuple(wanted), seconds)
+            job = bench.Job(self.task.case, self.workers, SPEEDS, tuple(wanted), seconds)
             results = bench.run_all([job], self.folder / "jobs", timeout=3600)
             found = {"code": self.code, "results": results}
             file.write_text(json.dumps(found, indent=1))
@@ -220,7 +225,9 @@ def write_steps(times: Mapping[tuple[str, float], float], hosts: int, path: Path
         rows.writerows([m, hosts, f"{mbit:g}", f"{t:.1f}"] for (m, mbit), t in times.items())
 
 
-def plot(curves: Mapping[tuple[str, float], Curve], ways: Sequence[str], path: Path) -> None:
+def plot(
+    curves: Mapping[tuple[str, float], Curve], ways: Sequence[str], unit: str, path: Path
+) -> None:
     """A panel for each speed: losses over time."""
     figure, axes = pictures.panels([f"{bench.speed(mbit)}" for mbit in SPEEDS])
     marks = pictures.marks(ways)
@@ -229,21 +236,22 @@ def plot(curves: Mapping[tuple[str, float], Curve], ways: Sequence[str], path: P
             points = curves[way, mbit][1:]
             style = marks[way].curve(markevery=0.2, label=way)
             axis.plot([s for s, _ in points], [loss for _, loss in points], **style)
-        axis.set(xlabel="seconds of training", ylabel="loss, nats a piece", xscale="log")
+        axis.set(xlabel="seconds of training", ylabel=f"loss, {unit}", xscale="log")
     axes[0].legend(fontsize=6)
     pictures.save(figure, path)
 
 
 def main() -> int:
     args = argument_parser().parse_args()
-    folder = args.output or Path("race", "quick" if args.quick else "")
+    kind = "" if args.task == race_tasks.TASKS[0] else args.task
+    folder = args.output or Path("race", kind, "quick" if args.quick else "")
     if os.geteuid():
         print("make race: hosts need root", file=sys.stderr)
         return 1
     hosts.install()
     folder.mkdir(parents=True, exist_ok=True)
     ways = list(dict.fromkeys([DENSE, OURS, *args.ways]))
-    race = Race(folder, args.workers, args.steps, args.quick)
+    race = Race(folder, args.task, args.workers, args.steps, args.quick)
     try:
         # Do this first: if it fails, it fails soon. Time all ways, so that all are of one job.
         times = race.step_times(ways if args.quick else list(WAYS))
@@ -265,7 +273,7 @@ def main() -> int:
     }
     write_steps(times, args.workers, folder / "steps.csv")
     write_csv(curves, folder / "curves.csv")
-    plot(curves, ways, folder / "curves.png")
+    plot(curves, ways, race.task.unit, folder / "curves.png")
     told = {run["parameters"] for own in runs.values() for run in own}
     print(
         f"{args.workers} workers, {args.steps} steps, {args.seeds} seeds, {max(told):,} parameters"
@@ -278,6 +286,7 @@ def main() -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=race_tasks.TASKS, default=race_tasks.TASKS[0])
     parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=1000, help="dense; default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")

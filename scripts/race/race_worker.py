@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import race_language
 import race_tasks
 import torch
 import torch.distributed as dist
@@ -32,13 +33,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.options and args.way not in WITH_SETTINGS:
         parser.error(f"--options go with {' and '.join(WITH_SETTINGS)}, not with {args.way}")
+    if args.task == "resnet" and args.size not in ("tiny", "full"):
+        parser.error("--task resnet has the sizes tiny and full")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     device = use_device(kind, int(os.environ["LOCAL_RANK"]), here)
     dist.init_process_group()
     torch.set_num_threads(1)
     if os.environ["LOCAL_RANK"] == "0":  # it cuts the text if nobody has; the other ranks read it
-        race_tasks.load_pieces(race_tasks.SIZES[args.size], args.pieces)
+        race_tasks.task(args.task, args.size, args.pieces)
     dist.barrier()
     result = train(args, device)
     if dist.get_rank() == 0:
@@ -51,18 +54,14 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Losses on held-out text, by how many steps were taken."""
-    way, size = WAYS[args.way], race_tasks.SIZES[args.size]
-    batch, on_gpu = args.batch or size.batch, device.type == "cuda"
+    """Losses on held-out data, by how many steps were taken."""
+    way, task = WAYS[args.way], race_tasks.task(args.task, args.size, args.pieces)
+    on_gpu = device.type == "cuda"
     steps = round(args.steps * way.steps)
-    pieces, held_out = race_tasks.load_pieces(size, args.pieces)
     torch.manual_seed(args.seed)
-    model = race_tasks.Decoder(size).to(device)
-    called = wrapped(way, model, steps, args.options, size.bucket_mb)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer: Any = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    model = task.model().to(device)
+    called = wrapped(way, model, steps, args.options, task.bucket_mb)
+    optimizer: Any = task.optimizer(model, args.lr)
     if way.local is not None:
         optimizer = ddp.DistributedOptimizer(optimizer, model.named_parameters(), **way.local())
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -70,21 +69,21 @@ def train(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     )
     random = torch.Generator().manual_seed(1000 * args.seed + dist.get_rank())
     every = max(1, round(args.every * way.steps))
-    losses, begun = {0: race_tasks.evaluate(model, held_out)}, time.time()
+    losses, begun = {0: evaluate(task, model, device)}, time.time()
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         for last in reversed(range(way.microbatches)):
             waits = contextlib.nullcontext() if not last or way.local else called.no_sync()
             with waits:
-                windows = race_tasks.batch_of(pieces, batch, random).to(device)
                 with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-                    loss = called(windows) / way.microbatches
+                    loss = task.loss(called, random, device, args.batch) / way.microbatches
                 loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if task.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
         optimizer.step()
         schedule.step()
         if step % every == 0 or step == steps:
-            losses[step] = race_tasks.evaluate(model, held_out)
+            losses[step] = evaluate(task, model, device)
     return {
         "way": args.way,
         "seed": args.seed,
@@ -95,6 +94,16 @@ def train(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "seconds": time.time() - begun,
         "code": args.code,
     }
+
+
+@torch.no_grad()
+def evaluate(task: race_tasks.Task, model: torch.nn.Module, device: torch.device) -> float:
+    """The task's loss on held-out data, with the model in eval mode."""
+    was = model.training
+    model.eval()
+    loss = task.evaluate(model, device)
+    model.train(was)
+    return loss
 
 
 def share(step: int, steps: int, warmup: int) -> float:
@@ -114,10 +123,11 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--pieces", type=Path, required=True, help="folder that keeps the text")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--task", choices=race_tasks.TASKS, default=race_tasks.TASKS[0])
     parser.add_argument(
-        "--size", choices=list(race_tasks.SIZES), default="full", help="of the model"
+        "--size", choices=list(race_language.SIZES), default="full", help="of the model"
     )
-    parser.add_argument("--batch", type=int, help="windows of a worker (default: the size's)")
+    parser.add_argument("--batch", type=int, help="windows, or images, of a worker in a microbatch")
     parser.add_argument(
         "--warmup", type=int, default=WARMUP, help="steps in which the learning rate rises"
     )

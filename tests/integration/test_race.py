@@ -14,12 +14,12 @@ RACE = Path(__file__).resolve().parents[2] / "scripts" / "race" / "race.py"
 COUNTED = """
 import os, pathlib, runpy, sys
 sys.path.insert(0, {folder!r})
-import race_tasks
-cut = race_tasks._cut
+import race_language
+cut = race_language._cut
 def counted(size):
     pathlib.Path("cut-" + os.environ["RANK"]).touch()
     return cut(size)
-race_tasks._cut = counted
+race_language._cut = counted
 runpy.run_path({worker!r}, run_name="__main__")
 """
 
@@ -34,6 +34,15 @@ def test_one_rank_of_a_run_alone_cuts_the_text(launched, tmp_path):
     launched("torchrun", 2, [program, *arguments])
     assert list(json.loads((tmp_path / "losses.json").read_text())["losses"]) == ["0", "2"]
     assert [path.name for path in tmp_path.glob("cut-*")] == ["cut-0"]
+
+
+def test_a_resnet_trains_in_the_race(launched, tmp_path):
+    worker = RACE.with_name("race_worker.py")
+    arguments = ["--task", "resnet", "--size", "tiny", "--way", "ScaleCom", "--steps", "40"]
+    arguments += ["--lr", "0.05", "--pieces", "unused", "--output", "losses.json"]
+    launched("torchrun", 2, [worker, *arguments])
+    losses = json.loads((tmp_path / "losses.json").read_text())["losses"]
+    assert losses["40"] < 0.8 * losses["0"]
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 import pytest
 import race
-import race_tasks
+import race_language
 import torch
 from race_ways import WAYS, Way
 
@@ -101,23 +101,23 @@ def test_no_job_of_the_bench_mixes_launchers():
 
 def test_the_text_comes_back_from_its_pieces(tmp_path):
     text = "def f(x):\n    return x\n\n\tif  y:  # two\n"
-    pieces = race_tasks.vocabulary([text * 40], 40)
+    pieces = race_language.vocabulary([text * 40], 40)
     assert pieces.decode(pieces.encode(text)) == text
 
 
 def test_the_text_is_cut_once(tmp_path):
-    size = race_tasks.SIZES["tiny"]
-    train, held_out = race_tasks.load_pieces(size, tmp_path)
+    size = race_language.SIZES["tiny"]
+    train, held_out = race_language.load_pieces(size, tmp_path)
     assert int(train.max()) < size.vocabulary
     assert 0.01 * len(train) < len(held_out) < 0.2 * len(train)
-    again, _ = race_tasks.load_pieces(size, tmp_path)
+    again, _ = race_language.load_pieces(size, tmp_path)
     assert torch.equal(train, again)
 
 
 def test_the_model_sees_only_what_came_before():
     torch.manual_seed(0)
-    model = race_tasks.Decoder(race_tasks.SIZES["tiny"])
-    windows = torch.randint(512, (1, race_tasks.CONTEXT + 1))
+    model = race_language.Decoder(race_language.SIZES["tiny"])
+    windows = torch.randint(512, (1, race_language.CONTEXT + 1))
     x = model.embedding(windows[:, :-1]).detach().requires_grad_()
     seen = x
     for block in model.blocks:
