@@ -40,8 +40,7 @@ def kernel_for(
     library = native.library()
     if library is None and asked == "native":
         raise RuntimeError(
-            "SCALECOM_KERNEL=native, but the native kernel was not built. Install a C compiler, "
-            "then install scalecom_hvd again"
+            "SCALECOM_KERNEL=native, but the native kernel was not built. " + native.how_to_have()
         )
     return NativeKernel if library is not None else TorchKernel
 

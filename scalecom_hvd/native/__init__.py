@@ -111,14 +111,21 @@ def warn_missing(path: Path, error: Exception, instead: str) -> None:
         instead: what is used instead, with its verb.
     """
     missing = "was not built (no C compiler at installation?)"
-    folder = checkout()
     log.warning(
-        "the native kernel %s, so %s used instead, which is several times slower. To have the "
-        "native kernel, %sinstall a C compiler and run %s",
+        "the native kernel %s, so %s used instead, which is several times slower. %s",
         f"cannot be loaded ({error})" if path.exists() else missing,
         instead,
-        f"{ELSEWHERE}, or " if folder else "",
-        build_command(folder),
+        how_to_have(),
+    )
+
+
+def how_to_have() -> str:
+    """A sentence: what to do if the native kernel is missing."""
+    folder = checkout()
+    elsewhere = f"{ELSEWHERE}, or " if folder else ""
+    return (
+        f"To have the native kernel, {elsewhere}install a C compiler and run "
+        f"{build_command(folder)}"
     )
 
 

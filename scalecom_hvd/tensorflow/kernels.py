@@ -355,8 +355,7 @@ def kernel_for(device: str, selection: str, same_width: bool) -> type[Kernel]:
         return GraphKernel
     if operations() is None and asked == "native":
         raise RuntimeError(
-            "SCALECOM_KERNEL=native, but the native kernel was not built. Install a C compiler, "
-            "then install scalecom_hvd again"
+            "SCALECOM_KERNEL=native, but the native kernel was not built. " + native.how_to_have()
         )
     return NativeKernel if operations() is not None else GraphKernel
 
