@@ -23,7 +23,7 @@ help:
 	@echo "make real-size     a Transformer of 4.8 million parameters on 2 ranks, dense and with ScaleCom (STEPS=2000: an hour)"
 	@echo "make bench         step times over slow and fast networks, dense and compressed (root; minutes)"
 	@echo "make bench-nodes   several ranks on each host: every rank a worker, or every host (root; minutes)"
-	@echo "make race          a language model over slow networks, in all ways; how soon each is done (root; hours)"
+	@echo "make race          how soon a language model is trained over slow networks, in all ways (root; hours)"
 	@echo "make scaling       the scaling model, from what make bench measured"
 	@echo "make bench-keras   step times of Keras on this machine's ranks, dense and with ScaleCom, in one run"
 	@echo "make bench-kernels the kernel's speed against the memory's"
