@@ -78,8 +78,9 @@ def train(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
                 with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
                     loss = task.loss(called, random, device, args.batch) / way.microbatches
                 loss.backward()
-        if task.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
+        bound = args.clip or task.clip_norm
+        if bound is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
         optimizer.step()
         schedule.step()
         if step % every == 0 or step == steps:
@@ -128,6 +129,9 @@ def argument_parser() -> argparse.ArgumentParser:
         "--size", choices=list(race_language.SIZES), default="full", help="of the model"
     )
     parser.add_argument("--batch", type=int, help="windows, or images, of a worker in a microbatch")
+    parser.add_argument(
+        "--clip", type=float, help="the norm to which gradients are clipped (default: the task's)"
+    )
     parser.add_argument(
         "--warmup", type=int, default=WARMUP, help="steps in which the learning rate rises"
     )
