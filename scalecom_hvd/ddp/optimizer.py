@@ -379,8 +379,8 @@ class _Averaging:
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "optimizer.step() was called after optimizer.synchronize(), so ranks look for new "
-                    "gradients once more. Call step() inside `with optimizer.skip_synchronize():`",
+                    "optimizer.step() was called after optimizer.synchronize(), so ranks look once "
+                    "more for new gradients. Call step() inside `with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
             self.synchronize()
