@@ -380,7 +380,7 @@ class _Averaging:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() was called after optimizer.synchronize(), so ranks look once "
-                    "more for new gradients. Call step() inside `with optimizer.skip_synchronize():`",
+                    "more for new gradients. Call step() in `with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
             self.synchronize()
