@@ -157,7 +157,7 @@ def collect(limit: float) -> Facts:
         programs=_programs(),
         files={
             "native": native.LIBRARY.exists(),
-            "operations": (folder / "native" / "_tensorflow_ops.so").exists(),
+            "operations": native.OPERATIONS.exists(),
         },
         interfaces=_interfaces(),
         variables=_variables(),

@@ -19,9 +19,9 @@ import numpy as np
 log = logging.getLogger("scalecom_hvd")
 
 LIBRARY = Path(__file__).with_name("_lanes.so")
+OPERATIONS = Path(__file__).with_name("_tensorflow_ops.so")
 # What also helps if Python imports the package from a checkout, where the kernel was not built.
 ELSEWHERE = "start Python outside of the checkout, if the package is installed too"
-OPERATIONS = Path(__file__).with_name("_tensorflow_ops.so")
 
 WRONG_OFFSETS = (
     "ScaleCom did not receive exactly one leader's offsets: ranks disagree about the step, and so "

@@ -24,9 +24,12 @@ class Images:
     clip_norm = None
     lr, bucket_mb = 0.05, None
     batch = 16  # images of a worker in a microbatch
+    _data: train_image.Data
 
     def __init__(self, width: int = 128) -> None:
         self.size = width
+
+    def load(self) -> None:
         self._data = train_image.load_digits()
 
     def model(self) -> nn.Module:

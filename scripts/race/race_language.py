@@ -127,12 +127,18 @@ class LanguageModel:
         folder: where the text's pieces are kept. See `load_pieces`.
     """
 
+    _pieces: torch.Tensor
+    _held_out: torch.Tensor
+
     case, unit = "language-model", "nats a piece"
     clip_norm = 1.0
 
     def __init__(self, size: Size, folder: Path) -> None:
         self.size, self.lr, self.bucket_mb = size, size.lr, size.bucket_mb
-        self._pieces, self._held_out = load_pieces(size, folder)
+        self._folder = folder
+
+    def load(self) -> None:
+        self._pieces, self._held_out = load_pieces(self.size, self._folder)
 
     def model(self) -> nn.Module:
         return Decoder(self.size)

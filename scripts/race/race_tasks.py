@@ -32,6 +32,10 @@ class Task(Protocol):
     clip_norm: float | None
     bucket_mb: float | None
 
+    def load(self) -> None:
+        """Read the data. Call this before `loss` and `evaluate`."""
+        ...
+
     def model(self) -> nn.Module: ...
 
     def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer: ...

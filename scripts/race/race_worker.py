@@ -40,10 +40,14 @@ def main() -> None:
     device = use_device(kind, int(os.environ["LOCAL_RANK"]), here)
     dist.init_process_group()
     torch.set_num_threads(1)
-    if os.environ["LOCAL_RANK"] == "0":  # it cuts the text if nobody has; the other ranks read it
-        race_tasks.task(args.task, args.size, args.pieces)
+    task = race_tasks.task(args.task, args.size, args.pieces)
+    is_first = os.environ["LOCAL_RANK"] == "0"
+    if is_first:  # it cuts the text if nobody has; the other ranks read it
+        task.load()
     dist.barrier()
-    result = train(args, device)
+    if not is_first:
+        task.load()
+    result = train(args, task, device)
     if dist.get_rank() == 0:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         partial = args.output.with_suffix(".partial")
@@ -53,10 +57,9 @@ def main() -> None:
     os._exit(0)  # Gloo's threads may still drop tensors, and then PyTorch 2.13 aborts
 
 
-def train(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def train(args: argparse.Namespace, task: race_tasks.Task, device: torch.device) -> dict[str, Any]:
     """Losses on held-out data, by how many steps were taken."""
-    way, task = WAYS[args.way], race_tasks.task(args.task, args.size, args.pieces)
-    on_gpu = device.type == "cuda"
+    way, on_gpu = WAYS[args.way], device.type == "cuda"
     steps = round(args.steps * way.steps)
     torch.manual_seed(args.seed)
     model = task.model().to(device)
