@@ -24,6 +24,8 @@ NOTE = "note"
 
 KERNELS = ("native", "triton", "torch", "tensorflow")
 NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+# Headers that Horovod's code uses and does not include. make setup names the same.
+HOROVOD_HEADERS = ("algorithm", "cstdint", "sstream", "stdexcept", "string")
 # Variables that name the network interface to use.
 INTERFACE_VARIABLES = (
     "GLOO_SOCKET_IFNAME",
@@ -76,18 +78,24 @@ def of_failed_test(name: str, command: str) -> Finding:
 
 
 def build_horovod(framework: str) -> tuple[str, str]:
-    """How to build Horovod for "torch" or "tensorflow": in words, and a command."""
-    command = (
-        f"HOROVOD_WITH_{NAMES[framework].upper()}=1 pip install --no-cache-dir --force-reinstall "
-        "--no-deps --no-build-isolation horovod==0.28.1"
-    )
-    if framework == "tensorflow":
-        return "build it with make setup in this project's checkout, or with this command:", command
+    """How to build Horovod for "torch" or "tensorflow": in words, and a command.
+
+    PyTorch's headers need C++17 since 2.1, and C++20 since 2.14, and Horovod's files ask for less.
+    CMake 4 refuses the policy that Horovod's Gloo asks for. GCC 13's headers no longer include what
+    Horovod's code uses.
+    """
+    includes = " ".join(f"-include {header}" for header in HOROVOD_HEADERS)
     return (
-        "build it with make setup in this project's checkout, or with the command below. For "
-        "PyTorch 2.1 or newer, both CMakeLists.txt files of Horovod's source must first be "
-        "changed to say CMAKE_CXX_STANDARD 17:",
-        command,
+        "build it with make setup in this project's checkout, or with the command below, which "
+        "needs cmake and GCC 11 or newer and edits Horovod's source for today's PyTorch:",
+        "pip download --no-deps --no-build-isolation --no-binary :all: horovod==0.28.1"
+        " && tar xf horovod-0.28.1.tar.gz"
+        " && cd horovod-0.28.1"
+        " && sed -i 's/CXX_STANDARD 14/CXX_STANDARD 17/' CMakeLists.txt"
+        " && sed -i 's/CXX_STANDARD 14/CXX_STANDARD 20/' horovod/torch/CMakeLists.txt"
+        f" && CMAKE_POLICY_VERSION_MINIMUM=3.5 CXXFLAGS='{includes}' "
+        f"HOROVOD_WITH_{NAMES[framework].upper()}=1 pip install --force-reinstall --no-deps "
+        "--no-build-isolation .",
     )
 
 

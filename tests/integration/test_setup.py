@@ -4,13 +4,17 @@ uv gets the same settings as pip. For GPUs the set-up finds CUDA and NCCL.
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import setup_environment as setup
 from conftest import ROOT
+
+from scalecom_hvd.doctor import findings
 
 SCRIPT = ROOT / "scripts" / "setup" / "setup_environment.py"
 
@@ -258,11 +262,26 @@ def test_libraries_are_looked_for_in_the_environment(tmp_path, mpi, nccl, folder
     setup.patch_horovod(tmp_path, mpi, nccl)
     top, torch, find_nccl = ((tmp_path / name).read_text().strip() for name in SOURCES)
     wanted = "set(CMAKE_CXX_STANDARD 17)"
-    assert torch == wanted
+    assert torch == "set(CMAKE_CXX_STANDARD 20)"
     assert top == (wanted + f'\nset(CMAKE_BUILD_RPATH "{folders}")' if folders else wanted)
     assert find_nccl == 'NAMES "libnccl.so.2" "nccl"'
     with pytest.raises(setup.SetupError, match="is this Horovod"):
         setup.patch_horovod(tmp_path, mpi, nccl)
+
+
+def test_the_doctor_s_command_makes_the_same_edits(tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for name, text in SOURCES.items():
+        for folder in (ours, theirs):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    setup.patch_horovod(ours, False, False)
+    _, command = findings.build_horovod("torch")
+    edits = [part for part in command.split(" && ") if part.startswith("sed")]
+    subprocess.run(" && ".join(edits), shell=True, cwd=theirs, check=True)
+    for name in ("CMakeLists.txt", "horovod/torch/CMakeLists.txt"):
+        assert (theirs / name).read_text() == (ours / name).read_text() != SOURCES[name]
+    assert re.findall(r"-include (\w+)", command) == list(setup.HEADERS)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ NO_HOROVOD = {
         (
             NO_TENSORFLOW | {"horovod_serves": ["TensorFlow"]},
             "wrong",
-            ["Horovod was built without PyTorch", "CMAKE_CXX_STANDARD 17"],
+            ["Horovod was built without PyTorch", "CXX_STANDARD 20"],
         ),
         (
             NO_TORCH | {"horovod_serves": ["PyTorch"]},
