@@ -32,6 +32,15 @@ def begin(local_rank: int, ranks: int) -> None:
     torch.Tensor.numpy = lambda self, **more: to_numpy(self.cpu(), **more)
 
 
+def foreign() -> int:
+    """Return how many times this rank made another rank's device current. Only `delayed` counts."""
+    if DEVICE != "delayed":
+        return 0
+    import delayed
+
+    return delayed.foreign_devices()
+
+
 def drawn_on_the_cpu(draw):
     """Return `draw`, changed to draw on the generator's device (here the CPU) and move the result.
 

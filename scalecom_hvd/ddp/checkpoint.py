@@ -8,6 +8,7 @@ nothing of this package.
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 from collections.abc import Mapping
@@ -63,7 +64,9 @@ class PerRank:
         something may be missing: planner=DefaultLoadPlanner(allow_partial_load=True).
         """
         saved = state.get(self._name, self._given)
-        own = torch.load(io.BytesIO(saved), weights_only=True) if saved else {"step": 0}
+        # This rank's GPU may have another number now. Residues are copied to where they belong.
+        read = functools.partial(torch.load, map_location="cpu", weights_only=True)
+        own = read(io.BytesIO(saved)) if saved else {"step": 0}
         # What a checkpoint lacks comes back as it was before loading, which is fresh then.
         if saved == self._given and own["step"] == 0:
             log.warning(

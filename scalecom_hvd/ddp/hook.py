@@ -248,25 +248,29 @@ class ScaleComState:
     @torch.no_grad()
     def _finish(self, everything: Sequence["_Reduced"]) -> None:
         """Wait for other ranks, and give DDP what it waits for: averages, or the error."""
+        with self._exchange.streams.at_their_device():
+            try:
+                self._average(everything)
+            except BaseException as error:
+                for reduced in everything:
+                    if not reduced.given.done():
+                        reduced.given.set_exception(error)  # type: ignore[arg-type]
+
+    def _average(self, everything: Sequence["_Reduced"]) -> None:
         exchange, node = self._exchange, self._node
-        try:
-            if not self._alone:
-                for reduced in everything:
-                    reduced.report(exchange, self._names_of)
-                exchange.finish()
-                exchange.look()
-                self._unused.end(exchange.has_sent)  # before DDP, and so the script, goes on
-                for reduced in everything:
-                    reduced.take(exchange, self._names_of)
-                if node is not None and exchange.has_counted:
-                    node.shards.share_residues()
+        if not self._alone:
             for reduced in everything:
-                reduced.wait_for_node()
-                reduced.given_back()
-        except BaseException as error:
+                reduced.report(exchange, self._names_of)
+            exchange.finish()
+            exchange.look()
+            self._unused.end(exchange.has_sent)  # before DDP, and so the script, goes on
             for reduced in everything:
-                if not reduced.given.done():
-                    reduced.given.set_exception(error)  # type: ignore[arg-type]
+                reduced.take(exchange, self._names_of)
+            if node is not None and exchange.has_counted:
+                node.shards.share_residues()
+        for reduced in everything:
+            reduced.wait_for_node()
+            reduced.given_back()
 
     def _refuse_missing(self) -> None:
         missing = [name for name, p in self._names.items() if self._stand_ins[p] in self._missing]

@@ -127,7 +127,9 @@ def check_averages(
     size = dist.get_world_size(group)
     found = torch.empty(1, device=device)
     ones = torch.ones(size, device=device)
-    dist.reduce_scatter_tensor(found, ones, op=dist.ReduceOp.AVG, group=group)
+    # PyTorch 2.13 gave it a new name, and warns of the old one.
+    old = dist.reduce_scatter_tensor
+    getattr(dist, "reduce_scatter_single", old)(found, ones, op=dist.ReduceOp.AVG, group=group)
     if found.item() != 1:
         raise RuntimeError(
             f"this PyTorch ({torch.__version__}) sums over {dist.get_backend(group)} when FSDP2 "

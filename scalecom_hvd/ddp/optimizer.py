@@ -215,7 +215,9 @@ def _of_sharded_parameters(
     check_shards(parameters, mesh)
     devices = {parameter.device for parameter in parameters.values()}
     if "shard" in mesh.mesh_dim_names:
-        check_averages(mesh.get_group("shard"), next(iter(parameters.values())).device)
+        # With CPUOffloadPolicy, FSDP2 averages on the mesh's device, and parameters are elsewhere.
+        own = next((d for d in devices if d.type == mesh.device_type), None)
+        check_averages(mesh.get_group("shard"), own or torch.device(mesh.device_type))
     peers, ranks = peers_of(mesh, devices), ranks_of_node(mesh, devices)
     gradients = ShardedGradients(parameters, method, peers, Node(ranks), groups, passes)
     bases = (AveragesInBackward,)

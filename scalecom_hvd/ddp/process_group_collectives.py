@@ -70,27 +70,42 @@ SECONDS_TO_END = 2  # to wait for what is on its way when the process ends
 # How many exchanges each set of ranks has made, the same on all of them.
 _made: collections.Counter[tuple[int, ...]] = collections.Counter()
 
-# Collectives that nobody has waited for yet, each with its group, by their id().
-_held: dict[int, tuple[dist.Work, Any]] = {}
+# Each group with collectives that nobody has waited for yet, in order; all by their id().
+_held: dict[int, tuple[Any, dict[int, dist.Work]]] = {}
+_held_lock = threading.Lock()
 
 
 def _hold(work: dist.Work, group: Any) -> None:
-    # Collectives of a step that was given up are done when other ranks have submitted them too.
-    for key, (other, _) in _held.copy().items():
-        if other.is_completed():
-            _held.pop(key, None)
-    _held[id(work)] = work, group
+    with _held_lock:
+        # Collectives of a step that was given up are done when other ranks have submitted them too.
+        # A group completes its collectives in order. To ask each of them whether it is done would
+        # take long, because NCCL asks the device, and hundreds are under way in a large model.
+        for key, (_, works) in list(_held.items()):
+            while works and works[oldest := next(iter(works))].is_completed():
+                del works[oldest]
+            if not works:
+                del _held[key]
+        _held.setdefault(id(group), (group, {}))[1][id(work)] = work
+
+
+def _let_go(work: dist.Work, group: Any) -> None:
+    with _held_lock:
+        _, works = _held.get(id(group), (group, {}))
+        works.pop(id(work), None)
+        if not works:
+            _held.pop(id(group), None)
 
 
 @atexit.register
 def _leave_behind() -> None:
     """When the process ends, do not wait for what will never be done."""
     given_up = time.monotonic() + SECONDS_TO_END
-    for work, group in list(_held.values()):
-        while not work.is_completed() and time.monotonic() < given_up:
-            time.sleep(0.001)
-        if not work.is_completed():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    for group, works in list(_held.values()):
+        for work in list(works.values()):
+            while not work.is_completed() and time.monotonic() < given_up:
+                time.sleep(0.001)
+            if not work.is_completed():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class ProcessGroupWork:
@@ -113,7 +128,7 @@ class ProcessGroupWork:
         then: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         _hold(work, group)
-        self._name = name
+        self._name, self._group = name, group
         # For all backends but Gloo, the current stream waits, and the host does not.
         self._is_enqueued = not isinstance(group, dist.ProcessGroupGloo)
         self._work: dist.Work | None = work
@@ -145,7 +160,7 @@ class ProcessGroupWork:
                     self._result = self._then(self._result)
             finally:
                 if not self._is_enqueued:
-                    _held.pop(id(work), None)
+                    _let_go(work, self._group)
         if self._error is not None:
             raise self._error
         return self._result

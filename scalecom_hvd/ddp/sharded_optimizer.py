@@ -75,6 +75,13 @@ class ShardedGradients:
         # gradients may be reduced twice in a backward. They are complete only the second time.
         self._late: set[torch.Tensor] = set()
         self._is_first = True
+        # With CPUOffloadPolicy, gradients are on their way to the host when hooks run. PyTorch
+        # before 2.13 waits for them only when backward ends (its pull request 180666).
+        self._are_offloaded = any(
+            p.device.type == "cpu" and p.device_mesh.device_type != "cpu"
+            for p in parameters.values()
+            if hasattr(p, "device_mesh")
+        )
         self._unused = UnusedAverages()
         self._serves_ahead(method, parameters, peers)
         itself = weakref.ref(self)
@@ -114,7 +121,8 @@ class ShardedGradients:
             self._exchange.abort()
             self._give_back()
         is_last_pass = self._passes_over + 1 >= self.passes
-        if is_last_pass and not self._is_first and parameter not in self._late:
+        is_complete = parameter not in self._late and not self._are_offloaded
+        if is_last_pass and not self._is_first and is_complete:
             self._report(parameter)
 
     def _report(self, parameter: torch.Tensor) -> None:
@@ -164,7 +172,7 @@ class ShardedGradients:
             averages = {p: self._exchange.result(shard) for p, shard in self._parameters.items()}
             self._give_back()
             for parameter, average in averages.items():
-                if self._names[parameter] in self._exchange.given:
+                if self._names[parameter] in self._exchange.use.given:
                     _put(parameter, average)
         finally:  # after an error the exchange has given the step up
             self.forget()

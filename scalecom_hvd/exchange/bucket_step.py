@@ -15,7 +15,7 @@ Why there are waves: if a rank got far while gradients arrived, some of its chan
 their second bucket. Which channels these are differs from rank to rank. If a rank waited for such a
 bucket before it ended the first wave, it could wait for a rank that waits for it.
 
-Imports bucket, collectives and methods/base.
+Imports bucket, collectives, devices and methods/base.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.profiler import record_function
 
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import LAST, Collectives, Step, Wait
+from scalecom_hvd.exchange.devices import HostCopy
 from scalecom_hvd.exchange.methods.base import State
 
 # For the buckets of one exchange. Each channel may cost a transport threads, and connections to all
@@ -43,6 +44,8 @@ class BucketStep:
         waiting: names of the bucket's gradients that have not arrived yet.
         new_state: what the method's state becomes if the step counts.
         state_arrives: what must arrive before the method's state can be used.
+        used: on its way to the host: for which compressed tensors this rank has gradients. None:
+            nobody has asked.
         waits: what the generator waits for now. None: the generator has not begun, or has ended.
     """
 
@@ -51,8 +54,17 @@ class BucketStep:
         self.waiting = set(bucket.names)
         self.new_state: State | None = None
         self.state_arrives: Wait[torch.Tensor] | None = None
+        self.used: HostCopy | None = None
         self._generator: Step[None] | None = None
         self.waits: Wait[Any] | None = None
+
+    def look_for_use(self) -> None:
+        """Look for which tensors this rank has gradients. All of the bucket's gradients are here.
+
+        A bucket that is sent whole is averaged in place, so only the first call in a step looks.
+        """
+        if self.used is None:
+            self.used = HostCopy(self.bucket.has_gradients())
 
     def start(self, generator: Step[None]) -> None:
         """Begin the step, unless it has begun, and go on as far as possible without waiting."""
@@ -98,10 +110,22 @@ class BucketStep:
             self.state_arrives.work.wait()
             self.state_arrives = None
 
+    def roll_back(self) -> None:
+        """Undo the step as if it never happened. The method's next state is dropped."""
+        self.bucket.roll_back()
+        if self.new_state is not None and self.new_state.arrives is not None:
+            self.new_state.arrives.work.wait()  # its name will be used again
+
+    def begin_again(self) -> None:
+        """Undo the step, so that it can begin once more with the same gradients."""
+        self.roll_back()
+        self.bucket.forget()
+        self.new_state = self._generator = self.waits = None
+
     def end(self) -> dict[str, torch.Tensor]:
         """Close the step. Returns {name: what p.grad must become}."""
         self.waiting = set(self.bucket.names)
-        self.new_state = self._generator = self.waits = None
+        self.new_state = self._generator = self.waits = self.used = None
         return self.bucket.end()
 
 

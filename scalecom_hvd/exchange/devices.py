@@ -9,6 +9,10 @@ Freed memory may be reused at once by later work of the stream that had it. So g
 until the current stream waits for the exchange's stream, and averages made on the exchange's stream
 are recorded on the stream that uses them.
 
+A process that makes a GPU current, even for a moment, gets a context there, which takes memory. A
+new thread begins on GPU 0, which is another rank's. So threads of this package make their own GPU
+current before they do anything else, and then never GPU 0.
+
 This module uses only torch.accelerator and torch.Stream, so that the same code serves CUDA, ROCm
 and XPU, and tests can bring their own device. Imports nothing of this package.
 """
@@ -35,9 +39,9 @@ class Streams:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         devices = [device for device in dict.fromkeys(devices) if device.type not in _HOSTS]
-        if devices and not hasattr(getattr(torch, "accelerator", None), "set_device_index"):
+        if devices and not hasattr(getattr(torch, "accelerator", None), "device_index"):
             raise ValueError(
-                f"parameters are on {devices[0]}, which needs PyTorch 2.7 or newer, but this is "
+                f"parameters are on {devices[0]}, which needs PyTorch 2.8 or newer, but this is "
                 f"PyTorch {torch.__version__}. Update PyTorch, or train on CPUs"
             )
         self._streams = [torch.Stream(device=device) for device in devices]
@@ -55,18 +59,23 @@ class Streams:
 
     @contextlib.contextmanager
     def _entered(self, joins: bool) -> Iterator[None]:
-        current = [torch.accelerator.current_stream(own.device) for own in self._streams]
-        apart = [(s, c) for s, c in zip(self._streams, current, strict=True) if s != c]
-        before, self._outside = self._outside, current
-        for own, other in apart:
-            own.wait_stream(other)
-        try:
-            with self.continued():
-                yield
-        finally:  # after an error, others use what was rolled back
-            self._outside = before
-            for own, other in apart if joins else ():
-                other.wait_stream(own)
+        with _device_of(self._streams):
+            current = [torch.accelerator.current_stream(own.device) for own in self._streams]
+            apart = [(s, c) for s, c in zip(self._streams, current, strict=True) if s != c]
+            before, self._outside = self._outside, current
+            for own, other in apart:
+                own.wait_stream(other)
+            try:
+                with self.continued():
+                    yield
+            finally:  # after an error, others use what was rolled back
+                self._outside = before
+                for own, other in apart if joins else ():
+                    other.wait_stream(own)
+
+    def at_their_device(self) -> AbstractContextManager[None]:
+        """Inside, their device is current. A thread of this package first has another one."""
+        return _device_of(self._streams) if self._streams else _NOTHING
 
     def left(self) -> AbstractContextManager[None]:
         """Inside, the streams that were current when `entered` began are current again.
@@ -95,16 +104,23 @@ def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
     threads, or two `with` blocks of one thread, would mix it up
     (github.com/pytorch/pytorch/issues/176560).
     """
-    index = torch.accelerator.current_device_index()
-    before = [torch.accelerator.current_stream(own.device) for own in streams]
-    try:
-        for own in streams:
-            torch.accelerator.set_stream(own)
-        yield
-    finally:
-        for other in before:
-            torch.accelerator.set_stream(other)
-        torch.accelerator.set_device_index(index)
+    with _device_of(streams):
+        before = [torch.accelerator.current_stream(own.device) for own in streams]
+        try:
+            for own in streams:
+                torch.accelerator.set_stream(own)
+            yield
+        finally:
+            for other in before:
+                torch.accelerator.set_stream(other)
+
+
+def _device_of(streams: Sequence[torch.Stream]) -> AbstractContextManager[None]:
+    """Inside, the first stream's device is current. Afterwards it is the one before.
+
+    If this process has no context there, as on GPU 0 in a new thread, the way back makes none.
+    """
+    return torch.accelerator.device_index(streams[0].device.index)
 
 
 def recorded(made: torch.Tensor) -> torch.Tensor:
@@ -140,17 +156,19 @@ class Point:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event = None
         if tensor.device.type not in _HOSTS:
+            self._device = tensor.device
             self._event = torch.Event(tensor.device)
-            self._event.record()
+            # Without a stream, torch takes that of the current device, which may be another.
+            self._event.record(torch.accelerator.current_stream(tensor.device))
 
     def is_past(self) -> bool:
         """Whether the device has done what was enqueued before this point."""
         return self._event is None or self._event.query()
 
     def let_stream_wait(self) -> None:
-        """Let the current stream's further work wait for this point."""
+        """Let further work of that device's current stream wait for this point."""
         if self._event is not None:
-            self._event.wait()
+            self._event.wait(torch.accelerator.current_stream(self._device))
 
     def wait(self) -> None:
         """Let the host wait until the device is past this point."""

@@ -40,7 +40,7 @@ from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_plan import Groups, Part, plan_buckets
 from scalecom_hvd.exchange.bucket_step import MOST_CHANNELS, BucketStep, BucketSteps
 from scalecom_hvd.exchange.collectives import Collectives, Step, Wait, gather_objects
-from scalecom_hvd.exchange.devices import HostCopy, Streams, on_host
+from scalecom_hvd.exchange.devices import Streams, on_host
 from scalecom_hvd.exchange.diagnostics_sampler import Sampler
 from scalecom_hvd.exchange.methods.base import Method, State
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
@@ -56,6 +56,7 @@ from scalecom_hvd.exchange.new_gradients import (
 from scalecom_hvd.exchange.node import Node
 from scalecom_hvd.exchange.residue import Residues
 from scalecom_hvd.exchange.run import Averager
+from scalecom_hvd.exchange.tensor_use import TensorUse
 from scalecom_hvd.saved_state import Saved
 from scalecom_hvd.schedule import leader
 
@@ -75,7 +76,7 @@ class Exchange(Averager):
         asks_for_news: whether a step begins only if some rank has new gradients (`must_exchange`).
         asks_for_use: whether ranks tell each other which tensors have gradients. A tensor sends
             nothing if no rank has a gradient for it, and its residue waits. Use this if averages of
-            such tensors are thrown away. It takes one more collective per bucket.
+            such tensors are thrown away (tensor_use.py).
         is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
         node: the ranks of this node, if each of them holds a part of every gradient. They are asked
             whether a step counts, after "are all buckets sound" and before the commit. None: this
@@ -88,8 +89,7 @@ class Exchange(Averager):
         trained: the parameters.
         has_sent: whether values left residues in the last step.
         has_counted: whether the last step counted, on all ranks of all nodes.
-        given: with `asks_for_use`, the names of tensors for which some rank reported a gradient in
-            the last step, even one of zeros. The same on all ranks.
+        use: with `asks_for_use`, which tensors the last step used. The same on all ranks.
         part: which tensors the coming step is about, the same on all ranks. None: always all of
             them.
         streams: the streams on which the exchange works.
@@ -124,7 +124,6 @@ class Exchange(Averager):
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self.trained = self._name_of.keys()
         self.has_sent = self.has_counted = False
-        self.given: set[str] = set()
         # Tensors without a gradient on this rank, in this step.
         self._missing: set[str] = set()
         self._method, self._run = method, method.run
@@ -133,7 +132,10 @@ class Exchange(Averager):
         self._groups = groups
         self._sparse_as_dense = sparse_as_dense
         self._send_sparse = send_sparse
-        self._is_scaled, self._asks_for_use = is_scaled, asks_for_use
+        self._is_scaled = is_scaled
+        self.use = TensorUse(collectives, self.names) if asks_for_use else None
+        # Whether buckets wait until all gradients of this rank are here.
+        self._holds = False
         self.node = node
         self._settings = method.settings | dict(settings or {})
         # Ranks ask about gradients, and compare them, as scripts have them: on all ranks of all
@@ -434,7 +436,7 @@ class Exchange(Averager):
         """Let every bucket go on as far as it can without waiting."""
         if self._failure is not None:
             raise self._failure
-        self._steps.advance(self._steps_of_part())
+        self._steps.advance([] if self._holds else self._steps_of_part())
 
     def _go_on(self) -> bool:
         """Let every bucket go on, on the background thread.
@@ -447,7 +449,9 @@ class Exchange(Averager):
         try:
             with self.streams.continued():
                 self._advance()
-            return any(step.has_more or step.may_begin for step in self._steps.all)
+            return any(
+                step.has_more or (step.may_begin and not self._holds) for step in self._steps.all
+            )
         except BaseException as error:
             self._failure = error  # raised when the user's thread calls
             return False
@@ -457,12 +461,19 @@ class Exchange(Averager):
     def _begin_step(self) -> None:
         self._outputs.clear()
         self._missing.clear()
-        self.given.clear()
         self._unscaling = self._method.unscaling() if self._is_scaled else None
+        self._holds = self._must_hold()
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
         if self._news is not None:
             self._news.begin(self._agreed)
+
+    def _must_hold(self) -> bool:
+        # Ranks must submit what NCCL sends between nodes and inside a node in one order, or they
+        # wait for each other for ever. Loss scales reach the hosts at different times.
+        waits_for_scale = self._is_scaled and self._method.has_loss_scale
+        is_mixed = self.node is not None and self.collectives.is_ordered and waits_for_scale
+        return is_mixed or (self.use is not None and not self.use.is_steady)
 
     def _must_send_whole(self) -> bool:
         names = self.residues.tensors.keys() - self._sparse.keys()
@@ -486,17 +497,10 @@ class Exchange(Averager):
             self.leader_at,
             self._submitted,
         )
-        unused: list[str] = []
-        if self._asks_for_use:
-            flags: Wait[torch.Tensor] = Wait("kernel", HostCopy(bucket.has_gradients()), round=0)
-            used = yield from flags
-            given = used.new_tensor([name not in self._missing for name in bucket.names])
-            total = yield from collectives.average(torch.cat([used, given]), "used")
-            is_used, is_given = total.tensor_split([len(used)])
-            unused = [n for n, u in zip(bucket.compressed, is_used.tolist(), strict=True) if not u]
-            self.given |= {n for n, g in zip(bucket.names, is_given.tolist(), strict=True) if g}
+        if self.use is not None:
+            step.look_for_use()
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
-        bucket.begin(scale, self._whole, unused=unused)
+        bucket.begin(scale, self._whole, unused=() if self.use is None else self.use.unused)
         if self._sample_due():
             self._sampler.before(bucket)
         if bucket.compressed:
@@ -521,22 +525,27 @@ class Exchange(Averager):
             raise RuntimeError("averages were asked for before gradients came: this is a bug")
         if not self._agreed:
             self._agree()
-        self._advance()
         steps = self._steps_of_part()
+        asks_first = self.use is not None and self._holds
+        if asks_first:
+            for step in steps:
+                step.look_for_use()
+            self.use.ask(steps, self._missing)
+        self._holds = False
+        self._advance()
         self._steps.complete(steps)
         sparse = {name: wait() for name, wait in self._sparse.items()}
-        # All this was reduced or gathered, so it is the same on all ranks, and all decide the same.
-        sound = [step.bucket.is_sound() for step in steps]
-        sound += [average._values().isfinite().all() for average in sparse.values()]
-        sent = [
-            step.bucket.products_with_others() for step in steps if self._method.ahead is not None
-        ]
-        told = on_host([*sound, *sent])  # here the host waits for its devices
+        counts, products = self._outcome(steps, sparse)
+        if self.use is not None and not asks_first:
+            wrong = self.use.ask(steps, self._missing)
+            if wrong and not self._whole:  # steps that are sent whole leave residues alone
+                for step in wrong:
+                    step.begin_again()
+                self._steps.complete(wrong)
+                counts, products = self._outcome(steps, sparse)
         names = [name for step in steps for name in step.bucket.names]
         ends = self.part is None or self.part.is_last
         self._last = ends, dict(self._submitted), {} if self._whole else self._places, names
-        counts = all(map(bool, told[: len(sound)]))
-        products = sum(told[len(sound) :], nothing_sent())
         if self.node is not None:
             counts = self.node.counts(counts, self.residues.step, products)
         self.has_counted, self.has_sent = counts, counts and not self._whole
@@ -550,6 +559,21 @@ class Exchange(Averager):
         self._arrived.clear()
         if self._news is not None:
             self._news.end(self.has_sent)
+
+    def _outcome(
+        self, steps: Sequence[BucketStep], sparse: Mapping[str, torch.Tensor]
+    ) -> tuple[bool, torch.Tensor]:
+        """Whether the step is sound, and the products that say how well it is aligned.
+
+        All this was reduced or gathered, so it is the same on all ranks, and all decide the same.
+        """
+        sound = [step.bucket.is_sound() for step in steps]
+        sound += [average._values().isfinite().all() for average in sparse.values()]
+        sent = [
+            step.bucket.products_with_others() for step in steps if self._method.ahead is not None
+        ]
+        told = on_host([*sound, *sent])  # here the host waits for its devices
+        return all(map(bool, told[: len(sound)])), sum(told[len(sound) :], nothing_sent())
 
     def _steps_of_part(self) -> list[BucketStep]:
         """The steps of the buckets that this part is about. No bucket is in two parts."""
@@ -600,14 +624,12 @@ class Exchange(Averager):
     def _roll_back(self, steps: Sequence[BucketStep]) -> None:
         """Roll the step back as if it never happened: some rank had a gradient that is not finite.
 
-        Gradients become NaN on every rank. The method's next state is dropped.
+        Gradients become NaN on every rank.
         """
         self.residues.note_skipped_step()
         for step in steps:
-            step.bucket.roll_back()
+            step.roll_back()
             step.bucket.spoil()
-            if step.new_state is not None and step.new_state.arrives is not None:
-                step.new_state.arrives.work.wait()  # its name will be used again
 
     def _abort(self) -> None:
         """Roll back and forget what was done of a step, for example if a collective failed."""

@@ -58,7 +58,7 @@ def main() -> None:
     first_epoch = 0
     if options.resume:
         accelerator.load_state(options.resume)
-        saved = torch.load(f"{options.resume}/{mine}", weights_only=True)
+        saved = torch.load(f"{options.resume}/{mine}", map_location="cpu", weights_only=True)
         first_epoch = saved["epochs"]
         if state is not None and saved["scalecom"] is not None:
             state.load_state_dict(saved["scalecom"])

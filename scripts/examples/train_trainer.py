@@ -46,7 +46,7 @@ class ScaleComCallback(transformers.TrainerCallback):
         self.state = ScaleComState(model, **self.settings)
         model.register_comm_hook(self.state, scalecom_hook)
         if state.global_step:  # resumed
-            saved = torch.load(self.file(args, state), weights_only=True)
+            saved = torch.load(self.file(args, state), map_location="cpu", weights_only=True)
             self.state.load_state_dict(saved)
 
     def on_save(

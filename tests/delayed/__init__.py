@@ -28,6 +28,7 @@ __all__ = [
     "cpu_alias",
     "enqueue",
     "forbid_host_waits",
+    "foreign_devices",
     "host_waits",
     "set_delay",
     "synchronous_operations",
@@ -119,6 +120,7 @@ def registered() -> ModuleType:
     torch.utils.rename_privateuse1_backend("delayed")
     torch._register_device_module("delayed", device_module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch.accelerator.set_device_index(0)  # as scripts do; other threads begin elsewhere
     atexit.register(module.drain, 5.0)
     seconds = os.environ.get("SCALECOM_DELAYED_SECONDS", "0.005")
     module.set_delay(float(seconds), os.environ.get("SCALECOM_DELAYED_ORDER", "mixed"))
@@ -141,6 +143,15 @@ def set_delay(seconds: float, order: str = "mixed") -> None:
             further ahead, or further behind; after four streams the delays repeat.
     """
     _C.set_delay(seconds, order)
+
+
+def foreign_devices() -> int:
+    """Return how many times this process made another rank's device the current one.
+
+    Every thread begins on that device, without having used it. On CUDA, a thread that makes device
+    0 current, even for a moment, gives the process a context there, which takes memory.
+    """
+    return _C.foreign_devices()
 
 
 def host_waits() -> int:

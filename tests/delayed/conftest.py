@@ -20,5 +20,7 @@ def the_defaults(monkeypatch):
 @pytest.fixture(autouse=True)
 def usual_delay():
     delayed.set_delay(0.005)
+    before = delayed.foreign_devices()
     yield
     torch.accelerator.synchronize()
+    assert delayed.foreign_devices() == before

@@ -444,6 +444,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace delayed;
   register_hooks();
   m.def("set_delay", set_delay);
+  m.def("foreign_devices", foreign_devices);
   m.def("host_waits", host_waits);
   m.def("uploads", uploads);
   m.def("forbid", forbid);

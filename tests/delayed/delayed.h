@@ -57,6 +57,7 @@ void register_hooks();
 
 void set_delay(double seconds, const std::string& order);
 bool drain(double seconds);
+int64_t foreign_devices(); // how often a rank made another rank's device current
 int64_t host_waits();
 int64_t uploads();
 void forbid(int waits, int uploads);

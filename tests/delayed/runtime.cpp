@@ -49,7 +49,7 @@ struct Queue {
 enum class Order { same, early, late, mixed };
 
 constexpr int kPool = 8, kStreams = 32; // ids 1..8 for futures, 9..40 for torch.Stream
-constexpr c10::StreamId kJanitor = -1;
+constexpr c10::StreamId kJanitor = -1, kForeignStream = -2;
 
 // One lock for all: what it guards takes no time, and nobody takes the GIL while holding it.
 // Never destroyed, as threads use it until the process is gone.
@@ -62,6 +62,7 @@ struct Runtime {
   uint64_t burst = 0;
   std::exception_ptr error;
   bool forked = false;
+  std::atomic<int64_t> foreign{0}; // how often the host has made the other rank's device current
   std::atomic<int64_t> host_waits{0}, uploads{0}, forbidden{0}, forbidden_uploads{0};
   std::atomic<int64_t> next_pool{0}, next_stream{0}, next_own{1000};
 };
@@ -80,6 +81,10 @@ Runtime& runtime() {
 }
 
 thread_local c10::StreamId t_current = 0;
+// Every thread begins on a device that is another rank's, as threads of CUDA begin on device 0. It
+// has no memory, and what its stream is given is done at once.
+constexpr c10::DeviceIndex kForeign = 1;
+thread_local c10::DeviceIndex t_index = kForeign;
 thread_local Queue* t_worker = nullptr; // the queue whose thread this is
 
 c10::Device device() { return {c10::kPrivateUse1, 0}; }
@@ -407,18 +412,33 @@ at::Tensor Aliases::operator()(const at::Tensor& tensor) {
 // ---------------------------------------------------- What PyTorch asks a device and its streams
 
 c10::Stream as_stream(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
+c10::Device foreign() { return {c10::kPrivateUse1, kForeign}; }
+bool is_foreign(c10::Device d) { return (d.has_index() ? d.index() : t_index) == kForeign; }
+c10::Stream foreign_stream() { return c10::Stream(c10::Stream::UNSAFE, foreign(), kForeignStream); }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kPrivateUse1; }
-  c10::Device exchangeDevice(c10::Device) const override { return device(); }
-  c10::Device getDevice() const override { return device(); }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Device exchangeDevice(c10::Device d) const override {
+    const auto before = getDevice();
+    setDevice(d);
+    return before;
+  }
+  c10::Device getDevice() const override { return {c10::kPrivateUse1, t_index}; }
+  // CUDA makes a context on the device, unless the thread is on it already.
+  void setDevice(c10::Device d) const override {
+    if (d.index() == kForeign && t_index != kForeign) runtime().foreign++;
+    t_index = d.index();
+  }
+  void uncheckedSetDevice(c10::Device d) const noexcept override { t_index = d.index(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 2; }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
 
-  c10::Stream getStream(c10::Device) const override { return as_stream(t_current); }
-  c10::Stream getDefaultStream(c10::Device) const override { return as_stream(0); }
+  c10::Stream getStream(c10::Device d) const override {
+    return is_foreign(d) ? foreign_stream() : as_stream(t_current);
+  }
+  c10::Stream getDefaultStream(c10::Device d) const override {
+    return is_foreign(d) ? foreign_stream() : as_stream(0);
+  }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
     return as_stream(1 + runtime().next_pool++ % kPool);
   }
@@ -426,6 +446,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return as_stream(1 + kPool + runtime().next_stream++ % kStreams);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
+    if (is_foreign(stream.device())) return foreign_stream();
     return as_stream(std::exchange(t_current, stream.id()));
   }
   bool queryStream(const c10::Stream& stream) const override {
@@ -442,14 +463,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     record_stream(data, stream.id());
   }
 
+  // Like CUDA's, these two make the stream's device current, and then the device before it.
+  c10::Device on(c10::Device d) const {
+    const auto before = getDevice();
+    setDevice(d);
+    return before;
+  }
   // An event is a pointer to the mark that it recorded last.
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag)
       const override {
+    const auto before = on(stream.device());
     if (!*event) *event = new MarkPtr;
     *static_cast<MarkPtr*>(*event) = delayed::record(stream.id());
+    setDevice(before);
   }
   void block(void* event, const c10::Stream& stream) const override {
+    const auto before = on(stream.device());
     if (event) wait(stream.id(), *static_cast<MarkPtr*>(event));
+    setDevice(before);
   }
   bool queryEvent(void* event) const override {
     return !event || has_run(*static_cast<MarkPtr*>(event));
@@ -471,12 +502,16 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  bool hasPrimaryContext(c10::DeviceIndex index) const override { return index != kForeign; }
+  c10::DeviceIndex deviceCount() const override { return 2; }
+  c10::DeviceIndex getCurrentDevice() const override { return t_index; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { t_index = index; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(t_index, index);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(t_index, index);
+  }
   c10::Device getDeviceFromPtr(void*) const override { return device(); }
   bool isPinnedPtr(const void* data) const override { return pinned().holds(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned(); }
@@ -520,6 +555,7 @@ bool drain(double seconds) {
   return true;
 }
 
+int64_t foreign_devices() { return runtime().foreign; }
 int64_t host_waits() { return runtime().host_waits; }
 int64_t uploads() { return runtime().uploads; }
 

@@ -215,8 +215,8 @@ def test_on_a_cpu_there_are_no_streams():
 
 
 def test_older_versions_of_pytorch_are_refused(monkeypatch):
-    monkeypatch.delattr(torch.accelerator, "set_device_index")
-    with pytest.raises(ValueError, match=r"on delayed:0, which needs PyTorch 2\.7 or newer"):
+    monkeypatch.delattr(torch.accelerator, "device_index")
+    with pytest.raises(ValueError, match=r"on delayed:0, which needs PyTorch 2\.8 or newer"):
         Streams([torch.device("delayed", 0)])
 
 

@@ -87,7 +87,9 @@ def together():
     """
     for seed, _ in started.values():
         seed(1234)
+    before = devices.foreign()
     yield
+    assert devices.foreign() == before, "a thread made another rank's device current"
     if not failed:
         next(iter(started.values()))[1]()
         if len(os.listdir("/proc/self/task")) > 200:

@@ -57,6 +57,20 @@ def assert_is_without_residues_and_goes_on(model, optimizer, is_new, caplog):
     assert optimizer.compression.stats()["step"] == 6
 
 
+def test_residues_of_a_gpu_that_is_not_here():
+    """A rank may resume where its GPU has another number, or where there is none."""
+
+    class Loading:
+        def load_state_dict(self, state):
+            self.devices = {residue.device.type for residue in state["residues"].values()}
+
+    model, optimizer = make()
+    train(model, optimizer, range(3))
+    loading = Loading()
+    PerRank(loading).load_state_dict(PerRank(optimizer.compression).state_dict())
+    assert loading.devices == {"cpu"}
+
+
 def test_a_state_without_this_ranks_key(caplog):
     caplog.set_level(logging.WARNING, "scalecom_hvd")
     model, optimizer = make()

@@ -12,9 +12,12 @@ import torch.distributed as dist
 from devices import DEVICE
 from models import same_on_all_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import scalecom_hvd.ddp as ddp
+from scalecom_hvd.exchange.bucket_step import BucketSteps
 
 SETTINGS = {"rate": 5, "min_numel": 20, "bucket_bytes": 2000}
 FORMS = {
@@ -168,6 +171,38 @@ def test_backwards_stream_does_not_wait_for_the_exchange():
         optimizer.zero_grad()
     assert same_on_all_ranks(model.parameters())
     assert opened == [True, True], "backward waited"
+
+
+@only_delayed
+@pytest.mark.parametrize("kind", ["hook", "finds unused", "sharded"])
+def test_buckets_travel_while_backward_runs(kind, monkeypatch):
+    """Where ranks ask each other what a step uses, buckets do not wait for the answer."""
+    import delayed
+
+    model, seen = make_model(DEVICE), []
+    if kind == "sharded":
+        sizes = (dist.get_world_size(), 1)
+        mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard"))
+        for layer in [*model[::2], model]:
+            fully_shard(layer, mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        method, named = ddp.ScaleCom(**SETTINGS), model.named_parameters()
+        called, stepped = model, ddp.DistributedOptimizer(optimizer, named, method, mesh=mesh)
+    else:
+        called, stepped, _ = with_hook(model, finds_unused=kind == "finds unused")
+    complete = BucketSteps.complete
+
+    def watched(steps, chosen):
+        begun, before = [s.has_begun and not s.has_more for s in chosen], delayed.host_waits()
+        complete(steps, chosen)
+        seen.append((len(begun) > 2 and all(begun), delayed.host_waits() - before))
+
+    monkeypatch.setattr(BucketSteps, "complete", watched)
+    for step in range(5):
+        stepped.zero_grad()
+        loss_of(called, step, DEVICE).backward()
+        stepped.step()
+    assert seen[2:] == [(True, 0)] * 3
 
 
 def test_all_buckets_travel_in_one_order():

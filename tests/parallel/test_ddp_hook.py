@@ -211,10 +211,23 @@ def test_heads_that_only_some_ranks_use():
 
 
 @pytest.mark.parametrize(
-    "of_ddp", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str
+    ("of_ddp", "settings"),
+    [
+        ({"static_graph": True}, {}),
+        ({"find_unused_parameters": True}, {}),
+        ({"find_unused_parameters": True}, {"bits": 3}),
+        ({"find_unused_parameters": True}, {"lookahead": True}),
+        ({"find_unused_parameters": True}, {"compression": ddp.LocalTopK}),
+        ({"find_unused_parameters": True}, {"compression": ddp.ECQSGD}),
+    ],
+    ids=str,
 )
-def test_what_no_rank_uses_waits(of_ddp):
-    """DDP drops such a parameter's average, and would lose what its residue sent."""
+def test_what_no_rank_uses_waits(of_ddp, settings):
+    """DDP drops such a parameter's average, and would lose what its residue sent.
+
+    Buckets first begin as if a step used what the step before used. When the head changes, they
+    must begin again.
+    """
 
     class Heads(nn.Module):
         def __init__(self):
@@ -225,12 +238,12 @@ def test_what_no_rank_uses_waits(of_ddp):
             return (self.heads[head] * grad).sum()
 
     model = DistributedDataParallel(Heads(), **of_ddp)
-    state = ScaleComState(model, rate=10, beta=1.0, **ALL)
+    state = ScaleComState(model, **{"rate": 10, "beta": 1.0, **ALL, **settings})
     model.register_comm_hook(state, scalecom_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     came_in = torch.zeros(2, 1000)
     for step in range(20):
-        head = int(step >= 10) if "static_graph" not in of_ddp else 0
+        head = int(step in (8, 12) or step > 15) if "static_graph" not in of_ddp else 0
         grad = torch.randn(
             1000, generator=torch.Generator().manual_seed(99 * step + dist.get_rank())
         )

@@ -4,6 +4,7 @@ Run under torchrun. The oracles are plain DDP, and reference.py with each node a
 """
 
 import io
+import time
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.ddp import LocalTopK, RandomK, ScaleComState, scalecom_hook
+from scalecom_hvd.ddp.process_group_collectives import ProcessGroupCollectives
 
 
 def Net(seed=1):  # noqa: N802
@@ -189,6 +191,41 @@ def test_nothing_is_lost(compression):
         dist.all_reduce(waits, group=mesh.get_group("replicate"))
         own = shards.cut(name, total.view(-1))
         torch.testing.assert_close(own, waits / NODES, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="Gloo's collectives wait for no others")
+@pytest.mark.parametrize("kind", ["", "scaled", "find_unused_parameters", "static_graph"])
+def test_ranks_submit_everything_in_one_order(kind, monkeypatch):
+    """What NCCL sends in a node and between nodes waits for each other, in a rank's order.
+
+    If orders differed, ranks would wait for each other for ever.
+    """
+    order, slow = [], dist.get_rank() in (0, 3)
+    for name in ("broadcast", "all_reduce", "gather"):
+        method = getattr(ProcessGroupCollectives, name)
+
+        def noted(self, buffer, *rest, method=method):
+            if buffer.device.type == DEVICE:
+                order.append("node" if self._sums else "peers")
+            return method(self, buffer, *rest)
+
+        monkeypatch.setattr(ProcessGroupCollectives, name, noted)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8, enabled=kind == "scaled")
+    more = {"loss_scale": scaler} if kind == "scaled" else {}
+    of_ddp = {kind: True} if kind.islower() and kind != "scaled" else {}
+    model, stepped, _ = make("sgd", model=_Net(), of_ddp=of_ddp, bucket_bytes=400, **more)
+    for p in model.parameters():
+        p.register_hook(lambda grad: time.sleep(0.02) if slow and step > 2 else None)
+    for step in range(6):
+        stepped.zero_grad()
+        scaler.scale(loss(model, dist.get_rank(), step)).backward()
+        scaler.step(stepped)
+        scaler.update()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, order)
+    assert set(order) == {"node", "peers"}
+    assert all(other == order for other in everyone)
+    assert same_on_all_ranks(model.parameters())
 
 
 def test_one_node_averages_whole():

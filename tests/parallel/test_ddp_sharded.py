@@ -17,7 +17,12 @@ from oracles import nodes as oracle
 from step_ahead import OPTIMIZERS, SETTINGS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 
 from scalecom_hvd.config import ScaleComConfig
@@ -149,6 +154,20 @@ def test_a_node_is_one_worker_of_the_reference(optimizer, settings):
         np.testing.assert_allclose(
             tensor.residue, own[name].ravel(), rtol=1e-4, atol=1e-6, err_msg=name
         )
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="they are on the host")
+def test_parameters_that_are_offloaded_to_the_host():
+    """Hooks run when FSDP2 may still be copying gradients to the host."""
+    model, wrapped = make("momentum", of_fsdp={"offload_policy": CPUOffloadPolicy()})
+    other, others = make("momentum")
+    for step in range(6):
+        take(model, wrapped, step)
+        take(other, others, step)
+        assert all(p.grad.to_local().device.type == "cpu" for p in model.parameters())
+    assert any(t.residue.any() for t in wrapped.compression.residues.tensors.values())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.to_local().cpu(), q.to_local().cpu(), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

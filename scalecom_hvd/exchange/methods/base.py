@@ -216,6 +216,11 @@ class Method:
     def loss_scale(self, loss_scale: Any) -> None:
         self._read_scale = _scale_reader(loss_scale)
 
+    @property
+    def has_loss_scale(self) -> bool:
+        """Whether the method was given a loss scale."""
+        return self._read_scale is not _unscaled
+
     def unscaling(self) -> Wait[float]:
         """1 / loss scale, once its device has it. It brings gradients into the residues' units."""
         scale = self._read_scale()
@@ -243,8 +248,7 @@ class Method:
         if not self.config.step_ahead:
             return
         if self.ahead is None:
-            knows_scale = lambda: self._read_scale is not _unscaled  # noqa: E731
-            self.ahead = StepAhead(self.config.step_ahead, knows_scale)
+            self.ahead = StepAhead(self.config.step_ahead, lambda: self.has_loss_scale)
         if model is None:
             self.ahead.look_for_models()
         else:
