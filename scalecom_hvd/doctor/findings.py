@@ -87,7 +87,8 @@ def build_horovod(framework: str) -> tuple[str, str]:
     includes = " ".join(f"-include {header}" for header in HOROVOD_HEADERS)
     return (
         "build it with make setup in this project's checkout, or with the command below, which "
-        "needs cmake and GCC 11 or newer and edits Horovod's source for today's PyTorch:",
+        "edits Horovod's source for today's PyTorch. The command needs cmake and GCC 11 or newer, "
+        "and with PyTorch's CUDA build also a CUDA toolkit, in CUDA_HOME and HOROVOD_CUDA_HOME:",
         "pip download --no-deps --no-build-isolation --no-binary :all: horovod==0.28.1"
         " && tar xf horovod-0.28.1.tar.gz"
         " && cd horovod-0.28.1"
