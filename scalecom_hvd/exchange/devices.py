@@ -59,7 +59,7 @@ class Streams:
 
     @contextlib.contextmanager
     def _entered(self, joins: bool) -> Iterator[None]:
-        with _device_of(self._streams):
+        with self.at_their_device():
             current = [torch.accelerator.current_stream(own.device) for own in self._streams]
             apart = [(s, c) for s, c in zip(self._streams, current, strict=True) if s != c]
             before, self._outside = self._outside, current
@@ -75,7 +75,7 @@ class Streams:
 
     def at_their_device(self) -> AbstractContextManager[None]:
         """Inside, their device is current. A thread of this package first has another one."""
-        return _device_of(self._streams) if self._streams else _NOTHING
+        return _current(self._streams[0].device) if self._streams else _NOTHING
 
     def left(self) -> AbstractContextManager[None]:
         """Inside, the streams that were current when `entered` began are current again.
@@ -104,7 +104,7 @@ def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
     threads, or two `with` blocks of one thread, would mix it up
     (github.com/pytorch/pytorch/issues/176560).
     """
-    with _device_of(streams):
+    with _current(streams[0].device):
         before = [torch.accelerator.current_stream(own.device) for own in streams]
         try:
             for own in streams:
@@ -115,12 +115,12 @@ def _on(streams: Sequence[torch.Stream]) -> Iterator[None]:
                 torch.accelerator.set_stream(other)
 
 
-def _device_of(streams: Sequence[torch.Stream]) -> AbstractContextManager[None]:
-    """Inside, the first stream's device is current. Afterwards it is the one before.
+def _current(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, this device is current. Afterwards it is the one before.
 
     If this process has no context there, as on GPU 0 in a new thread, the way back makes none.
     """
-    return torch.accelerator.device_index(streams[0].device.index)
+    return torch.accelerator.device_index(device.index)
 
 
 def recorded(made: torch.Tensor) -> torch.Tensor:
@@ -158,8 +158,8 @@ class Point:
         if tensor.device.type not in _HOSTS:
             self._device = tensor.device
             self._event = torch.Event(tensor.device)
-            # Without a stream, torch takes that of the current device, which may be another.
-            self._event.record(torch.accelerator.current_stream(tensor.device))
+            with _current(self._device):  # torch records in the current device's stream
+                self._event.record()
 
     def is_past(self) -> bool:
         """Whether the device has done what was enqueued before this point."""
@@ -168,7 +168,8 @@ class Point:
     def let_stream_wait(self) -> None:
         """Let further work of that device's current stream wait for this point."""
         if self._event is not None:
-            self._event.wait(torch.accelerator.current_stream(self._device))
+            with _current(self._device):
+                self._event.wait()
 
     def wait(self) -> None:
         """Let the host wait until the device is past this point."""

@@ -4,6 +4,7 @@ If a wait between two streams is missing, the numbers differ: see delayed/__init
 """
 
 import threading
+import time
 
 import pytest
 import torch
@@ -218,6 +219,26 @@ def test_older_versions_of_pytorch_are_refused(monkeypatch):
     monkeypatch.delattr(torch.accelerator, "device_index")
     with pytest.raises(ValueError, match=r"on delayed:0, which needs PyTorch 2\.8 or newer"):
         Streams([torch.device("delayed", 0)])
+
+
+def test_a_copy_waits_for_its_own_device():
+    """Every thread begins on another device. There, nothing is under way."""
+    tensor = torch.ones(1000, device="delayed")
+    torch.accelerator.synchronize()
+    delayed.set_delay(0.5, "same")
+    tensor.add_(1)
+    copies = []
+
+    def copy():
+        copies.append(HostCopy(tensor))
+        time.sleep(0.1)  # as long as the other device could need
+        copies.append(copies[0].done())
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    assert not copies[1]
+    assert (copies[0].wait() == 2).all()
 
 
 def test_a_method_works_on_what_it_finds():
