@@ -212,7 +212,7 @@ def test_ranks_submit_everything_in_one_order(kind, monkeypatch):
         monkeypatch.setattr(ProcessGroupCollectives, name, noted)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8, enabled=kind == "scaled")
     more = {"loss_scale": scaler} if kind == "scaled" else {}
-    of_ddp = {kind: True} if kind.islower() and kind != "scaled" else {}
+    of_ddp = {"bucket_cap_mb": 3e-4} | ({kind: True} if "_" in kind else {})
     model, stepped, _ = make("sgd", model=_Net(), of_ddp=of_ddp, bucket_bytes=400, **more)
     for p in model.parameters():
         p.register_hook(lambda grad: time.sleep(0.02) if slow and step > 2 else None)
@@ -223,7 +223,7 @@ def test_ranks_submit_everything_in_one_order(kind, monkeypatch):
         scaler.update()
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, order)
-    assert set(order) == {"node", "peers"}
+    assert order.count("peers") > 12 < order.count("node")
     assert all(other == order for other in everyone)
     assert same_on_all_ranks(model.parameters())
 
