@@ -221,6 +221,19 @@ def test_older_versions_of_pytorch_are_refused(monkeypatch):
         Streams([torch.device("delayed", 0)])
 
 
+def test_threads_leave_other_ranks_devices_alone():
+    """The fixture `usual_delay` counts how often another rank's device becomes the current one."""
+    streams = Streams([torch.device("delayed", 0)])
+
+    def enter():
+        with streams.entered(), streams.left(), streams.continued():
+            pass
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+
+
 def test_a_copy_waits_for_its_own_device():
     """Every thread begins on another device. There, nothing is under way."""
     tensor = torch.ones(1000, device="delayed")

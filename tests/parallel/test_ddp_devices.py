@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import scalecom_hvd.ddp as ddp
 from scalecom_hvd.exchange.bucket_step import BucketSteps
+from scalecom_hvd.exchange.exchange import Exchange
 
 SETTINGS = {"rate": 5, "min_numel": 20, "bucket_bytes": 2000}
 FORMS = {
@@ -190,19 +191,25 @@ def test_buckets_travel_while_backward_runs(kind, monkeypatch):
         called, stepped = model, ddp.DistributedOptimizer(optimizer, named, method, mesh=mesh)
     else:
         called, stepped, _ = with_hook(model, finds_unused=kind == "finds unused")
-    complete = BucketSteps.complete
+    complete, finish = BucketSteps.complete, Exchange._finish
 
-    def watched(steps, chosen):
-        begun, before = [s.has_begun and not s.has_more for s in chosen], delayed.host_waits()
+    def watched_finish(exchange):
+        begun = [step.has_begun and not step.has_more for step in exchange._steps.all]
+        seen.append(len(begun) > 2 and all(begun))
+        finish(exchange)
+
+    def watched_complete(steps, chosen):
+        before = delayed.host_waits()
         complete(steps, chosen)
-        seen.append((len(begun) > 2 and all(begun), delayed.host_waits() - before))
+        assert delayed.host_waits() == before
 
-    monkeypatch.setattr(BucketSteps, "complete", watched)
+    monkeypatch.setattr(Exchange, "_finish", watched_finish)
+    monkeypatch.setattr(BucketSteps, "complete", watched_complete)
     for step in range(5):
         stepped.zero_grad()
         loss_of(called, step, DEVICE).backward()
         stepped.step()
-    assert seen[2:] == [(True, 0)] * 3
+    assert seen == [False, True, True, True, True]
 
 
 def test_all_buckets_travel_in_one_order():
