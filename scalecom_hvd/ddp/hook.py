@@ -168,6 +168,7 @@ class ScaleComState:
             self.compression,
             collectives,
             asks_for_use=drops,
+            zeros_are_unused=True,
             compares_parameters=False,
             node=self._node,
         )

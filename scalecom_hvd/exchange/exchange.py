@@ -77,6 +77,7 @@ class Exchange(Averager):
         asks_for_use: whether ranks tell each other which tensors have gradients. A tensor sends
             nothing if no rank has a gradient for it, and its residue waits. Use this if averages of
             such tensors are thrown away (tensor_use.py).
+        zeros_are_unused: with `asks_for_use`, whether a gradient of zeros counts as none.
         is_scaled: whether gradients carry the method's loss scale. Changes of parameters do not.
         node: the ranks of this node, if each of them holds a part of every gradient. They are asked
             whether a step counts, after "are all buckets sound" and before the commit. None: this
@@ -110,6 +111,7 @@ class Exchange(Averager):
         settings: Settings | None = None,
         asks_for_news: bool = False,
         asks_for_use: bool = False,
+        zeros_are_unused: bool = False,
         is_scaled: bool = True,
         node: Node | None = None,
         part_of: Averager | None = None,
@@ -133,9 +135,9 @@ class Exchange(Averager):
         self._sparse_as_dense = sparse_as_dense
         self._send_sparse = send_sparse
         self._is_scaled = is_scaled
-        self.use = TensorUse(collectives, self.names) if asks_for_use else None
-        # Whether buckets wait until all gradients of this rank are here.
-        self._holds = False
+        self.use = TensorUse(zeros_are_unused) if asks_for_use else None
+        # Numbers of buckets that begin only when all gradients of this rank are here.
+        self._late: set[int] = set()
         self.node = node
         self._settings = method.settings | dict(settings or {})
         # Ranks ask about gradients, and compare them, as scripts have them: on all ranks of all
@@ -386,12 +388,15 @@ class Exchange(Averager):
 
     def state_dict(self) -> Saved:
         """See Averager."""
-        return {} if self.node is None else self.node.state_dict()
+        of_node = {} if self.node is None else self.node.state_dict()
+        return of_node if self.use is None else {**of_node, **self.use.state_dict()}
 
     def load_state_dict(self, state: Saved) -> None:
         """See Averager."""
         if self.node is not None:
             self.node.load_state_dict(state)
+        if self.use is not None:
+            self.use.load_state_dict(state)
 
     def start_over(self) -> None:
         """Forget the step in progress, if any, because the optimizer's state was loaded."""
@@ -436,7 +441,10 @@ class Exchange(Averager):
         """Let every bucket go on as far as it can without waiting."""
         if self._failure is not None:
             raise self._failure
-        self._steps.advance([] if self._holds else self._steps_of_part())
+        steps = self._steps_of_part()
+        if self._late:
+            steps = [step for step in steps if step.bucket.number not in self._late]
+        self._steps.advance(steps)
 
     def _go_on(self) -> bool:
         """Let every bucket go on, on the background thread.
@@ -450,7 +458,8 @@ class Exchange(Averager):
             with self.streams.continued():
                 self._advance()
             return any(
-                step.has_more or (step.may_begin and not self._holds) for step in self._steps.all
+                step.has_more or (step.may_begin and step.bucket.number not in self._late)
+                for step in self._steps.all
             )
         except BaseException as error:
             self._failure = error  # raised when the user's thread calls
@@ -462,18 +471,21 @@ class Exchange(Averager):
         self._outputs.clear()
         self._missing.clear()
         self._unscaling = self._method.unscaling() if self._is_scaled else None
-        self._holds = self._must_hold()
+        self._late = self._find_late()
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
         if self._news is not None:
             self._news.begin(self._agreed)
 
-    def _must_hold(self) -> bool:
+    def _find_late(self) -> set[int]:
         # Ranks must submit what NCCL sends between nodes and inside a node in one order, or they
         # wait for each other for ever. Loss scales reach the hosts at different times.
         waits_for_scale = self._is_scaled and self._method.has_loss_scale
-        is_mixed = self.node is not None and self.collectives.is_ordered and waits_for_scale
-        return is_mixed or (self.use is not None and not self.use.is_steady)
+        if self.node is not None and self.collectives.is_ordered and waits_for_scale:
+            return {bucket.number for bucket in self.buckets}
+        if self.use is None or not self.use.changed:
+            return set()
+        return {step.bucket.number for step in self._steps.all if self.use.concerns(step)}
 
     def _must_send_whole(self) -> bool:
         names = self.residues.tensors.keys() - self._sparse.keys()
@@ -498,7 +510,7 @@ class Exchange(Averager):
             self._submitted,
         )
         if self.use is not None:
-            step.look_for_use()
+            self.use.look(step)
         scale = 1.0 if self._unscaling is None else (yield from self._unscaling)
         bucket.begin(scale, self._whole, unused=() if self.use is None else self.use.unused)
         if self._sample_due():
@@ -526,23 +538,15 @@ class Exchange(Averager):
         if not self._agreed:
             self._agree()
         steps = self._steps_of_part()
-        asks_first = self.use is not None and self._holds
-        if asks_first:
-            for step in steps:
-                step.look_for_use()
-            self.use.ask(steps, self._missing)
-        self._holds = False
         self._advance()
-        self._steps.complete(steps)
+        self._steps.complete([step for step in steps if step.bucket.number not in self._late])
+        self._late, late = set(), self._late
+        if self.use is not None:
+            self._learn_use(steps)
+        if late or self.use is not None:
+            self._steps.complete([step for step in steps if not step.has_begun])
         sparse = {name: wait() for name, wait in self._sparse.items()}
         counts, products = self._outcome(steps, sparse)
-        if self.use is not None and not asks_first:
-            wrong = self.use.ask(steps, self._missing)
-            if wrong and not self._whole:  # steps that are sent whole leave residues alone
-                for step in wrong:
-                    step.begin_again()
-                self._steps.complete(wrong)
-                counts, products = self._outcome(steps, sparse)
         names = [name for step in steps for name in step.bucket.names]
         ends = self.part is None or self.part.is_last
         self._last = ends, dict(self._submitted), {} if self._whole else self._places, names
@@ -559,6 +563,17 @@ class Exchange(Averager):
         self._arrived.clear()
         if self._news is not None:
             self._news.end(self.has_sent)
+
+    def _learn_use(self, steps: Sequence[BucketStep]) -> None:
+        """Learn which tensors the step uses, and undo what assumed something else."""
+        for step in steps:
+            self.use.look(step)
+        # The ranks' agreement is on other channels.
+        wrong = self.use.ask(steps, self._missing, self._channels[-1], self.names("used"))
+        # Steps that are sent whole leave residues alone.
+        for step in wrong if not self._whole else ():
+            if step.has_begun:
+                step.begin_again()
 
     def _outcome(
         self, steps: Sequence[BucketStep], sparse: Mapping[str, torch.Tensor]
@@ -671,6 +686,7 @@ class Exchange(Averager):
                 "buckets": residues.buckets,
                 "channels": len(self._channels),
                 "parameters": digest(self._parameters.values()) if self._is_new else None,
+                "use": None if self.use is None else self.use.state_dict(),
             },
         )
         check_same_parameters(everyone)
@@ -695,6 +711,9 @@ class Exchange(Averager):
         if self._news is not None:
             self._news.meet(self._everyone or self._channels[-1])
         self._make_buckets(plan)
+        if self.use is not None:
+            self.use.agree([other["use"] for other in everyone])
+        self._late = self._find_late()
         residues.note_ranks(self.collectives.size, self.collectives.position)
         self._agreed = True
 

@@ -64,7 +64,8 @@ class NodeExchange:
             method.ahead.serve(parameters, method.residues, 1.0, self._shards.residues)
         # {name: (flat gradient, its buffer)} of the gradients that backward brought in this step.
         self._brought: dict[str, tuple[torch.Tensor, WholeBuffer]] = {}
-        self._reported: set[str] = set()
+        # Those that the exchange does not have yet.
+        self._unreported: dict[str, None] = {}
         self._averages: dict[str, torch.Tensor] = {}
 
     def must_exchange(self, fresh: bool) -> bool:
@@ -106,8 +107,8 @@ class NodeExchange:
             self._averages.clear()
         self._bring(name)
         self._exchange.mark(name)
-        for other, (_, buffer) in self._brought.items():
-            if buffer.is_averaged():
+        for other in list(self._unreported):
+            if self._brought[other][1].is_averaged():
                 self._report(other)
 
     def _bring(self, name: str) -> None:
@@ -116,13 +117,11 @@ class NodeExchange:
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         flat = (grad.to_dense() if grad.is_sparse else grad).detach().reshape(-1).clone()
         self._brought[name] = flat, WholeBuffer(flat, self._node, name)
-        self._reported.discard(name)
+        self._unreported[name] = None
 
     def _report(self, name: str) -> None:
-        """Give the exchange this rank's shard of the node's average, once."""
-        if name in self._reported:
-            return
-        self._reported.add(name)
+        """Give the exchange this rank's shard of the node's average."""
+        del self._unreported[name]
         flat, buffer = self._brought[name]
         buffer.wait()
         stand_in = self._shards.stand_ins[name]
@@ -138,11 +137,11 @@ class NodeExchange:
                 self._finish()
             finally:  # after an error the exchange has given the step up
                 self._brought.clear()
-                self._reported.clear()
+                self._unreported.clear()
         return self._averages.pop(self._name_of[parameter])
 
     def _finish(self) -> None:
-        for name in self._brought:
+        for name in list(self._unreported):
             self._report(name)
         self._exchange.finish()
         self._exchange.look()
@@ -181,6 +180,6 @@ class NodeExchange:
         for _, buffer in self._brought.values():
             buffer.wait()
         self._brought.clear()
-        self._reported.clear()
+        self._unreported.clear()
         for stand_in in self._shards.stand_ins.values():
             stand_in.grad = None

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("scalecom_hvd")
 
 # Keys that only some saved states have.
-_EXTRA_KEYS = ("offsets", "method_state", "local_steps", "shard", "node_residues")
+_EXTRA_KEYS = ("offsets", "method_state", "local_steps", "shard", "node_residues", "use")
 
 
 class Averager(abc.ABC):

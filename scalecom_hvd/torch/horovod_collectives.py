@@ -12,6 +12,7 @@ events). The exception is work that Horovod then does itself on the default stre
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import time
@@ -65,6 +66,20 @@ class Restarts:
         return self._started is not before
 
 
+def where_it_ends(read: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Call `read`, which waits for Horovod and may compute, where Horovod's work ends.
+
+    The current stream's further work waits for that.
+    """
+    if device.type != "cuda" or not _ENDS_ON_DEFAULT_STREAM:
+        return read()
+    default = torch.cuda.default_stream(device)
+    with torch.cuda.stream(default):
+        result = read()
+    torch.cuda.current_stream(device).wait_stream(default)
+    return result
+
+
 class HorovodWork:
     """A collective that was submitted to Horovod. See `Work`."""
 
@@ -100,11 +115,8 @@ class HorovodWork:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             try:
-                self._result = horovod.synchronize(handle)
-                if self._result.is_cuda and _ENDS_ON_DEFAULT_STREAM:
-                    device = self._result.device
-                    default = torch.cuda.default_stream(device)
-                    torch.cuda.current_stream(device).wait_stream(default)
+                read = functools.partial(horovod.synchronize, handle)
+                self._result = where_it_ends(read, self._owner.device)
             except horovod.HorovodInternalError as error:
                 self._error = error
                 if "join" in str(error).lower():

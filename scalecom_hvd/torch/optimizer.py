@@ -44,7 +44,7 @@ from scalecom_hvd.exchange.optimizers import (
 )
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.recipes import everything_whole
-from scalecom_hvd.torch.horovod_collectives import HorovodCollectives
+from scalecom_hvd.torch.horovod_collectives import HorovodCollectives, where_it_ends
 from scalecom_hvd.torch.horovod_nodes import peers_and_node
 
 _Compression: TypeAlias = Compressor | type[Compressor] | Method | type[Method]
@@ -264,7 +264,8 @@ def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Callable[[], torc
 
 
 def _send_sparse(self: Any, p: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return self._sparse_allreduce_grad_async(p, self._parameter_names[p])[0]
+    wait = self._sparse_allreduce_grad_async(p, self._parameter_names[p])[0]
+    return lambda: where_it_ends(wait, p.device)  # Horovod divides there
 
 
 def _grouped_allreduce_grad_async(self: Any, ps: Sequence[torch.Tensor]) -> None:
