@@ -19,7 +19,8 @@ A step may be taken in parts, each of some buckets (fragments of local steps). E
 as above. All parts have the step's number, and the last part ends the step.
 
 Optimizers call `ready` from hooks and `result` from synchronize(). Imports methods/base,
-bucket_step, bucket_plan, diagnostics_sampler, new_gradients, node, run and the rooms below.
+bucket_step, bucket_plan, diagnostics_sampler, new_gradients, node, run, tensor_use and the rooms
+below.
 """
 
 from __future__ import annotations
@@ -478,6 +479,7 @@ class Exchange(Averager):
             self._news.begin(self._agreed)
 
     def _find_late(self) -> set[int]:
+        """Numbers of buckets that must not begin while backward runs; the same on all ranks."""
         # Ranks must submit what NCCL sends between nodes and inside a node in one order, or they
         # wait for each other for ever. Loss scales reach the hosts at different times.
         waits_for_scale = self._is_scaled and self._method.has_loss_scale
@@ -540,11 +542,10 @@ class Exchange(Averager):
         steps = self._steps_of_part()
         self._advance()
         self._steps.complete([step for step in steps if step.bucket.number not in self._late])
-        self._late, late = set(), self._late
+        self._late = set()
         if self.use is not None:
             self._learn_use(steps)
-        if late or self.use is not None:
-            self._steps.complete([step for step in steps if not step.has_begun])
+        self._steps.complete([step for step in steps if not step.has_begun])
         sparse = {name: wait() for name, wait in self._sparse.items()}
         counts, products = self._outcome(steps, sparse)
         names = [name for step in steps for name in step.bucket.names]
