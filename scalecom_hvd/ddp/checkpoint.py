@@ -8,7 +8,6 @@ nothing of this package.
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 from collections.abc import Mapping
@@ -65,8 +64,9 @@ class PerRank:
         """
         saved = state.get(self._name, self._given)
         # This rank's GPU may have another number now. Residues are copied to where they belong.
-        read = functools.partial(torch.load, map_location="cpu", weights_only=True)
-        own = read(io.BytesIO(saved)) if saved else {"step": 0}
+        own = {"step": 0}
+        if saved:
+            own = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
         # What a checkpoint lacks comes back as it was before loading, which is fresh then.
         if saved == self._given and own["step"] == 0:
             log.warning(

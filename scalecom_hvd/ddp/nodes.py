@@ -128,8 +128,8 @@ def check_averages(
     found = torch.empty(1, device=device)
     ones = torch.ones(size, device=device)
     # PyTorch 2.13 gave it a new name, and warns of the old one.
-    old = dist.reduce_scatter_tensor
-    getattr(dist, "reduce_scatter_single", old)(found, ones, op=dist.ReduceOp.AVG, group=group)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(found, ones, op=dist.ReduceOp.AVG, group=group)
     if found.item() != 1:
         raise RuntimeError(
             f"this PyTorch ({torch.__version__}) sums over {dist.get_backend(group)} when FSDP2 "

@@ -44,6 +44,7 @@ class BucketStep:
         waiting: names of the bucket's gradients that have not arrived yet.
         new_state: what the method's state becomes if the step counts.
         state_arrives: what must arrive before the method's state can be used.
+        is_late: whether the step begins only when all gradients of this rank are here.
         used: on its way to the host: for which compressed tensors this rank has gradients. None:
             nobody has asked.
         waits: what the generator waits for now. None: the generator has not begun, or has ended.
@@ -54,6 +55,7 @@ class BucketStep:
         self.waiting = set(bucket.names)
         self.new_state: State | None = None
         self.state_arrives: Wait[torch.Tensor] | None = None
+        self.is_late = False
         self.used: HostCopy | None = None
         self._generator: Step[None] | None = None
         self.waits: Wait[Any] | None = None
@@ -91,8 +93,8 @@ class BucketStep:
 
     @property
     def may_begin(self) -> bool:
-        """Whether all gradients are here, and the step has not begun."""
-        return not (self.waiting or self.has_begun)
+        """Whether the step can begin now: all its gradients are here, and it is not late."""
+        return not (self.waiting or self.has_begun or self.is_late)
 
     @property
     def has_more(self) -> bool:

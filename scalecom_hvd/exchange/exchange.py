@@ -137,8 +137,6 @@ class Exchange(Averager):
         self._send_sparse = send_sparse
         self._is_scaled = is_scaled
         self.use = TensorUse(zeros_are_unused) if asks_for_use else None
-        # Numbers of buckets that begin only when all gradients of this rank are here.
-        self._late: set[int] = set()
         self.node = node
         self._settings = method.settings | dict(settings or {})
         # Ranks ask about gradients, and compare them, as scripts have them: on all ranks of all
@@ -442,10 +440,7 @@ class Exchange(Averager):
         """Let every bucket go on as far as it can without waiting."""
         if self._failure is not None:
             raise self._failure
-        steps = self._steps_of_part()
-        if self._late:
-            steps = [step for step in steps if step.bucket.number not in self._late]
-        self._steps.advance(steps)
+        self._steps.advance([step for step in self._steps_of_part() if not step.is_late])
 
     def _go_on(self) -> bool:
         """Let every bucket go on, on the background thread.
@@ -458,10 +453,7 @@ class Exchange(Averager):
         try:
             with self.streams.continued():
                 self._advance()
-            return any(
-                step.has_more or (step.may_begin and step.bucket.number not in self._late)
-                for step in self._steps.all
-            )
+            return any(step.has_more or step.may_begin for step in self._steps.all)
         except BaseException as error:
             self._failure = error  # raised when the user's thread calls
             return False
@@ -472,22 +464,20 @@ class Exchange(Averager):
         self._outputs.clear()
         self._missing.clear()
         self._unscaling = self._method.unscaling() if self._is_scaled else None
-        self._late = self._find_late()
+        self._choose_late()
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
         if self._news is not None:
             self._news.begin(self._agreed)
 
-    def _find_late(self) -> set[int]:
-        """Numbers of buckets that must not begin while backward runs; the same on all ranks."""
+    def _choose_late(self) -> None:
+        """Choose the buckets that must not begin while backward runs; the same on all ranks."""
         # Ranks must submit what NCCL sends between nodes and inside a node in one order, or they
         # wait for each other for ever. Loss scales reach the hosts at different times.
         waits_for_scale = self._is_scaled and self._method.has_loss_scale
-        if self.node is not None and self.collectives.is_ordered and waits_for_scale:
-            return {bucket.number for bucket in self.buckets}
-        if self.use is None or not self.use.changed:
-            return set()
-        return {step.bucket.number for step in self._steps.all if self.use.concerns(step)}
+        is_mixed = self.node is not None and self.collectives.is_ordered and waits_for_scale
+        for step in self._steps.all:
+            step.is_late = is_mixed or (self.use is not None and self.use.concerns(step))
 
     def _must_send_whole(self) -> bool:
         names = self.residues.tensors.keys() - self._sparse.keys()
@@ -541,8 +531,7 @@ class Exchange(Averager):
             self._agree()
         steps = self._steps_of_part()
         self._advance()
-        self._steps.complete([step for step in steps if step.bucket.number not in self._late])
-        self._late = set()
+        self._steps.complete([step for step in steps if not step.is_late])
         if self.use is not None:
             self._learn_use(steps)
         self._steps.complete([step for step in steps if not step.has_begun])
@@ -714,7 +703,7 @@ class Exchange(Averager):
         self._make_buckets(plan)
         if self.use is not None:
             self.use.agree([other["use"] for other in everyone])
-        self._late = self._find_late()
+        self._choose_late()
         residues.note_ranks(self.collectives.size, self.collectives.position)
         self._agreed = True
 
