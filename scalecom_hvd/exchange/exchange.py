@@ -463,7 +463,12 @@ class Exchange(Averager):
     def _begin_step(self) -> None:
         self._outputs.clear()
         self._missing.clear()
-        self._unscaling = self._method.unscaling() if self._is_scaled else None
+        self._unscaling = self._method.scaling.inverse() if self._is_scaled else None
+        if self._unscaling is not None and self.node is not None and self.collectives.is_ordered:
+            # Ranks must submit what NCCL sends between nodes and inside a node in one order, or
+            # they wait for each other for ever. Loss scales reach hosts at different times, so the
+            # host waits. Mostly its copy was begun before forward, and is here.
+            self._unscaling.now()
         self._choose_late()
         self._whole = self._must_send_whole()
         self._submitted = dict.fromkeys(self._submitted, 0)
@@ -472,12 +477,8 @@ class Exchange(Averager):
 
     def _choose_late(self) -> None:
         """Choose the buckets that must not begin while backward runs; the same on all ranks."""
-        # Ranks must submit what NCCL sends between nodes and inside a node in one order, or they
-        # wait for each other for ever. Loss scales reach the hosts at different times.
-        waits_for_scale = self._is_scaled and self._method.has_loss_scale
-        is_mixed = self.node is not None and self.collectives.is_ordered and waits_for_scale
         for step in self._steps.all:
-            step.is_late = is_mixed or (self.use is not None and self.use.concerns(step))
+            step.is_late = self.use is not None and self.use.concerns(step)
 
     def _must_send_whole(self) -> bool:
         names = self.residues.tensors.keys() - self._sparse.keys()

@@ -10,7 +10,7 @@ That part is ours, found by trying (docs/results.md).
 From a training forward to the end of the exchange, a rank's parameters are its own, *ahead*. Hooks
 on the model move them. A forward without gradients or in evaluation, state_dict() and the
 optimizer's step get the *common* parameters, to the bit. If the model is sharded, each rank moves
-its own shards. Imports gradients, moves_ahead and residue.
+its own shards. Imports gradients, loss_scale, moves_ahead and residue.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from scalecom_hvd.exchange.gradients import four_elements, local_part
+from scalecom_hvd.exchange.loss_scale import LossScale
 from scalecom_hvd.exchange.moves_ahead import has_direction, make, move_of
 from scalecom_hvd.exchange.residue import Residues
 
@@ -97,15 +98,15 @@ class StepAhead:
 
     Args:
         factor: how much of the way the parameters are moved.
-        knows_scale: returns whether the method was given the script's loss scale.
+        scale: the script's loss scale, if the method was given it.
 
     Attributes:
         where: which parameters the model has now.
     """
 
-    def __init__(self, factor: float, knows_scale: Callable[[], bool]) -> None:
+    def __init__(self, factor: float, scale: LossScale) -> None:
         self.factor = factor
-        self._knows_scale = knows_scale
+        self._scale = scale
         self._models: weakref.WeakKeyDictionary[nn.Module, _Hook] = weakref.WeakKeyDictionary()
         # Whether it finds models by itself.
         self._looks = False
@@ -272,6 +273,7 @@ class StepAhead:
         self._note_writes(names)
         for name in names:
             self._elements.pop(name, None)
+        self._scale.forward_begins()
         self.move()
         self.forwards += 1
 
@@ -344,7 +346,7 @@ class StepAhead:
             written_to, self._written_to = self._written_to, None
             if written_to is not None:
                 raise RuntimeError(WRITTEN_TO.format(written_to))
-            if self._compressed and not self._knows_scale() and _is_called_by_a_scaler():
+            if self._compressed and not self._scale.is_given and _is_called_by_a_scaler():
                 raise RuntimeError(NO_LOSS_SCALE)
             self._stepping = optimizer, self._versions()
         return is_known

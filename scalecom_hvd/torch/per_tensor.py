@@ -424,7 +424,7 @@ class PerTensor(Averager):
         self._products = []
         self._marks.clear()
         self._handed_over = dict.fromkeys(self._handed_over, 0)
-        self._scale = self._method.unscaling().now()
+        self._scale = self._method.scaling.inverse().now()
         has_met = self._news.channel is not None
         self._idle = has_met and not self._has_news()
         if not self._idle:

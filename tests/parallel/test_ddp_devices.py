@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import scalecom_hvd.ddp as ddp
 from scalecom_hvd.exchange.bucket_step import BucketSteps
 from scalecom_hvd.exchange.exchange import Exchange
+from scalecom_hvd.exchange.loss_scale import LossScale
 
 SETTINGS = {"rate": 5, "min_numel": 20, "bucket_bytes": 2000}
 FORMS = {
@@ -53,11 +54,11 @@ def loss_of(model, step, device):
     return model(inputs).square().mean()
 
 
-def with_hook(model, finds_unused=False, **settings):
+def with_hook(model, finds_unused=False, mesh=None, **settings):
     wrapped = DistributedDataParallel(
         model, bucket_cap_mb=0.002, find_unused_parameters=finds_unused
     )
-    state = ddp.ScaleComState(wrapped, **{**SETTINGS, **settings})
+    state = ddp.ScaleComState(wrapped, mesh=mesh, **{**SETTINGS, **settings})
     wrapped.register_comm_hook(state, ddp.scalecom_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return wrapped, optimizer, state.compression
@@ -153,6 +154,21 @@ def test_hooks_do_not_wait_for_a_loss_scale():
     assert same_on_all_ranks(model.parameters())
 
 
+@pytest.mark.parametrize("change", ["update", "a number", "load"])
+def test_a_loss_scale_that_changes_after_forward_began_is_read_again(change):
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=1)
+    scale, parameter = LossScale(scaler), nn.Parameter(torch.ones(3, device=DEVICE))
+    scaler.scale(parameter.sum()).backward()
+    scale.forward_begins()
+    assert scale.inverse().now() == 1 / 8
+    scaler.step(torch.optim.SGD([parameter], lr=0.1))
+    if change == "load":
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 16.0})
+    else:
+        scaler.update(16.0 if change == "a number" else None)
+    assert scale.inverse().now() == 1 / 16
+
+
 @only_delayed
 def test_backwards_stream_does_not_wait_for_the_exchange():
     import delayed
@@ -175,27 +191,30 @@ def test_backwards_stream_does_not_wait_for_the_exchange():
 
 
 @only_delayed
-@pytest.mark.parametrize("kind", ["hook", "finds unused", "sharded"])
+@pytest.mark.parametrize("kind", ["hook", "finds unused", "sharded", "nodes, with a loss scale"])
 def test_buckets_travel_while_backward_runs(kind, monkeypatch):
-    """Where ranks ask each other what a step uses, buckets do not wait for the answer."""
+    """What ranks must know before they send is known early, or assumed."""
     import delayed
 
     model, seen = make_model(DEVICE), []
+    sizes = (dist.get_world_size(), 1)
+    mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard"))
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8, enabled="scale" in kind)
     if kind == "sharded":
-        sizes = (dist.get_world_size(), 1)
-        mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard"))
         for layer in [*model[::2], model]:
             fully_shard(layer, mesh=mesh["shard"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         method, named = ddp.ScaleCom(**SETTINGS), model.named_parameters()
         called, stepped = model, ddp.DistributedOptimizer(optimizer, named, method, mesh=mesh)
+    elif kind == "nodes, with a loss scale":
+        called, stepped, _ = with_hook(model, mesh=mesh, loss_scale=scaler)
     else:
         called, stepped, _ = with_hook(model, finds_unused=kind == "finds unused")
     complete, finish = BucketSteps.complete, Exchange._finish
 
     def watched_finish(exchange):
         begun = [step.has_begun and not step.has_more for step in exchange._steps.all]
-        seen.append(len(begun) > 2 and all(begun))
+        seen.append(len(begun) > 2 and all(begun) and delayed.host_waits() == waits)
         finish(exchange)
 
     def watched_complete(steps, chosen):
@@ -207,8 +226,12 @@ def test_buckets_travel_while_backward_runs(kind, monkeypatch):
     monkeypatch.setattr(BucketSteps, "complete", watched_complete)
     for step in range(5):
         stepped.zero_grad()
-        loss_of(called, step, DEVICE).backward()
-        stepped.step()
+        loss = scaler.scale(loss_of(called, step, DEVICE))
+        torch.accelerator.synchronize()  # hooks may wait for what was enqueued before forward
+        waits = delayed.host_waits()
+        loss.backward()
+        scaler.step(stepped)
+        scaler.update()
     assert seen == [False, True, True, True, True]
 
 

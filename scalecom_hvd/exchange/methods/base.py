@@ -6,13 +6,12 @@ waits for. What the bucket was told is committed or rolled back with the step, a
 Users pass a `Method` as `compression=`. It holds settings; its run holds residues and states
 (run.py).
 
-Imports run, step_ahead, bucket_collectives, bucket and the rooms below.
+Imports loss_scale, run, step_ahead, bucket_collectives, bucket and the rooms below.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Step, Wait
-from scalecom_hvd.exchange.devices import HostCopy
+from scalecom_hvd.exchange.loss_scale import LossScale
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
 from scalecom_hvd.exchange.quantisers import Quantiser, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues
@@ -84,6 +83,7 @@ class Method:
     Attributes:
         ahead: moves the model's parameters ahead. None: gradients are computed at the parameters
             themselves.
+        scaling: the loss scale.
 
     Raises:
         ValueError, TypeError: a setting cannot work, or means nothing to the method.
@@ -134,7 +134,7 @@ class Method:
                     f"SCALECOM_{field.upper()} if it is set"
                 )
         self.diagnostics = Diagnostics.of(diagnostics)
-        self._read_scale = _scale_reader(loss_scale)
+        self.scaling = LossScale(loss_scale)
         self.ahead: StepAhead | None = None
         self.run = Run(self)
 
@@ -210,26 +210,11 @@ class Method:
     @property
     def loss_scale(self) -> Callable[[], float | torch.Tensor]:
         """A function that returns the current loss scale. It may be set to a GradScaler too."""
-        return self._read_scale
+        return self.scaling.read
 
     @loss_scale.setter
     def loss_scale(self, loss_scale: Any) -> None:
-        self._read_scale = _scale_reader(loss_scale)
-
-    @property
-    def has_loss_scale(self) -> bool:
-        """Whether the method was given a loss scale."""
-        return self._read_scale is not _unscaled
-
-    def unscaling(self) -> Wait[float]:
-        """1 / loss scale, once its device has it. It brings gradients into the residues' units."""
-        scale = self._read_scale()
-        if not isinstance(scale, torch.Tensor):
-            scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
-        comes: Wait[float] = Wait("loss scale", HostCopy(scale), round=0, then=_inverse)
-        if comes.work.done():  # so that a wrong scale is refused at once
-            comes.now()
-        return comes
+        self.scaling.give(loss_scale)
 
     def compute_ahead(self, model: nn.Module | None = None) -> None:
         """Compute gradients a step ahead, unless the settings say step_ahead=0.
@@ -248,7 +233,7 @@ class Method:
         if not self.config.step_ahead:
             return
         if self.ahead is None:
-            self.ahead = StepAhead(self.config.step_ahead, lambda: self.has_loss_scale)
+            self.ahead = StepAhead(self.config.step_ahead, self.scaling)
         if model is None:
             self.ahead.look_for_models()
         else:
@@ -352,44 +337,11 @@ class Method:
 
         The loss scale is left out: give the copy the script's GradScaler as `loss_scale`.
         """
-        left_out = {"run": None, "_read_scale": None, "ahead": None}
+        left_out = {"run": None, "scaling": None, "ahead": None}
         return vars(self) | left_out | {"saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state.pop("saved")
         vars(self).update(state)
-        self.run, self._read_scale = Run(self), _scale_reader(None)
+        self.run, self.scaling = Run(self), LossScale(None)
         self.load_state_dict(saved)
-
-
-def _inverse(scale: torch.Tensor) -> float:
-    if not 0 < scale < math.inf:
-        raise ValueError(
-            "loss_scale= must give a finite number above 0, such as a GradScaler's scale, not "
-            f"{float(scale):g}"
-        )
-    return 1 / float(scale)
-
-
-def _unscaled() -> float:
-    return 1.0
-
-
-def _scale_reader(loss_scale: object) -> Callable[[], float | torch.Tensor]:
-    if loss_scale is None:
-        return _unscaled
-    reader = getattr(loss_scale, "get_scale", loss_scale)
-    if not callable(reader):
-        raise TypeError(
-            "loss_scale must be a GradScaler or a callable that gives the current scale, not "
-            f"{loss_scale!r}"
-        )
-
-    def read() -> float | torch.Tensor:
-        # A GradScaler's own tensor, for which get_scale() would wait. If it is None or missing, the
-        # GradScaler has none yet.
-        scale = getattr(loss_scale, "_scale", None)
-        of_pytorch = isinstance(loss_scale, torch.amp.GradScaler) and scale is not None
-        return scale if of_pytorch else reader()
-
-    return read
