@@ -42,7 +42,6 @@ PYTEST = [
     # It checks that the mutations fit the code, so it would notice every one.
     "--ignore=tests/single/test_mutations.py",
 ]
-NOT_LONG = ["-m", "not long"]
 SKIPPED = {  # they take a third of the time, and notice no change outside of native code
     "native": ["tests/single/test_sanitizers.py"],
     "triton": ["tests/single/test_triton.py"],
@@ -117,7 +116,8 @@ def notice(mutation: Mutation, root: Path, core: int) -> dict[str, list[str]]:
                 if not mutation.file.startswith(part)
                 for file in files
             ]
-            marks = NOT_LONG if group == "single" else []
+            of_kernels = mutation.file.startswith(tuple(SKIPPED))
+            marks = ["-m", "not long"] if group == "single" and not of_kernels else []
             program = [*PYTEST, *marks, "--timeout=100", *skipped, f"tests/{group}"]
             program = [sys.executable, *program]
             noticed[group] = failing(program, root, core)
@@ -140,7 +140,7 @@ def failing_on_ranks(group: str, root: Path, core: int) -> Iterator[str]:
     launcher = "mpirun" if face in ("torch", "tensorflow") else "torchrun"
     device = {"TESTS_DEVICE": "delayed"} if face == "device" else {}
     while files:
-        program = [*PYTEST, *NOT_LONG, "-x", "--timeout=40", "--timeout-method=thread", *files]
+        program = [*PYTEST, "-x", "--timeout=40", "--timeout-method=thread", *files]
         tests = failing(launch.command(launcher, int(ranks), program), root, core, **device)
         yield from tests
         reached = [n for n, file in enumerate(files) if any(file in test for test in tests)]

@@ -4,18 +4,18 @@
     python scripts/checks/run_tests.py --long                the others: faults, hosts, fuzz, study
     python scripts/checks/run_tests.py --gpu                 those of a machine with a GPU
     python scripts/checks/run_tests.py "torch, mpirun"       parts that begin so
-    python scripts/checks/run_tests.py "torch, mpirun" --test tests/parallel/test_torch_amp.py
+    python scripts/checks/run_tests.py single --test tests/single/test_pages.py
 
 A part has a time limit. After that it is ended with all its ranks. If a part fails, its output is
 shown, with the command that runs the failed test again. Parts that compute all the time run at the
 same time, on separate cores. Then come the parts that start launchers and wait for them.
 
-Tests marked `long` belong to --long. The other tests run where they show something new:
+Tests marked `long` belong to --long. Each of the other tests runs once, on 2 ranks (on 4 if it is
+about nodes): those on Horovod under mpirun, those of torch.distributed's face under torchrun.
 
-- All of PyTorch's on 4 ranks under mpirun, and on 2 under Gloo if the launcher matters.
-- Those of torch.distributed's face on 2 ranks under torchrun, and one of them on 3. With --long
-  they also run without Horovod, and on a device whose streams run late (tests/delayed).
-- All of TensorFlow's on 2 ranks under mpirun, because tracing takes most of their time.
+With --long, PyTorch's tests on Horovod run again on 4 ranks and under Gloo. Those of
+torch.distributed's face run again without Horovod, and on a device whose streams run late
+(tests/delayed). Of TensorFlow's only some run again, because tracing takes long.
 """
 
 from __future__ import annotations
@@ -117,11 +117,9 @@ def named(*names: str) -> list[str]:
 
 
 TORCH = [*named("join", "local_topk"), *parallel("torch_*")]  # join() comes first: see there
-# Here the launcher matters: in which order collectives end, what fails, and how. Most other tests
-# run under Gloo in --long.
-UNDER_GLOO = named("torch_differential", "torch_orders", "torch_refusals")
 # What each rank computes by itself, and how pages describe it. No launcher changes that.
 OF_ONE_RANK = named("torch_pages", "torch_profile", "torch_simulator", "torch_step_ahead")
+OF_MANY = [file for file in TORCH if file not in OF_ONE_RANK]
 PROGRAMS = named("torch_differential", "torch_local_differential")
 TAPES = "parallel/test_tensorflow_tape.py::test_"
 # What Gloo and more than two ranks may change for TensorFlow.
@@ -143,23 +141,24 @@ DDP = [
 ]
 # What Gloo has added up before all ranks have come. It needs three ranks.
 SUMS = "parallel/test_torch_unlike_ranks.py::test_one_rank_loads_its_residues_and_nothing_is_lost"
-DDP_LONG = named("torch_diagnostics", "torch_local_steps", "torch_methods", "torch_simulator")
+DDP_LONG = [
+    *named("torch_diagnostics", "torch_local_steps", "torch_methods", "torch_parity"),
+    *named("torch_simulator"),
+]
 RUFF = (sys.executable, "-m", "ruff")
 
 SHORT = {
     "ruff check": Part((*RUFF, "check", "."), 60),
     "ruff format": Part((*RUFF, "format", "--check", "."), 60),
     "mypy": Part((sys.executable, "-m", "mypy"), 300),
-    # The longest comes first.
+    # The longest come first.
+    "torch, mpirun -np 2": on_ranks("mpirun", 2, TORCH),
     "tensorflow, mpirun -np 2": on_ranks("mpirun", 2, parallel("tensorflow_*")),
-    "torch, mpirun -np 4": on_ranks("mpirun", 4, TORCH),
-    "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, UNDER_GLOO),
+    "single": Part((sys.executable, *of_pytest("single", options=["--timeout=200"]))),
     "ddp, torchrun -np 2": on_ranks("torchrun", 2, DDP, environment=ONE_THREAD),
     "ddp nodes, torchrun -np 4": on_ranks("torchrun", 4, NODES, environment=ONE_THREAD),
     "device, torchrun -np 2": on_ranks("torchrun", 2, OF_DEVICES, environment=LATE),
     "device, one process": Part((sys.executable, *of_pytest("delayed", options=["--timeout=200"]))),
-    "ddp, torchrun -np 3": on_ranks("torchrun", 3, [SUMS], environment=ONE_THREAD),
-    "single": Part((sys.executable, *of_pytest("single", options=["--timeout=200"]))),
     "integration": Part(
         (sys.executable, *of_pytest("integration", options=[*SHARED, "--timeout=300"])), alone=True
     ),
@@ -168,11 +167,12 @@ ALL = ("-m", "")
 FUZZ = ("-k", "test_random_programs")
 MINUTE = {"FUZZ_SECONDS": "60"}
 LONG = {
-    "torch, horovodrun --gloo -np 2, the rest": on_ranks(
-        GLOO, 2, [file for file in TORCH if file not in UNDER_GLOO + OF_ONE_RANK], *ALL
-    ),
+    "torch, mpirun -np 4": on_ranks("mpirun", 4, OF_MANY, *ALL),
+    "torch, mpirun -np 2, the rest": on_ranks("mpirun", 2, OF_ONE_RANK, "-m", "long"),
+    "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, OF_MANY, *ALL),
+    "ddp, torchrun -np 3": on_ranks("torchrun", 3, [SUMS], environment=ONE_THREAD),
     "ddp, torch alone, torchrun -np 2": on_ranks(
-        "torchrun", 2, DDP_LONG, interpreter=launch.TORCH_ALONE, environment=ONE_THREAD
+        "torchrun", 2, DDP_LONG, *ALL, interpreter=launch.TORCH_ALONE, environment=ONE_THREAD
     ),
     "device, torchrun -np 2, the rest": on_ranks(
         "torchrun",
@@ -181,6 +181,9 @@ LONG = {
         "--timeout=200",
         environment=LATE,
         limit=2400,
+    ),
+    "device, one process, the rest": Part(
+        (sys.executable, *of_pytest("delayed", wanted="long", options=["--timeout=200"]))
     ),
     # Plain FSDP2 frees what other streams read, so there it is no oracle for random programs.
     "device nodes, torchrun -np 4": on_ranks(
@@ -210,7 +213,7 @@ LONG = {
         GLOO, 2, [*named("tensorflow_differential", "tensorflow_state"), *UNLIKE], *ALL
     ),
     "tensorflow, mpirun -np 2, the rest": on_ranks(
-        "mpirun", 2, named("tensorflow_keras", "tensorflow_tape"), "-m", "long"
+        "mpirun", 2, parallel("tensorflow_*"), "-m", "long"
     ),
     "programs, mpirun -np 3": on_ranks("mpirun", 3, PROGRAMS, *FUZZ, environment=MINUTE),
     "programs, horovodrun --gloo -np 4": on_ranks(GLOO, 4, PROGRAMS, *FUZZ, environment=MINUTE),
@@ -230,7 +233,9 @@ CUDA = ONE_THREAD | {"TESTS_DEVICE": "cuda"}
 PATIENT = "--timeout=300"  # NCCL's ranks that share a GPU take turns on it
 GPU = {
     "GPU, doctor": Part((sys.executable, "-m", "scalecom_hvd", "doctor", "--gpu"), alone=True),
-    "GPU, kernel": Part((sys.executable, *of_pytest("single/test_triton.py", options=[]))),
+    "GPU, kernel": Part(
+        (sys.executable, *of_pytest("single/test_triton.py", options=[], wanted=""))
+    ),
     "GPU, Gloo, torchrun -np 2": on_ranks(
         "torchrun",
         2,

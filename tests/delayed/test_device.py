@@ -356,6 +356,7 @@ def test_forked_process_may_free_what_it_inherited():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+@pytest.mark.long
 def test_ranks():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     worker = HERE / "worker_ddp.py"

@@ -30,6 +30,7 @@ def test_a_step_that_is_not_is_found(monkeypatch):
         gpu_steps.check(torch.device("delayed", 0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("face", ["hook", "optimizer", "amp"])
 def test_ranks(face, tmp_path):
     program = tmp_path / "rank.py"

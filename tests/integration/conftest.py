@@ -33,6 +33,7 @@ LONGEST = (
     "test_killed_at_any_moment",
     "test_keras_training",
     "test_ecosystem",
+    "test_everything_that_is_here_works",
     "test_accuracy",
     "test_install",
     "test_frameworks_agree",

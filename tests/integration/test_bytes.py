@@ -35,12 +35,15 @@ def bytes_in_timeline(path) -> dict[str, list[int]]:
     ("framework", "launcher", "settings"),
     [
         pytest.param("torch", "horovodrun --gloo", {"rate": 100}, marks=pytest.mark.long),
-        (
+        pytest.param(
             "torch",
             "horovodrun",
             {"rate": 300, "lookahead": True, "leader": "staggered", "bucket_bytes": 1_000_000},
+            marks=pytest.mark.long,
         ),
-        ("torch", "mpirun", {"rate": 100, "warmup_steps": STEPS}),
+        pytest.param(
+            "torch", "mpirun", {"rate": 100, "warmup_steps": STEPS}, marks=pytest.mark.long
+        ),
         ("torch", "horovodrun --gloo", {"rate": 16, "bits": 3}),
         pytest.param(
             "tensorflow",

@@ -10,6 +10,7 @@ import pytest
 
 WORKER = Path(__file__).with_name("worker_faults.py")
 END = Path(__file__).with_name("worker_end.py")
+LAUNCHERS = [pytest.param("mpirun", marks=pytest.mark.long), "horovodrun --gloo"]
 
 
 @pytest.mark.long
@@ -28,14 +29,14 @@ def test_horovod_says_what_it_waits_for(launched):
     assert re.search(r"1: \[.*scalecom\.1\.agreement\.signal\b", output)  # perhaps with others
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_takes_a_step_more_than_the_others(launched, launcher):
     output = launched(launcher, 2, [WORKER, "longer"], limit=60)
     assert "a step more: HorovodInternalError" in output
     assert "nothing was lost" in output
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_ends_while_another_submits(launched, launcher):
     """There must be no deadlock between Horovod's lock and Python's (the GIL).
 

@@ -46,11 +46,9 @@ def hold_to_reference(directory, framework, mode, ranks) -> None:
                 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(220, func_only=True)
-@pytest.mark.parametrize(
-    ("launcher", "ranks"),
-    [pytest.param("mpirun", 4, marks=pytest.mark.long), ("horovodrun --gloo", 2)],
-)
+@pytest.mark.parametrize(("launcher", "ranks"), [("mpirun", 4), ("horovodrun --gloo", 2)])
 def test_frameworks_agree(launched, tmp_path, launcher, ranks):
     for framework in ("torch", "tensorflow"):
         launched(launcher, ranks, [WORKER, framework, tmp_path], limit=100)

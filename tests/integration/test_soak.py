@@ -89,12 +89,13 @@ def test_a_fault_that_is_not_survived_leaves_its_folder(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "local_steps", "point"),
     [
         ("torchrun", None, soak.Point.EXCHANGE),
-        pytest.param("torchrun", 4, soak.Point.SAVING, marks=pytest.mark.long),
-        pytest.param("DDP hook", None, soak.Point.AVERAGES, marks=pytest.mark.long),
+        ("torchrun", 4, soak.Point.SAVING),
+        ("DDP hook", None, soak.Point.AVERAGES),
     ],
 )
 def test_torchrun_starts_workers_again(monkeypatch, optimizer, local_steps, point):

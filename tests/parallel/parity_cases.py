@@ -5,6 +5,7 @@ leader, what travels. Cross products of all settings would show nothing more.
 """
 
 import numpy as np
+import pytest
 
 STAGGERED = {"rate": 20, "beta": 0.5, "leader": "staggered", "bucket_bytes": 20_000}
 HALVES = {"rate": 30, "beta": 0.3, "wire_dtype": "float16"}
@@ -69,3 +70,17 @@ CASES = {
         "tolerance": 1e-3,
     },
 }
+# Only make test-long runs these. What they have is in other cases too.
+LONG = [
+    *("few are left", "many are sent, look-ahead", "the same, look-ahead"),
+    *("exact, look-ahead", "float16 values", "integers of float64 gradients"),
+    *("beta 1", "exact", "float64 gradients", "float16 gradients, look-ahead"),
+    *("integers of 3 bits", "exact, float16 values, a warm-up at a rate of its own"),
+]
+in_all_cases = pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=[pytest.mark.long] * (name in LONG))
+        for name, settings in CASES.items()
+    ],
+)

@@ -20,7 +20,7 @@ from devices import DEVICE
 from made_up import EVERYTHING, SOME
 from models import ODD_SHAPES, assert_groups_go, same_on_all_ranks
 from parity import run_against_reference
-from parity_cases import CASES
+from parity_cases import in_all_cases
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -72,7 +72,7 @@ def by_hook(model, compressor, _):
     return step, end
 
 
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@in_all_cases
 def test_parity(settings):
     run_against_reference(make=by_hook, **settings)
 

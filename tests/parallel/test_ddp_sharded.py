@@ -125,10 +125,9 @@ def assert_close(model, others, rtol=1e-9):
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [
-        ("adamw", {}),
         ("momentum", {"lookahead": True}),
         ("adamw", {"beta": 0.3, "flush": False, "bucket_bytes": 400}),
-        ("momentum", {"bits": 3, "rate": 8}),
+        pytest.param("momentum", {"bits": 3, "rate": 8}, marks=pytest.mark.long),
         ("adamw", {"step_ahead": 1, "bits": 3, "rate": 8}),
         ("momentum", {"step_ahead": 1, "lookahead": True}),
     ],
@@ -180,7 +179,11 @@ def test_parameters_that_are_offloaded_to_the_host():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("of_fsdp", [{}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize(
+    "of_fsdp",
+    [{}, pytest.param({"reshard_after_forward": False}, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_with_everything_chosen_it_is_plain_fsdp2(how, of_fsdp):
     model, wrapped = make(rate=1, of_fsdp=of_fsdp)
     other, optimizer = plain(of_fsdp=of_fsdp)

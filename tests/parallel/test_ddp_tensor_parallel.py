@@ -141,6 +141,7 @@ def assert_close(model, other, rtol=1e-9):
         assert torch.allclose(full(p), q, rtol=rtol, atol=1e-12), (dist.get_rank(), name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("names", "plan"), FORMS, ids=NAMES)
 def test_with_everything_chosen_it_is_the_model_without_parallelism(names, plan):
     model, wrapped = make(names, plan, rate=1)

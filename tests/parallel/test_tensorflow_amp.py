@@ -69,7 +69,11 @@ def assert_same_run(scaled, plain, compression, other, scale):
     assert float(scale) == 2.0**20 / 2**4 * 2**2
 
 
-@pytest.mark.parametrize("mode", MODES[1:], ids=str)
+@pytest.mark.parametrize(
+    "mode",
+    [*(pytest.param(mode, marks=pytest.mark.long) for mode in MODES[1:3]), MODES[3]],
+    ids=str,
+)
 def test_a_fit_with_overflows_ends_where_one_without_them_ends(mode):
     kind = (
         tf.keras.optimizers.legacy

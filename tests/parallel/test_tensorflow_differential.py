@@ -512,6 +512,7 @@ def check(seed):
     return type(kind).__name__
 
 
+@pytest.mark.long
 @pytest.mark.timeout(SECONDS + 100)
 def test_random_programs():
     begun, seed = time.monotonic(), FIRST_SEED

@@ -64,8 +64,10 @@ def test_rate_one_equals_stock_horovod(make):
 @pytest.mark.parametrize(
     ("options", "compile_options"),
     [
-        ({}, {"run_eagerly": True}),
-        ({"gradient_predivide_factor": 2.0}, {"steps_per_execution": 3}),
+        pytest.param({}, {"run_eagerly": True}, marks=pytest.mark.long),
+        pytest.param(
+            {"gradient_predivide_factor": 2.0}, {"steps_per_execution": 3}, marks=pytest.mark.long
+        ),
         (
             {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
             {"steps_per_execution": 2},
@@ -116,11 +118,14 @@ def test_several_fits_with_validation(make, mode):
         ({"op": scalecom_hvd.tensorflow.Sum}, {}, {}),
         ({"gradient_predivide_factor": 2.0, "groups": 2}, {}, {}),
         ({"backward_passes_per_step": 2}, {}, {"lookahead": True}),
-        ({"backward_passes_per_step": 3}, {"run_eagerly": True}, {}),
-        (
+        pytest.param(
+            {"backward_passes_per_step": 3}, {"run_eagerly": True}, {}, marks=pytest.mark.long
+        ),
+        pytest.param(
             {"device_dense": "/cpu:0", "device_sparse": "/cpu:0"},
             {},
             {"leader": "staggered", "bucket_bytes": 10_000},
+            marks=pytest.mark.long,
         ),
     ],
     ids=str,
@@ -191,6 +196,7 @@ def test_a_clone_of_the_optimizer():
     assert clone.compression.stats()["rate"] > 10
 
 
+@pytest.mark.long
 def test_several_models_and_optimizers_in_one_process():
     models = [net(prefix="one_"), net(prefix="two_")]
     shared = scalecom()
@@ -245,7 +251,9 @@ def test_groups_of_variables():
     assert same_on_all_ranks(model.variables)
 
 
-@pytest.mark.parametrize(("passes", "scale"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("passes", "scale"), [pytest.param(1, False, marks=pytest.mark.long), (2, True)]
+)
 def test_local_layers_keep_their_gradients(passes, scale):
     ours, theirs = net(), net()
     options = {"scale_local_gradients": scale, "backward_passes_per_step": passes}

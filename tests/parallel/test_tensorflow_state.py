@@ -45,7 +45,14 @@ def assert_same(some, others):
             np.testing.assert_array_equal(averages[name], other[name], err_msg=name)
 
 
-@pytest.mark.parametrize("mode", [MODES[0], *MODES[2:]], ids=str)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *(pytest.param(MODES[i], marks=pytest.mark.long) for i in (0, 2, 3, 4)),
+        MODES[5],
+    ],
+    ids=str,
+)
 def test_resuming_from_a_state_dict_is_bit_identical(mode):
     straight = scalecom(**mode)
     step = Step(variables(SHAPES), straight)
@@ -68,7 +75,9 @@ def test_resuming_from_a_state_dict_is_bit_identical(mode):
         np.testing.assert_array_equal(residue, resumed.state_dict()["residues"][name])
 
 
-@pytest.mark.parametrize("mode", [MODES[2], MODES[4]], ids=str)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(MODES[2], marks=pytest.mark.long), MODES[4]], ids=str
+)
 def test_resuming_from_a_checkpoint_is_bit_identical(mode, tmp_path):
     """Every rank writes its own tf.train.Checkpoint."""
     straight = scalecom(**mode)
@@ -89,7 +98,10 @@ def test_resuming_from_a_checkpoint_is_bit_identical(mode, tmp_path):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: tf.keras.optimizers.Adam(0.01), lambda: tf.keras.optimizers.legacy.SGD(0.1, 0.9)],
+    [
+        pytest.param(lambda: tf.keras.optimizers.Adam(0.01), marks=pytest.mark.long),
+        lambda: tf.keras.optimizers.legacy.SGD(0.1, 0.9),
+    ],
     ids=["Adam", "legacy SGD"],
 )
 def test_a_fit_goes_on_where_it_stopped(make, tmp_path):
@@ -180,7 +192,7 @@ def test_all_series_of_gradients_resume_from_a_checkpoint(tmp_path):
     status.assert_consumed()
 
 
-@pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
+@pytest.mark.parametrize("way", [pytest.param("state_dict", marks=pytest.mark.long), "checkpoint"])
 def test_ranks_that_load_the_residues_of_one_rank_are_refused(way, tmp_path):
     """Residues would be sent several times. Residues that changed their ranks are no less right."""
     compression = scalecom()
@@ -210,7 +222,9 @@ def test_a_state_saved_before_the_first_step():
     assert compression.state_dict()["step"] == 2
 
 
-@pytest.mark.parametrize("mode", MODES[:2], ids=str)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(MODES[0], marks=pytest.mark.long), MODES[1]], ids=str
+)
 def test_a_newcomer_starts_with_empty_residues(mode, caplog):
     compression = scalecom(**mode)
     run(compression, range(5))

@@ -46,8 +46,8 @@ def check_nothing_is_lost(compression, sent, steps, divisor=None):
     [
         ({}, MODES[0]),
         ({"gradient_predivide_factor": 2.0, "groups": 2}, MODES[1]),
-        ({"op": hvd.Sum, "device_dense": "/cpu:0"}, MODES[2]),
-        ({"traced": False}, MODES[1]),
+        pytest.param({"op": hvd.Sum, "device_dense": "/cpu:0"}, MODES[2], marks=pytest.mark.long),
+        pytest.param({"traced": False}, MODES[1], marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -169,7 +169,7 @@ def train(model, step, steps):
     return losses
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_custom_loop(traced):
     def run(library, compression):
         model, optimizer = net(), tf.keras.optimizers.SGD(0.1)
@@ -294,7 +294,11 @@ def test_gradients_missing_on_one_rank_or_on_all():
         )
 
 
-@pytest.mark.parametrize("mode", [MODES[2], {"lookahead": True, "warmup_steps": 3}], ids=str)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(MODES[2], marks=pytest.mark.long), {"lookahead": True, "warmup_steps": 3}],
+    ids=str,
+)
 def test_gradients_that_come_later_on_one_rank_alone(mode):
     """In eager execution a rank with a new gradient must not be the only one to notice.
 
@@ -398,7 +402,7 @@ def test_variables_join_and_leave():
         )
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.long), True])
 def test_two_gradients_of_the_same_variables_in_a_step(traced):
     """They are two series, and each keeps what was not sent of it.
 
@@ -457,7 +461,13 @@ def test_a_persistent_tape_for_two_models():
 
 
 @pytest.mark.parametrize(
-    ("mode", "value"), list(zip(MODES, [np.inf, np.nan, np.inf], strict=True)), ids=str
+    ("mode", "value"),
+    [
+        pytest.param(MODES[0], np.inf, marks=pytest.mark.long),
+        (MODES[1], np.nan),
+        pytest.param(MODES[2], np.inf, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_a_step_that_overflows_on_one_rank_never_happened(mode, value):
     settings = {"beta": 0.5, "warmup_steps": 2, **mode}
@@ -531,7 +541,7 @@ def test_process_sets_have_leaders_of_their_own():
 # TensorFlow 1's optimizers.
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.long), True])
 def test_optimizers_of_tensorflow_1_without_a_graph(traced):
     def run(library, compression):
         model = net()
@@ -607,7 +617,11 @@ def in_a_graph(library, compression, passes=1, monitored=False, steps=range(6), 
                 return values, compression.state_dict(), compression.stats()
 
 
-@pytest.mark.parametrize("options", [{}, {"passes": 2}, {"monitored": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.long), {"passes": 2}, {"monitored": True}],
+    ids=str,
+)
 def test_graphs_and_sessions(options):
     ours, _, _ = in_a_graph(hvd, hvd.ScaleCom(rate=1), **options)
     theirs, _, _ = in_a_graph(stock, stock.Compression.none, **options)
@@ -642,6 +656,7 @@ def test_nothing_is_lost_in_graphs_and_sessions(options, mode):
         np.testing.assert_allclose(-value * hvd.size() + left, came_in, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long
 def test_resuming_in_a_graph_is_bit_identical():
     settings = {"beta": 0.5, "lookahead": True}
     straight, state, _ = in_a_graph(hvd, scalecom(**settings))

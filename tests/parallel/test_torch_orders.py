@@ -67,7 +67,9 @@ def nothing_is_lost(models, compressor, steps):
 
 
 @in_every_library
-@pytest.mark.parametrize("settings", [{}, {"lookahead": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"lookahead": True}, marks=pytest.mark.long)], ids=str
+)
 @pytest.mark.parametrize("order", ["closure", "after every backward", "idle optimizer"])
 def test_synchronize_with_nothing_new_changes_nothing(library, settings, order):
     def train(optimizer, model):

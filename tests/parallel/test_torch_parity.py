@@ -5,10 +5,10 @@ Its selections and values must be those of n simulated workers, over many steps.
 
 import pytest
 from parity import run_against_reference
-from parity_cases import CASES, STAGGERED
+from parity_cases import STAGGERED, in_all_cases
 
 
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@in_all_cases
 def test_parity(settings):
     compressor = run_against_reference(**settings)
     assert len(compressor.residues.buckets) >= 4 or "leader" not in settings

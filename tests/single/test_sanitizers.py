@@ -16,6 +16,7 @@ import pytest
 
 from scalecom_hvd import native
 
+pytestmark = pytest.mark.long
 HERE = Path(__file__).parent
 SOURCES = Path(native.__file__).parent
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]

@@ -15,7 +15,8 @@ import torch
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 
-def test_cases():
+@pytest.mark.parametrize("wanted", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_cases(wanted):
     """Run the cases on a GPU if there is one, and in Triton's interpreter otherwise."""
     environment = {**os.environ, "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1"}
     environment.pop("TEST_DIARY", None)  # the diary holds only tests that can be rerun separately
@@ -26,6 +27,8 @@ def test_cases():
         "-q",
         "--color=no",
         "-x",
+        "-m",
+        wanted,
         str(Path(__file__).with_name("triton_cases.py")),
     ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
@@ -107,7 +110,13 @@ print(len(compiled), "kernels")
 """
 
 
-@pytest.mark.parametrize("target", ["cuda 80 32", "cuda 90 32", "hip gfx942 64"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "cuda 90 32",
+        *(pytest.param(t, marks=pytest.mark.long) for t in ("cuda 80 32", "hip gfx942 64")),
+    ],
+)
 def test_it_compiles_for_gpus_to_wide_moves_without_fused_multiply_adds_or_spills(target, tmp_path):
     environment = {
         **os.environ,

@@ -103,7 +103,16 @@ def assert_alike(
 
 
 @pytest.mark.parametrize(
-    "case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES]
+    "case",
+    [
+        # Of the large ones make test runs every third, so each with one or two of the choices.
+        pytest.param(
+            i,
+            id="-".join(map(str, case)),
+            marks=[pytest.mark.long] * (i >= len(SMALL) and i % 3 != 0),
+        )
+        for i, case in enumerate(CASES)
+    ],
 )
 def test_agrees_with_plain_torch_to_the_bit(case):
     numel, rate, choose = CASES[case]
@@ -125,7 +134,14 @@ def test_tensors_of_different_kinds_share_a_kernel(choose):
     assert_alike(geometries, dtypes, choose, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *DTYPES[::3],
+        *(pytest.param(dtype, marks=pytest.mark.long) for dtype in DTYPES[1:3]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("bits", "rate"), [(2, 1), (3, 2.5), (3, 16), (8, 300)])
 def test_integers_are_those_of_plain_torch_to_the_bit(dtype, bits, rate):
     torch.manual_seed(bits)
