@@ -4,14 +4,17 @@ u = w * m + (1 - w) * |m| / |b| * b, where m is what waits in the residue, b is 
 momentum (zero if it has none), and w says how far this worker wants what the others do. D is what
 the optimizer makes of a gradient. Most optimizers of the Adam family divide by the root of averaged
 squares, and u's own square is part of this average, as it will be when u is sent. The average fades
-while an element waits, so without u's square the move would be too long. The C kernel moves float32
-parameters on the CPU. Triton moves all parameters of one kind on a GPU in one launch. Plain PyTorch
-moves all others, piece by piece. Imports gradients, kernel_choice, native, and triton_moves_ahead
-if a tensor needs it.
+while an element waits, so without u's square the move would be too long. Muon's steps are equally
+long whatever gradients are, so D makes u as long as these.
+
+The C kernel moves float32 parameters on the CPU. Triton moves all parameters of one kind on a GPU
+in one launch. Plain PyTorch moves all others, and those of Muon, piece by piece. Imports gradients,
+kernel_choice, native, and triton_moves_ahead if a tensor needs it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +34,7 @@ LARGEST = 10.0
 # Adam, which has twice the learning rate, breaks down.
 SGD_SHARE = 1.5
 ADAM_SHARE = 0.3
+MUON_SHARE = 1.0
 # Where optimizers keep the sizes of gradients, by which they divide: see move_of.
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
 # All that known optimizers keep for each element. An optimizer that keeps more makes steps of
@@ -62,6 +66,7 @@ class Move:
         decay: the decay of that average.
         eps: what is added to the divisor.
         enters: the part of u's square that is added to `second` after its bias correction.
+        length: the norm of D(u) if u is as long as the residue. None: it depends on u's length.
     """
 
     own: torch.Tensor
@@ -76,6 +81,7 @@ class Move:
     decay: float = 0.0
     eps: float = 0.0
     enters: float = 0.0
+    length: float | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -105,6 +111,22 @@ def has_direction(state: Mapping[str, Any], own: torch.Tensor) -> bool:
     return bool(kept) and is_known and all(local_part(m).shape == own.shape for m in kept)
 
 
+def is_muon(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether torch.optim.Muon has stepped a parameter with this state, in this group."""
+    return "ns_coefficients" in group and "momentum_buffer" in state
+
+
+def _length_of_muon(group: Mapping[str, Any], shape: torch.Size) -> float:
+    """The root mean square of a step's elements, for a learning rate of 1.
+
+    Muon makes an orthogonal matrix of its momentum, and adjusts the learning rate to the shape.
+    """
+    rows, columns = shape
+    if group.get("adjust_lr_fn") == "match_rms_adamw":
+        return 0.2
+    return math.sqrt(max(1, rows / columns) / max(rows, columns))
+
+
 def move_of(
     own: torch.Tensor,
     spare: torch.Tensor,
@@ -124,6 +146,10 @@ def move_of(
         ranks: by how much the gradients that the optimizer gets are larger than averages over
             ranks: the number of ranks for sums.
     """
+    if is_muon(group, state):
+        length = _length_of_muon(group, state["momentum_buffer"].shape) * math.sqrt(own.numel())
+        rate = float(group["lr"]) * factor * MUON_SHARE
+        return Move(own, spare, residue, rate, 1, _momentum(state), length=length)
     sign = -1 if group.get("maximize") else 1
     rate = sign * float(group["lr"]) * factor * ranks
     momentum = _momentum(state)
@@ -191,13 +217,13 @@ def _is_for_triton(move: Move) -> bool:
 
 
 def _is_plain(move: Move, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether a kernel may access all tensors of the move by their addresses.
+    """Whether a kernel knows the move, and may access all its tensors by their addresses.
 
     Some optimizers have one second moment for a whole layer, or states of few bits in a tensor
     class that claims to be float32.
     """
     own = move.own
-    return all(
+    return move.length is None and all(
         type(t) in (torch.Tensor, torch.nn.Parameter)
         and (t.shape, t.device) == (own.shape, own.device)
         and t.dtype in dtypes
@@ -239,17 +265,23 @@ def _make_in_c(moves: Sequence[Move], weight: float, beta: float, made: list[Pai
 
 
 def _make_in_torch(move: Move, weight: float, beta: float, made: list[Pair]) -> None:
-    share = torch.zeros(())
+    share, per_length = torch.zeros(()), None
     if move.momentum is not None:
         # In float16 the norm would overflow.
         dtype = torch.promote_types(move.momentum.dtype, move.residue.dtype)
         norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in (move.residue, move.momentum)]
         length = norms[0] / norms[1]
         share = (move.sign * (1 - weight) * length).nan_to_num_(0.0, 0.0, 0.0)
+        if move.length is not None:
+            per_length = (move.length / norms[0]).nan_to_num_(0.0, 0.0, 0.0)
     divisor = 1.0 if move.steps is None else correction(move.steps, move.decay)
     for own, spare, waits, *others in _blocks(move.tensors):
         spare.copy_(own)
         made.append((own, spare))
+        if per_length is not None:
+            own.addcmul_(waits, per_length, value=-move.rate * weight)
+            own.addcmul_(others[0], per_length * share, value=-move.rate)
+            continue
         if move.second is None:
             factor = -move.rate / beta
             own.add_(waits, alpha=factor * weight)

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scalecom_hvd.exchange.gradients import four_elements, local_part
 from scalecom_hvd.exchange.loss_scale import LossScale
-from scalecom_hvd.exchange.moves_ahead import has_direction, make, move_of
+from scalecom_hvd.exchange.moves_ahead import has_direction, is_muon, make, move_of
 from scalecom_hvd.exchange.residue import Residues
 
 log = logging.getLogger("scalecom_hvd")
@@ -56,9 +56,9 @@ NEVER_AHEAD = (
 )
 UNKNOWN_OPTIMIZER = (
     "step-ahead gradients follow the optimizer's own direction, but the direction of {} is not "
-    "known. They work with SGD, Adam, AdamW, NAdam, RAdam, LAMB, RMSprop, Adagrad and Adamax, and "
-    "with optimizers that keep the same state. For other optimizers give the method, or "
-    "ScaleComState, step_ahead=0"
+    "known. They work with SGD, Adam, AdamW, NAdam, RAdam, LAMB, RMSprop, Adagrad, Adamax and "
+    "PyTorch's Muon, and with optimizers that keep the same state. For other optimizers give the "
+    "method, or ScaleComState, step_ahead=0"
 )
 RETIRED = (
     "step %d: gradients are no longer computed a step ahead, because another ScaleCom moves the "
@@ -427,7 +427,8 @@ class StepAhead:
             if parameter in known:
                 group, state, optimizer = known[parameter]
                 is_sgd = isinstance(optimizer, torch.optim.SGD)
-                if is_sgd or has_direction(state, local_part(parameter)):
+                is_known = is_sgd or is_muon(group, state)
+                if is_known or has_direction(state, local_part(parameter)):
                     yield name, parameter, group, state
                 elif state or optimizer in self._stateless:
                     raise RuntimeError(UNKNOWN_OPTIMIZER.format(type(optimizer).__name__))

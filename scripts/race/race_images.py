@@ -35,8 +35,8 @@ class Images:
     def model(self) -> nn.Module:
         return resnet(self.size)
 
-    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+    def optimizers(self, model: nn.Module, lr: float, muon: bool) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)]
 
     def loss(
         self, called: nn.Module, random: torch.Generator, device: torch.device, batch: int | None

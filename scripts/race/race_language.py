@@ -143,14 +143,24 @@ class LanguageModel:
     def model(self) -> nn.Module:
         return Decoder(self.size)
 
-    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() == 1]
+    def optimizers(self, model: nn.Module, lr: float, muon: bool) -> list[torch.optim.Optimizer]:
+        of_muon, matrices, others = [], [], []
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                others.append(parameter)
+            elif muon and name.startswith("blocks."):
+                of_muon.append(parameter)
+            else:
+                matrices.append(parameter)
         groups = [
             {"params": matrices, "weight_decay": 0.1},
             {"params": others, "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+        optimizers = [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))]
+        if of_muon:
+            muons = torch.optim.Muon(of_muon, lr, 0.1, adjust_lr_fn="match_rms_adamw")
+            optimizers.append(muons)
+        return optimizers
 
     def loss(
         self, called: nn.Module, random: torch.Generator, device: torch.device, batch: int | None

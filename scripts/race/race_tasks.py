@@ -14,7 +14,7 @@ TASKS = ("language-model", "resnet")
 
 
 class Task(Protocol):
-    """A model, its data and its optimizer.
+    """A model, its data and its optimizers.
 
     Attributes:
         case: bench_cases.py's name of its step.
@@ -38,7 +38,9 @@ class Task(Protocol):
 
     def model(self) -> nn.Module: ...
 
-    def optimizer(self, model: nn.Module, lr: float) -> torch.optim.Optimizer: ...
+    def optimizers(self, model: nn.Module, lr: float, muon: bool) -> list[torch.optim.Optimizer]:
+        """The optimizers of all parameters. muon: whether Muon trains the matrices inside."""
+        ...
 
     def loss(
         self, called: nn.Module, random: torch.Generator, device: torch.device, batch: int | None

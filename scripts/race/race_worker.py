@@ -35,6 +35,10 @@ def main() -> None:
         parser.error(f"--options go with {' and '.join(WITH_SETTINGS)}, not with {args.way}")
     if args.task == "resnet" and args.size not in ("tiny", "full"):
         parser.error("--task resnet has the sizes tiny and full")
+    if args.muon and (args.task == "resnet" or WAYS[args.way].local):
+        parser.error("--muon goes with the language model, and with ways that use DDP")
+    if args.muon and not hasattr(torch.optim, "Muon"):
+        parser.error("--muon needs PyTorch 2.9 or newer")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     device = use_device(kind, int(os.environ["LOCAL_RANK"]), here)
@@ -64,17 +68,20 @@ def train(args: argparse.Namespace, task: race_tasks.Task, device: torch.device)
     torch.manual_seed(args.seed)
     model = task.model().to(device)
     called = wrapped(way, model, steps, args.options, task.bucket_mb)
-    optimizer: Any = task.optimizer(model, args.lr)
+    optimizers: list[Any] = task.optimizers(model, args.lr, args.muon)
     if way.local is not None:
-        optimizer = ddp.DistributedOptimizer(optimizer, model.named_parameters(), **way.local())
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: share(step, steps, args.warmup)
-    )
+        (own,) = optimizers
+        optimizers = [ddp.DistributedOptimizer(own, model.named_parameters(), **way.local())]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(own, lambda step: share(step, steps, args.warmup))
+        for own in optimizers
+    ]
     random = torch.Generator().manual_seed(1000 * args.seed + dist.get_rank())
     every = max(1, round(args.every * way.steps))
     losses, begun = {0: evaluate(task, model, device)}, time.time()
     for step in range(1, steps + 1):
-        optimizer.zero_grad()
+        for own in optimizers:
+            own.zero_grad()
         for last in reversed(range(way.microbatches)):
             waits = contextlib.nullcontext() if not last or way.local else called.no_sync()
             with waits:
@@ -84,8 +91,8 @@ def train(args: argparse.Namespace, task: race_tasks.Task, device: torch.device)
         bound = args.clip or task.clip_norm
         if bound is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
-        optimizer.step()
-        schedule.step()
+        for each in (*optimizers, *schedules):
+            each.step()
         if step % every == 0 or step == steps:
             losses[step] = evaluate(task, model, device)
     return {
@@ -134,6 +141,9 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, help="windows, or images, of a worker in a microbatch")
     parser.add_argument(
         "--clip", type=float, help="the norm to which gradients are clipped (default: the task's)"
+    )
+    parser.add_argument(
+        "--muon", action="store_true", help="Muon trains the matrices between embedding and output"
     )
     parser.add_argument(
         "--warmup", type=int, default=WARMUP, help="steps in which the learning rate rises"

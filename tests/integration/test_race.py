@@ -30,7 +30,7 @@ def test_one_rank_of_a_run_alone_cuts_the_text(launched, tmp_path):
     program = tmp_path / "counted.py"
     program.write_text(COUNTED.format(folder=str(RACE.parent), worker=str(worker)))
     arguments = ["--way", "ScaleCom", "--size", "tiny", "--steps", "2", "--lr", "1e-3"]
-    arguments += ["--pieces", "new", "--output", "losses.json"]
+    arguments += ["--pieces", "new", "--output", "losses.json", "--muon"]
     launched("torchrun", 2, [program, *arguments])
     assert list(json.loads((tmp_path / "losses.json").read_text())["losses"]) == ["0", "2"]
     assert [path.name for path in tmp_path.glob("cut-*")] == ["cut-0"]

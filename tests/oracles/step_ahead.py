@@ -16,8 +16,12 @@ def ahead(residue, alignment, lr, factor, group, state):
     if "square_avg" in state:
         b = torch.zeros_like(m)
     length = m.norm() / b.norm() if b.any() else 0
-    sign = -1 if group["maximize"] else 1
+    sign = -1 if group.get("maximize") else 1
     u = sign * w * m + (1 - w) * length * b
+    if "ns_coefficients" in group:  # Muon: a step's elements have this root mean square
+        rows, columns = m.shape
+        size = (max(1, rows / columns) / max(rows, columns)) ** 0.5
+        return -lr * factor * size * m.numel() ** 0.5 * u / m.norm()
     if "square_avg" in state:
         v, decay = state["square_avg"], group["alpha"]
     elif "exp_avg_sq" in state:

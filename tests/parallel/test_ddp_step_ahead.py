@@ -54,6 +54,39 @@ def test_a_method_that_is_given_to_the_state_is_ahead_too():
     assert are_equal(other, {n.removeprefix("module."): p for n, p in copies(model).items()})
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+def test_muon_for_matrices_and_adamw_for_the_rest(caplog):
+    """The parameters of each optimizer are ahead along its own direction."""
+    model, _, state = make()
+    named = {name: p for name, p in model.module.named_parameters() if p.numel() >= 20}
+    matrices = [p for p in named.values() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    muon, adamw = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)
+    for step in range(6):
+        common = copies(model.module)
+        muon.zero_grad()
+        adamw.zero_grad()
+        came = loss(model, hvd.rank(), step)
+        for name, p in named.items() if step else ():
+            optimizer = muon if p.dim() == 2 else adamw
+            residues = state.compression.residues
+            moved = oracle.ahead(
+                residues.tensors[name].residue.view(p.shape).cpu(),
+                residues.alignment.weight,
+                optimizer.param_groups[0]["lr"],
+                1.0,
+                optimizer.param_groups[0],
+                {key: value.cpu() for key, value in optimizer.state[p].items()},
+            )
+            assert moved.any()
+            torch.testing.assert_close((p - common[name]).cpu(), moved, rtol=1e-6, atol=1e-9)
+        came.backward()
+        muon.step()
+        adamw.step()
+    assert same_on_all_ranks(model.parameters())
+    assert "not computed a step ahead" not in caplog.text
+
+
 @pytest.mark.parametrize("registers", [True, False])
 def test_a_hook_that_was_not_registered_is_told(registers, caplog):
     model = DistributedDataParallel(make_model())

@@ -210,3 +210,35 @@ def test_a_signal_in_the_kernel_leaves_parameters_where_they_are(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         moved(*trained, 0.5)
     assert all(torch.equal(move.own, p) for move, p in zip(moves, before, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+@pytest.mark.parametrize("shape", [(30, 70), (70, 30)], ids=str)
+@pytest.mark.parametrize("adjusts", [None, "match_rms_adamw"])
+def test_a_residue_of_any_length_moves_as_far_as_a_step_of_muon(shape, adjusts):
+    torch.manual_seed(0)
+    parameter, residue = torch.nn.Parameter(torch.randn(shape)), torch.randn(shape)
+    before = parameter.detach().clone()
+    optimizer = torch.optim.Muon([parameter], lr=0.1, weight_decay=0.0, adjust_lr_fn=adjusts)
+    parameter.grad = torch.randn(shape)
+    optimizer.step()
+    group, state = optimizer.param_groups[0], optimizer.state[parameter]
+    # Newton and Schulz's iteration gives matrices that are orthogonal up to about 30 %.
+    length = pytest.approx(float((parameter.detach() - before).norm()), rel=0.3)
+
+    def moved(residue, weight):
+        own = torch.zeros(shape)
+        tensors = own, torch.empty(shape), residue.view(-1)
+        moves_ahead.make([moves_ahead.move_of(*tensors, group, state, 1.0)], weight, 0.7)
+        return own
+
+    def along(own, other):
+        return torch.cosine_similarity(own.view(-1), other.view(-1), dim=0)
+
+    for factor in (1e-3, 1.0, 1e3):
+        assert float(moved(residue * factor, 1.0).norm()) == length
+    assert along(moved(residue, 1.0), -residue) > 0.9999
+    assert along(moved(residue, 0.0), -state["momentum_buffer"]) > 0.9999
+    both = -residue / residue.norm() - state["momentum_buffer"] / state["momentum_buffer"].norm()
+    assert along(moved(residue, 0.5), both) > 0.9999
+    assert not moved(residue * 0, 1.0).any()
