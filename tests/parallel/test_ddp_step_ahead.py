@@ -69,15 +69,13 @@ def test_muon_for_matrices_and_adamw_for_the_rest(caplog):
         came = loss(model, hvd.rank(), step)
         for name, p in named.items() if step else ():
             optimizer = muon if p.dim() == 2 else adamw
-            residues = state.compression.residues
-            moved = oracle.ahead(
-                residues.tensors[name].residue.view(p.shape).cpu(),
-                residues.alignment.weight,
-                optimizer.param_groups[0]["lr"],
-                1.0,
-                optimizer.param_groups[0],
-                {key: value.cpu() for key, value in optimizer.state[p].items()},
-            )
+            residues, group = state.compression.residues, optimizer.param_groups[0]
+            waits = residues.tensors[name].residue.view(p.shape).cpu()
+            kept = {key: value.cpu() for key, value in optimizer.state[p].items()}
+            with torch.device("cpu"):
+                moved = oracle.ahead(
+                    waits, residues.alignment.weight, group["lr"], 1.0, group, kept
+                )
             assert moved.any()
             torch.testing.assert_close((p - common[name]).cpu(), moved, rtol=1e-6, atol=1e-9)
         came.backward()
