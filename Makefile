@@ -13,7 +13,7 @@ help:
 	@echo "make demo          trains a ResNet, a Keras ResNet and an LSTM on 2 ranks, dense and with ScaleCom; table and picture"
 	@echo "make demo-torch    trains the ResNet on 2 ranks by torchrun, without Horovod (three minutes)"
 	@echo "make test          ruff, mypy and the tests, on 1, 2 and 4 ranks (ten minutes on two cores)"
-	@echo "make test-long     what takes longer: kills, hosts, elastic jobs, random programs, study (half an hour)"
+	@echo "make test-long     what takes longer: kills, hosts, elastic jobs, random programs, study (an hour)"
 	@echo "make test-gpu      the doctor's tests of GPUs, the kernel's, and those of torchrun's ranks on a GPU"
 	@echo "make lint          ruff and mypy alone"
 	@echo "make mutations     takes 147 lines of the package out, one at a time, and says which tests notice (hours)"

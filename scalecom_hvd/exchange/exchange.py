@@ -467,7 +467,7 @@ class Exchange(Averager):
         if self._unscaling is not None and self.node is not None and self.collectives.is_ordered:
             # Ranks must submit what NCCL sends between nodes and inside a node in one order, or
             # they wait for each other for ever. Loss scales reach hosts at different times, so the
-            # host waits. Mostly its copy was begun before forward, and is here.
+            # host waits. Mostly the copy began when forward began, and is here.
             self._unscaling.now()
         self._choose_late()
         self._whole = self._must_send_whole()

@@ -10,7 +10,6 @@ Imports collectives and devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -25,7 +24,7 @@ class LossScale:
         given: a torch.amp.GradScaler, a function that returns the current scale, or None.
 
     Attributes:
-        read: a function that returns the current scale, as a number or a tensor.
+        is_given: whether there is a loss scale.
 
     Raises:
         TypeError: it is something else.
@@ -36,20 +35,26 @@ class LossScale:
 
     def give(self, given: object) -> None:
         """From now on, this is the loss scale. Raises as the constructor does."""
-        self.read = _reader(given)
+        reader = _unscaled if given is None else getattr(given, "get_scale", given)
+        if not callable(reader):
+            raise TypeError(
+                "loss_scale must be a GradScaler or a callable that gives the current scale, not "
+                f"{given!r}"
+            )
+        self.is_given, self._reader = given is not None, reader
         self._scaler = given if isinstance(given, torch.amp.GradScaler) else None
         # The scaler's tensor and its version, and a copy that is on its way to the host.
         self._copied: tuple[torch.Tensor | None, int, HostCopy | None] = None, 0, None
 
-    @property
-    def is_given(self) -> bool:
-        """Whether there is a loss scale."""
-        return self.read is not _unscaled
+    def read(self) -> float | torch.Tensor:
+        """The current scale: a number, or a tensor that may be on a device."""
+        scale = self._of_scaler()
+        return self._reader() if scale is None else scale
 
     def forward_begins(self) -> None:
         """Begin to copy a GradScaler's scale to the host: a training forward begins."""
-        scale = getattr(self._scaler, "_scale", None)
-        if scale is not None:  # otherwise nothing was scaled yet
+        scale = self._of_scaler()
+        if scale is not None:
             self._copy_of(scale)
 
     def inverse(self) -> Wait[float]:
@@ -62,11 +67,18 @@ class LossScale:
         scale = self.read()
         if not isinstance(scale, torch.Tensor):
             scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
-        copy = HostCopy(scale) if self._scaler is None else self._copy_of(scale)
+        copy = self._copy_of(scale) if scale is self._of_scaler() else HostCopy(scale)
         comes: Wait[float] = Wait("loss scale", copy, round=0, then=_inverse)
         if copy.done():  # so that a wrong scale is refused at once
             comes.now()
         return comes
+
+    def _of_scaler(self) -> torch.Tensor | None:
+        """A GradScaler's own tensor, because get_scale() would wait for it.
+
+        None: there is no GradScaler, or it has scaled nothing yet.
+        """
+        return getattr(self._scaler, "_scale", None)
 
     def _copy_of(self, scale: torch.Tensor) -> HostCopy:
         """A copy of the scaler's tensor. A new one begins only if the tensor has changed."""
@@ -75,26 +87,6 @@ class LossScale:
             copy = HostCopy(scale)
             self._copied = scale, scale._version, copy
         return copy
-
-
-def _reader(given: object) -> Callable[[], float | torch.Tensor]:
-    if given is None:
-        return _unscaled
-    reader = getattr(given, "get_scale", given)
-    if not callable(reader):
-        raise TypeError(
-            "loss_scale must be a GradScaler or a callable that gives the current scale, not "
-            f"{given!r}"
-        )
-
-    def read() -> float | torch.Tensor:
-        # A GradScaler's own tensor, for which get_scale() would wait. If it is None or missing, the
-        # GradScaler has none yet.
-        scale = getattr(given, "_scale", None)
-        of_pytorch = isinstance(given, torch.amp.GradScaler) and scale is not None
-        return scale if of_pytorch else reader()
-
-    return read
 
 
 def _inverse(scale: torch.Tensor) -> float:

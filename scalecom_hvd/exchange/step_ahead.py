@@ -427,8 +427,7 @@ class StepAhead:
             if parameter in known:
                 group, state, optimizer = known[parameter]
                 is_sgd = isinstance(optimizer, torch.optim.SGD)
-                is_known = is_sgd or is_muon(group, state)
-                if is_known or has_direction(state, local_part(parameter)):
+                if is_sgd or is_muon(group, state) or has_direction(state, local_part(parameter)):
                     yield name, parameter, group, state
                 elif state or optimizer in self._stateless:
                     raise RuntimeError(UNKNOWN_OPTIMIZER.format(type(optimizer).__name__))

@@ -10,8 +10,8 @@ A part has a time limit. After that it is ended with all its ranks. If a part fa
 shown, with the command that runs the failed test again. Parts that compute all the time run at the
 same time, on separate cores. Then come the parts that start launchers and wait for them.
 
-Tests marked `long` belong to --long. Each of the other tests runs once, on 2 ranks (on 4 if it is
-about nodes): those on Horovod under mpirun, those of torch.distributed's face under torchrun.
+Tests marked `long` belong to --long. Each of the other tests runs once with each face: on 2 ranks
+(on 4 if it is about nodes), on Horovod under mpirun, and with torch.distributed under torchrun.
 
 With --long, PyTorch's tests on Horovod run again on 4 ranks and under Gloo. Those of
 torch.distributed's face run again without Horovod, and on a device whose streams run late

@@ -522,11 +522,6 @@ def compiled_with_its_loss(model):
     return torch.compile(lambda x: model(x), backend="eager")
 
 
-OTHERS_THAT_COMPILE = [
-    *(compiled_in_place, compiled_with_its_loss, compiled_in_a_compiled_function)
-]
-
-
 def compiled_in_parts(model):
     parts = torch.compile(model[0], backend="eager"), torch.compile(model[1:], backend="eager")
     return lambda x: parts[1](parts[0](x))
@@ -537,7 +532,9 @@ def compiled_in_parts(model):
     [
         *(in_a_wrapper, in_a_new_wrapper_each_time, after_an_evaluation_in_a_wrapper),
         *(compiled, compiled_to_one_graph, compiled_in_place_and_apart),
-        *(pytest.param(call, marks=pytest.mark.long) for call in OTHERS_THAT_COMPILE),
+        pytest.param(compiled_in_place, marks=pytest.mark.long),
+        pytest.param(compiled_with_its_loss, marks=pytest.mark.long),
+        pytest.param(compiled_in_a_compiled_function, marks=pytest.mark.long),
     ],
 )
 def test_whatever_the_script_calls_is_ahead(call):
