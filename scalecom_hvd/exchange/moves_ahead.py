@@ -8,8 +8,8 @@ while an element waits, so without u's square the move would be too long. Muon's
 long whatever gradients are, so D makes u as long as these.
 
 The C kernel moves float32 parameters on the CPU. Triton moves all parameters of one kind on a GPU
-in one launch. Plain PyTorch moves all others, and those of Muon, piece by piece. Imports gradients,
-kernel_choice, native, and triton_moves_ahead if a tensor needs it.
+in one launch. Plain PyTorch moves all others, piece by piece. Imports gradients, kernel_choice,
+native, and triton_moves_ahead if a tensor needs it.
 """
 
 from __future__ import annotations
@@ -217,13 +217,13 @@ def _is_for_triton(move: Move) -> bool:
 
 
 def _is_plain(move: Move, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether a kernel knows the move, and may access all its tensors by their addresses.
+    """Whether a kernel may access all of a move's tensors by their addresses.
 
     Some optimizers have one second moment for a whole layer, or states of few bits in a tensor
     class that claims to be float32.
     """
     own = move.own
-    return move.length is None and all(
+    return all(
         type(t) in (torch.Tensor, torch.nn.Parameter)
         and (t.shape, t.device) == (own.shape, own.device)
         and t.dtype in dtypes
@@ -255,7 +255,15 @@ def _make_in_c(moves: Sequence[Move], weight: float, beta: float, made: list[Pai
         parts = move.own, move.spare, move.residue, move.momentum, move.second
         addresses = [0 if part is None else part.data_ptr() for part in parts]
         divisor = 1.0 if move.steps is None else correction(move.steps, move.decay)
-        numbers = move.rate, move.sign, 1 / divisor, move.eps, LARGEST, move.enters
+        numbers = (
+            move.rate,
+            move.sign,
+            1 / divisor,
+            move.eps,
+            LARGEST,
+            move.enters,
+            move.length or 0,
+        )
         rows.append((*addresses, move.own.numel(), *numbers, move.power == 0.5, False))
     table = np.array(rows, native.MOVE)
     try:

@@ -50,7 +50,7 @@ def _kind(move: Move) -> tuple[Any, ...]:
     tensors = (move.own, move.residue, move.momentum, move.second)
     dtypes = tuple(t.dtype if t is not None else None for t in tensors)
     numbers = move.rate, move.sign, move.power, move.decay, move.eps, move.enters
-    return move.own.device, dtypes, numbers, move.steps is None
+    return move.own.device, dtypes, numbers, move.steps is None, move.length is None
 
 
 def _make_alike(moves: Sequence[Move], weight: float, beta: float) -> None:
@@ -64,7 +64,8 @@ def _make_alike(moves: Sequence[Move], weight: float, beta: float) -> None:
     ]
     is_aligned = not any(address % 16 for row in rows for address in row[:-1])
     wide = torch.float64 if first.residue.dtype == torch.float64 else torch.float32
-    arguments = blocks, uploaded(np.array(rows, np.int64), device), *_scalars(moves, weight, wide)
+    table = uploaded(np.array(rows, np.int64), device)
+    arguments = blocks, table, *_scalars(moves, weight, beta, wide)
     constants = {
         "OWN": _TYPES[first.own.dtype],
         "REAL": _TYPES[wide],
@@ -75,7 +76,7 @@ def _make_alike(moves: Sequence[Move], weight: float, beta: float) -> None:
         "BLOCK": BLOCK,
     }
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        numbers = weight, first.rate, 1 / beta, first.eps, LARGEST, first.enters
+        numbers = weight, first.rate, first.eps, LARGEST, first.enters
         move_ahead_blocks[(n_blocks,)](*arguments, *numbers, **constants, num_warps=4)
 
 
@@ -84,18 +85,21 @@ def _columns(move: Move) -> tuple[torch.Tensor | None, ...]:
 
 
 def _scalars(
-    moves: Sequence[Move], weight: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors of momenta, and the divisors of second moments, each (tensors,)."""
+    moves: Sequence[Move], weight: float, beta: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The factors of momenta, those of u, and the divisors of second moments, each (tensors,)."""
     first, device = moves[0], moves[0].own.device
     ones = torch.ones(len(moves), dtype=dtype, device=device)
-    shares = corrections = ones
+    shares, factors, corrections = ones, ones / beta, ones
     if first.momentum is not None:
         residues, momenta = [m.residue for m in moves], [m.momentum for m in moves]
         wide = torch.promote_types(first.momentum.dtype, dtype)
         norms = [torch.stack(torch._foreach_norm(t, 2, dtype=wide)) for t in (residues, momenta)]
-        lengths = norms[0] / norms[1]
-        shares = (first.sign * (1 - weight) * lengths).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
+        ratios = norms[0] / norms[1]
+        shares = (first.sign * (1 - weight) * ratios).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
+        if first.length is not None:
+            lengths = uploaded(np.array([m.length for m in moves]), device)
+            factors = (lengths / norms[0]).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
     if first.steps is not None:
         steps = [m.steps for m in moves]
         if all(isinstance(own, torch.Tensor) and own.device.type != "cpu" for own in steps):
@@ -103,7 +107,7 @@ def _scalars(
         else:
             own = [float(correction(own, first.decay)) for own in steps]
             corrections = uploaded(np.array(own, np.float64), device)
-    return shares, corrections.to(dtype)
+    return shares, factors, corrections.to(dtype)
 
 
 @functools.lru_cache(maxsize=16)

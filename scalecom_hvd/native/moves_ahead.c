@@ -23,17 +23,11 @@ CLONES static double norm_of(const float *x, int64_t numel) {
     return sqrt(total);
 }
 
-/* What momentum is multiplied by: as long as the residue, where it has a length. */
-static float share_of(const move *m, double weight) {
-    if (!m->momentum || weight == 1) return 0;
-    double share = m->sign * (1 - weight) * norm_of(m->residue, m->numel) /
-                   norm_of(m->momentum, m->numel);
-    return isfinite(share) ? (float)share : 0;
-}
+static float finite_or_zero(double x) { return isfinite(x) ? (float)x : 0; }
 
 /* The last three are constants where this is called, so each caller is a loop of its own. */
 static inline __attribute__((always_inline)) void
-move_elements(const move *m, float weight, float share, float per_beta, int follows, int divides,
+move_elements(const move *m, float weight, float share, float factor, int follows, int divides,
               int root) {
     float *own = m->own, *spare = m->spare;
     const float *residue = m->residue, *momentum = m->momentum, *second = m->second;
@@ -43,7 +37,7 @@ move_elements(const move *m, float weight, float share, float per_beta, int foll
     for (int64_t i = 0; i < m->numel; i++) {
         float before = own[i], ahead = residue[i] * weight;
         if (follows) ahead += momentum[i] * share;
-        ahead *= per_beta;
+        ahead *= factor;
         if (divides) {
             float scale = second[i] * per_correction + enters * ahead * ahead;
             ahead = ahead / ((root ? sqrtf(scale) : scale) + eps);
@@ -59,13 +53,18 @@ CLONES int64_t scalecom_move_ahead(move *moves, int64_t count, double weight, do
     float w = (float)weight, per_beta = (float)(1 / beta);
     for (int64_t i = 0; i < count; i++) {
         move *m = moves + i;
-        float share = share_of(m, weight);
-        if (!m->second && share == 0) move_elements(m, w, share, per_beta, 0, 0, 0);
-        else if (!m->second) move_elements(m, w, share, per_beta, 1, 0, 0);
-        else if (share == 0 && m->root) move_elements(m, w, share, per_beta, 0, 1, 1);
-        else if (share == 0) move_elements(m, w, share, per_beta, 0, 1, 0);
-        else if (m->root) move_elements(m, w, share, per_beta, 1, 1, 1);
-        else move_elements(m, w, share, per_beta, 1, 1, 0);
+        int follows = m->momentum && weight != 1;
+        double waits = follows || m->length ? norm_of(m->residue, m->numel) : 0;
+        /* Momentum becomes as long as the residue, where it has a length. */
+        double ratio = follows ? waits / norm_of(m->momentum, m->numel) : 0;
+        float share = finite_or_zero(m->sign * (1 - weight) * ratio);
+        float factor = m->length ? finite_or_zero(m->length / waits) : per_beta;
+        if (!m->second && share == 0) move_elements(m, w, share, factor, 0, 0, 0);
+        else if (!m->second) move_elements(m, w, share, factor, 1, 0, 0);
+        else if (share == 0 && m->root) move_elements(m, w, share, factor, 0, 1, 1);
+        else if (share == 0) move_elements(m, w, share, factor, 0, 1, 0);
+        else if (m->root) move_elements(m, w, share, factor, 1, 1, 1);
+        else move_elements(m, w, share, factor, 1, 1, 0);
         m->moved = 1;
     }
     return 0;

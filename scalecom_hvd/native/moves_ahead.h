@@ -9,12 +9,12 @@ typedef struct {
     float *own, *spare;
     const float *residue, *momentum, *second; /* momentum, second: NULL where there is none */
     int64_t numel;
-    float rate, sign, per_correction, eps, largest, enters;
+    float rate, sign, per_correction, eps, largest, enters, length; /* length: 0 where D has none */
     int32_t root;  /* whether the root of the second moment divides, or itself */
     int32_t moved; /* takes 1 when it has been moved */
 } move;
 
-/* spare <- own; own <- own - rate * D(weight * residue + share * momentum) / beta. Returns 0. */
+/* spare <- own; own <- own - rate * D(weight * residue + share * momentum). Returns 0. */
 int64_t scalecom_move_ahead(move *moves, int64_t count, double weight, double beta);
 
 #endif

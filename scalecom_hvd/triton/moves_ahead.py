@@ -17,10 +17,10 @@ def move_ahead_blocks(
     blocks,
     tensors,
     shares,
+    factors,
     corrections,
     weight: tl.float64,
     rate: tl.float64,
-    per_beta: tl.float64,
     eps: tl.float64,
     largest: tl.float64,
     enters: tl.float64,
@@ -32,7 +32,7 @@ def move_ahead_blocks(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """spare <- own; own <- own - rate * D(weight * residue + share * momentum).
+    """spare <- own; own <- own - rate * D(factor * (weight * residue + share * momentum)).
 
     OWN, MOMENTUM, SECOND: the dtypes in which these are stored; None: there is none. REAL: the
     residue's dtype. ROOT: whether to divide by the second moment's root. ALIGNED: whether addresses
@@ -52,7 +52,7 @@ def move_ahead_blocks(
         momentum = _elements(fields + MOMENTUM_AT, begin, MOMENTUM, ALIGNED, BLOCK)
         share = tl.load(shares + tensor)
         ahead += tl.load(momentum, mask=inside, other=0).to(REAL) * share
-    ahead = ahead * tl.full((), per_beta, REAL)
+    ahead *= tl.load(factors + tensor)
     if SECOND is not None:
         second = _elements(fields + SECOND_AT, begin, SECOND, ALIGNED, BLOCK)
         scale = tl.load(second, mask=inside, other=1).to(REAL) / tl.load(corrections + tensor)

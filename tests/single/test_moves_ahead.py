@@ -16,8 +16,11 @@ OPTIMIZERS = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9),
     "Adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
 }
+HAS_MUON = hasattr(torch.optim, "Muon")
+if HAS_MUON:
+    OPTIMIZERS["Muon"] = lambda p: torch.optim.Muon(p, 0.1)
 # Sizes around the number of elements that the kernel's loops process at a time.
-SHAPES = [(1,), (15,), (16,), (17, 1), (4095,), (4097,), (300, 70)]
+SHAPES = [(1, 1), (15, 1), (1, 16), (17, 1), (4095, 1), (1, 4097), (300, 70)]
 
 
 def stepped(make, dtype=torch.float32):
@@ -212,10 +215,14 @@ def test_a_signal_in_the_kernel_leaves_parameters_where_they_are(monkeypatch):
     assert all(torch.equal(move.own, p) for move, p in zip(moves, before, strict=True))
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+@pytest.mark.skipif(not HAS_MUON, reason="this PyTorch has no Muon")
+@pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("shape", [(30, 70), (70, 30)], ids=str)
 @pytest.mark.parametrize("adjusts", [None, "match_rms_adamw"])
-def test_a_residue_of_any_length_moves_as_far_as_a_step_of_muon(shape, adjusts):
+def test_a_residue_of_any_length_moves_as_far_as_a_step_of_muon(
+    shape, adjusts, kernel, monkeypatch
+):
+    monkeypatch.setenv("SCALECOM_KERNEL", kernel)
     torch.manual_seed(0)
     parameter, residue = torch.nn.Parameter(torch.randn(shape)), torch.randn(shape)
     before = parameter.detach().clone()

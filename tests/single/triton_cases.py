@@ -477,6 +477,8 @@ OPTIMIZERS = {
     "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
 }
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS["Muon"] = lambda p: torch.optim.Muon(p, lr=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
@@ -486,7 +488,7 @@ def test_parameters_are_moved_ahead_as_by_plain_torch(make, dtype, monkeypatch):
     monkeypatch.setenv("SCALECOM_KERNEL", "triton")
     wide = residue_dtype(dtype)
     torch.manual_seed(1)
-    sizes = [(5000,), (33, 70), (7,)]
+    sizes = [(50, 100), (33, 70), (7, 1)]
     parameters = [torch.nn.Parameter(torch.randn(size).to(DEVICE, dtype)) for size in sizes]
     store = torch.randn(sum(p.numel() for p in parameters) + 1).to(DEVICE, wide)
     residues = store[1:].split([p.numel() for p in parameters])
