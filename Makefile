@@ -16,7 +16,7 @@ help:
 	@echo "make test-long     what takes longer: kills, hosts, elastic jobs, random programs, study (an hour)"
 	@echo "make test-gpu      the doctor's tests of GPUs, the kernel's, and those of torchrun's ranks on a GPU"
 	@echo "make lint          ruff and mypy alone"
-	@echo "make mutations     takes 147 lines of the package out, one at a time, and says which tests notice (hours)"
+	@echo "make mutations     takes 150 lines of the package out, one at a time, and says which tests notice (hours)"
 	@echo "make soak          trains while workers are killed, stopped and added (MINUTES=3)"
 	@echo "make accuracy      the accuracy table of docs/results.md (minutes)"
 	@echo "make study         trains every method on five models; tables and pictures in study/ (four hours; QUICK=1: minutes)"

@@ -65,10 +65,11 @@ class ScaleComConfig:
     0: at the parameters themselves. 1: at the parameters to which this rank's residue would take
     the model, in the optimizer's own direction. The distance is 1.5 * lr * m for SGD with momentum,
     and 0.3 * lr * m / (sqrt(v) + eps) for Adam and its relatives, where m is the residue, and v
-    also counts m's square. Such gradients already allow for what waits, so no low-pass filter is
-    needed. In ScaleCom the optimizer's momentum replaces part of m. The less this rank's values
-    agree with the others', the larger this part is. Other methods do not do this, nor does ScaleCom
-    with a quantiser: give them 0 if ranks' data differ. None: 1, or 0 with local steps.
+    also counts m's square. For any other optimizer it is three times the length of its last step.
+    Such gradients already allow for what waits, so no low-pass filter is needed. In ScaleCom the
+    optimizer's momentum replaces part of m. The less this rank's values agree with the others', the
+    larger this part is. Other methods do not do this, nor does ScaleCom with a quantiser: give them
+    0 if ranks' data differ. None: 1, or 0 with local steps.
     """
 
     flush: bool = True

@@ -4,8 +4,8 @@ u = w * m + (1 - w) * |m| / |b| * b, where m is what waits in the residue, b is 
 momentum (zero if it has none), and w says how far this worker wants what the others do. D is what
 the optimizer makes of a gradient. Most optimizers of the Adam family divide by the root of averaged
 squares, and u's own square is part of this average, as it will be when u is sent. The average fades
-while an element waits, so without u's square the move would be too long. Muon's steps are equally
-long whatever gradients are, so D makes u as long as these.
+while an element waits, so without u's square the move would be too long. What any other optimizer
+makes of a gradient is not known, so its last step tells how long D(u) is, and is the momentum.
 
 The C kernel moves float32 parameters on the CPU. Triton moves all parameters of one kind on a GPU
 in one launch. Plain PyTorch moves all others, piece by piece. Imports gradients, kernel_choice,
@@ -14,7 +14,6 @@ native, and triton_moves_ahead if a tensor needs it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,16 +33,25 @@ LARGEST = 10.0
 # Adam, which has twice the learning rate, breaks down.
 SGD_SHARE = 1.5
 ADAM_SHARE = 0.3
-MUON_SHARE = 1.0
+# How many of its last steps another optimizer's residue is worth.
+STEP_SHARE = 3.0
+# The optimizers, besides SGD, whose steps are known here. They divide by SECOND_MOMENTS.
+ADAPTIVE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+)
 # Where optimizers keep the sizes of gradients, by which they divide: see move_of.
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
-# All that known optimizers keep for each element. An optimizer that keeps more makes steps of
-# another length, as Adadelta (acc_delta) and Prodigy (s, p0) do.
+# All that known optimizers keep for each element. A subclass that keeps more makes other steps.
 KEPT = (*SECOND_MOMENTS, "exp_avg", "max_exp_avg_sq", "momentum_buffer", "grad_avg")
 # How many elements are processed at a time. Their results stay in a processor's cache.
 BLOCK = 2**16
 # The dtypes that Triton moves.
-KNOWN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor that was moved, or a piece of it, and its values before the move."""
 
@@ -54,19 +62,21 @@ class Move:
 
     Attributes:
         own: the parameter, or this rank's part of it. It is moved in place.
-        spare: like `own`. It receives the values from before the move.
+        spare: like `own`. It receives the values from before the move. With `follows_step` it has
+            those from before the optimizer's last step.
         residue: (N,) what waits.
         rate: lr * a; negative if the optimizer maximizes.
         sign: -1 if the optimizer maximizes, because its momentum is then of negative gradients;
             else 1.
-        momentum: like `own`. None: the optimizer has none.
+        momentum: like `own`. None: the optimizer has none, or its last step stands for it.
         second: like `own`. A power of it divides a gradient. None: nothing does.
         power: the power that is taken of `second` after its bias correction.
         steps: how many steps `second` averages over, a number or a tensor. None: no correction.
         decay: the decay of that average.
         eps: what is added to the divisor.
         enters: the part of u's square that is added to `second` after its bias correction.
-        length: the norm of D(u) if u is as long as the residue. None: it depends on u's length.
+        follows_step: whether the momentum is the last step, backwards, and D(u) is as long as this
+            step if u is as long as the residue.
     """
 
     own: torch.Tensor
@@ -81,50 +91,39 @@ class Move:
     decay: float = 0.0
     eps: float = 0.0
     enters: float = 0.0
-    length: float | None = None
+    follows_step: bool = False
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """own, spare, residue and the optimizer's tensors, if it has any, all of one shape."""
+        """own, spare, residue and the optimizer's tensors, if they are known, all of one shape."""
         residue = self.residue.view(self.own.shape)
         others = [t for t in (self.momentum, self.second) if t is not None]
         return [self.own, self.spare, residue, *others]
 
 
-def has_direction(state: Mapping[str, Any], own: torch.Tensor) -> bool:
-    """Whether an optimizer's state has a divisor for each element of a parameter's gradient.
+def is_known(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], own: torch.Tensor) -> bool:
+    """Whether `move_of` knows what the optimizer makes of a parameter's gradient.
 
-    Some optimizers have one number for a whole layer, or moments of something smaller. Others
-    change the step in ways that are not known here.
+    Other optimizers may keep the same state, and make other steps: LAMB's depend on the parameter's
+    length, RAdam's begin short, and SOAP's second moments are of rotated gradients.
 
     Args:
-        state: the optimizer's state of the parameter.
+        optimizer: the one that steps the parameter.
+        state: its state of the parameter.
         own: the parameter, or this rank's part of it.
     """
+    if isinstance(optimizer, torch.optim.SGD):
+        return True
+    if not isinstance(optimizer, ADAPTIVE):
+        return False
     kept = [state[key] for key in SECOND_MOMENTS if key in state]
     if kept and "exp_avg" in state:
         kept.append(state["exp_avg"])
     per_element = (
         key for key, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1
     )
-    is_known = all(key in KEPT for key in per_element)
-    return bool(kept) and is_known and all(local_part(m).shape == own.shape for m in kept)
-
-
-def is_muon(group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
-    """Whether torch.optim.Muon has stepped a parameter with this state, in this group."""
-    return "ns_coefficients" in group and "momentum_buffer" in state
-
-
-def _length_of_muon(group: Mapping[str, Any], shape: torch.Size) -> float:
-    """The root mean square of a step's elements, for a learning rate of 1.
-
-    Muon makes an orthogonal matrix of its momentum, and adjusts the learning rate to the shape.
-    """
-    rows, columns = shape
-    if group.get("adjust_lr_fn") == "match_rms_adamw":
-        return 0.2
-    return math.sqrt(max(1, rows / columns) / max(rows, columns))
+    keeps_no_more = all(key in KEPT for key in per_element)
+    return bool(kept) and keeps_no_more and all(local_part(m).shape == own.shape for m in kept)
 
 
 def move_of(
@@ -136,7 +135,7 @@ def move_of(
     factor: float,
     ranks: float = 1.0,
 ) -> Move:
-    """The move of a parameter that an optimizer steps.
+    """The move of a parameter that a known optimizer steps.
 
     Args:
         own, spare, residue: see Move.
@@ -146,14 +145,10 @@ def move_of(
         ranks: by how much the gradients that the optimizer gets are larger than averages over
             ranks: the number of ranks for sums.
     """
-    if is_muon(group, state):
-        length = _length_of_muon(group, state["momentum_buffer"].shape) * math.sqrt(own.numel())
-        rate = float(group["lr"]) * factor * MUON_SHARE
-        return Move(own, spare, residue, rate, 1, _momentum(state), length=length)
     sign = -1 if group.get("maximize") else 1
     rate = sign * float(group["lr"]) * factor * ranks
     momentum = _momentum(state)
-    if not has_direction(state, own):
+    if not any(key in state for key in SECOND_MOMENTS):
         share = SGD_SHARE if group.get("momentum") else 1.0
         return Move(own, spare, residue, rate * share, sign, momentum)
     eps = float(group.get("eps", 0.0))
@@ -173,6 +168,22 @@ def move_of(
         changes = {"second": local_part(state["sum"])}
         enters = 1.0
     return Move(**{**vars(move), **changes, "enters": enters * ranks**2})
+
+
+def move_by_step(
+    own: torch.Tensor,
+    spare: torch.Tensor,
+    residue: torch.Tensor,
+    group: Mapping[str, Any],
+    factor: float,
+) -> Move:
+    """The move of a parameter that any optimizer steps; see move_of.
+
+    spare: has the values from before the optimizer's last step. If they are those of `own`, the
+        parameter stays where it is.
+    """
+    sign = -1 if group.get("maximize") else 1
+    return Move(own, spare, residue, sign * factor * STEP_SHARE, sign, follows_step=True)
 
 
 def make(moves: Sequence[Move], weight: float, beta: float) -> None:
@@ -213,7 +224,7 @@ def _is_for_c(move: Move) -> bool:
 
 
 def _is_for_triton(move: Move) -> bool:
-    return is_for_triton(move.own.device) and _is_plain(move, KNOWN)
+    return is_for_triton(move.own.device) and _is_plain(move, DTYPES)
 
 
 def _is_plain(move: Move, dtypes: Sequence[torch.dtype]) -> bool:
@@ -255,16 +266,9 @@ def _make_in_c(moves: Sequence[Move], weight: float, beta: float, made: list[Pai
         parts = move.own, move.spare, move.residue, move.momentum, move.second
         addresses = [0 if part is None else part.data_ptr() for part in parts]
         divisor = 1.0 if move.steps is None else correction(move.steps, move.decay)
-        numbers = (
-            move.rate,
-            move.sign,
-            1 / divisor,
-            move.eps,
-            LARGEST,
-            move.enters,
-            move.length or 0,
-        )
-        rows.append((*addresses, move.own.numel(), *numbers, move.power == 0.5, False))
+        numbers = move.rate, move.sign, 1 / divisor, move.eps, LARGEST, move.enters
+        kind = move.power == 0.5, move.follows_step
+        rows.append((*addresses, move.own.numel(), *numbers, *kind, False))
     table = np.array(rows, native.MOVE)
     try:
         library.scalecom_move_ahead(table.ctypes.data, len(moves), weight, beta)
@@ -273,17 +277,19 @@ def _make_in_c(moves: Sequence[Move], weight: float, beta: float, made: list[Pai
 
 
 def _make_in_torch(move: Move, weight: float, beta: float, made: list[Pair]) -> None:
-    share, per_length = torch.zeros(()), None
-    if move.momentum is not None:
+    tensors, share, per_length = move.tensors, torch.zeros(()), None
+    momentum = move.spare - move.own if move.follows_step else move.momentum
+    if momentum is not None:
         # In float16 the norm would overflow.
-        dtype = torch.promote_types(move.momentum.dtype, move.residue.dtype)
-        norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in (move.residue, move.momentum)]
+        dtype = torch.promote_types(momentum.dtype, move.residue.dtype)
+        norms = [torch.linalg.vector_norm(t, dtype=dtype) for t in (move.residue, momentum)]
         length = norms[0] / norms[1]
         share = (move.sign * (1 - weight) * length).nan_to_num_(0.0, 0.0, 0.0)
-        if move.length is not None:
-            per_length = (move.length / norms[0]).nan_to_num_(0.0, 0.0, 0.0)
+        if move.follows_step:
+            tensors.append(momentum)
+            per_length = (norms[1] / norms[0]).nan_to_num_(0.0, 0.0, 0.0)
     divisor = 1.0 if move.steps is None else correction(move.steps, move.decay)
-    for own, spare, waits, *others in _blocks(move.tensors):
+    for own, spare, waits, *others in _blocks(tensors):
         spare.copy_(own)
         made.append((own, spare))
         if per_length is not None:
@@ -293,7 +299,7 @@ def _make_in_torch(move: Move, weight: float, beta: float, made: list[Pair]) -> 
         if move.second is None:
             factor = -move.rate / beta
             own.add_(waits, alpha=factor * weight)
-            if move.momentum is not None:
+            if others:
                 own.addcmul_(others[0], share, value=factor)
             continue
         ahead = waits.mul(weight)

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scalecom_hvd.exchange.gradients import four_elements, local_part
 from scalecom_hvd.exchange.loss_scale import LossScale
-from scalecom_hvd.exchange.moves_ahead import has_direction, is_muon, make, move_of
+from scalecom_hvd.exchange.moves_ahead import is_known, make, move_by_step, move_of
 from scalecom_hvd.exchange.residue import Residues
 
 log = logging.getLogger("scalecom_hvd")
@@ -53,12 +53,6 @@ NEVER_AHEAD = (
     "gradients, no watched module was called in training mode, or no torch.optim.Optimizer stepped "
     "its parameters. Call the model as model(x), or name the modules that the script calls: "
     "compression.compute_ahead(module). Or give step_ahead=0"
-)
-UNKNOWN_OPTIMIZER = (
-    "step-ahead gradients follow the optimizer's own direction, but the direction of {} is not "
-    "known. They work with SGD, Adam, AdamW, NAdam, RAdam, LAMB, RMSprop, Adagrad, Adamax and "
-    "PyTorch's Muon, and with optimizers that keep the same state. For other optimizers give the "
-    "method, or ScaleComState, step_ahead=0"
 )
 RETIRED = (
     "step %d: gradients are no longer computed a step ahead, because another ScaleCom moves the "
@@ -117,13 +111,11 @@ class StepAhead:
         self._ranks = 1.0
         self._by_hook = False
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        # Those that change parameters and keep no state.
-        self._stateless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # The optimizer whose step began last, and the parameters' versions at that time.
         self._stepping: tuple[torch.optim.Optimizer | None, list[int]] = None, []
         self._unused = 0
         # {name: the common values while the parameter is ahead, or the reverse}. Made once, as
-        # large as what is compressed.
+        # large as what is compressed. After the optimizer's step it has the values from before.
         self._spare: dict[str, torch.Tensor] = {}
         # {name: the parameter's version when it had been moved}.
         self._moved: dict[str, int] = {}
@@ -164,7 +156,7 @@ class StepAhead:
             if not _is_scripted(module):
                 hook.handles += [
                     module.register_state_dict_pre_hook(hook.before_looking),
-                    module.register_load_state_dict_pre_hook(hook.before_looking),
+                    module.register_load_state_dict_pre_hook(hook.before_loading),
                 ]
 
     def serve(
@@ -255,11 +247,14 @@ class StepAhead:
         for name, parameter, group, state in self._stepped():
             own = local_part(parameter)
             if name not in self._spare:
-                self._spare[name] = torch.empty_like(own)
+                self._spare[name] = own.clone()
             of_node = self._of_node.get(name)
             waits = self._residues.tensors[name].residue if of_node is None else of_node
             tensors = own, self._spare[name], waits
-            moves.append(move_of(*tensors, group, state, self.factor, self._ranks))
+            if state is None:
+                moves.append(move_by_step(*tensors, group, self.factor))
+            else:
+                moves.append(move_of(*tensors, group, state, self.factor, self._ranks))
             names.append(name)
         if not names:  # no parameter is trained now, or none has been stepped
             return
@@ -316,14 +311,22 @@ class StepAhead:
         moved, self._moved, self._elements = self._moved, {}, {}
         where, self.where, self.forwards = self.where, Where.COMMON, 0
         now = {name: self._parameters[name]._version for name in moved}
-        if where is Where.AHEAD and moved:
-            data = [local_part(self._parameters[name]) for name in moved]
-            torch._foreach_copy_(data, [self._spare[name] for name in moved])
-            torch.clear_autocast_cache()
+        if where is not Where.COMMON and moved:
+            own = [local_part(self._parameters[name]) for name in moved]
+            spare = [self._spare[name] for name in moved]
+            if where is Where.AHEAD:
+                torch._foreach_copy_(own, spare)
+                torch.clear_autocast_cache()
+            else:
+                torch._foreach_copy_(spare, own)
         for name, version in moved.items():
             if now[name] != version:
                 self._written_to = None
                 raise RuntimeError(WRITTEN_TO.format(name))
+
+    def forget_step(self) -> None:
+        """Forget the optimizer's last step: parameters are loaded, and are no result of it."""
+        self._spare.clear()
 
     @torch.no_grad()
     def step_aside(self) -> None:
@@ -362,10 +365,6 @@ class StepAhead:
         self._stepping = None, []
         if before == self._versions():
             return
-        if any(optimizer.state.values()):
-            self._stateless.discard(optimizer)
-        else:
-            self._stateless.add(optimizer)
         residues = self._residues
         if self._by_hook and residues is not None and not residues.step + residues.skipped_steps:
             self._unused += 1
@@ -404,8 +403,11 @@ class StepAhead:
 
     def _stepped(
         self,
-    ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], Mapping[str, Any]]]:
-        """For each parameter that is compressed and stepped: name, parameter, group and state."""
+    ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], Mapping[str, Any] | None]]:
+        """For each parameter that is compressed and stepped: name, parameter, group and state.
+
+        The state is None if it does not say what the optimizer makes of a gradient.
+        """
         self._optimizers = [known for known in self._optimizers if known() is not None]
         if not self._optimizers:  # a resumed run: no step was seen in this process
             for found in gc.get_objects():
@@ -426,11 +428,8 @@ class StepAhead:
             parameter = self._parameters[name]
             if parameter in known:
                 group, state, optimizer = known[parameter]
-                is_sgd = isinstance(optimizer, torch.optim.SGD)
-                if is_sgd or is_muon(group, state) or has_direction(state, local_part(parameter)):
-                    yield name, parameter, group, state
-                elif state or optimizer in self._stateless:
-                    raise RuntimeError(UNKNOWN_OPTIMIZER.format(type(optimizer).__name__))
+                knows = is_known(optimizer, state, local_part(parameter))
+                yield name, parameter, group, state if knows else None
 
 
 class _Hook:
@@ -538,6 +537,12 @@ class _Hook:
         ahead = self._ahead()
         if ahead is not None:
             ahead.restore()
+
+    def before_loading(self, *_: Any) -> None:
+        self.before_looking()
+        ahead = self._ahead()
+        if ahead is not None:
+            ahead.forget_step()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None, None)

@@ -50,7 +50,7 @@ def _kind(move: Move) -> tuple[Any, ...]:
     tensors = (move.own, move.residue, move.momentum, move.second)
     dtypes = tuple(t.dtype if t is not None else None for t in tensors)
     numbers = move.rate, move.sign, move.power, move.decay, move.eps, move.enters
-    return move.own.device, dtypes, numbers, move.steps is None, move.length is None
+    return move.own.device, dtypes, numbers, move.steps is None, move.follows_step
 
 
 def _make_alike(moves: Sequence[Move], weight: float, beta: float) -> None:
@@ -72,6 +72,7 @@ def _make_alike(moves: Sequence[Move], weight: float, beta: float) -> None:
         "MOMENTUM": None if first.momentum is None else _TYPES[first.momentum.dtype],
         "SECOND": None if first.second is None else _TYPES[first.second.dtype],
         "ROOT": first.power == 0.5,
+        "FOLLOWS_STEP": first.follows_step,
         "ALIGNED": is_aligned,
         "BLOCK": BLOCK,
     }
@@ -91,15 +92,16 @@ def _scalars(
     first, device = moves[0], moves[0].own.device
     ones = torch.ones(len(moves), dtype=dtype, device=device)
     shares, factors, corrections = ones, ones / beta, ones
-    if first.momentum is not None:
-        residues, momenta = [m.residue for m in moves], [m.momentum for m in moves]
-        wide = torch.promote_types(first.momentum.dtype, dtype)
+    momenta = [m.momentum for m in moves if m.momentum is not None]
+    if first.follows_step:
+        momenta = [*torch._foreach_sub([m.spare for m in moves], [m.own for m in moves])]
+    if momenta:
+        residues, wide = [m.residue for m in moves], torch.promote_types(momenta[0].dtype, dtype)
         norms = [torch.stack(torch._foreach_norm(t, 2, dtype=wide)) for t in (residues, momenta)]
         ratios = norms[0] / norms[1]
         shares = (first.sign * (1 - weight) * ratios).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
-        if first.length is not None:
-            lengths = uploaded(np.array([m.length for m in moves]), device)
-            factors = (lengths / norms[0]).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
+        if first.follows_step:
+            factors = (norms[1] / norms[0]).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
     if first.steps is not None:
         steps = [m.steps for m in moves]
         if all(isinstance(own, torch.Tensor) and own.device.type != "cpu" for own in steps):

@@ -55,8 +55,8 @@ TENSOR = np.dtype(
 MOVE = np.dtype(
     [(name, np.int64) for name in ("own", "spare", "residue", "momentum", "second", "numel")]
     + [(name, np.float32) for name in ("rate", "sign", "per_correction")]
-    + [(name, np.float32) for name in ("eps", "largest", "enters", "length")]
-    + [("root", np.int32), ("moved", np.int32)],
+    + [(name, np.float32) for name in ("eps", "largest", "enters")]
+    + [(name, np.int32) for name in ("root", "follows_step", "moved")],
     align=True,
 )
 

@@ -9,9 +9,10 @@ typedef struct {
     float *own, *spare;
     const float *residue, *momentum, *second; /* momentum, second: NULL where there is none */
     int64_t numel;
-    float rate, sign, per_correction, eps, largest, enters, length; /* length: 0 where D has none */
-    int32_t root;  /* whether the root of the second moment divides, or itself */
-    int32_t moved; /* takes 1 when it has been moved */
+    float rate, sign, per_correction, eps, largest, enters;
+    int32_t root;         /* whether the root of the second moment divides, or itself */
+    int32_t follows_step; /* whether spare - own is the momentum, and D(u) as long */
+    int32_t moved;        /* takes 1 when it has been moved */
 } move;
 
 /* spare <- own; own <- own - rate * D(weight * residue + share * momentum). Returns 0. */

@@ -29,14 +29,15 @@ def move_ahead_blocks(
     MOMENTUM: tl.constexpr,
     SECOND: tl.constexpr,
     ROOT: tl.constexpr,
+    FOLLOWS_STEP: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """spare <- own; own <- own - rate * D(factor * (weight * residue + share * momentum)).
 
     OWN, MOMENTUM, SECOND: the dtypes in which these are stored; None: there is none. REAL: the
-    residue's dtype. ROOT: whether to divide by the second moment's root. ALIGNED: whether addresses
-    are multiples of 16.
+    residue's dtype. ROOT: whether to divide by the second moment's root. FOLLOWS_STEP: whether
+    spare - own is the momentum. ALIGNED: whether addresses are multiples of 16.
     """
     number = tl.program_id(0)
     tensor, block = tl.load(blocks + 2 * number), tl.load(blocks + 2 * number + 1)
@@ -45,13 +46,17 @@ def move_ahead_blocks(
     inside = begin + tl.arange(0, BLOCK) < tl.load(fields + NUMEL)
     own = _elements(fields + OWN_AT, begin, OWN, ALIGNED, BLOCK)
     before = tl.load(own, mask=inside, other=0)
-    tl.store(_elements(fields + SPARE_AT, begin, OWN, ALIGNED, BLOCK), before, mask=inside)
+    spare = _elements(fields + SPARE_AT, begin, OWN, ALIGNED, BLOCK)
     residue = _elements(fields + RESIDUE_AT, begin, REAL, ALIGNED, BLOCK)
     ahead = tl.load(residue, mask=inside, other=0) * tl.full((), weight, REAL)
     if MOMENTUM is not None:
         momentum = _elements(fields + MOMENTUM_AT, begin, MOMENTUM, ALIGNED, BLOCK)
         share = tl.load(shares + tensor)
         ahead += tl.load(momentum, mask=inside, other=0).to(REAL) * share
+    if FOLLOWS_STEP:
+        step = tl.load(spare, mask=inside, other=0).to(REAL) - before.to(REAL)
+        ahead += step * tl.load(shares + tensor)
+    tl.store(spare, before, mask=inside)
     ahead *= tl.load(factors + tensor)
     if SECOND is not None:
         second = _elements(fields + SECOND_AT, begin, SECOND, ALIGNED, BLOCK)

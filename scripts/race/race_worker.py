@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import pkgutil
 import time
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def train(args: argparse.Namespace, task: race_tasks.Task, device: torch.device)
     model = task.model().to(device)
     called = wrapped(way, model, steps, args.options, task.bucket_mb)
     optimizers: list[Any] = task.optimizers(model, args.lr, args.muon)
+    if args.optimizer is not None:
+        optimizers = [args.optimizer(model.parameters(), lr=args.lr)]
     if way.local is not None:
         (own,) = optimizers
         optimizers = [ddp.DistributedOptimizer(own, model.named_parameters(), **way.local())]
@@ -142,7 +145,13 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--clip", type=float, help="the norm to which gradients are clipped (default: the task's)"
     )
-    parser.add_argument(
+    optimizers = parser.add_mutually_exclusive_group()
+    optimizers.add_argument(
+        "--optimizer",
+        type=pkgutil.resolve_name,
+        help="what trains all parameters, such as torch.optim.Adafactor (default: the task's)",
+    )
+    optimizers.add_argument(
         "--muon", action="store_true", help="Muon trains the matrices between embedding and output"
     )
     parser.add_argument(

@@ -7,7 +7,7 @@ every set of peers has an exchange of its own. The optimizer's step is PyTorch's
 
 import numpy as np
 import torch
-from oracles.step_ahead import ahead
+from oracles.step_ahead import KNOWN, ahead
 
 from scalecom_hvd.reference import ScaleComReference, align
 
@@ -37,13 +37,16 @@ def train(model, optimizer, config, nodes, local, steps, loss, shards=rows):
         rates = reference.config.rates_for({name: tuple(p.shape) for name, p in named.items()})
         reference.rates = {n: r if np.prod(shapes[n]) else 1 for n, r in rates.items()}
         references.append(reference)
-    alignments = [1.0] * nodes
+    alignments, before = [1.0] * nodes, {}
+    is_known = isinstance(optimizer, KNOWN)
     for step in range(steps):
         grads = []
         common = {name: p.detach().clone() for name, p in named.items()}
         for node in range(nodes):
             if config.resolved(True).step_ahead and step:
-                move(named, optimizer, references, node, local, shards, alignments[node])
+                names = () if is_known else common
+                last = {n: common[n] - before.get(n, common[n]) for n in names}
+                move(named, optimizer, references, node, local, shards, alignments[node], last)
             model.zero_grad()
             total = sum(loss(model, node * local + rank, step) for rank in range(local)) / local
             total.backward()
@@ -56,10 +59,11 @@ def train(model, optimizer, config, nodes, local, steps, loss, shards=rows):
                 shards(named[name].grad, local)[j].copy_(torch.as_tensor(np.array(average)))
         alignments = align(alignments, sum(reference.products for reference in references))
         optimizer.step()
+        before = common if step else {}
     return references
 
 
-def move(named, optimizer, references, node, local, shards, alignment):
+def move(named, optimizer, references, node, local, shards, alignment, last):
     """Move a node's parameters ahead: as whole tensors if shards are cut from flattened tensors."""
     (group,) = optimizer.param_groups
     for name, p in named.items():
@@ -69,12 +73,14 @@ def move(named, optimizer, references, node, local, shards, alignment):
             waits = [residue for residue in residues if residue is not None]
             if waits:
                 whole = np.concatenate(waits).reshape(p.shape)
-                p.data.add_(ahead(whole, alignment, group["lr"], 1.0, group, state))
+                moved = ahead(whole, alignment, group["lr"], 1.0, group, state, last.get(name))
+                p.data.add_(moved)
             continue
         for j, residue in enumerate(residues):
             if residue is not None:
                 own = {
                     w: shards(v, local)[j] if v.shape == p.shape else v for w, v in state.items()
                 }
-                moved = ahead(residue, alignment, group["lr"], 1.0, group, own)
+                step = shards(last[name], local)[j] if name in last else None
+                moved = ahead(residue, alignment, group["lr"], 1.0, group, own, step)
                 shards(p.data, local)[j].add_(moved)

@@ -8,20 +8,26 @@ import torch
 
 from scalecom_hvd.reference import ScaleComReference
 
+# Of any other optimizer, the last step tells how long D(u) is.
+KNOWN = torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop
 
-def ahead(residue, alignment, lr, factor, group, state):
-    """Return the move of a parameter: -lr * a * D(u), with beta = 1."""
+
+def ahead(residue, alignment, lr, factor, group, state, last=None):
+    """Return the move of a parameter: -lr * a * D(u), with beta = 1.
+
+    last: the last step of an optimizer that is not known.
+    """
     m, w = torch.as_tensor(residue), max(alignment, 0)
+    if last is not None:
+        sign = 1 if group.get("maximize") else -1
+        along = sign * w * m * (last.norm() / m.norm()) + (1 - w) * last
+        return factor * 3.0 * along if m.any() else torch.zeros_like(last)
     b = state.get("exp_avg", state.get("momentum_buffer", torch.zeros_like(m)))
     if "square_avg" in state:
         b = torch.zeros_like(m)
     length = m.norm() / b.norm() if b.any() else 0
     sign = -1 if group.get("maximize") else 1
     u = sign * w * m + (1 - w) * length * b
-    if "ns_coefficients" in group:  # Muon: a step's elements have this root mean square
-        rows, columns = m.shape
-        size = (max(1, rows / columns) / max(rows, columns)) ** 0.5
-        return -lr * factor * size * m.numel() ** 0.5 * u / m.norm()
     if "square_avg" in state:
         v, decay = state["square_avg"], group["alpha"]
     elif "exp_avg_sq" in state:
@@ -39,6 +45,7 @@ def train(model, optimizer, config, workers, steps, loss, factor=1.0):
     named = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in named.items()}
     reference = ScaleComReference(workers, shapes, config)
+    is_known, before = isinstance(optimizer, KNOWN), {}
     for step in range(steps):
         grads = []
         common = {name: p.detach().clone() for name, p in named.items()}
@@ -46,6 +53,7 @@ def train(model, optimizer, config, workers, steps, loss, factor=1.0):
             for group in optimizer.param_groups:
                 for name, p in named.items():
                     own = [q for q in group["params"] if q is p]
+                    last = None if is_known else common[name] - before.get(name, common[name])
                     if own and step and name in reference.residues[worker]:
                         moved = ahead(
                             reference.residues[worker][name],
@@ -54,6 +62,7 @@ def train(model, optimizer, config, workers, steps, loss, factor=1.0):
                             factor,
                             group,
                             optimizer.state[p],
+                            last,
                         )
                         p.data.add_(moved)
             model.zero_grad()
@@ -64,4 +73,5 @@ def train(model, optimizer, config, workers, steps, loss, factor=1.0):
         for name, average in reference.step(grads).items():
             named[name].grad = torch.as_tensor(average)
         optimizer.step()
+        before = common if step else {}  # nothing is moved, and no step noted, in the first step
     return reference

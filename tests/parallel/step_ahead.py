@@ -5,12 +5,28 @@ from faces import hvd
 
 from scalecom_hvd.config import ScaleComConfig
 
+
+class Signs(torch.optim.Optimizer):
+    """An optimizer that this package does not know: steps along signs of gradients."""
+
+    def __init__(self, parameters, lr=0.01):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                assert not self.state[p]  # as many optimizers ask, which leaves an empty one
+                p.add_(p.grad.sign(), alpha=-group["lr"])
+
+
 SETTINGS = {"rate": 5, "bits": 32, "min_numel": 20, "step_ahead": 1}
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "maximize": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, maximize=True),
+    "signs": lambda parameters: Signs(parameters, lr=0.01),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.001, momentum=0.5),
 }
 

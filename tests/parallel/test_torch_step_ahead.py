@@ -377,29 +377,6 @@ def test_a_parameter_that_is_frozen_stays():
     assert torch.equal(model[0].weight, before)
 
 
-class Unknown(torch.optim.Optimizer):
-    """An optimizer with an unknown direction."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["sign"] = p.grad.sign()
-                p.add_(self.state[p]["sign"], alpha=-group["lr"])
-
-
-class UnknownWithoutState(Unknown):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                assert not self.state[p]  # as many optimizers ask, which leaves an empty one
-                p.add_(p.grad.sign(), alpha=-group["lr"])
-
-
 class ScaledElsewhere(torch.optim.Adam):
     """Like Prodigy, it keeps Adam's moments, and more that its steps depend on."""
 
@@ -410,19 +387,60 @@ class ScaledElsewhere(torch.optim.Adam):
                 self.state[p]["s"] = p.detach().view(-1)[::7]
 
 
-@pytest.mark.parametrize(
-    "kind", [Unknown, UnknownWithoutState, ScaledElsewhere, torch.optim.Adadelta]
-)
-def test_optimizers_of_unknown_direction_are_refused(kind):
-    model = make_model()
+# RAdam keeps Adam's state, but begins with shorter steps.
+OTHERS = ScaledElsewhere, torch.optim.Adadelta, torch.optim.RAdam
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizers_are_followed_by_their_last_step(kind, caplog, monkeypatch):
+    monkeypatch.setattr(oracle, "KNOWN", ())
+    model, other = make_model(), make_model()
     optimizer = hvd.DistributedOptimizer(
         kind(model.parameters()),
         model.named_parameters(),
         compression=hvd.ScaleCom(**SETTINGS),
     )
-    take(model, optimizer, 0)
-    with pytest.raises(RuntimeError, match="step_ahead=0"):
-        loss(model, hvd.rank(), 1)
+    for step in range(8):
+        take(model, optimizer, step)
+        assert same_on_all_ranks(model.parameters())
+    oracle.train(other, kind(other.parameters()), config(), hvd.size(), 8, loss)
+    assert_close(model, other)
+    assert "computed a step ahead" not in caplog.text
+
+
+def test_parameters_that_were_loaded_are_no_step_of_the_optimizer():
+    model, optimizer, _ = make(optimizer="signs")
+    for step in range(4):
+        take(model, optimizer, step)
+    far = {name: value + 100 for name, value in model.state_dict().items()}
+    model.load_state_dict(far)
+    loss(model, hvd.rank(), 4)
+    assert are_equal(model, far)
+
+
+def test_a_look_inside_an_evaluation_does_not_change_what_the_last_step_was():
+    model, optimizer, method = make(optimizer="signs")
+    for step in range(3):
+        take(model, optimizer, step)
+    before = copies(model)
+    came = loss(model, hvd.rank(), 3)
+    looks = model[1].register_forward_hook(lambda *_: model.state_dict() and None)
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(1, 12, dtype=torch.float64))
+    model.train()
+    looks.remove()
+    came.backward()
+    optimizer.step()
+    common, residues = copies(model), method.residues
+    loss(model, hvd.rank(), 4)
+    for name, p in model.named_parameters():
+        if name in residues.tensors:
+            waits = residues.tensors[name].residue.view(p.shape)
+            given = residues.alignment.weight, 0.01, 1.0, {}, {}
+            moved = oracle.ahead(waits, *given, common[name] - before[name])
+            assert moved.any()
+            torch.testing.assert_close(p - common[name], moved)
 
 
 def test_an_optimizer_of_known_direction_may_lose_its_state():

@@ -623,10 +623,10 @@ def all_cases(library):
 def check_moves_ahead(library, random):
     """Check moves_ahead.c. Each tensor is a memory block of its own."""
     every_part = [], ["momentum"], ["second"], ["momentum", "second"]
-    for numel, parts, root, length, weight in product(
-        SIZES, every_part, (True, False), (0, 7), (1.0, 0.4)
-    ):
-        names = ["own", "spare", "residue", *parts]
+    every_part += (["step"],)
+    for numel, parts, root, weight in product(SIZES, every_part, (True, False), (1.0, 0.4)):
+        follows_step = parts == ["step"]
+        names = ["own", "spare", "residue", *(() if follows_step else parts)]
         arrays = {name: random.standard_normal(numel).astype(np.float32) for name in names}
         if "second" in parts:
             arrays["second"] **= 2
@@ -635,15 +635,20 @@ def check_moves_ahead(library, random):
         for name, array in arrays.items():
             table[name] = array.ctypes.data
         numbers = {"numel": numel, "rate": 0.1, "sign": -1, "per_correction": 2, "eps": 1e-3}
-        for name, number in {**numbers, "largest": 3, "root": root, "length": length}.items():
+        for name, number in {
+            **numbers,
+            "largest": 3,
+            "root": root,
+            "follows_step": follows_step,
+        }.items():
             table[name] = number
         assert library.scalecom_move_ahead(table.ctypes.data, 1, weight, 0.5) == 0
         ahead = weight * before["residue"]
-        if "momentum" in parts and numel:
-            lengths = [np.linalg.norm(before[name]) for name in ("residue", "momentum")]
-            ahead -= (1 - weight) * lengths[0] / lengths[1] * before["momentum"]
-        if numel:
-            ahead *= length / np.linalg.norm(before["residue"]) if length else 1 / 0.5
+        momentum = before["spare"] - before["own"] if follows_step else before.get("momentum")
+        if momentum is not None and numel:
+            lengths = [np.linalg.norm(each) for each in (before["residue"], momentum)]
+            ahead -= (1 - weight) * lengths[0] / lengths[1] * momentum
+        ahead *= lengths[1] / lengths[0] if follows_step and numel else 1 / 0.5
         if "second" in parts:
             scale = 2 * before["second"]
             ahead = np.clip(ahead / ((np.sqrt(scale) if root else scale) + 1e-3), -3, 3)

@@ -476,9 +476,8 @@ OPTIMIZERS = {
     "fused Adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
 }
-if hasattr(torch.optim, "Muon"):
-    OPTIMIZERS["Muon"] = lambda p: torch.optim.Muon(p, lr=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
@@ -488,7 +487,7 @@ def test_parameters_are_moved_ahead_as_by_plain_torch(make, dtype, monkeypatch):
     monkeypatch.setenv("SCALECOM_KERNEL", "triton")
     wide = residue_dtype(dtype)
     torch.manual_seed(1)
-    sizes = [(50, 100), (33, 70), (7, 1)]
+    sizes = [(5000,), (33, 70), (7,)]
     parameters = [torch.nn.Parameter(torch.randn(size).to(DEVICE, dtype)) for size in sizes]
     store = torch.randn(sum(p.numel() for p in parameters) + 1).to(DEVICE, wide)
     residues = store[1:].split([p.numel() for p in parameters])
@@ -497,20 +496,17 @@ def test_parameters_are_moved_ahead_as_by_plain_torch(make, dtype, monkeypatch):
         for i, p in enumerate(parameters):
             p.grad = torch.randn(p.shape).to(p) * (i < 2 or dtype == torch.float16)
         parameters[1].grad.view(-1)[:9] = 1e-3 if dtype == torch.float16 else 1e-30
+        before = [p.detach().clone() for p in parameters]
         optimizer.step()
 
     def moved(how):
-        moves = [
-            moves_ahead.move_of(
-                p.detach().clone(),
-                torch.zeros_like(p),
-                residue,
-                optimizer.param_groups[0],
-                optimizer.state[p],
-                1.0,
-            )
-            for p, residue in zip(parameters, residues, strict=True)
-        ]
+        group, moves = optimizer.param_groups[0], []
+        for p, residue, last in zip(parameters, residues, before, strict=True):
+            tensors, state = (p.detach().clone(), last.clone(), residue), optimizer.state[p]
+            if moves_ahead.is_known(optimizer, state, p):
+                moves.append(moves_ahead.move_of(*tensors, group, state, 1.0))
+            else:
+                moves.append(moves_ahead.move_by_step(*tensors, group, 1.0))
         how(moves)
         return [tensor.cpu() for move in moves for tensor in (move.own, move.spare)]
 
@@ -522,7 +518,7 @@ def test_parameters_are_moved_ahead_as_by_plain_torch(make, dtype, monkeypatch):
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
     for p, own, spare in zip(parameters, ours[::2], ours[1::2], strict=True):
         assert torch.equal(spare, p.detach().cpu())
-        assert not torch.equal(own, spare)
+        assert not torch.equal(own, spare) or not p.grad.any()
 
 
 @pytest.mark.parametrize("kernel", ["triton", "torch"])
