@@ -394,7 +394,7 @@ def caveats(s: Setting, c: Constants) -> Iterator[str]:
     yield (
         "This is a model, not a measurement. Its constants are fitted to steps of 24.8 M "
         "parameters on 2 to 8 hosts of one machine, over Gloo (docs/speed.md). For ScaleCom, it "
-        "agrees with the measured steps within 12 %. Dense steps at 1 Gbit/s took 1.2 to 2.9 times "
+        "agrees with the measured steps within 17 %. Dense steps at 1 Gbit/s took 1.2 to 2.7 times "
         "as long as it says. LocalTopK and RandomK are composed from measured parts."
     )
     if not c.megabyte["dense"]:
