@@ -66,6 +66,7 @@ def assert_close(model, other, rtol=1e-9):
         ("momentum", {"beta": 0.3, "flush": False, "bucket_bytes": 400}),
         ("adamw", {"step_ahead": 1, "bits": 3, "rate": 8}),
         ("momentum", {"step_ahead": 1, "lookahead": True}),
+        ("signs", {"step_ahead": 1}),
     ],
     ids=str,
 )

@@ -130,6 +130,7 @@ def assert_close(model, others, rtol=1e-9):
         pytest.param("momentum", {"bits": 3, "rate": 8}, marks=pytest.mark.long),
         ("adamw", {"step_ahead": 1, "bits": 3, "rate": 8}),
         ("momentum", {"step_ahead": 1, "lookahead": True}),
+        ("signs", {"step_ahead": 1}),
     ],
     ids=str,
 )
