@@ -186,6 +186,22 @@ def move_by_step(
     return Move(own, spare, residue, sign * factor * STEP_SHARE, sign, follows_step=True)
 
 
+def move_by(
+    optimizer: torch.optim.Optimizer,
+    own: torch.Tensor,
+    spare: torch.Tensor,
+    residue: torch.Tensor,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    factor: float,
+    ranks: float = 1.0,
+) -> Move:
+    """The move of a parameter that this optimizer steps; see move_of and move_by_step."""
+    if is_known(optimizer, state, own):
+        return move_of(own, spare, residue, group, state, factor, ranks)
+    return move_by_step(own, spare, residue, group, factor)
+
+
 def make(moves: Sequence[Move], weight: float, beta: float) -> None:
     """Move these parameters. Each move's `spare` keeps the values from before.
 

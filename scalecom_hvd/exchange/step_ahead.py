@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scalecom_hvd.exchange.gradients import four_elements, local_part
 from scalecom_hvd.exchange.loss_scale import LossScale
-from scalecom_hvd.exchange.moves_ahead import is_known, make, move_by_step, move_of
+from scalecom_hvd.exchange.moves_ahead import make, move_by
 from scalecom_hvd.exchange.residue import Residues
 
 log = logging.getLogger("scalecom_hvd")
@@ -244,17 +244,14 @@ class StepAhead:
         if self._residues is None or not self._residues.step:
             return
         names, moves = [], []
-        for name, parameter, group, state in self._stepped():
+        for name, parameter, group, state, optimizer in self._stepped():
             own = local_part(parameter)
             if name not in self._spare:
                 self._spare[name] = own.clone()
             of_node = self._of_node.get(name)
             waits = self._residues.tensors[name].residue if of_node is None else of_node
             tensors = own, self._spare[name], waits
-            if state is None:
-                moves.append(move_by_step(*tensors, group, self.factor))
-            else:
-                moves.append(move_of(*tensors, group, state, self.factor, self._ranks))
+            moves.append(move_by(optimizer, *tensors, group, state, self.factor, self._ranks))
             names.append(name)
         if not names:  # no parameter is trained now, or none has been stepped
             return
@@ -403,10 +400,12 @@ class StepAhead:
 
     def _stepped(
         self,
-    ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], Mapping[str, Any] | None]]:
-        """For each parameter that is compressed and stepped: name, parameter, group and state.
+    ) -> Iterator[
+        tuple[str, torch.Tensor, dict[str, Any], Mapping[str, Any], torch.optim.Optimizer]
+    ]:
+        """For each parameter that is compressed and stepped: name, parameter, and by what.
 
-        The state is None if it does not say what the optimizer makes of a gradient.
+        That is the group, the state and the optimizer.
         """
         self._optimizers = [known for known in self._optimizers if known() is not None]
         if not self._optimizers:  # a resumed run: no step was seen in this process
@@ -427,9 +426,7 @@ class StepAhead:
         for name in self._compressed:
             parameter = self._parameters[name]
             if parameter in known:
-                group, state, optimizer = known[parameter]
-                knows = is_known(optimizer, state, local_part(parameter))
-                yield name, parameter, group, state if knows else None
+                yield name, parameter, *known[parameter]
 
 
 class _Hook:

@@ -75,7 +75,8 @@ CLONES int64_t scalecom_move_ahead(move *moves, int64_t count, double weight, do
         move *m = moves + i;
         int follows = m->momentum && weight != 1;
         double waits = follows || m->follows_step ? norm_of(m->residue, m->numel) : 0;
-        double other = m->follows_step ? norm_of_step(m) : follows ? norm_of(m->momentum, m->numel) : 0;
+        double other = follows ? norm_of(m->momentum, m->numel) : 0;
+        if (m->follows_step) other = norm_of_step(m);
         /* The momentum becomes as long as the residue, where it has a length. */
         float share = finite_or_zero(m->sign * (1 - weight) * (waits / other));
         float factor = m->follows_step ? finite_or_zero(other / waits) : per_beta;

@@ -15,7 +15,8 @@ typedef struct {
     int32_t moved;        /* takes 1 when it has been moved */
 } move;
 
-/* spare <- own; own <- own - rate * D(weight * residue + share * momentum). Returns 0. */
+/* spare <- own; own <- own - rate * D(factor * (weight * residue + share * momentum)).
+ * Returns 0. */
 int64_t scalecom_move_ahead(move *moves, int64_t count, double weight, double beta);
 
 #endif

@@ -69,8 +69,10 @@ def train(args: argparse.Namespace, task: race_tasks.Task, device: torch.device)
     torch.manual_seed(args.seed)
     model = task.model().to(device)
     called = wrapped(way, model, steps, args.options, task.bucket_mb)
-    optimizers: list[Any] = task.optimizers(model, args.lr, args.muon)
-    if args.optimizer is not None:
+    optimizers: list[Any]
+    if args.optimizer is None:
+        optimizers = task.optimizers(model, args.lr, args.muon)
+    else:
         optimizers = [args.optimizer(model.parameters(), lr=args.lr)]
     if way.local is not None:
         (own,) = optimizers
@@ -128,6 +130,14 @@ def share(step: int, steps: int, warmup: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - begins) / max(1, steps - begins))
 
 
+def imported(name: str) -> Any:
+    """What has this dotted name."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{name} cannot be imported: {error}") from error
+
+
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--way", choices=list(WAYS), required=True)
@@ -148,7 +158,7 @@ def argument_parser() -> argparse.ArgumentParser:
     optimizers = parser.add_mutually_exclusive_group()
     optimizers.add_argument(
         "--optimizer",
-        type=pkgutil.resolve_name,
+        type=imported,
         help="what trains all parameters, such as torch.optim.Adafactor (default: the task's)",
     )
     optimizers.add_argument(

@@ -7,7 +7,7 @@ every set of peers has an exchange of its own. The optimizer's step is PyTorch's
 
 import numpy as np
 import torch
-from oracles.step_ahead import KNOWN, ahead
+from oracles.step_ahead import ahead, last_steps
 
 from scalecom_hvd.reference import ScaleComReference, align
 
@@ -38,14 +38,12 @@ def train(model, optimizer, config, nodes, local, steps, loss, shards=rows):
         reference.rates = {n: r if np.prod(shapes[n]) else 1 for n, r in rates.items()}
         references.append(reference)
     alignments, before = [1.0] * nodes, {}
-    is_known = isinstance(optimizer, KNOWN)
     for step in range(steps):
         grads = []
         common = {name: p.detach().clone() for name, p in named.items()}
+        last = last_steps(optimizer, common, before)
         for node in range(nodes):
             if config.resolved(True).step_ahead and step:
-                names = () if is_known else common
-                last = {n: common[n] - before.get(n, common[n]) for n in names}
                 move(named, optimizer, references, node, local, shards, alignments[node], last)
             model.zero_grad()
             total = sum(loss(model, node * local + rank, step) for rank in range(local)) / local

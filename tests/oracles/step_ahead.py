@@ -40,20 +40,27 @@ def ahead(residue, alignment, lr, factor, group, state, last=None):
     return -lr * factor * 0.3 * torch.where(u == 0, 0, direction)
 
 
+def last_steps(optimizer, common, before):
+    """{name: the last step}, from `before` to `common`, of an optimizer that is not known."""
+    if isinstance(optimizer, KNOWN):
+        return {}
+    return {name: own - before.get(name, own) for name, own in common.items()}
+
+
 def train(model, optimizer, config, workers, steps, loss, factor=1.0):
     """Train the model in place; loss(model, worker, step) returns a worker's loss in a step."""
     named = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in named.items()}
     reference = ScaleComReference(workers, shapes, config)
-    is_known, before = isinstance(optimizer, KNOWN), {}
+    before = {}
     for step in range(steps):
         grads = []
         common = {name: p.detach().clone() for name, p in named.items()}
+        last = last_steps(optimizer, common, before)
         for worker in range(workers):
             for group in optimizer.param_groups:
                 for name, p in named.items():
                     own = [q for q in group["params"] if q is p]
-                    last = None if is_known else common[name] - before.get(name, common[name])
                     if own and step and name in reference.residues[worker]:
                         moved = ahead(
                             reference.residues[worker][name],
@@ -62,7 +69,7 @@ def train(model, optimizer, config, workers, steps, loss, factor=1.0):
                             factor,
                             group,
                             optimizer.state[p],
-                            last,
+                            last.get(name),
                         )
                         p.data.add_(moved)
             model.zero_grad()

@@ -635,12 +635,8 @@ def check_moves_ahead(library, random):
         for name, array in arrays.items():
             table[name] = array.ctypes.data
         numbers = {"numel": numel, "rate": 0.1, "sign": -1, "per_correction": 2, "eps": 1e-3}
-        for name, number in {
-            **numbers,
-            "largest": 3,
-            "root": root,
-            "follows_step": follows_step,
-        }.items():
+        numbers |= {"largest": 3, "root": root, "follows_step": follows_step}
+        for name, number in numbers.items():
             table[name] = number
         assert library.scalecom_move_ahead(table.ctypes.data, 1, weight, 0.5) == 0
         ahead = weight * before["residue"]

@@ -41,10 +41,7 @@ def moved(parameters, residues, optimizer, before, weight):
     group, moves = optimizer.param_groups[0], []
     for p, residue, last in zip(parameters, residues, before, strict=True):
         tensors, state = (p.detach().clone(), last.clone(), residue), optimizer.state[p]
-        if moves_ahead.is_known(optimizer, state, p):
-            moves.append(moves_ahead.move_of(*tensors, group, state, 1.0))
-        else:
-            moves.append(moves_ahead.move_by_step(*tensors, group, 1.0))
+        moves.append(moves_ahead.move_by(optimizer, *tensors, group, state, 1.0))
     moves_ahead.make(moves, weight, 0.7)
     return moves
 
