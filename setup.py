@@ -14,8 +14,8 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-LIBRARIES = {"_lanes": ["lanes.c", "moves_ahead.c"], "_tensorflow_ops": ["tensorflow_ops.c"]}
-HEADERS = ("lanes", "lanes_template", "moves_ahead", "target_clones", "tensorflow_c_api")
+LIBRARIES = {"_lanes": ["lanes.c"], "_tensorflow_ops": ["tensorflow_ops.c"]}
+HEADERS = ("lanes", "lanes_template", "target_clones", "tensorflow_c_api")
 # Never -ffast-math: it drops NaN tests, and at link time it sets flush-to-zero for the whole
 # process. -ffp-contract=off: a fused multiply-add would round differently from NumPy and the
 # frameworks' plain kernels.

@@ -46,30 +46,27 @@ class ScaleComConfig:
 
     What counts is how often each element is sent: steps / rate times. If that is less than about 5
     (60 for a language model), every method loses accuracy, so lower the rate for short runs. None:
-    16 with few bits, 100 with 32.
+    8 with few bits, 100 with 32.
     """
 
     beta: float = cast(float, None)
     """The low-pass filter on the residue (paper, eq. 5), 0 < beta <= 1.
 
     The share of what waits at a chosen index that is sent if `flush` is False, or if the new
-    gradient points against it. 1 is classic error feedback: it sends everything, however stale, and
-    breaks training without batch norm unless gradients are computed a step ahead. A lower beta is
-    more stable, but what was not sent arrives later, over up to rate / beta steps. None: 1 with
-    step_ahead, and 0.2 without.
+    gradient points against it. 1 is classic error feedback: it sends everything, however stale. A
+    lower beta is more stable, but what was not sent arrives later, over up to rate / beta steps.
+    None: 1, or 0.2 if the optimizer's momentum stays as it is (nu=1, local steps, and TensorFlow's
+    tapes), because beta=1 then breaks training without batch norm.
     """
 
-    step_ahead: float = cast(float, None)
-    """How far ahead gradients are computed. PyTorch only.
+    nu: float | None = None
+    """The momentum's share of an optimizer's step, 0 < nu <= 1, for tensors that are compressed.
 
-    0: at the parameters themselves. 1: at the parameters to which this rank's residue would take
-    the model, in the optimizer's own direction. The distance is 1.5 * lr * m for SGD with momentum,
-    and 0.3 * lr * m / (sqrt(v) + eps) for Adam and its relatives, where m is the residue, and v
-    also counts m's square. For any other optimizer it is three times the length of its last step.
-    Such gradients already allow for what waits, so no low-pass filter is needed. In ScaleCom the
-    optimizer's momentum replaces part of m. The less this rank's values agree with the others', the
-    larger this part is. Other methods do not do this, nor does ScaleCom with a quantiser: give them
-    0 if ranks' data differ. None: 1, or 0 with local steps.
+    Compression sends gradients late, and momentum would spread them over further steps. So a step
+    goes along nu * momentum + (1 - nu) * gradient (QHM and QHAdam, Ma and Yarats, ICLR 2019, arXiv
+    1810.06801). This works for SGD with momentum, for Adam and its relatives, and for other
+    optimizers whose momentum is linear. 1: the optimizer's momentum stays as it is. None: by the
+    rate and the optimizer, or 1 with local steps.
     """
 
     flush: bool = True
@@ -139,9 +136,9 @@ class ScaleComConfig:
     """Whether the leader chooses for step t + 1 at the end of step t.
 
     The broadcast then hides behind forward and backward, so this is often the fastest form. The
-    choice is made without the step's own gradient, which costs accuracy. Without `step_ahead`, a
-    beta near 1 then breaks the training of models without batch norm, and the log warns: give a
-    lower beta (0.1).
+    choice is made without the step's own gradient, which costs accuracy. With nu=1, a beta near 1
+    then breaks the training of models without batch norm, and the log warns: give a lower beta
+    (0.1).
     """
 
     bits: int = cast(int, None)
@@ -149,10 +146,10 @@ class ScaleComConfig:
 
     2 to 8: a value is an integer times a scale. The leader gives every 512 values one scale (with 3
     bits the integers are -3 to 3, and 3 stands for twice the values' mean magnitude). Many more
-    values then travel at the same cost: with four workers, 3 bits at rate 16 cost as much as 32
-    bits at rate 78. The rounding error stays in the residue. Bytes grow with the logarithm of the
-    number of workers. 32: values travel as the residue has them, which is the paper's form. None:
-    3, but 32 with wire_dtype, with a quantiser, or with a method that does not support few bits.
+    values then travel at the same cost: with four workers, 4 bits at rate 8 cost as much as 32 bits
+    at rate 33. The rounding error stays in the residue. Bytes grow with the logarithm of the number
+    of workers. 32: values travel as the residue has them, which is the paper's form. None: 4, but
+    32 with wire_dtype, with a quantiser, or with a method that does not support few bits.
     """
 
     wire_dtype: Literal["float16"] | None = None
@@ -185,9 +182,9 @@ class ScaleComConfig:
         def fix(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        may_be_none = ("rate", "bits", "beta", "step_ahead", "total_steps")
+        may_be_none = ("rate", "bits", "beta", "nu", "total_steps")
         for names, checked in (
-            (("rate", "warmup_rate", "beta", "step_ahead"), checked_number),
+            (("rate", "warmup_rate", "beta", "nu"), checked_number),
             (("min_numel", "bits", "bucket_bytes", "total_steps", "warmup_steps"), _integer),
         ):
             for name in names:
@@ -225,10 +222,10 @@ class ScaleComConfig:
                     f"{name} must be at least 1 and finite, not {rate}. It is the number of "
                     "elements of which one is sent (1: all are sent)"
                 )
-        if self.step_ahead is not None and not 0 <= self.step_ahead < math.inf:
+        if self.nu is not None and not 0 < self.nu <= 1:
             raise ValueError(
-                f"step_ahead must be 0 (off) or more, and finite, not {self.step_ahead}. 1 is "
-                "right for most models"
+                f"nu must be in (0, 1], not {self.nu}. It is the momentum's share of a step; 1 "
+                "leaves the optimizer as it is"
             )
         if self.beta is not None and not 0 < self.beta <= 1:
             raise ValueError(
@@ -294,25 +291,26 @@ class ScaleComConfig:
         _check_names(fields, "there is no setting")
         return dataclasses.replace(self, **fields)
 
-    def resolved(self, can_be_ahead: bool = False, knows_bits: bool = True) -> ScaleComConfig:
+    def resolved(self, mixes_momentum: bool = False, knows_bits: bool = True) -> ScaleComConfig:
         """A copy with numbers instead of None, to train with.
 
         Args:
-            can_be_ahead: whether gradients can be computed a step ahead.
+            mixes_momentum: whether the optimizer's momentum can be made quasi-hyperbolic. If so, nu
+                may stay None, which lets each tensor's rate and optimizer decide.
             knows_bits: whether values can be integers of few bits.
         """
-        rate, bits, ahead, beta = self.rate, self.bits, self.step_ahead, self.beta
-        if None not in (rate, bits, ahead, beta):  # every bucket asks in every step
+        rate, bits, nu, beta = self.rate, self.bits, self.nu, self.beta
+        if nu is None and not mixes_momentum:
+            nu = 1.0
+        if None not in (rate, bits, beta) and nu == self.nu:
             return self
         if bits is None:
-            bits = 3 if knows_bits and self.wire_dtype is None else 32
+            bits = 4 if knows_bits and self.wire_dtype is None else 32
         if rate is None:
-            rate = 16.0 if bits < 32 else 100.0
-        if ahead is None:
-            ahead = 1.0 if can_be_ahead else 0.0
+            rate = 8.0 if bits < 32 else 100.0
         if beta is None:
-            beta = 1.0 if ahead else 0.2
-        return dataclasses.replace(self, rate=rate, bits=bits, step_ahead=ahead, beta=beta)
+            beta = 0.2 if nu == 1 else 1.0
+        return dataclasses.replace(self, rate=rate, bits=bits, nu=nu, beta=beta)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, which `ScaleComConfig(**d)` reads.
@@ -340,12 +338,12 @@ class ScaleComConfig:
     @property
     def levels(self) -> int:
         """L: values are integers from -L to L times a scale; 0: they travel as they are."""
-        return levels_of(self.resolved().bits)
+        return levels_of(self.resolved().bits if self.bits is None else self.bits)
 
     @property
     def extra(self) -> float:
         """The multiple of a residue that is sent besides acc where everything waiting is sent."""
-        beta = self.resolved().beta
+        beta = self.resolved().beta if self.beta is None else self.beta
         return 1 / beta - 1 if self.flush else 0.0
 
     @classmethod
@@ -427,7 +425,7 @@ class ScaleComConfig:
                 chosen.setdefault(name, rate)
         least = max(self.min_numel, 1)  # an empty tensor has nothing to compress
         whole.update(name for name, shape in shapes.items() if math.prod(shape) < least)
-        rate = self.resolved().rate
+        rate = self.resolved().rate if self.rate is None else self.rate
         return {name: 1.0 if name in whole else chosen.get(name, rate) for name in shapes}
 
 
@@ -493,6 +491,12 @@ def _check_names(names: Iterable[str], complaint: str, spell: Callable[[str], st
             hint = f"did you mean {spell(near[0])}?" if near else f"the settings are {listed}"
             if name == "planned_steps":
                 hint = f"it is called {spell('total_steps')} now"
+            if name == "step_ahead":
+                hint = (
+                    "gradients are no longer computed a step ahead, and the optimizer's momentum "
+                    f"does the same for accuracy. Leave it out, or give {spell('nu')}=1 where it "
+                    "was 0"
+                )
             if name in OPTIMIZERS_ARGUMENTS:
                 hint = "that is an argument of DistributedOptimizer"
             raise ValueError(f"{complaint} {spell(str(name))}; {hint}")

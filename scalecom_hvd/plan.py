@@ -304,14 +304,13 @@ def _larger_batches(dense: Row, compute: float) -> Iterator[Row]:
 def memory(method: str, s: Setting) -> float:
     """Megabytes on each worker, beyond what dense training takes.
 
-    A residue has 4 bytes for each parameter. Gradients a step ahead also keep the common
-    parameters. Local steps keep these parameters and the changes.
+    A residue has 4 bytes for each parameter, which the workers of a node share out. Local steps
+    keep the common parameters and the changes.
     """
     residues = 0.0 if method in ("dense", "fp16", "local SGD") else 4 * s.numel
-    if method == NODES:  # gradients a step ahead need residues of the whole node
-        return memory("ScaleCom staggered", s)
-    ahead = method in ("ScaleCom staggered", "ScaleCom look-ahead")
-    copies = (2 if method in LOCAL_METHODS else 1 if ahead else 0) * 4 * s.numel
+    if method == NODES:
+        residues /= s.per_node
+    copies = 2 * 4 * s.numel if method in LOCAL_METHODS else 0
     return (residues + copies) / MEGABYTE
 
 

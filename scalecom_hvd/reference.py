@@ -55,10 +55,6 @@ class ScaleComReference:
         residues: m, one {name: array shaped like the tensor} per worker.
         step_number: t, the number of steps taken.
         selections: I, {name: flat indices (k,)} of the last step's compressed tensors.
-        products: (n, 3) of the last step: v̂ · o, v̂ · v̂ and o · o. Here v̂ is all that a worker
-            sent, and o is the sum of what the others sent at the same indices.
-        alignments: for each worker, the moving average of the cosine of v̂ and o. It is 1 at the
-            start.
     """
 
     def __init__(
@@ -78,8 +74,6 @@ class ScaleComReference:
         self.residues: list[dict[str, Array]] = [{} for _ in range(n_workers)]
         self.step_number = 0
         self.selections: dict[str, Indices] = {}
-        self.products = np.zeros((n_workers, 3))
-        self.alignments = [1.0] * n_workers
         self._chosen_ahead: dict[str, tuple[Indices, Array | None]] = {}
 
     def leader(self, name: str, step: int) -> int:
@@ -106,9 +100,7 @@ class ScaleComReference:
             first = everyone[0]
             return {name: np.full_like(grad, np.nan) for name, grad in first.items()}
         self.selections = {}
-        self.products = np.zeros((self.n_workers, 3))
         averages = self._average(everyone)
-        self.alignments = align(self.alignments, self.products)
         self.step_number += 1
         ends = self.step_number == self.config.warmup_steps and self.config.warmup_rate > 1
         if ends and any(rate > self.config.warmup_rate for rate in self.rates.values()):
@@ -154,7 +146,6 @@ class ScaleComReference:
         else:
             I, sent = self._cyclic(name, m, grad)
         self.selections[name] = I
-        self.products += products(sent)
         average = np.zeros_like(grad[0])
         average[I] = mean(sent)
         return average.reshape(grads[0].shape).astype(grads[0].dtype)
@@ -310,26 +301,6 @@ def mean(arrays: Sequence[Array]) -> Array:
     for array in arrays[1:]:
         total += array
     return total / total.dtype.type(len(arrays))
-
-
-def products(sent: Sequence[Array]) -> NDArray[np.float64]:
-    """(n, 3): v · o, v · v and o · o. v is what a worker sent, and o the sum of the others' v."""
-    own = np.array(sent, np.float64)
-    others = own.sum(0) - own
-    with np.errstate(over="ignore", invalid="ignore"):
-        pairs = (own, others), (own, own), (others, others)
-        return np.stack([np.einsum("ik,ik->i", a, b) for a, b in pairs], axis=1)
-
-
-def align(alignments: Sequence[float], products: NDArray[np.float64]) -> list[float]:
-    """Alignments after a step with these products (n, 3). Workers that sent nothing keep theirs."""
-    after = []
-    for alignment, (both, own, others) in zip(alignments, products, strict=True):
-        length = np.sqrt(own) * np.sqrt(others)
-        is_known = 0 < length < np.inf and others > 1e-10 * own
-        cosine = both / length if is_known else alignment
-        after.append(0.7 * alignment + 0.3 * float(np.clip(cosine, -1, 1)))
-    return after
 
 
 def _mean_whole(grads: Sequence[Array]) -> Array:

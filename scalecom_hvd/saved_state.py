@@ -21,7 +21,8 @@ Saved = Mapping[str, Any]
 STATE_VERSION = 2
 # Settings that may differ between a checkpoint and the run that loads it: residues mean the same.
 _WARMUP = ("warmup_steps", "warmup_rate")
-_FREE_SETTINGS = (*_WARMUP, "total_steps", "planned_steps", "flush", "step_ahead")
+# (planned_steps and step_ahead are settings of earlier releases.)
+_FREE_SETTINGS = (*_WARMUP, "total_steps", "flush", "nu", "planned_steps", "step_ahead")
 # Settings that may also differ for ScaleCom. They may not for other methods and quantisers, which
 # draw, or choose, bucket by bucket. (If leaders are staggered, they take other turns.)
 _FREE_FOR_SCALECOM = ("bucket_bytes",)
@@ -222,21 +223,6 @@ def norms_of(state: Mapping[str, Any]) -> list[list[float]]:
             "three of gradients. Load an older state, or delete the norms from this one"
         )
     return [list(map(float, row)) for row in norms]
-
-
-def alignment_of(state: Mapping[str, Any]) -> float:
-    """The cosine of alignment.py in a saved state. If it has none: 1, as at the start.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    cosine = float(state.get("alignment", 1.0))
-    if not -1 <= cosine <= 1:
-        raise ValueError(
-            f"the state is damaged: its alignment is {cosine}, not a cosine. Load an older state, "
-            "or delete the alignment from this one"
-        )
-    return cosine
 
 
 def check_residues(

@@ -163,10 +163,10 @@ def check_length(total: int | None, warmup: int, rates: Iterable[float]) -> None
 def check_look_ahead(config: ScaleComConfig) -> None:
     """Log one warning if look-ahead comes with a beta that breaks training without batch norm.
 
-    Training with gradients that are computed a step ahead is not broken.
+    Args:
+        config: resolved settings. nu None: the optimizer's momentum is made quasi-hyperbolic.
     """
-    config = config.resolved()
-    if config.lookahead and config.beta > LOOK_AHEAD_BETA and not config.step_ahead:
+    if config.lookahead and config.beta > LOOK_AHEAD_BETA and config.nu == 1:
         log.warning(
             "look-ahead with beta=%g breaks training without batch norm: leave beta at its "
             "default, or give beta=0.1",

@@ -1,12 +1,11 @@
 """Settings of all tests, and the diary that they write.
 
-All tests compute gradients at the common parameters unless they ask for step-ahead gradients, or
-take this variable away.
+All tests leave the optimizer's momentum as it is unless they give nu, or take this variable away.
 """
 
 import os
 
-os.environ.setdefault("SCALECOM_STEP_AHEAD", "0")
+os.environ.setdefault("SCALECOM_NU", "1")
 
 
 def write(word, test):

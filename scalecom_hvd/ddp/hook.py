@@ -51,8 +51,8 @@ class ScaleComState:
             torch.distributed's transport.
         mesh: a mesh of nodes times the ranks of each node, with dimensions named "replicate" and
             "shard". Gradients are averaged whole inside a node and compressed between nodes. A
-            residue has 1 / (ranks of a node) of its parameter's elements, or all of them if
-            gradients are computed a step ahead. None: every rank is a node of its own.
+            residue has 1 / (ranks of a node) of its parameter's elements. None: every rank is a
+            node of its own.
         **settings: what the method's class takes: fields of ScaleComConfig, config=, loss_scale= (a
             GradScaler), diagnostics=, quantiser=.
 
@@ -160,7 +160,8 @@ class ScaleComState:
                 collectives = ProcessGroupCollectives(process_group, devices=devices)
                 collectives.end_with(self)
             stand_ins = {name: nn.Parameter(p.detach()) for name, p in parameters.items()}
-        self.compression.compute_ahead(model)
+        if self.compression.run.averager is None:
+            self.compression.settle(every_step=True)
         # DDP made parameters the same on all ranks when it wrapped the model. They may still differ
         # between ranks when ranks first average: sharpness-aware steps move them under no_sync().
         self._exchange = Exchange(
@@ -172,10 +173,7 @@ class ScaleComState:
             compares_parameters=False,
             node=self._node,
         )
-        if self.compression.ahead is not None:
-            of_node = self._node.shards.residues if self._node else None
-            residues, by_hook = self.compression.residues, collectives.size > 1
-            self.compression.ahead.serve(parameters, residues, 1.0, of_node, by_hook)
+        self.compression.mix_momentum(parameters, collectives, by_hook=True)
         self._alone = collectives.size == 1
         self._names = parameters
         self._stand_ins = {p: stand_ins[name] for name, p in parameters.items()}
@@ -226,9 +224,6 @@ class ScaleComState:
             self._unused.begin()
             if self._node is not None:
                 self._node.bytes_sent = 0
-            # After join(), DDP itself gives zeros, outside of a backward.
-            if self.compression.ahead is not None and torch._C._current_graph_task_id() < 0:
-                self.compression.ahead.has_no_batch()
         with self._exchange.streams.entered(joins=False):
             reduced = _Reduced(buffer, gradients, self._node, f"bucket.{len(self._reduced)}")
             self._reduced.append(reduced)
@@ -258,7 +253,7 @@ class ScaleComState:
                         reduced.given.set_exception(error)  # type: ignore[arg-type]
 
     def _average(self, everything: Sequence["_Reduced"]) -> None:
-        exchange, node = self._exchange, self._node
+        exchange = self._exchange
         if not self._alone:
             for reduced in everything:
                 reduced.report(exchange, self._names_of)
@@ -267,8 +262,6 @@ class ScaleComState:
             self._unused.end(exchange.has_sent)  # before DDP, and so the script, goes on
             for reduced in everything:
                 reduced.take(exchange, self._names_of)
-            if node is not None and exchange.has_counted:
-                node.shards.share_residues()
         for reduced in everything:
             reduced.wait_for_node()
             reduced.given_back()

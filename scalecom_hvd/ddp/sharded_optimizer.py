@@ -83,18 +83,11 @@ class ShardedGradients:
             if hasattr(p, "device_mesh")
         )
         self._unused = UnusedAverages()
-        self._serves_ahead(method, parameters, peers)
+        method.mix_momentum(parameters, peers)
         itself = weakref.ref(self)
         for parameter in parameters.values() if peers.size > 1 else ():
             _served_by[parameter] = itself  # retires an optimizer that was made before
             parameter.register_post_accumulate_grad_hook(functools.partial(_report, itself))
-
-    def _serves_ahead(
-        self, method: Method, parameters: Mapping[str, torch.Tensor], peers: Collectives
-    ) -> None:
-        """Move parameters ahead through those that the optimizer and the script know."""
-        if method.ahead is not None:
-            method.ahead.serve(parameters, method.residues, peers.size * peers.share)
 
     def came(self, parameter: torch.Tensor) -> None:
         """Note that FSDP2 has reduced a gradient inside the node. Waits for nothing."""

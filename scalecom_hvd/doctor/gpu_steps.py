@@ -45,7 +45,7 @@ def run(
             name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
             for name, shape in SHAPES.items()
         },
-        **{"min_numel": 0, "step_ahead": 0, **settings},
+        **{"min_numel": 0, "nu": 1, **settings},
     )
     random = torch.Generator().manual_seed(0)
     for step in range(STEPS):
@@ -97,7 +97,7 @@ def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def speed(device: torch.device, settings: Mapping[str, Any]) -> tuple[float, float]:
     """Median milliseconds of a leader's moves in a step, and of copying as many gradients."""
-    method = ScaleCom(min_numel=0, step_ahead=0, **settings)
+    method = ScaleCom(min_numel=0, nu=1, **settings)
     parameter = torch.nn.Parameter(torch.zeros(NUMEL, device=device))
     residues = Residues(method.config)
     residues.attach({"one": parameter})

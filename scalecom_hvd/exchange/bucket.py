@@ -26,7 +26,6 @@ from torch.profiler import record_function
 from scalecom_hvd.bucket_layout import Layout, pack_halves, unpack_halves
 from scalecom_hvd.config import float16_limit
 from scalecom_hvd.exchange.accumulators import accumulate, commit
-from scalecom_hvd.exchange.alignment import nothing_sent, products
 from scalecom_hvd.exchange.background_thread import BackgroundThread, Job
 from scalecom_hvd.exchange.collectives import Step, Wait
 from scalecom_hvd.exchange.gradients import (
@@ -132,7 +131,6 @@ class Bucket:
         assert not dense or wire == wide, "narrow values and tensors sent whole share no bucket"
         # In these dtypes ranks make sums, which are divided afterwards.
         self._share = share if wire in (torch.float16, torch.int8) else 1.0
-        self._average_share = share
 
         self._levels = self.tensors[0].levels if self.tensors else 0
         geometries = {tensor.name: tensor.geometry for tensor in self.tensors}
@@ -189,23 +187,6 @@ class Bucket:
         self._has_accumulators: bool
         self._committed: bool
         self.forget()
-
-    def sent(self) -> torch.Tensor:
-        """The last values of `take` (k,) as this rank sent them, in the residues' dtype."""
-        if isinstance(self._values, IntegerValues):
-            return self.scaled(self._values.compressed)
-        return self._wire.sent.to(self._residue_dtype)
-
-    def products_with_others(self) -> torch.Tensor:
-        """The products of this rank's sent values with the others'; see alignment.py.
-
-        They are zeros if no averages of values from `take` were received.
-        """
-        if self._received is None:
-            return nothing_sent()
-        averages = self._received[1].to(self._residue_dtype)
-        ratio = self._share / self._average_share
-        return products(self.sent(), averages if ratio == 1 else averages * ratio)
 
     def averages_taken(self) -> torch.Tensor:
         """The averages (k,) of the last values of `take`, once they have arrived.

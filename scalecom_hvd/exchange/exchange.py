@@ -35,7 +35,6 @@ from scalecom_hvd.agreement import Names, Settings, compare_ranks
 from scalecom_hvd.bucket_layout import Stats, step_stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
-from scalecom_hvd.exchange.alignment import nothing_sent
 from scalecom_hvd.exchange.background_thread import BackgroundThread
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.bucket_plan import Groups, Part, plan_buckets
@@ -178,8 +177,6 @@ class Exchange(Averager):
         self._is_new = compares_parameters and part_of is None
         if part_of is None:
             self._run.begin(self._parameters, self)
-            if node is not None and node.shards is not None and method.ahead is not None:
-                node.shards.keep_residues(self.residues)
 
     # What the optimizer calls.
 
@@ -335,8 +332,6 @@ class Exchange(Averager):
         with self._or_forgotten(), ending:
             self._finishing = True
             try:
-                if self._method.ahead is not None:  # a GradScaler may skip the step
-                    self._method.ahead.restore()
                 self._finish()
             finally:
                 self._finishing = False
@@ -392,8 +387,6 @@ class Exchange(Averager):
 
     def load_state_dict(self, state: Saved) -> None:
         """See Averager."""
-        if self.node is not None:
-            self.node.load_state_dict(state)
         if self.use is not None:
             self.use.load_state_dict(state)
 
@@ -537,15 +530,13 @@ class Exchange(Averager):
             self._learn_use(steps)
         self._steps.complete([step for step in steps if not step.has_begun])
         sparse = {name: wait() for name, wait in self._sparse.items()}
-        counts, products = self._outcome(steps, sparse)
+        counts = self._is_sound(steps, sparse)
         names = [name for step in steps for name in step.bucket.names]
         ends = self.part is None or self.part.is_last
         self._last = ends, dict(self._submitted), {} if self._whole else self._places, names
         if self.node is not None:
-            counts = self.node.counts(counts, self.residues.step, products)
+            counts = self.node.counts(counts, self.residues.step)
         self.has_counted, self.has_sent = counts, counts and not self._whole
-        if counts:
-            self.residues.alignment.note(products)
         self._commit(steps, ends) if counts else self._roll_back(steps)
         for step in steps:
             self._outputs.update(step.end())
@@ -566,20 +557,15 @@ class Exchange(Averager):
             if step.has_begun:
                 step.begin_again()
 
-    def _outcome(
-        self, steps: Sequence[BucketStep], sparse: Mapping[str, torch.Tensor]
-    ) -> tuple[bool, torch.Tensor]:
-        """Whether the step is sound, and the products that say how well it is aligned.
+    def _is_sound(self, steps: Sequence[BucketStep], sparse: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the step is sound.
 
-        All this was reduced or gathered, so it is the same on all ranks, and all decide the same.
+        All averages were reduced or gathered, so they are the same on all ranks, and all decide the
+        same.
         """
         sound = [step.bucket.is_sound() for step in steps]
         sound += [average._values().isfinite().all() for average in sparse.values()]
-        sent = [
-            step.bucket.products_with_others() for step in steps if self._method.ahead is not None
-        ]
-        told = on_host([*sound, *sent])  # here the host waits for its devices
-        return all(map(bool, told[: len(sound)])), sum(told[len(sound) :], nothing_sent())
+        return all(map(bool, on_host(sound)))  # here the host waits for its devices
 
     def _steps_of_part(self) -> list[BucketStep]:
         """The steps of the buckets that this part is about. No bucket is in two parts."""

@@ -119,10 +119,10 @@ class LocalSteps(Averager):
         clip_changes: float | None = None,
     ) -> None:
         schedule.check_overlap(overlap)
-        if method.config.step_ahead:
+        if method.config.nu not in (None, 1):
             raise ValueError(
-                "local steps and step-ahead gradients exclude each other, because both move a "
-                f"rank's own parameters: leave out step_ahead= of {type(method).__name__}"
+                "nu has no meaning with local steps, because each rank's optimizer has its own "
+                f"gradients, which are not late: leave out nu= of {type(method).__name__}"
             )
         self.schedule = schedule
         self._overlap = overlap

@@ -1,8 +1,7 @@
 """The script's loss scale, by which gradients are larger than what residues hold.
 
-A GradScaler keeps its scale on a device, so the host must wait for a copy. Hooks of backward must
-not wait. So if the model's forward has hooks (step_ahead.py), the copy begins there, and has mostly
-arrived when backward brings the first gradient.
+A GradScaler keeps its scale on a device. Hooks of backward must not wait for it, so the host reads
+a copy, which begins when backward brings the first gradient.
 
 Imports collectives and devices.
 """
@@ -43,19 +42,11 @@ class LossScale:
             )
         self.is_given, self._reader = given is not None, reader
         self._scaler = given if isinstance(given, torch.amp.GradScaler) else None
-        # The scaler's tensor and its version, and a copy that is on its way to the host.
-        self._copied: tuple[torch.Tensor | None, int, HostCopy | None] = None, 0, None
 
     def read(self) -> float | torch.Tensor:
         """The current scale: a number, or a tensor that may be on a device."""
         scale = self._of_scaler()
         return self._reader() if scale is None else scale
-
-    def forward_begins(self) -> None:
-        """Begin to copy a GradScaler's scale to the host: a training forward begins."""
-        scale = self._of_scaler()
-        if scale is not None:
-            self._copy_of(scale)
 
     def inverse(self) -> Wait[float]:
         """1 / loss scale, once the host has it. It brings gradients into the residues' units.
@@ -67,7 +58,7 @@ class LossScale:
         scale = self.read()
         if not isinstance(scale, torch.Tensor):
             scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
-        copy = self._copy_of(scale) if scale is self._of_scaler() else HostCopy(scale)
+        copy = HostCopy(scale)
         comes: Wait[float] = Wait("loss scale", copy, round=0, then=_inverse)
         if copy.done():  # so that a wrong scale is refused at once
             comes.now()
@@ -79,14 +70,6 @@ class LossScale:
         None: there is no GradScaler, or it has scaled nothing yet.
         """
         return getattr(self._scaler, "_scale", None)
-
-    def _copy_of(self, scale: torch.Tensor) -> HostCopy:
-        """A copy of the scaler's tensor. A new one begins only if the tensor has changed."""
-        of, version, copy = self._copied
-        if of is not scale or version != scale._version:
-            copy = HostCopy(scale)
-            self._copied = scale, scale._version, copy
-        return copy
 
 
 def _inverse(scale: torch.Tensor) -> float:

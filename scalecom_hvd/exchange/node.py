@@ -7,7 +7,7 @@ goes beyond the peers: whether a step counts. In another shard, a gradient may n
 exchange may have failed.
 
 If each rank has the whole model, `Shards` cuts its gradients, and puts the averages together again.
-Imports alignment, collectives, gradients, residue and saved_state.
+Imports collectives, gradients and saved_state.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from scalecom_hvd.exchange.alignment import nothing_sent
 from scalecom_hvd.exchange.collectives import CollectiveError, Collectives, Work
 from scalecom_hvd.exchange.gradients import wide_dtype
-from scalecom_hvd.exchange.residue import Residues, torch_dtype
 from scalecom_hvd.saved_state import Saved
 
 GAVE_UP, VOID, SOUND = range(3)
@@ -73,24 +71,21 @@ class Node:
             yield
         except BaseException:
             if not self._has_told:
-                self._tell(GAVE_UP, 0, nothing_sent())
+                self._tell(GAVE_UP, 0)
             raise
 
-    def counts(self, is_sound: bool, step: int, products: torch.Tensor) -> bool:
+    def counts(self, is_sound: bool, step: int) -> bool:
         """Whether the step is sound in all shards, so that it counts. Waits for all ranks.
 
         Args:
             is_sound: whether it is sound in this shard; the same on all peers.
             step: the step's number.
-            products: the products of this shard (alignment.py). They become the sums over all
-                shards, because all ranks of a node move ahead in the same way.
 
         Raises:
             CollectiveError: on all other ranks, if a rank of the node could not end the step.
             RuntimeError: on all ranks, if shards are at different steps.
         """
-        told = self._tell(SOUND if is_sound else VOID, step, products)
-        states, steps = told[:, 0].tolist(), told[:, 1].int().tolist()
+        states, steps = self._tell(SOUND if is_sound else VOID, step).T.tolist()
         if GAVE_UP in states:
             raise CollectiveError(
                 "a rank of this node could not end this step, so its shard was not averaged: see "
@@ -101,16 +96,15 @@ class Node:
                 f"the ranks of this node are at different steps, {steps}. Load residues of the "
                 "same step on all ranks, or load none on any rank"
             )
-        products.copy_(told[:, 2:].sum(0))
         return all(state == SOUND for state in states)
 
-    def _tell(self, state: int, step: int, products: torch.Tensor) -> torch.Tensor:
-        """(ranks, 5): the state, the step and the products of every rank of the node.
+    def _tell(self, state: int, step: int) -> torch.Tensor:
+        """(ranks, 2): the state and the step of every rank of the node.
 
         A rank that gives up does not wait, because the others may be lost.
         """
         self._has_told = True
-        row = torch.cat([products.new_tensor([state, step]), products])
+        row = torch.tensor([state, step], dtype=torch.int64, device="cpu")
         work = self._ranks.gather(row[None], self._name)
         return row[:0] if state == GAVE_UP else work.wait()
 
@@ -138,15 +132,8 @@ class Node:
         return self.everyone.gather(torch.zeros(1, device="cpu"), f"{self._name}.submitted")
 
     def state_dict(self) -> Saved:
-        """Which shard this rank's residues belong to, and the node's residues if it keeps them."""
-        state: Saved = {"shard": [self.position, self.size]}
-        whole = {} if self.shards is None else self.shards.residues
-        return state if not whole else {**state, "node_residues": dict(whole)}
-
-    def load_state_dict(self, state: Saved) -> None:
-        """Load the node's residues that `state_dict` gave."""
-        if self.shards is not None:
-            self.shards.take_up(state.get("node_residues", {}))
+        """Which shard this rank's residues belong to."""
+        return {"shard": [self.position, self.size]}
 
 
 class Shards:
@@ -162,12 +149,10 @@ class Shards:
         parameters: see above.
         stand_ins: {name: parameter} that stand in for the shards. They have the shards' sizes, but
             no numbers.
-        residues: {name: (N,)} of the whole node, if they are kept. This rank's own are a part of
-            them.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], node: Node) -> None:
-        self.parameters, self._node = dict(parameters), node
+        self.parameters = dict(parameters)
         node.whole = {name: tuple(p.shape) for name, p in parameters.items()}
         self._parts: dict[str, slice] = {}
         self.stand_ins: dict[str, nn.Parameter] = {}
@@ -177,64 +162,10 @@ class Shards:
             self._parts[name] = slice(begin, min(begin + size, parameter.numel()))
             length = self._parts[name].stop - begin
             self.stand_ins[name] = nn.Parameter(parameter.new_zeros(1).expand(length))
-        self.residues: dict[str, torch.Tensor] = {}
-        self._sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-        self._flat: dict[torch.dtype, torch.Tensor] = {}
-        self._saved: Mapping[str, torch.Tensor] = {}
 
     def cut(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         """This rank's shard of a flattened tensor: a view."""
         return flat[self._parts[name]]
-
-    def keep_residues(self, residues: Residues) -> None:
-        """Keep the residues of the whole node. This rank's own become a part of them.
-
-        Step-ahead gradients need them: all ranks of a node compute gradients at the same point.
-        """
-        # If this rank's shard of a tensor is empty, it still keeps the other ranks' residues.
-        names = [name for name, rate in residues.rates.items() if rate > 1]
-        kinds = {name: _residue_dtype(self.parameters[name], residues) for name in names}
-        sizes: dict[torch.dtype, int] = {}
-        for name in names:
-            sizes[kinds[name]] = sizes.get(kinds[name], 0) + self._sizes[name]
-        device = self.parameters[names[0]].device if names else None
-        self._flat = {d: torch.zeros(n, dtype=d, device=device) for d, n in sizes.items()}
-        left = dict(self._flat)
-        for name in names:
-            dtype, size = kinds[name], self._sizes[name]
-            self.residues[name], left[dtype] = left[dtype].tensor_split([size])
-            tensor = residues.tensors.get(name)
-            if tensor is not None:
-                own = self.cut(name, self.residues[name])
-                own.copy_(tensor.residue)
-                tensor.residue = own
-        self.take_up(self._saved)
-
-    def share_residues(self) -> None:
-        """Give all ranks of the node each other's residues, after a step that counts.
-
-        Waits for them.
-        """
-        for name, whole in self.residues.items():
-            part = self._parts[name]
-            whole[: part.start].zero_()
-            whole[part.stop :].zero_()
-        works = [self._node.add_up(flat, f"residues.{d}") for d, flat in self._flat.items()]
-        for work in works:
-            work.wait()
-
-    def take_up(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Continue with the node's saved residues. Without them, those of other ranks are zero."""
-        self._saved = {} if self.residues else saved
-        for name, whole in self.residues.items():
-            own = self.cut(name, whole).clone()
-            whole.copy_(saved[name]) if name in saved else whole.zero_()
-            self.cut(name, whole).copy_(own)
-
-
-def _residue_dtype(parameter: torch.Tensor, residues: Residues) -> torch.dtype:
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return torch_dtype(residues.config.residue_dtype_for(dtype))
 
 
 class WholeBuffer:

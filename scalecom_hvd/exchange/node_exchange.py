@@ -48,7 +48,6 @@ class NodeExchange:
         self._parameters = dict(parameters)
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self.trained = self._name_of.keys()
-        self._method = method
         self._sparse_as_dense, self._is_new = sparse_as_dense, True
         node.shards = self._shards = Shards(parameters, node)
         self._exchange = Exchange(
@@ -60,8 +59,7 @@ class NodeExchange:
             compares_parameters=False,
             node=node,
         )
-        if method.ahead is not None:
-            method.ahead.serve(parameters, method.residues, 1.0, self._shards.residues)
+        method.mix_momentum(parameters, peers)
         # {name: (flat gradient, its buffer)} of the gradients that backward brought in this step.
         self._brought: dict[str, tuple[torch.Tensor, WholeBuffer]] = {}
         # Those that the exchange does not have yet.
@@ -81,8 +79,6 @@ class NodeExchange:
 
     def _compare_parameters(self) -> None:
         """Raise RuntimeError, on all ranks, if they begin with different parameters."""
-        if self._method.ahead is not None:
-            self._method.ahead.restore()
         mine = {"parameters": digest(self._parameters.values())}
         everyone = gather_objects(self._node.everyone, mine, "agreement.parameters")
         try:
@@ -151,8 +147,6 @@ class NodeExchange:
             stand_in.grad = None
             self._shards.cut(name, flat.zero_()).copy_(average)
             buffer.complete()
-        if self._exchange.has_counted:
-            self._shards.share_residues()
         submitted = self._node.note_submitted()
         for name, (flat, buffer) in self._brought.items():
             buffer.wait()

@@ -22,7 +22,6 @@ from scalecom_hvd.exchange.methods import Method
 from scalecom_hvd.exchange.new_gradients import SparseAverage
 from scalecom_hvd.exchange.outer_step import Outer
 from scalecom_hvd.exchange.rounds_alive import any_held, rounds_of
-from scalecom_hvd.exchange.step_ahead import restore_all
 from scalecom_hvd.exchange.undo import Remembered
 from scalecom_hvd.exchange.unused_averages import end_step_by_error
 from scalecom_hvd.schedule import Schedule
@@ -55,7 +54,7 @@ def make_averager(
         local_steps, outer, overlap, fragments, clip_changes: see the faces' DistributedOptimizer.
     """
     if local_steps is None:
-        return Exchange(
+        exchange = Exchange(
             parameters,
             method,
             collectives,
@@ -64,6 +63,8 @@ def make_averager(
             send_sparse=send_sparse,
             asks_for_news=True,
         )
+        method.mix_momentum(parameters, collectives)
+        return exchange
     return LocalSteps(
         parameters,
         method,
@@ -230,13 +231,11 @@ def _synchronize_parameters(self: Any) -> None:
 def common_parameters(params: dict[str, object] | list[object]) -> Iterator[None]:
     """For a broadcast, make the parameters the common ones where they are a rank's own.
 
-    They are its own in the middle of a round of local steps, and while they are moved ahead
-    (step_ahead.py).
+    They are its own in the middle of a round of local steps.
 
     Args:
         params: a state_dict, or a list of (name, tensor) or of tensors.
     """
-    restore_all()
     held = [local for local in rounds_of(params) if local.own.held] if any_held() else []
     for local in held:
         local.show_common()
@@ -254,15 +253,10 @@ def is_method(compression: object) -> bool:
 
 
 def method_of(compression: Method | type[Method], local_steps: object) -> Method:
-    """The method that an optimizer was given, or one of the given class.
-
-    If every step averages gradients (local_steps None), they are computed a step ahead.
-    """
+    """The method that an optimizer was given, or one of the given class."""
     method = compression() if isinstance(compression, type) else compression
-    if local_steps is None:
-        method.compute_ahead()
-    elif method.run.averager is None:
-        method.settle(ahead=False)
+    if method.run.averager is None:
+        method.settle(every_step=local_steps is None)
     return method
 
 

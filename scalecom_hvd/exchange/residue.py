@@ -3,7 +3,7 @@
 `CompressedTensor` is one tensor's residue with its lanes. `Residues` holds all residues of one
 optimizer, and the number of steps. What a step does to them is in bucket.py. run.py saves and loads
 them.
-Imports alignment, kernel_choice and the framework-free rooms.
+Imports kernel_choice and the framework-free rooms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from scalecom_hvd.config import ScaleComConfig
-from scalecom_hvd.exchange.alignment import Alignment
 from scalecom_hvd.exchange.kernel_choice import kernel_for
 from scalecom_hvd.lanes import Lanes, geometry
 from scalecom_hvd.training_warnings import (
@@ -92,8 +91,6 @@ class Residues:
         buckets: the names in each bucket, once ranks have agreed on them.
         ranks, rank: how many ranks there are, and which one this is, once this is known.
         rates: {name: rate} of all parameters, once they are known.
-        alignment: how far what this rank sends agrees with what the others send. It is measured if
-            gradients are computed a step ahead.
     """
 
     def __init__(self, config: ScaleComConfig) -> None:
@@ -106,7 +103,6 @@ class Residues:
         self.rank: int | None = None
         self.rates: dict[str, float] = {}
         self.health = Health()
-        self.alignment = Alignment()
         # How many synchronisations there are in a number of steps: fewer with local steps.
         self.synchronisations_in: Callable[[int], int] = every_step
 
@@ -119,6 +115,14 @@ class Residues:
     def whole_steps(self) -> int:
         """How many of the first steps are sent whole."""
         return self.synchronisations_in(self.config.whole_steps)
+
+    def last_rate(self, name: str) -> float:
+        """The rate at which a parameter was sent in the last step. 1: whole."""
+        last = self.step - 1
+        if last < self.whole_steps:
+            return 1.0
+        rate = self.rates[name]
+        return self.config.rate_in_warmup(rate) if last < self.warmup else rate
 
     def enter_stage(self) -> bool:
         """Give tensors the lanes of the coming step. Return whether some had others before.
@@ -211,7 +215,6 @@ class Residues:
         """Note that a step counted."""
         self.step += 1
         self.health.take()
-        self.alignment.end_step()
 
     def norm(self) -> float:
         """The Euclidean norm of all residues together; reads them all."""

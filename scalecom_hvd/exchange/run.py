@@ -39,7 +39,6 @@ from scalecom_hvd.lanes import Lanes
 from scalecom_hvd.saved_state import (
     STATE_VERSION,
     Saved,
-    alignment_of,
     check_finite,
     check_local_steps,
     check_offsets,
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("scalecom_hvd")
 
 # Keys that only some saved states have.
-_EXTRA_KEYS = ("offsets", "method_state", "local_steps", "shard", "node_residues", "use")
+_EXTRA_KEYS = ("offsets", "method_state", "local_steps", "shard", "use")
 
 
 class Averager(abc.ABC):
@@ -179,25 +178,10 @@ class Run:
                 self._check_fits(state)
                 self._take_up(state)
                 averager.load_state_dict(state)
-            self._serve_ahead(parameters, averager)  # last, because it ends what served before
         except BaseException:
             self.release()
             raise
         self.averager = averager
-
-    def _serve_ahead(self, parameters: Mapping[str, torch.Tensor], averager: Averager) -> None:
-        ahead = self._method.ahead
-        if ahead is None:
-            if self._method.config.step_ahead:
-                raise ValueError(
-                    "step_ahead needs an optimizer, or a model: give the method to a "
-                    "DistributedOptimizer or a ScaleComState, or call its compute_ahead(model)"
-                )
-            return
-        # A node's exchange has parts of tensors. There the face says what is moved ahead.
-        if averager.node is None:
-            collectives = averager.collectives
-            ahead.serve(parameters, self.residues, collectives.size * collectives.share)
 
     def release(self) -> None:
         """No optimizer could be made: serve none, and keep the state that was loaded."""
@@ -247,7 +231,6 @@ class Run:
             "settings": self._method.settings,
             "residues": {name: t.residue.view(t.shape) for name, t in residues.tensors.items()},
             "norms": residues.health.norms,
-            "alignment": residues.alignment.cosine,
         }
         known = {"buckets": residues.buckets, "ranks": residues.ranks, "rank": residues.rank}
         state |= {key: value for key, value in known.items() if value is not None}
@@ -263,10 +246,11 @@ class Run:
         )
         if self.averager is None:  # nothing is settled yet
             saved = state.get("config", {})
-            self._method.settle(ahead=bool(saved.get("step_ahead")))
+            # Until there was nu, "step_ahead" said whether beta was 1 by default.
+            self._method.settle(every_step=bool(saved.get("step_ahead", saved.get("nu") != 1)))
         residues, config = self.residues, self._method.config
         state = without_choice(self._checked(state), config)
-        norms, alignment = norms_of(state), alignment_of(state)
+        norms = norms_of(state)
         check_finite({name: bool(r.isfinite().all()) for name, r in state["residues"].items()})
         if self.averager is not None:
             self.averager.check_state(state)
@@ -274,7 +258,7 @@ class Run:
             _note_rank(state, self.averager.collectives)
             self._check_fits(state)
         residues.step = int(state["step"])
-        residues.health.norms, residues.alignment.cosine = norms, alignment
+        residues.health.norms = norms
         residues.ranks, residues.rank = state.get("ranks"), state.get("rank")
         self._loaded_from = (residues.ranks, residues.rank) if state["residues"] else (None, None)
         # If buckets of another size are asked for, those of the state are not taken over.
@@ -408,8 +392,6 @@ class Run:
 
     def note_step(self) -> None:
         """Note that a step counts, on all ranks."""
-        if self._method.ahead is not None:
-            self._method.ahead.note_step(self.residues.step)
         self.residues.note_step()
 
     def take_state(self, states: Sequence[State]) -> None:

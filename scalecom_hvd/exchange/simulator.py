@@ -359,6 +359,8 @@ class Simulation:
             steps, call `take_steps` instead of `step`, and give every rank parameters of its own.
             local_steps may also be a list with each rank's own H (see asynchronous_steps.py). Then
             leave out outer, overlap, fragments and clip_changes.
+        stepped: {name: parameter} that the script's optimizer steps by the averages. The method
+            makes its momentum quasi-hyperbolic, as on real ranks. None: it stays as it is.
         **settings: what the method's class takes: config=, loss_scale=, and fields of
             ScaleComConfig.
 
@@ -387,6 +389,7 @@ class Simulation:
         overlap: int = 0,
         fragments: int = 1,
         clip_changes: float | None = None,
+        stepped: Mapping[str, torch.Tensor] | None = None,
         **settings: Any,
     ) -> None:
         self.network = Network(n)
@@ -396,6 +399,8 @@ class Simulation:
         ]
         self.parameters = [make_parameters(rank) for rank in range(n)]
         self.compressors = [compression(**settings) for _ in range(n)]
+        for method in self.compressors:
+            method.settle(every_step=stepped is not None)
         self.exchanges: list[Exchange] = []
         self.locals: list[LocalSteps | AsynchronousSteps] = []
         ranks = zip(self.parameters, self.compressors, self.collectives, strict=True)
@@ -427,6 +432,8 @@ class Simulation:
                 self.locals.append(local)
                 exchange = local.exchange
             self.exchanges.append(exchange)
+        if stepped is not None:
+            self.compressors[0].mix_momentum(stepped, self.collectives[0])
 
     def step(
         self, grads: Sequence[Gradients], order: Sequence[Sequence[str]] | None = None

@@ -1,7 +1,7 @@
-"""The C kernels, loaded through ctypes: for lanes (lanes.c) and moves ahead (moves_ahead.c).
+"""The C kernels for lanes (lanes.c), loaded through ctypes.
 
-They take raw addresses, so any framework can call them, and the GIL is released. The kernel for
-lanes knows only lanes. A tensor's `width` in TENSOR must never be 0, so never pass it the positions
+They take raw addresses, so any framework can call them, and the GIL is released. They know only
+lanes. A tensor's `width` in TENSOR must never be 0, so never pass it the positions
 of exact selection.
 OPERATIONS is the file with the same kernel as TensorFlow operations (tensorflow_ops.c), which
 tensorflow/kernels.py loads. Imports no framework.
@@ -51,15 +51,6 @@ TENSOR = np.dtype(
     [(name, np.int64) for name in _LONG_FIELDS] + [(name, np.int32) for name in _INT_FIELDS]
 )
 
-# One parameter's move as moves_ahead.c reads it (`move` in moves_ahead.h).
-MOVE = np.dtype(
-    [(name, np.int64) for name in ("own", "spare", "residue", "momentum", "second", "numel")]
-    + [(name, np.float32) for name in ("rate", "sign", "per_correction")]
-    + [(name, np.float32) for name in ("eps", "largest", "enters")]
-    + [(name, np.int32) for name in ("root", "follows_step", "moved")],
-    align=True,
-)
-
 _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _TENSORS = [_POINTER, _LONG]
 _VALUES = [_POINTER, _POINTER, _POINTER, _INT, _REAL]  # offsets, values, sent, wire_float16, limit
@@ -70,13 +61,12 @@ _SIGNATURES = {
     "scalecom_take_and_accumulate": [*_TENSORS, *[_REAL] * 3, *_VALUES, _INT, _POINTER],
     "scalecom_scatter": [*_TENSORS, _REAL, _POINTER, _POINTER, _INT],
     "scalecom_roll_back": [*_TENSORS, _REAL, _REAL, _INT, _POINTER, _POINTER, _INT],
-    "scalecom_move_ahead": [_POINTER, _LONG, _REAL, _REAL],
 }
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The functions of both headers. If they were not built: None, after one warning.
+    """The functions of lanes.h. If they were not built: None, after one warning.
 
     They are not built if the installation finds no compiler.
     """

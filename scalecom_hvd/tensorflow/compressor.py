@@ -46,6 +46,11 @@ _NEEDS_DROP_IN = (
     "own use hvd.Compression.none"
 )
 
+_NEEDS_KERAS_OPTIMIZER = (
+    "with {}, ScaleCom cannot make momentum quasi-hyperbolic. Leave nu out, and make a ScaleCom "
+    "that serves no other optimizer; or use hvd.DistributedOptimizer with an optimizer of Keras"
+)
+
 MAKE_IT_ONCE = (
     "make the ScaleCom once, outside of the training step, and pass the same object to every "
     "DistributedGradientTape"
@@ -97,20 +102,50 @@ class _Settings(tf.train.experimental.PythonState):
     Residues that were made with other settings are refused.
 
     Attributes:
+        config: the settings. What they leave open is provisional until it is settled.
         place: `_place` of the rank whose residues were loaded, or of this rank.
     """
 
-    def __init__(self, config: ScaleComConfig, streams: Sequence[_Stream]) -> None:
-        self._config, self._streams = config, streams
+    def __init__(self, given: ScaleComConfig, streams: Sequence[_Stream]) -> None:
+        self._given, self._streams = given, streams
+        self._is_settled = False
+        self.config = given.resolved()
         self.place: Mapping[str, int] = {}
 
+    def settle(self, mixes_momentum: bool) -> None:
+        """Settle what the settings leave open. What was settled first stays.
+
+        Args:
+            mixes_momentum: whether the optimizer's momentum can be made quasi-hyperbolic.
+        """
+        self.config, self._is_settled = self._settled(mixes_momentum), True
+
+    def _settled(self, mixes_momentum: bool) -> ScaleComConfig:
+        return self.config if self._is_settled else self._given.resolved(mixes_momentum)
+
+    def checked(self, state: Mapping[str, Any], has_residues: bool) -> dict[str, Any]:
+        """A saved state in today's form. If it has residues, it settles what is still open.
+
+        Raises:
+            ValueError: it has other settings.
+        """
+        saved = state.get("config", {})
+        if not has_residues:  # perhaps saved when nothing said yet what beta is
+            state = {**state, "config": {**saved, "beta": self.config.beta}}
+            return check_state(state, self.config, SETTINGS)
+        # Until there was nu, "step_ahead" said whether beta was 1 by default.
+        mixes_momentum = bool(saved.get("step_ahead", saved.get("nu") != 1))
+        state = check_state(state, self._settled(mixes_momentum), SETTINGS)
+        self.settle(mixes_momentum)
+        return state
+
     def serialize(self) -> str:
-        saved = {"version": STATE_VERSION, "config": self._config.to_dict()}
+        saved = {"version": STATE_VERSION, "config": self.config.to_dict()}
         return json.dumps(saved | _place(any(stream.residues for stream in self._streams)))
 
     def deserialize(self, string_value: str) -> None:
         saved = {"step": 0, "residues": {}, "settings": SETTINGS, **json.loads(string_value)}
-        self.note_place(check_state(saved, self._config, SETTINGS))
+        self.note_place(self.checked(saved, "ranks" in saved))
 
     def note_place(self, state: Mapping[str, Any]) -> None:
         self.place = {key: state[key] for key in ("rank", "ranks") if key in state}
@@ -124,6 +159,7 @@ class _Bound:
         shapes, rates: of all variables seen so far, by name.
         tensors: {name: CompressedTensor} of each stream.
         exchanges: {(stream, names): Exchange}.
+        last: {variable.ref(): the exchange that last averaged its gradients}.
         loaded: a loaded state that some variables have not taken up yet.
     """
 
@@ -133,6 +169,7 @@ class _Bound:
         self.rates: dict[str, float] = {}
         self.tensors: list[dict[str, CompressedTensor]] = []
         self.exchanges: dict[tuple[int, tuple[str, ...]], Exchange] = {}
+        self.last: dict[Any, Exchange] = {}
         self.loaded: dict[str, Any] | None = None
 
 
@@ -176,25 +213,55 @@ class ScaleCom(Tracked, Compressor):
                 "learns the variables from the optimizer or tape"
             )
         config = config if config is not None else ScaleComConfig.from_env()
-        self.config = config.replace(**fields).resolved()
+        self._streams: list[_Stream] = []
+        self._settings = _Settings(config.replace(**fields), self._streams)
         if self.config.warmup_steps and self.config.warmup_rate > 1 and self.config.lookahead:
             # The offsets for the step after the warm-up would have to be of other lanes.
             raise ValueError(
                 f"in TensorFlow, warmup_rate={self.config.warmup_rate:g} does not work with "
                 "lookahead=True: leave one of them out"
             )
-        if self.config.step_ahead:
-            raise ValueError(
-                f"step_ahead={self.config.step_ahead:g} works in PyTorch only: leave it out"
-            )
         self.number = next(_order)
         self.knows_loss_scale = loss_scale is not None
         self.current_loss_scale = _scale_reader(loss_scale)
-        self._streams: list[_Stream] = []
-        self._settings = _Settings(self.config, self._streams)
         self._bound = _Bound()
         self._make_stream()
         _objects.add(self)
+
+    @classmethod
+    def as_published(cls, rate: float = 100, beta: float = 0.1, **settings: Any) -> ScaleCom:
+        """The paper's own algorithm: values of 32 bits, its filter, and the optimizer as it is.
+
+        Args:
+            rate, beta: see ScaleComConfig.
+            settings: what the class takes besides.
+
+        Example:
+            >>> ScaleCom.as_published(rate=400)
+        """
+        return cls(rate=rate, beta=beta, bits=32, flush=False, nu=1, **settings)
+
+    @property
+    def config(self) -> ScaleComConfig:
+        """The settings. The first optimizer or tape that takes the object settles nu and beta."""
+        return self._settings.config
+
+    def serve_optimizer(self) -> None:
+        """Serve a Keras optimizer. Its momentum is made quasi-hyperbolic, unless nu is 1."""
+        self._settings.settle(mixes_momentum=True)
+
+    def serve_as_it_is(self, who: str) -> None:
+        """Serve what makes no momentum quasi-hyperbolic.
+
+        Args:
+            who: what it is, for the error.
+
+        Raises:
+            ValueError: nu is not 1.
+        """
+        self._settings.settle(mixes_momentum=False)
+        if self.config.nu != 1:
+            raise ValueError(_NEEDS_KERAS_OPTIMIZER.format(who))
 
     @staticmethod
     def compress(tensor: Any) -> Any:
@@ -261,7 +328,13 @@ class ScaleCom(Tracked, Compressor):
             exchange.agree(sorted(given | members), sparse_names, self._residues_of())
             self._settings.note_place(_place(True))
             known[key] = exchange
+        self._bound.last.update((variable.ref(), exchange) for variable in variables)
         return exchange, names
+
+    def last_exchange(self, variable: tf.Variable) -> tuple[Exchange | None, float]:
+        """The exchange that last averaged a variable's gradients, and the variable's rate."""
+        exchange = self._bound.last.get(variable.ref())
+        return exchange, exchange.rates[self._name_of(variable)] if exchange else 1.0
 
     def _make_exchange(
         self, stream: int, variables: dict[str, tf.Variable], arguments: Arguments
@@ -428,7 +501,7 @@ class ScaleCom(Tracked, Compressor):
             ValueError: the state does not fit. The error names what is wrong: another model, other
                 settings, another version, or residues that are not finite.
         """
-        state = check_state(state, self.config, SETTINGS)
+        state = self._settings.checked(state, bool(state.get("residues", True)))
         saved = dict(state["residues"])
         check_finite({name: bool(np.isfinite(residue).all()) for name, residue in saved.items()})
         known = {

@@ -52,7 +52,9 @@ class KeepsResidues(_State):
             then = self._residues.get(compressor, before_any)
             # Residues that were made after the commit count as zero at that time.
             zeros = {name: np.zeros_like(residue) for name, residue in now["residues"].items()}
-            compressor.load_state_dict(then | {"residues": zeros | then["residues"]})
+            # The settings are the same. They may have been settled since.
+            mine = {"config": now["config"], "residues": zeros | then["residues"]}
+            compressor.load_state_dict(then | mine)
         super().restore()
 
     def reset(self) -> None:

@@ -115,6 +115,7 @@ class Exchange:
     Attributes:
         variables: {name: variable} of all whose gradients were asked for.
         tensors: the compressed ones among them.
+        rates: {name: rate} of the variables.
         members: names of the variables that have a gradient on some rank. Only these take part; a
             rank without their gradients sends zeros.
         buckets: of the members.
@@ -137,7 +138,7 @@ class Exchange:
         self.members: set[str] = set()
         self.buckets: list[Bucket] = []
         self.function = tf.function(self.average, autograph=False)
-        self._rates = rates
+        self.rates = rates
         self._names = Names()
         self._transport = Transport(
             arguments.process_set,
@@ -178,7 +179,7 @@ class Exchange:
         step = agree(everyone, list(self._description), self._names)
         shapes = {name: shape_of(variable) for name, variable in self.variables.items()}
         check_run(
-            self.config, self._rates, shapes, self.config.total_steps, self.config.warmup_steps
+            self.config, self.rates, shapes, self.config.total_steps, self.config.warmup_steps
         )
         on_gpus = all("GPU" in variable.device for variable in self.variables.values())
         warn_of_half_sums(self.config.wire_dtype == "float16", on_gpus, horovod)
@@ -201,7 +202,7 @@ class Exchange:
     def _describe(self, sparse: Sequence[str]) -> dict[str, Any]:
         """What must be the same on all ranks."""
         tensors = {
-            name: (list(shape_of(v)), dtype_of(v).name, f"rate {self._rates[name]:g}")
+            name: (list(shape_of(v)), dtype_of(v).name, f"rate {self.rates[name]:g}")
             for name, v in self.variables.items()
         }
         settings = {"sparse_as_dense": self.arguments.sparse_as_dense}
@@ -421,7 +422,7 @@ class Exchange:
             gradients = norm(own) * (1.0 if now.scale is None else now.scale)
             newest = tf.stack([[norm(residues) / self.config.beta], [gradients]])
             norms = tf.concat([read(self.progress.norms)[:, 1:], newest], 1)
-            limit = growth_limit((self._rates[name] for name in names), self.config)
+            limit = growth_limit((self.rates[name] for name in names), self.config)
             growing = keep_growing(tf.unstack(norms[0]), tf.unstack(norms[1]), limit)
             message = "scalecom_hvd: " + GROWTH_WARNING.replace("%d", "{}").replace("%.0f", "{}")
             ratio = tf.cast(tf.round(norms[0, -1] / tf.reduce_max(norms[1])), tf.int64)

@@ -1,8 +1,9 @@
 """The drop-in DistributedOptimizer and tapes.
 
-They are Horovod's own objects. Only the attribute through which they reduce is replaced. Hooks,
-aggregation over several passes, local variables, casts and configurations stay Horovod's.
-Imports compressor, exchange and reduction.
+They are Horovod's own objects. Only the attribute through which they reduce is replaced, and the
+method by which a Keras optimizer updates variables is wrapped (momentum.py). Hooks, aggregation
+over several passes, local variables, casts and configurations stay Horovod's.
+Imports compressor, exchange, momentum and reduction.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from horovod.tensorflow.compression import Compression, Compressor
 from scalecom_hvd.agreement import check_arguments, check_compression
 from scalecom_hvd.tensorflow.compressor import ScaleCom, is_scalecom, shared
 from scalecom_hvd.tensorflow.exchange import Arguments
+from scalecom_hvd.tensorflow.momentum import mix_momentum
 from scalecom_hvd.tensorflow.reduction import Reduction, reduction
+from scalecom_hvd.tensorflow.transport import runs_eagerly
 
 _LOSS_SCALE_INSIDE = (
     "Horovod cannot wrap a LossScaleOptimizer. Wrap its inner optimizer, and give ScaleCom the "
@@ -90,6 +93,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     arguments, stock = _arguments(given)
     wrapped = horovod.DistributedOptimizer(optimizer, **stock)
     compressor = _object_of(compression)
+    compressor.serve_as_it_is("an optimizer of TensorFlow 1")
     _replace_reduction(wrapped, reduction(compressor, arguments, wrapped.get_name()))
     wrapped.compression = compressor
     return wrapped
@@ -116,6 +120,12 @@ def keras_optimizer(optimizer: KerasOptimizer, **given: Any) -> KerasOptimizer:
     # Horovod makes a class for every optimizer it wraps, so this changes no other optimizer. Keras
     # makes new objects of the class (from_config).
     made, init = type(wrapped), type(wrapped).__init__
+    if runs_eagerly():
+        compressor.serve_optimizer()
+        if compressor.config.nu != 1:
+            mix_momentum(made, compressor)
+    else:
+        compressor.serve_as_it_is("an optimizer in a graph of TensorFlow 1")
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
@@ -221,6 +231,7 @@ def _tape(make: Callable[..., tf.GradientTape], given: dict[str, Any]) -> tf.Gra
     compressor = compression if isinstance(compression, ScaleCom) else shared()
     gradtape = given.pop("gradtape")
     arguments, stock = _arguments(given)
+    compressor.serve_as_it_is("a tape")
     tape = make(gradtape, **stock)
     calls: dict[Hashable, int] = {}
     tape._allreduce_grads = reduction(compressor, arguments, "DistributedGradientTape", calls)

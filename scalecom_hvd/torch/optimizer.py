@@ -289,6 +289,15 @@ def _synchronize(self: Any) -> None:
     self._synchronized = True
 
 
+def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Do what Horovod's method does: average gradients, and call the next base's step()."""
+    return horovod_optimizer._DistributedOptimizer.__dict__["step"](self, closure)
+
+
+# The next base's step() calls the hooks of a step, when gradients are averaged.
+_step.hooked = True  # type: ignore[attr-defined]
+
+
 def _load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
     """Drop what is under way, as Horovod does (elastic restores load states), and load."""
     self._exchange.start_over()
@@ -303,6 +312,7 @@ def _members(exchange: NodeExchange | Exchange) -> dict[str, Any]:
         "_allreduce_grad_async": _allreduce_grad_async,
         "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
         "synchronize": _synchronize,
+        "step": _step,
         "load_state_dict": _load_state_dict,
         "synchronize_parameters": lambda self: None,  # they are the same after every step
         "compression": property(

@@ -35,7 +35,6 @@ from scalecom_hvd.agreement import Names, latest_step
 from scalecom_hvd.bucket_layout import Layout, step_stats
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange import methods
-from scalecom_hvd.exchange.alignment import products
 from scalecom_hvd.exchange.bucket import Bucket
 from scalecom_hvd.exchange.collectives import Collectives, Work, finished, gather_objects
 from scalecom_hvd.exchange.gradients import wide_dtype
@@ -144,7 +143,7 @@ class ScaleCom(methods.ScaleCom):
                 )
         if self._named_parameters is None:
             raise TypeError(_NEEDS_PARAMETERS)
-        self.compute_ahead()
+        self.settle(every_step=True)
         # Horovod keeps to the parameters that were trained when its optimizer was made. That was
         # after this object was made, and before the first step.
         parameters = {
@@ -231,10 +230,10 @@ class PerTensor(Averager):
         self._idle = False
         self._standing: dict[str, Any] = {}
         self._given: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._products: list[torch.Tensor] = []
         self._handed_over = {"offsets": 0, "values": 0, "dense": 0}
         self._whole = True
         self._run.begin(self._parameters, self)
+        method.mix_momentum(self._parameters, collectives, calls_step_twice=True)
 
     # What the run asks.
 
@@ -280,6 +279,8 @@ class PerTensor(Averager):
             self._agreed = False
             self._news.give_up()
             self._news.meet(None)
+            if self._method.quasi_hyperbolic is not None:
+                self._method.quasi_hyperbolic.forget()
             self._marks.clear()
             self._given.clear()
 
@@ -388,8 +389,6 @@ class PerTensor(Averager):
             share = 1 / self.collectives.size
             if tensor.levels:
                 result, share = self._scaled(bucket, tensor, result)
-            if self._method.ahead is not None:
-                self._products.append(products(bucket.sent(), result / share))
             average = result.to(tensor.residue.dtype) / self._scale
             bad = ~average.to(sent.dtype).isfinite().all()
             flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=result.device)
@@ -421,7 +420,6 @@ class PerTensor(Averager):
         if not self._buckets:
             self._make_buckets()
         self._seen, self._bad, self._changed = [], [], []
-        self._products = []
         self._marks.clear()
         self._handed_over = dict.fromkeys(self._handed_over, 0)
         self._scale = self._method.scaling.inverse().now()
@@ -450,8 +448,6 @@ class PerTensor(Averager):
 
     def _end_step(self) -> None:
         """The last result ends the step. Every rank gets here without waiting for later steps."""
-        if self._method.ahead is not None:
-            self._method.ahead.restore()
         self._usual_order = self._seen
         residues = self._residues
         self._hear_from_ranks()
@@ -511,8 +507,6 @@ class PerTensor(Averager):
                 name = self._names(f"offsets.{number}")
                 ahead.work = self.collectives.broadcast(ahead.buffer, root, name)
                 self._handed_over["offsets"] += ahead.buffer.numel()
-        for own in self._products:
-            residues.alignment.note(own)
         self._run.note_step()
         self._run.take_state(())  # what was loaded need not be kept
 

@@ -140,8 +140,9 @@ def compile_kernel(folder: Path, name: str) -> None:
                 )
             text = text if name == "checked" else text.replace(test, nothing)
         (folder / name / path.name).write_text(text)
-    sources = [folder / name / source for source in ("lanes.c", "moves_ahead.c")]
-    subprocess.run(["cc", *FLAGS, "-o", folder / name / "lanes.so", *sources], check=True)
+    built = folder / name / "lanes"
+    command = ["cc", *FLAGS, "-o", built.with_suffix(".so"), built.with_suffix(".c")]
+    subprocess.run(command, check=True)
 
 
 def loaded(folder: Path, name: str) -> ctypes.CDLL:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 from scalecom_hvd.bucket_layout import Layout
-from scalecom_hvd.exchange import moves_ahead
 from scalecom_hvd.exchange.kernels import Kernel, TensorSlot, TorchKernel, Wire
 from scalecom_hvd.integers import levels_of
 from scalecom_hvd.lanes import Lanes
@@ -104,26 +103,6 @@ class Workload:
             8 * self.numel + once,
         )
 
-    def ahead(self) -> Iterator[Candidate]:
-        """Parameters of AdamW that are moved a step ahead, and back."""
-        parameters = [torch.nn.Parameter(torch.randn_like(grad)) for grad in self.grads]
-        optimizer = torch.optim.AdamW(parameters, fused=True)
-        for parameter, grad in zip(parameters, self.grads, strict=True):
-            parameter.grad = grad
-        optimizer.step()
-        spares = [torch.empty_like(parameter) for parameter in parameters]
-        group, state = optimizer.param_groups[0], optimizer.state
-        moves = [
-            moves_ahead.move_of(parameter.detach(), spare, residue, group, state[parameter], 1.0)
-            for parameter, spare, residue in zip(parameters, spares, self.residues, strict=True)
-        ]
-        # Two tensors are read for their norms. Then four are read, and two are written.
-        yield Candidate(
-            "AdamW, a step ahead", lambda: moves_ahead.make(moves, 0.5, BETA), 32 * self.numel
-        )
-        own = [parameter.detach() for parameter in parameters]
-        yield Candidate("and back", lambda: torch._foreach_copy_(own, spares), 8 * self.numel)
-
     def begin(self, kernel: Kernel) -> None:
         kernel.begin(self.grads, [False] * len(self.grads), 1.0)
 
@@ -179,7 +158,6 @@ def candidates(numel: int, rate: float, device: torch.device) -> Iterator[Candid
         )
     few = Workload(numel, FEW_BITS_RATE, torch.float32, device)
     yield from few.integer_moves(TritonKernel, f"Triton, {BITS} bits, rate {FEW_BITS_RATE}")
-    yield from few.ahead()
     yield from work.moves(work.kernel(TorchKernel), "plain torch, float32")
 
 

@@ -31,7 +31,7 @@ WAYS = {
     "DDP, dense": None,
     "DDP's fp16 hook": None,
     "ScaleCom": {},
-    "ScaleCom, step_ahead=0": {"step_ahead": 0},
+    "ScaleCom, nu=1": {"nu": 1},
     "ScaleCom, 32 bits": {"bits": 32},
 }
 RESULT = "result: "

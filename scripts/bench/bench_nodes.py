@@ -72,9 +72,7 @@ def fsdp_nodes(mesh: DeviceMesh) -> Setup:
 WAYS: dict[str, Callable[[DeviceMesh], Setup]] = {
     "DDP, dense": ddp_dense,
     "DDP, every rank a worker": lambda mesh: ddp_scalecom(),
-    "DDP, every rank a worker, step_ahead=0": lambda mesh: ddp_scalecom(step_ahead=0),
     "DDP, every host a worker": lambda mesh: ddp_scalecom(mesh=mesh),
-    "DDP, every host a worker, step_ahead=0": lambda mesh: ddp_scalecom(mesh=mesh, step_ahead=0),
     "FSDP2, dense between hosts": fsdp_dense,
     "FSDP2, every host a worker": fsdp_nodes,
 }
@@ -104,8 +102,7 @@ def _steps(
 
 
 def _residue_bytes(method: Any) -> int:
-    storages = [t.residue.untyped_storage() for t in method.residues.tensors.values()]
-    return sum({own.data_ptr(): own.nbytes() for own in storages}.values())
+    return sum(tensor.residue.nbytes for tensor in method.residues.tensors.values())
 
 
 def work(args: argparse.Namespace) -> None:

@@ -118,7 +118,7 @@ def named(*names: str) -> list[str]:
 
 TORCH = [*named("join", "local_topk"), *parallel("torch_*")]  # join() comes first: see there
 # What each rank computes by itself, and how pages describe it. No launcher changes that.
-OF_ONE_RANK = named("torch_pages", "torch_profile", "torch_simulator", "torch_step_ahead")
+OF_ONE_RANK = named("torch_pages", "torch_profile", "torch_simulator", "torch_momentum")
 OF_MANY = [file for file in TORCH if file not in OF_ONE_RANK]
 PROGRAMS = named("torch_differential", "torch_local_differential")
 TAPES = "parallel/test_tensorflow_tape.py::test_"
@@ -168,7 +168,6 @@ FUZZ = ("-k", "test_random_programs")
 MINUTE = {"FUZZ_SECONDS": "60"}
 LONG = {
     "torch, mpirun -np 4": on_ranks("mpirun", 4, OF_MANY, *ALL),
-    "torch, mpirun -np 2, the rest": on_ranks("mpirun", 2, OF_ONE_RANK, "-m", "long"),
     "torch, horovodrun --gloo -np 2": on_ranks(GLOO, 2, OF_MANY, *ALL),
     "ddp, torchrun -np 3": on_ranks("torchrun", 3, [SUMS], environment=ONE_THREAD),
     "ddp, torch alone, torchrun -np 2": on_ranks(
@@ -245,7 +244,7 @@ GPU = {
     "GPU, NCCL, torchrun -np 2": on_ranks(
         "torchrun",
         2,
-        [*OF_DEVICES, *named("ddp_hook", "ddp_optimizer", "ddp_step_ahead", "torch_amp")],
+        [*OF_DEVICES, *named("ddp_hook", "ddp_optimizer", "ddp_momentum", "torch_amp")],
         PATIENT,
         environment=CUDA,
     ),

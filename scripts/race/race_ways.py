@@ -3,7 +3,7 @@
 Each way follows its documentation's advice. PowerSGD begins after a tenth of the steps, as in
 PyTorch's example. A larger batch has a learning rate of its own. ScaleCom runs with its defaults,
 and, for short runs, with more places in more bits. DDP's bf16 hook is left out, because it needs
-NCCL.
+NCCL. The control is a rank that trains alone, on its own data.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Way:
             own.
         local: makes the arguments of DistributedOptimizer, without DDP; None: the way uses DDP.
         timed_as: bench_worker.py's name of the way's step.
+        alone: whether every rank trains alone. Rank 0 is evaluated.
         begins: the share of the steps that come first and are dense, in one bucket.
         rate: a factor of the learning rates that are tried. With AdamW, a batch m times as large
             has sqrt(m) times the rate if noise dominates.
@@ -53,6 +54,7 @@ class Way:
     microbatches: int = 1
     hook: Callable[..., Hook] | None = None
     local: Callable[[], dict[str, Any]] | None = None
+    alone: bool = False
     begins: float = 0.0
     rate: float = 1.0
 
@@ -93,6 +95,7 @@ DENSE, OURS = "DDP, dense", "ScaleCom"
 WITH_SETTINGS = (OURS, "ScaleCom, 4 times the batch")
 WAYS = {
     DENSE: Way("DDP dense", lengths=(1.0,)),
+    "one worker alone": Way("no communication", alone=True),
     OURS: Way("DDP ScaleCom cyclic", hook=_scalecom),
     "ScaleCom, rate 8, 4 bits": Way(
         "DDP ScaleCom, rate 8, 4 bits",
@@ -123,7 +126,7 @@ def wrapped(
     bucket_mb: float | None = None,
 ) -> torch.nn.Module:
     """The model, wrapped for this way. settings: of ScaleCom. bucket_mb: of DDP."""
-    if way.local is not None:
+    if way.alone or way.local is not None:
         return model
     # PowerSGD's hook submits collectives when others have ended. Over Gloo, that order may differ
     # between ranks, so the hook dies if there is more than one bucket.

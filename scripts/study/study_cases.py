@@ -65,25 +65,25 @@ MEETINGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], Iterable[str], i
         1,
     ),
 }
-# What is compared by all that a run sends: the library's defaults, parts of them, and the paper's
-# form.
+# What is compared by all that a run sends: the library's defaults, parts of them, the paper's form,
+# and, as a control, one worker that trains alone and sends nothing.
 LIBRARY: dict[str, Any] = {"warmup": None, "rate": None}
-AHEAD = LIBRARY | {"step_ahead": 1.0}
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
-    "the defaults": ("ScaleCom", AHEAD),
-    "with look-ahead": ("ScaleCom", AHEAD | {"lookahead": True}),
-    "output layer at rate 4": ("ScaleCom", AHEAD | {"rates": (("auto:output", 4),)}),
-    "not a step ahead": ("ScaleCom", LIBRARY),
-    "32 bits, rate 100": ("ScaleCom", {}),
-    "local top-k, rate 100": ("LocalTopK", {}),
+    "the defaults": ("ScaleCom", LIBRARY),
+    "with look-ahead": ("ScaleCom", LIBRARY | {"lookahead": True}),
+    "output layer at rate 4": ("ScaleCom", LIBRARY | {"rates": (("auto:output", 4),)}),
+    "nu=1": ("ScaleCom", LIBRARY | {"nu": 1}),
+    "32 bits, rate 100": ("ScaleCom", {"nu": 1}),
+    "local top-k, rate 100": ("LocalTopK", {"nu": 1}),
+    "one worker alone": ("dense", {"workers": 1}),
 }
 # What workers send after every step, for comparison with few meetings.
 EVERY_STEP: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
-    "the defaults": ("ScaleCom", AHEAD),
-    "rate 8, 4 bits": ("ScaleCom", AHEAD | {"rate": 8, "bits": 4}),
-    "32 bits, rate 100": ("ScaleCom", {}),
+    "the defaults": ("ScaleCom", LIBRARY),
+    "rate 8, 4 bits": ("ScaleCom", LIBRARY | {"rate": 8, "bits": 4}),
+    "32 bits, rate 100": ("ScaleCom", {"nu": 1}),
     "DeMo, 3 %": ("DeMo", DEMO),
 }
 # What a user trains: {name: (task, fields)}. If a node of four ranks is one worker, it has all
@@ -111,7 +111,8 @@ TUNED = (
     "Transformer, 250 steps, AdamW",
 )
 FILTERS = (0.2, 1.0)
-FACTORS_ASKED = (
+NUS = (1, 0.75, 0.5, 0.25)
+MOMENTUM_ASKED = (
     "LSTM, 500 steps, AdamW",
     "LSTM, 500 steps",
     "Transformer, 250 steps, AdamW",
@@ -120,9 +121,9 @@ FACTORS_ASKED = (
 )
 RIVALS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
-    "the defaults": ("ScaleCom", AHEAD),
-    "LocalTopK": ("LocalTopK", {"rate": 150}),
-    "LocalTopK, sign": ("LocalTopK", {"rate": 35, "quantiser": "sign"}),
+    "the defaults": ("ScaleCom", LIBRARY),
+    "LocalTopK": ("LocalTopK", {"rate": 150, "nu": 1}),
+    "LocalTopK, sign": ("LocalTopK", {"rate": 35, "nu": 1, "quantiser": "sign"}),
     **{f"PowerSGD, rank {r}": ("PowerSGD", {"factors": r, "min_numel": 1}) for r in (2, 4)},
     "DeMo": ("DeMo", {"rate": 133, "min_numel": 1, "optimizer": "adamw"}),
 }
@@ -148,7 +149,7 @@ class Case:
 def cases(tasks: tuple[str, ...], seeds: tuple[int, ...], quick: bool) -> list[Case]:
     """All cases of all experiments. Cases of several experiments may share runs."""
     own = [task for task in tasks if task not in SECOND][: 1 if quick else None]
-    found = [*defaults(tasks, quick), *ahead(tasks, quick), *trials(tasks, quick)]
+    found = [*defaults(tasks, quick), *momentum(tasks, quick), *trials(tasks, quick)]
     found += [*local(own, quick)]
     if "resnet" in tasks and not quick:
         found += [*widths()]
@@ -164,7 +165,7 @@ def with_seeds(case: Case, seeds: tuple[int, ...], quick: bool) -> Iterator[Run]
     there is time for only one.
     """
     (run,) = case.runs
-    wanted = {"ahead": 2, "local": 3, "widths": 2}.get(case.experiment, len(seeds))
+    wanted = {"momentum": 2, "local": 3, "widths": 2}.get(case.experiment, len(seeds))
     if case.experiment == "meetings":
         *_, wanted = MEETINGS[case.group]
     if quick or case.experiment == "bounded" or run.workers >= 64:
@@ -211,16 +212,15 @@ def asked_about(task: str, tasks: tuple[str, ...]) -> bool:
     return ("resnet" if task == "plain" else task) in tasks
 
 
-def ahead(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
-    """2. How far ahead: other factors than 1, and another method."""
-    factors = {"ScaleCom": (0.0, 0.5, 1.0, 2.0), "LocalTopK": (0.0, 1.0)}
-    for situation in FACTORS_ASKED[:1] if quick else FACTORS_ASKED:
+def momentum(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
+    """2. The momentum's share of a step: nu, instead of the library's choice."""
+    for situation in MOMENTUM_ASKED[:1] if quick else MOMENTUM_ASKED:
         task, fields = SITUATIONS[situation]
         if asked_about(task, tasks):
-            for method in factors:
-                for x in (1.0, 2.0) if quick else factors[method]:
-                    own = fields | AHEAD | {"step_ahead": x} | ({"steps": 150} if quick else {})
-                    yield case("ahead", situation, method, task, method, x, **own)
+            own = fields | LIBRARY | ({"steps": 150} if quick else {})
+            yield case("momentum", situation, "the defaults", task, "ScaleCom", **own)
+            for nu in NUS[:2] if quick else NUS:
+                yield case("momentum", situation, "nu", task, "ScaleCom", nu, **own, nu=nu)
 
 
 def trials(tasks: tuple[str, ...], quick: bool) -> Iterator[Case]:
@@ -258,8 +258,7 @@ def bounded(quick: bool) -> Iterator[Case]:
     """
     steps = 300 if quick else 10_000
     fields = {"steps": steps, "batch_size": 1, "schedule": "constant", "lr": 0.3}
-    forms = {"the defaults": AHEAD, "not a step ahead": LIBRARY}
-    for what, options in forms.items():
+    for what, options in {"the defaults": LIBRARY, "nu=1": LIBRARY | {"nu": 1}}.items():
         yield case("bounded", "LSTM", what, "lstm", "ScaleCom", **options | fields)
 
 

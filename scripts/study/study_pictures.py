@@ -168,7 +168,7 @@ def local(study: Study, table: Table) -> Any:
 
 PICTURES: dict[str, Callable[[Study, Table], Any]] = {
     "defaults": choices,
-    "ahead": over_x,
+    "momentum": over_x,
     "rivals": choices,
     "bytes": loss_over_bytes,
     "bounded": bounded,

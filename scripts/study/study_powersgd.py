@@ -27,14 +27,14 @@ class PowerSGD(hvd.Method):
 
     Args:
         factors: the rank of the product.
-        **fields: fields of ScaleComConfig; beta is 1. `rate` means nothing, except that with 1
-            everything is sent whole.
+        **fields: fields of ScaleComConfig; beta and nu are 1. `rate` means nothing, except that
+            with 1 everything is sent whole.
     """
 
     equal_state = ("q",)
 
     def __init__(self, *, factors: int, **fields: Any) -> None:
-        super().__init__(**{"beta": 1.0} | fields)
+        super().__init__(**{"beta": 1.0, "nu": 1.0} | fields)
         self.factors = factors
 
     def init(self, tensor):

@@ -214,7 +214,7 @@ class Table:
 # {name of its picture: table}
 TABLES = {
     "defaults": Table("The defaults", "defaults", "", ("better", "kB per step", "MB of the run")),
-    "ahead": Table("How far ahead", "ahead", "step_ahead", ()),
+    "momentum": Table("The momentum's share of a step", "momentum", "nu", ()),
     "rivals": Table(
         "Methods at equal bytes, each at its own best",
         "rivals",
@@ -291,7 +291,7 @@ def write_csv(study: Study, path: Path) -> None:
 
 
 # What a run was given, as far as methods differ in it.
-GIVEN = ("lr", "momentum", "beta", "step_ahead")
+GIVEN = ("lr", "momentum", "beta", "nu")
 SCORE_COLUMNS = ("experiment", "situation", "what", "seed", *GIVEN, "score", "MB")
 
 
@@ -302,8 +302,8 @@ def write_scores(study: Study, path: Path) -> None:
         rows.writerow(SCORE_COLUMNS)
         for s in study.scores:
             for run, found in zip(map(Run.resolved, s.case.runs), s.results, strict=True):
-                beta = dict(run.options).get("beta")
-                given = [f"{run.lr:.4g}", run.momentum, beta, f"{run.step_ahead:g}"]
+                options = dict(run.options)
+                given = [f"{run.lr:.4g}", run.momentum, options.get("beta"), options.get("nu")]
                 megabytes = f"{found['bytes'][-1][1] / 1e6:.4g}"
                 score = "" if found["score"] is None else f"{found['score']:.4f}"
                 own = [s.case.experiment, s.case.group, s.case.what, run.seed]

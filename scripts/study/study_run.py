@@ -63,7 +63,6 @@ class Run:
     local_steps: H. After H steps workers average their parameters' changes.
     outer: the one of OUTERS that steps the common parameters with these averages.
     overlap: how many steps are taken while these averages travel.
-    step_ahead: its factor.
     """
 
     task: str
@@ -83,7 +82,6 @@ class Run:
     optimizer: str = "sgd"
     outer: str | None = None
     overlap: int = 0
-    step_ahead: float = 0.0
     momentum: float | None = None
 
     def resolved(self) -> Run:
@@ -206,13 +204,9 @@ class Together:
         self.simulation = simulate(
             run,
             lambda worker: {n: nn.Parameter(p.detach()) for n, p in self._named.items()},
+            self._named,
         )
         self._optimizer = optimizer_of(run, self._task, self._parameters)
-        # One model serves all workers in turn, so each worker's residue moves that model.
-        for each in self.simulation.compressors:
-            if each.ahead is not None:
-                each.ahead.serve(self._named, each.residues, 1.0)
-                each.ahead.know(self._optimizer)
 
     def step(self, step: int, lr: float) -> tuple[list[float], float]:
         """Take one step of all workers.
@@ -227,13 +221,8 @@ class Together:
             # Running statistics come from worker 0, as they come from rank 0 on real ranks.
             for module in self._normalisations:
                 module.momentum = 0.1 if worker == 0 else 0.0
-            ahead = simulation.compressors[worker].ahead
-            if ahead is not None:
-                ahead.move()
             loss = self._task.loss(self.model, batch_of(run, self._task, step, worker))
             gradient = torch.autograd.grad(loss, self._parameters)
-            if ahead is not None:
-                ahead.restore()
             grads.append({n: g.contiguous() for n, g in zip(self._named, gradient, strict=True)})
             losses.append(float(loss.detach()))
         largest = max(norms_of(grads, simulation.compressors[0].residues.tensors))
@@ -310,8 +299,12 @@ def evaluate(task: study_tasks.Task, model: nn.Module) -> float:
     return task.evaluate(model)
 
 
-def simulate(run: Run, make_parameters: Callable[[int], dict[str, torch.Tensor]]) -> Simulation:
-    """Make n simulated workers.
+def simulate(
+    run: Run,
+    make_parameters: Callable[[int], dict[str, torch.Tensor]],
+    stepped: dict[str, nn.Parameter] | None = None,
+) -> Simulation:
+    """Make n simulated workers. `stepped` is what one optimizer steps for all of them.
 
     What is sent whole needs no residue, so dense training uses the same exchange with everything
     sent whole.
@@ -329,8 +322,6 @@ def simulate(run: Run, make_parameters: Callable[[int], dict[str, torch.Tensor]]
             recommended = {"dense": ["auto:output"], "warmup_steps": round(run.warmup * run.steps)}
             recommended |= {"bits": 32} if run.method == "ScaleCom" else {}
         options = recommended | options
-        if run.step_ahead:
-            options["step_ahead"], method = run.step_ahead, functools.partial(_ahead, method)
     config = hvd.ScaleComConfig()  # not what the environment says
     return Simulation(
         run.workers,
@@ -340,15 +331,9 @@ def simulate(run: Run, make_parameters: Callable[[int], dict[str, torch.Tensor]]
         local_steps=run.local_steps,
         outer=run.outer and OUTERS[run.outer],
         overlap=run.overlap,
+        stepped=stepped,
         **options,
     )
-
-
-def _ahead(method: type[hvd.Method], **settings: Any) -> hvd.Method:
-    """A method whose gradients are computed ahead. Together moves parameters, and no hook does."""
-    made = method(**settings)
-    made.compute_ahead(nn.Module())
-    return made
 
 
 def learning_rate(run: Run, step: int) -> float:

@@ -13,8 +13,8 @@ import delayed
 
 @pytest.fixture(autouse=True)
 def the_defaults(monkeypatch):
-    """Compute gradients a step ahead unless a test asks for something else."""
-    monkeypatch.delenv("SCALECOM_STEP_AHEAD")
+    """Mix the optimizer's momentum unless a test asks for something else."""
+    monkeypatch.delenv("SCALECOM_NU")
 
 
 @pytest.fixture(autouse=True)

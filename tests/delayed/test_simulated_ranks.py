@@ -70,7 +70,7 @@ def simulation_on(device, **settings):
     return Simulation(
         RANKS,
         lambda _: make_parameters(device),
-        **{"min_numel": 0, "step_ahead": 0, **settings},
+        **{"min_numel": 0, **settings},
     )
 
 

@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def with_defaults(monkeypatch):
-    monkeypatch.delenv("SCALECOM_STEP_AHEAD")
+    monkeypatch.delenv("SCALECOM_NU")
 
 
 @pytest.fixture

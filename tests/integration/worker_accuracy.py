@@ -86,7 +86,7 @@ def main() -> None:
     runs = {
         "dense": None,
         "ScaleCom": recipe,
-        "few bits, a step ahead": {"rate": 16, "bits": 3, "step_ahead": 1},
+        "the defaults": {"nu": None},
         "look-ahead, staggered": recipe
         | {"lookahead": True, "leader": "staggered", "bucket_bytes": 50_000},
         "residues thrown away": recipe,

@@ -11,15 +11,48 @@ from made_up import ODD_SHAPES, SHAPES, came_in, gradients
 
 __all__ = [
     "ODD_SHAPES",
+    "OPTIMIZERS",
+    "SETTINGS",
     "SHAPES",
+    "assert_close",
     "assert_groups_go",
     "assert_nothing_is_lost",
     "came_in",
     "feed",
     "gradients",
+    "loss",
+    "make_model",
     "parameters",
     "same_on_all_ranks",
 ]
+
+# For the two layers of `make_model`.
+SETTINGS = {"rate": 5, "bits": 32, "min_numel": 20}
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+def make_model(seed=1):
+    """Two layers in float64, so that rounding does not change which elements are chosen."""
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(12, 20), torch.nn.Tanh(), torch.nn.Linear(20, 6)
+    return torch.nn.Sequential(*layers).double()
+
+
+def loss(model, rank, step):
+    """The loss of a rank's own batch."""
+    torch.manual_seed(100 * step + rank)
+    inputs = torch.randn(8, 12, dtype=torch.float64)
+    wanted = torch.sin(inputs[:, :6]) + rank * 0.1
+    return (model(inputs) - wanted).square().mean()
+
+
+def assert_close(model, other, rtol=1e-9):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=rtol, atol=1e-12), name
 
 
 def parameters(shapes: dict, dtype=torch.float32) -> dict[str, torch.nn.Parameter]:

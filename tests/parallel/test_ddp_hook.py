@@ -5,8 +5,10 @@ Scripts may call things in any order.
 
 import copy
 import datetime
+import gc
 import inspect
 import io
+import os
 import pickle
 import tempfile
 import warnings
@@ -560,7 +562,7 @@ def test_ranks_that_know_different_things_of_the_last_step():
     assert same_on_all_ranks(same)
 
 
-@pytest.mark.parametrize("settings", [{}, {"lookahead": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"lookahead": True, "nu": None}], ids=str)
 @pytest.mark.parametrize("how", ["state_dict", "pickle", "optimizer", "distributed checkpoint"])
 def test_resuming_is_bit_identical(settings, how, shared_folder):
     def fresh():
@@ -613,6 +615,24 @@ def test_resuming_is_bit_identical(settings, how, shared_folder):
         assert torch.equal(one, two) or (
             dist.get_world_size() > 2 and torch.allclose(one, two, rtol=1e-4, atol=1e-5)
         )
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="CUDA does not survive a fork")
+def test_forked_processes_collect_garbage():
+    """DataLoader's workers do. A process group that a child deletes makes it crash."""
+    gc.collect()
+    gc.disable()
+    try:
+        model, state = hooked()
+        run(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
+        del model, state
+        child = os.fork()
+        if not child:
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        gc.enable()
 
 
 def test_a_part_of_the_ranks():

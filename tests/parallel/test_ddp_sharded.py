@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from devices import DEVICE
-from models import assert_groups_go, same_on_all_ranks
+from models import OPTIMIZERS, SETTINGS, assert_groups_go, same_on_all_ranks
 from oracles import nodes as oracle
-from step_ahead import OPTIMIZERS, SETTINGS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -80,7 +79,7 @@ def shard(model, mesh=None, **settings):
 def make(optimizer="adamw", compression=None, model=None, passes=1, of_fsdp=None, **settings):
     model = Net().double() if model is None else model
     shard(model, **(of_fsdp or {}))
-    method = compression or ScaleCom(**{**SETTINGS, "step_ahead": 0, **settings})
+    method = compression or ScaleCom(**{**SETTINGS, **settings})
     wrapped = DistributedOptimizer(
         OPTIMIZERS[optimizer](model.parameters()),
         model.named_parameters(),
@@ -128,9 +127,8 @@ def assert_close(model, others, rtol=1e-9):
         ("momentum", {"lookahead": True}),
         ("adamw", {"beta": 0.3, "flush": False, "bucket_bytes": 400}),
         pytest.param("momentum", {"bits": 3, "rate": 8}, marks=pytest.mark.long),
-        ("adamw", {"step_ahead": 1, "bits": 3, "rate": 8}),
-        ("momentum", {"step_ahead": 1, "lookahead": True}),
-        ("signs", {"step_ahead": 1}),
+        ("adamw", {"nu": 0.4, "bits": 3, "rate": 8}),
+        ("momentum", {"nu": 0.6, "lookahead": True}),
     ],
     ids=str,
 )
@@ -141,7 +139,7 @@ def test_a_node_is_one_worker_of_the_reference(optimizer, settings):
     for step in range(steps):
         take(model, wrapped, step)
     other = Net().double()
-    config = ScaleComConfig(**{**SETTINGS, "step_ahead": 0, **settings})
+    config = ScaleComConfig(**{"nu": 1, **SETTINGS, **settings})
     references = oracle.train(
         other, OPTIMIZERS[optimizer](other.parameters()), config, NODES, local(), steps, loss
     )
@@ -265,7 +263,7 @@ def test_models_that_were_sharded_one_by_one():
     wrapped = DistributedOptimizer(
         sgd,
         models[0].named_parameters(),
-        compression=ScaleCom(**SETTINGS | {"rate": 1, "step_ahead": 0}),
+        compression=ScaleCom(**SETTINGS | {"rate": 1}),
         mesh=make_mesh(),
     )
     plain_sgd = torch.optim.SGD(models[1].parameters(), lr=0.1)
@@ -339,7 +337,7 @@ def test_a_gradient_that_is_not_finite_in_one_shard_voids_the_step_in_all(settin
             p.grad.to_local().fill_(float("inf"))
 
     model.last.weight.register_post_accumulate_grad_hook(hook)  # it runs before the exchange's hook
-    method = ScaleCom(**{**SETTINGS, "step_ahead": 0, **settings})
+    method = ScaleCom(**{**SETTINGS, **settings})
     wrapped = DistributedOptimizer(
         OPTIMIZERS["adamw"](model.parameters()),
         model.named_parameters(),
@@ -431,41 +429,11 @@ def test_tied_weights(rate):
     assert same_on_all_ranks(whole(model).values())
 
 
-def test_step_ahead_shows_the_common_shards_to_everybody_else():
-    model, wrapped = make(step_ahead=1)
-    for step in range(3):
-        take(model, wrapped, step)
-    common = {name: p.to_local().clone() for name, p in model.named_parameters()}
-
-    def are_common(named):
-        return all(torch.equal(named[name].to_local(), own) for name, own in common.items())
-
-    wrapped.zero_grad()
-    value = loss(model, dist.get_rank(), 3)
-    ahead = model.body[0].weight  # the outermost module's parameters stay gathered until backward
-    if ahead.to_local().numel():
-        assert not torch.equal(ahead.to_local(), common["body.0.weight"])
-    with torch.no_grad():
-        model.eval()
-        evaluated = [model(torch.ones(3, 12).double())]
-        model.train()
-    assert same_on_all_ranks(evaluated)
-    value.backward()
-    assert are_common(dict(model.named_parameters()))
-    wrapped.zero_grad()
-    value = loss(model, dist.get_rank(), 3)
-    assert are_common(model.state_dict())
-    value.backward()
-    assert are_common(dict(model.named_parameters()))
-    wrapped.step()
-    assert same_on_all_ranks(whole(model).values())
-
-
 @pytest.mark.parametrize("way", ["own files", "dcp"])
 def test_stopped_and_resumed(way, tmp_path_factory):
     folder = [str(tmp_path_factory.mktemp("checkpoint"))]
     dist.broadcast_object_list(folder)
-    model, wrapped = make(step_ahead=1, lookahead=True)
+    model, wrapped = make(nu=None, lookahead=True)
     for step in range(6):
         take(model, wrapped, step)
         if step == 2:
@@ -479,7 +447,7 @@ def test_stopped_and_resumed(way, tmp_path_factory):
             file = io.BytesIO()
             parts = model.state_dict(), wrapped.state_dict(), wrapped.compression.state_dict()
             torch.save(parts, file)
-    again, second = make(step_ahead=1, lookahead=True, model=Net(seed=5).double())
+    again, second = make(nu=None, lookahead=True, model=Net(seed=5).double())
     if way == "dcp":
         take(again, second, 0)  # loading needs an optimizer state to load into
         state = {
@@ -574,21 +542,6 @@ def test_reentrant_checkpointing_is_refused():
     model.body = Reentrant()
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         take(model, wrapped, 1)
-
-
-def test_a_training_forward_after_an_evaluation_is_ahead():
-    """FSDP2 keeps what an evaluation has gathered of the outermost module."""
-    losses = []
-    for evaluates in (False, True):
-        model, wrapped = make("adamw", step_ahead=1)
-        for step in range(6):
-            if evaluates:
-                with torch.no_grad():
-                    loss(model, dist.get_rank(), step)
-            take(model, wrapped, step)
-        losses.append(whole(model))
-    for name, p in losses[0].items():
-        assert torch.equal(p, losses[1][name]), name
 
 
 def test_different_weights_on_nodes_are_refused():

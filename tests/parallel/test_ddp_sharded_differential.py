@@ -62,7 +62,7 @@ def draw(seed):
             "lookahead": dice.random() < 0.5,
             "leader": dice.choice(["cyclic", "staggered"]),
             "warmup_steps": dice.choice([0, 0, 2]),
-            "step_ahead": dice.choice([0, 0, 1]),
+            "nu": dice.choice([None, 1, 1]),
             **dice.choice([{}, {"bits": 3}]),
         },
     }

@@ -267,10 +267,10 @@ def record(optimizer):
         )
 
         def taken(offsets):
-            slots, numbers = (
-                bucket.split_offsets(offsets),
-                bucket.sent().double().split(bucket.counts),
-            )
+            values = bucket._wire.sent
+            if bucket._levels:
+                values = bucket.scaled(bucket._values.compressed)
+            slots, numbers = bucket.split_offsets(offsets), values.double().split(bucket.counts)
             for (name, tensor), own in zip(bucket.compressed.items(), numbers, strict=True):
                 sent[name].view(-1)[positions_of(tensor.geometry, slots[name])] += own
 

@@ -11,11 +11,11 @@ import horovod.torch as horovod
 import numpy as np
 import pytest
 import torch
-from models import same_on_all_ranks
+from models import OPTIMIZERS, SETTINGS, assert_close, loss, make_model, same_on_all_ranks
 from oracles import nodes as oracle
-from step_ahead import OPTIMIZERS, SETTINGS, config, loss, make_model
 
 import scalecom_hvd.torch as hvd
+from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.torch.horovod_nodes import process_sets
 
 NODES = 2
@@ -39,7 +39,7 @@ def remove_process_sets():
 def make(optimizer="sgd", model=None, compression=None, **settings):
     model = make_model() if model is None else model
     passes = settings.pop("backward_passes_per_step", 1)
-    settings = {**SETTINGS, "step_ahead": 0, **settings}
+    settings = {**SETTINGS, **settings}
     method = compression(rate=5, min_numel=20) if compression else hvd.ScaleCom(**settings)
     wrapped = hvd.DistributedOptimizer(
         OPTIMIZERS[optimizer](model.parameters()),
@@ -67,15 +67,10 @@ def take(model, optimizer, step):
     optimizer.step()
 
 
-def assert_close(model, other, rtol=1e-9):
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=rtol, atol=1e-12), (hvd.rank(), name)
-
-
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"lookahead": True}, {"step_ahead": 1, "bits": 3, "rate": 8}],
+    [{}, {"lookahead": True}, {"nu": 0.4, "bits": 3, "rate": 8}],
     ids=str,
 )
 def test_a_node_is_one_worker_of_the_reference(optimizer, settings):
@@ -87,7 +82,7 @@ def test_a_node_is_one_worker_of_the_reference(optimizer, settings):
     references = oracle.train(
         other,
         OPTIMIZERS[optimizer](other.parameters()),
-        config(**{"step_ahead": 0, **settings}),
+        ScaleComConfig(**{"nu": 1, **SETTINGS, **settings}),
         NODES,
         local,
         12,
@@ -271,7 +266,7 @@ def test_all_ranks_of_a_node_compress_the_same(settings):
     """Some shards of a bias of 3 elements are smaller than others, or empty."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(12, 3), torch.nn.Tanh(), torch.nn.Linear(3, 6))
-    model, wrapped = make("adamw", model=model.double(), step_ahead=1, **settings)
+    model, wrapped = make("adamw", model=model.double(), nu=None, **settings)
     for step in range(5):
         take(model, wrapped, step)
         assert same_on_all_ranks(model.parameters())
@@ -310,8 +305,8 @@ def test_a_gradient_that_is_not_finite_voids_the_step_on_all_ranks():
     assert (stats["step"], stats["skipped_steps"]) == (4, 1)
 
 
-@pytest.mark.parametrize("settings", [{}, {"step_ahead": 1, "lookahead": True}], ids=str)
-def test_stopped_and_resumed(settings):
+def test_stopped_and_resumed():
+    settings = {"nu": None, "lookahead": True}
     model, wrapped = make("adamw", **settings)
     for step in range(6):
         take(model, wrapped, step)

@@ -139,8 +139,7 @@ def as_version_1(state):
 
     It had a method's settings among its own, and ScaleCom's settings named no method.
     """
-    later = "settings", "rank", "alignment"
-    old = {key: value for key, value in state.items() if key not in later}
+    old = {key: value for key, value in state.items() if key not in ("settings", "rank")}
     own = {key: value for key, value in state["settings"].items() if value != "ScaleCom"}
     return old | own | {"version": 1}
 

@@ -610,7 +610,6 @@ def all_cases(library):
         check_operations(library, bucket, 0.3, 0.5, np.float16)
         bucket = Bucket(random, [Lanes(100_001, rate) for rate in (7, 30, 2.5)], [dtype] * 3, 3)
         check_integers(library, bucket, 0.3, 0.5)
-    check_moves_ahead(library, random)
     check_refusals(library, random)
     check_large(library, random)
     # a full group, and offsets of 4 bytes
@@ -618,38 +617,6 @@ def all_cases(library):
     check_moves(library, long, 0.3, 0.5, np.float32)
     refused += check_broken_peer(library, random, long, np.float32)
     print(f"{count} cases, {refused} times offsets were refused")
-
-
-def check_moves_ahead(library, random):
-    """Check moves_ahead.c. Each tensor is a memory block of its own."""
-    every_part = [], ["momentum"], ["second"], ["momentum", "second"]
-    every_part += (["step"],)
-    for numel, parts, root, weight in product(SIZES, every_part, (True, False), (1.0, 0.4)):
-        follows_step = parts == ["step"]
-        names = ["own", "spare", "residue", *(() if follows_step else parts)]
-        arrays = {name: random.standard_normal(numel).astype(np.float32) for name in names}
-        if "second" in parts:
-            arrays["second"] **= 2
-        before = {name: array.astype(float) for name, array in arrays.items()}
-        table = np.zeros(1, native.MOVE)
-        for name, array in arrays.items():
-            table[name] = array.ctypes.data
-        numbers = {"numel": numel, "rate": 0.1, "sign": -1, "per_correction": 2, "eps": 1e-3}
-        numbers |= {"largest": 3, "root": root, "follows_step": follows_step}
-        for name, number in numbers.items():
-            table[name] = number
-        assert library.scalecom_move_ahead(table.ctypes.data, 1, weight, 0.5) == 0
-        ahead = weight * before["residue"]
-        momentum = before["spare"] - before["own"] if follows_step else before.get("momentum")
-        if momentum is not None and numel:
-            lengths = [np.linalg.norm(each) for each in (before["residue"], momentum)]
-            ahead -= (1 - weight) * lengths[0] / lengths[1] * momentum
-        ahead *= lengths[1] / lengths[0] if follows_step and numel else 1 / 0.5
-        if "second" in parts:
-            scale = 2 * before["second"]
-            ahead = np.clip(ahead / ((np.sqrt(scale) if root else scale) + 1e-3), -3, 3)
-        np.testing.assert_array_equal(arrays["spare"], before["own"])
-        np.testing.assert_allclose(arrays["own"], before["own"] - 0.1 * ahead, 1e-4, 1e-5)
 
 
 def main():

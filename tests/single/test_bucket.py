@@ -376,7 +376,5 @@ def test_no_operation_needs_memory_of_cublas():
         finished(bucket.take_and_accumulate(offsets))
         bucket.fill()
         bucket.receive(offsets, bucket.averages_taken())
-        products = bucket.products_with_others()
         bucket.commit()
-    assert (products > 0).any()
     assert operations.names.isdisjoint({"dot", "vdot", "mv", "addmv", "mm", "addmm", "bmm"})

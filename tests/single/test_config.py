@@ -24,6 +24,8 @@ from scalecom_hvd.config import float16_limit
         ({"warmup_steps": float("nan")}, TypeError, "warmup_steps must be a whole number"),
         ({"beta": 0}, ValueError, r"beta must be in \(0, 1\]"),
         ({"beta": 1.5}, ValueError, r"beta must be in \(0, 1\]"),
+        ({"nu": 0}, ValueError, r"nu must be in \(0, 1\].*1 leaves the optimizer as it is"),
+        ({"nu": 1.1}, ValueError, r"nu must be in \(0, 1\], not 1.1"),
         ({"min_numel": -1}, ValueError, "min_numel must be at least 0"),
         ({"warmup_steps": 1.5}, TypeError, "warmup_steps must be a whole number"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0"),
@@ -69,6 +71,8 @@ def test_misspelt_settings_are_named_with_the_nearest():
         ScaleComConfig().replace(warmup_step=5)
     with pytest.raises(ValueError, match="the settings are rate, beta"):
         ScaleComConfig().replace(zzz=5)
+    with pytest.raises(ValueError, match="no longer computed a step ahead.*give nu=1 where it was"):
+        ScaleComConfig().replace(step_ahead=0)
 
 
 def test_environment_overrides_file_overrides_defaults(tmp_path, monkeypatch):
@@ -227,11 +231,11 @@ def test_which_tensors_are_compressed():
     assert ScaleComConfig(rate=30).rates_for(SHAPES) == {
         name: 1 if name in biases else 30 for name in SHAPES
     }
-    assert ScaleComConfig().rates_for(SHAPES)["head.weight"] == 16
+    assert ScaleComConfig().rates_for(SHAPES)["head.weight"] == 8
     assert ScaleComConfig(bits=32).rates_for(SHAPES)["head.weight"] == 100
     one_layer = {"weight": (100, 100), "bias": (100,)}
     both_ends = ScaleComConfig(dense=["auto:first", "auto:output"])
-    assert both_ends.rates_for(one_layer) == {"weight": 16, "bias": 1}
+    assert both_ends.rates_for(one_layer) == {"weight": 8, "bias": 1}
     chosen = ScaleComConfig(
         rates={"conv.*": 25, "*.weight": 400}, dense=["auto:first", "auto:output", "norm.*"]
     ).rates_for(SHAPES)
@@ -250,22 +254,22 @@ def test_which_tensors_are_compressed():
         for name in SHAPES
     }
     tiny = {"empty": (0,), "one": (1,)}
-    assert ScaleComConfig(min_numel=0).rates_for(tiny) == {"empty": 1, "one": 16}
+    assert ScaleComConfig(min_numel=0).rates_for(tiny) == {"empty": 1, "one": 8}
     nameless = {f"allreduce.noname.0.{i}": (100, 100) for i in range(3)}
-    assert list(ScaleComConfig(dense=["auto:output"]).rates_for(nameless).values()) == [16, 16, 1]
+    assert list(ScaleComConfig(dense=["auto:output"]).rates_for(nameless).values()) == [8, 8, 1]
     one = {"weight": (10, 500)}
-    assert ScaleComConfig(dense=["auto:output"]).rates_for(one) == {"weight": 16}
-    assert ScaleComConfig(rates={"auto:output": 8}, dense=[]).rates_for(one) == {"weight": 8}
+    assert ScaleComConfig(dense=["auto:output"]).rates_for(one) == {"weight": 8}
+    assert ScaleComConfig(rates={"auto:output": 9}, dense=[]).rates_for(one) == {"weight": 9}
 
 
 def test_the_defaults_are_those_the_study_supports():
     config = ScaleComConfig().resolved()
-    assert (config.bits, config.rate, config.dense) == (3, 16, ())
-    assert (config.beta, config.step_ahead, config.warmup_steps) == (0.2, 0, 0)
-    ahead = ScaleComConfig().resolved(can_be_ahead=True)
-    assert (ahead.step_ahead, ahead.beta) == (1, 1)
-    assert ScaleComConfig(step_ahead=0).resolved(can_be_ahead=True).beta == 0.2
-    assert ScaleComConfig(beta=0.5).resolved(can_be_ahead=True).beta == 0.5
+    assert (config.bits, config.rate, config.dense) == (4, 8, ())
+    assert (config.beta, config.nu, config.warmup_steps) == (0.2, 1, 0)
+    mixed = ScaleComConfig().resolved(mixes_momentum=True)
+    assert (mixed.nu, mixed.beta) == (None, 1)
+    assert ScaleComConfig(nu=1).resolved(mixes_momentum=True).beta == 0.2
+    assert ScaleComConfig(beta=0.5).resolved(mixes_momentum=True).beta == 0.5
     assert config.flush
     assert config.replace(beta=0.1).flush, "what flushes does not depend on beta"
     assert (config.leader, config.lookahead, config.selection) == ("cyclic", False, "lanes")
@@ -277,7 +281,7 @@ def test_the_defaults_are_those_the_study_supports():
         ScaleComConfig(wire_dtype="float16").resolved(),
     ):
         assert (whole.bits, whole.rate) == (32, 100)
-    assert ScaleComConfig(rate=50).resolved().bits == 3
+    assert ScaleComConfig(rate=50).resolved().bits == 4
 
 
 def test_layers_in_the_names_of_either_framework():

@@ -3,15 +3,12 @@
 These tests use no framework. Tests of each framework cover the callers.
 """
 
-import math
-
 import numpy as np
 import pytest
 
 from scalecom_hvd import ScaleComConfig
 from scalecom_hvd.saved_state import (
     STATE_VERSION,
-    alignment_of,
     check_finite,
     check_residues,
     check_state,
@@ -95,14 +92,6 @@ def test_residues_of_other_settings():
             check_state(state(config=other_buckets, settings=who), CONFIG, who)
     with pytest.raises(ValueError, match="novelty=1 in the state and None now"):
         check_state(state(config=CONFIG.to_dict() | {"novelty": 1}), CONFIG, SCALECOM)
-
-
-def test_an_alignment_that_is_damaged():
-    assert alignment_of(state()) == 1  # saved before 0.3.0
-    assert alignment_of(state(alignment=-0.25)) == -0.25
-    for alignment in (1.5, math.nan):
-        with pytest.raises(ValueError, match="damaged: its alignment is .*Load an older state"):
-            alignment_of(state(alignment=alignment))
 
 
 def test_norms_that_are_damaged():

@@ -48,9 +48,9 @@ def test_bytes_are_those_of_a_ring():
         assert offsets == (n - 1) / n * 10_000
         assert model.traffic("dense", s)[0] == 100 * values
         assert model.traffic("local top-k", s)[0] == (n - 1) * 80_000
-        # Sums of 3-bit values over n ranks take 4, 5 and 6 bits. A word holds 8, 6 and 5 of them.
-        values, offsets = model.traffic("ScaleCom staggered", Setting(n, 1, 150, numel=16_000_000))
-        fields = {2: 8, 4: 6, 8: 5}[n]
+        # Sums of 4-bit values over n ranks take 5, 6 and 7 bits. A word holds 6, 5 and 4 of them.
+        values, offsets = model.traffic("ScaleCom staggered", Setting(n, 1, 150, numel=8_000_000))
+        fields = {2: 6, 4: 5, 8: 4}[n]
         assert values == 2 * (n - 1) / n * 4 * math.ceil(1_000_000 / fields)
         assert offsets == (n - 1) / n * (500_000 + 4 * 1_000_000 / 512)
 

@@ -77,8 +77,8 @@ def test_what_came_apart_is_said_and_the_csv_holds_all_numbers(study, tmp_path):
     study_results.write_scores(study, tmp_path / "scores.csv")
     runs = list(csv.DictReader((tmp_path / "scores.csv").open()))
     assert [run["score"] for run in runs] == ["2.0000", "2.5000", "3.0000", ""]
-    last = {name: runs[3][name] for name in ("what", "lr", "beta", "step_ahead")}
-    assert last == {"what": "LocalTopK", "lr": "0.1", "beta": "1.0", "step_ahead": "0"}
+    last = {name: runs[3][name] for name in ("what", "lr", "beta", "nu")}
+    assert last == {"what": "LocalTopK", "lr": "0.1", "beta": "1.0", "nu": ""}
     study_results.write_tables(study, tmp_path / "tables.md")
     assert (
         "| source code, LSTM | local top-k | 0.5 | came apart (1 of 1) |"

@@ -60,7 +60,7 @@ def test_settings_of_the_object(monkeypatch):
     assert hvd.ScaleCom().config.rate == 50
     assert hvd.ScaleCom(rate=20).config.rate == 20
     config = hvd.ScaleCom(config=hvd.ScaleComConfig(rate=30), beta=0.1).config
-    assert config == hvd.ScaleComConfig(rate=30, bits=3, beta=0.1, step_ahead=0)
+    assert config == hvd.ScaleComConfig(rate=30, bits=4, beta=0.1, nu=1)
     with pytest.raises(ValueError, match="did you mean beta"):
         hvd.ScaleCom(betta=0.1)
     with pytest.raises(TypeError, match="a LossScaleOptimizer or a callable"):

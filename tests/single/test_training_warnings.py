@@ -99,7 +99,7 @@ def test_much_of_a_large_model_sent_whole_is_said(caplog):
     ids=str,
 )
 def test_look_ahead_with_a_beta_near_one(caplog, fields, warnings):
-    check_look_ahead(ScaleComConfig(**fields))
+    check_look_ahead(ScaleComConfig(**fields).resolved())
     assert len(caplog.records) == warnings
     assert not warnings or "look-ahead with beta=1 breaks training" in caplog.text
 

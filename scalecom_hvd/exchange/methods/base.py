@@ -6,7 +6,7 @@ waits for. What the bucket was told is committed or rolled back with the step, a
 Users pass a `Method` as `compression=`. It holds settings; its run holds residues and states
 (run.py).
 
-Imports loss_scale, run, step_ahead, bucket_collectives, bucket and the rooms below.
+Imports loss_scale, momentum, run, bucket_collectives, bucket and the rooms below.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from scalecom_hvd.agreement import Settings
 from scalecom_hvd.bucket_layout import Stats
 from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.diagnostics import Diagnostics
 from scalecom_hvd.exchange.bucket import Bucket
-from scalecom_hvd.exchange.collectives import Step, Wait
+from scalecom_hvd.exchange.collectives import Collectives, Step, Wait
 from scalecom_hvd.exchange.loss_scale import LossScale
 from scalecom_hvd.exchange.methods.bucket_collectives import BucketCollectives
+from scalecom_hvd.exchange.momentum import QuasiHyperbolic
 from scalecom_hvd.exchange.quantisers import Quantiser, quantiser_of
 from scalecom_hvd.exchange.residue import CompressedTensor, Residues
 from scalecom_hvd.exchange.run import Run
-from scalecom_hvd.exchange.step_ahead import StepAhead
 from scalecom_hvd.saved_state import Saved
 
 TensorStates = Mapping[str, Mapping[str, torch.Tensor]]
@@ -81,8 +80,7 @@ class Method:
         **fields: any fields of ScaleComConfig. They override `config`.
 
     Attributes:
-        ahead: moves the model's parameters ahead. None: gradients are computed at the parameters
-            themselves.
+        quasi_hyperbolic: mixes the optimizer's momentum. None: no optimizer is served yet.
         scaling: the loss scale.
 
     Raises:
@@ -123,8 +121,8 @@ class Method:
         config = config if config is not None else ScaleComConfig.from_env()
         self.quantiser = quantiser_of(quantiser)
         config = config.replace(**fields)
-        # Settings that depend on whether gradients are computed a step ahead; see `settle`.
-        self._open = [name for name in ("beta", "step_ahead") if getattr(config, name) is None]
+        # Settings that depend on whether every step averages gradients; see `settle`.
+        self._open = [name for name in ("beta", "nu") if getattr(config, name) is None]
         self.config = self._resolved(config)
         defaults = self._resolved(ScaleComConfig())
         for field in (*self.unused, *(() if self.takes_few_bits else ("bits",))):
@@ -135,7 +133,7 @@ class Method:
                 )
         self.diagnostics = Diagnostics.of(diagnostics)
         self.scaling = LossScale(loss_scale)
-        self.ahead: StepAhead | None = None
+        self.quasi_hyperbolic: QuasiHyperbolic | None = None
         self.run = Run(self)
 
     # What a new method defines.
@@ -216,38 +214,36 @@ class Method:
     def loss_scale(self, loss_scale: Any) -> None:
         self.scaling.give(loss_scale)
 
-    def compute_ahead(self, model: nn.Module | None = None) -> None:
-        """Compute gradients a step ahead, unless the settings say step_ahead=0.
-
-        DistributedOptimizer and ScaleComState call this before the method serves parameters.
+    def settle(self, every_step: bool) -> None:
+        """Settle what the settings leave open.
 
         Args:
-            model: the model whose forwards move parameters ahead. None: the modules that have the
-                parameters are found. If the script calls others, call this for each of these.
-
-        Raises:
-            TypeError: torch.jit made the model, and gradients would be computed ahead.
+            every_step: whether every step of the optimizer averages gradients. Only then is its
+                momentum made quasi-hyperbolic.
         """
-        if self.run.averager is None:
-            self.settle(ahead=True)
-        if not self.config.step_ahead:
-            return
-        if self.ahead is None:
-            self.ahead = StepAhead(self.config.step_ahead, self.scaling)
-        if model is None:
-            self.ahead.look_for_models()
-        else:
-            self.ahead.watch(model)
-
-    def settle(self, ahead: bool) -> None:
-        """Settle what the settings leave open: whether gradients are computed a step ahead."""
         config = self.config.replace(**dict.fromkeys(self._open))
-        self.config = self.run.residues.config = self._resolved(config, ahead)
-        if not ahead:
-            self.ahead = None
+        self.config = self.run.residues.config = self._resolved(config, every_step)
 
-    def _resolved(self, config: ScaleComConfig, ahead: bool = False) -> ScaleComConfig:
-        return config.resolved(ahead, self.takes_few_bits and not self.quantiser.rounds)
+    def mix_momentum(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        collectives: Collectives,
+        *,
+        by_hook: bool = False,
+        calls_step_twice: bool = False,
+    ) -> None:
+        """Make the momentum of these parameters quasi-hyperbolic, whichever optimizer steps them.
+
+        Faces call this, once the method serves an optimizer. For the arguments, see
+        QuasiHyperbolic.
+        """
+        self.quasi_hyperbolic = QuasiHyperbolic(
+            parameters, self.residues, collectives, by_hook, calls_step_twice
+        )
+
+    def _resolved(self, config: ScaleComConfig, every_step: bool = False) -> ScaleComConfig:
+        is_late = every_step and not self.sends_all
+        return config.resolved(is_late, self.takes_few_bits and not self.quantiser.rounds)
 
     # What users, and elastic states, call. The run does it.
 
@@ -337,7 +333,7 @@ class Method:
 
         The loss scale is left out: give the copy the script's GradScaler as `loss_scale`.
         """
-        left_out = {"run": None, "scaling": None, "ahead": None}
+        left_out = {"run": None, "scaling": None, "quasi_hyperbolic": None}
         return vars(self) | left_out | {"saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

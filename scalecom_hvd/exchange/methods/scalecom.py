@@ -81,6 +81,19 @@ class ScaleCom(Method):
                         f"{name} and a quantiser exclude each other: leave one of them out"
                     )
 
+    @classmethod
+    def as_published(cls, rate: float = 100, beta: float = 0.1, **settings: Any) -> ScaleCom:
+        """The paper's own algorithm: values of 32 bits, its filter, and the optimizer as it is.
+
+        Args:
+            rate, beta: see ScaleComConfig.
+            settings: what the class takes besides.
+
+        Example:
+            >>> ScaleCom.as_published(rate=400)
+        """
+        return cls(rate=rate, beta=beta, bits=32, flush=False, nu=1, **settings)
+
     def step(
         self, bucket: Bucket, collectives: BucketCollectives, state: State
     ) -> Step[State | None]:

@@ -1,0 +1,334 @@
+"""The optimizer's momentum, made quasi-hyperbolic, so that a late gradient is not late twice.
+
+Error feedback sends a gradient up to `rate` steps late. Momentum then spreads it over further
+steps. So each step goes along (1 - kappa) * b + kappa * g instead of b, where b is the optimizer's
+momentum and g the averaged gradient as optimizer.step() finds it (QHM and QHAdam, Ma and Yarats,
+"Quasi-hyperbolic momentum and Adam for deep learning", ICLR 2019, arXiv 1810.06801, with nu =
+1 - kappa). b and g are the same on all ranks, so parameters are too, whenever anybody looks.
+
+The optimizer stays the user's own, and any optimizer will do whose momentum is linear in the
+gradients. Before its step, the buffer b of the last step becomes (1 - kappa) * b + kappa * a * g.
+Here a * g is what b would be if every gradient had been g, so the optimizer's update keeps the mix:
+its step goes along (1 - kappa) * b + kappa * a * g of this step. Afterwards b is solved for.
+Nothing else of the optimizer is touched, and its state_dict() holds the momentum itself. Weight
+decay that the optimizer adds to gradients is not late, and acts as without ScaleCom; in the buffer,
+its part is 1 / (1 - kappa) times as large.
+
+Faces make a QuasiHyperbolic for the parameters that the user's optimizer steps. PyTorch's public
+hooks on optimizers' steps do the rest. Imports collectives, gradients, residue and the
+framework-free rooms.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from scalecom_hvd.exchange.collectives import Collectives
+from scalecom_hvd.exchange.gradients import local_part
+from scalecom_hvd.exchange.residue import Residues
+from scalecom_hvd.quasi_hyperbolic import kappa_of
+
+log = logging.getLogger("scalecom_hvd")
+
+UNKNOWN = (
+    "%s keeps its momentum as it is, because ScaleCom does not know how this optimizer uses it. "
+    "Training may lose accuracy: try beta=0.2. (nu=1 keeps every optimizer's momentum, and logs "
+    "nothing)"
+)
+# After this many steps of the optimizer without any exchange, a warning is logged.
+UNUSED = 20
+NOTHING_EXCHANGED = (
+    "the optimizer has taken %d steps, and ScaleCom has exchanged nothing. If "
+    "DistributedDataParallel wraps the model, call model.register_comm_hook(state, scalecom_hook)"
+)
+
+Size = float | torch.Tensor
+"""a: how many times a gradient a momentum is, if all gradients are equal."""
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """How a kind of optimizer keeps its momentum.
+
+    Attributes:
+        key: its name in the optimizer's state of a parameter.
+        size: a function that gives `Size` after a number of steps: of the parameter's group and
+            state, and of the steps, for optimizers that do not count them.
+    """
+
+    key: str
+    size: Callable[[Mapping[str, Any], Mapping[str, Any], int], Size]
+
+
+def _of_sgd(group: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> Size:
+    """SGD begins with g, and then b <- mu * b + (1 - dampening) * g."""
+    mu, own = float(group["momentum"]), 1 - float(group["dampening"])
+    begun = mu ** max(steps - 1, 0)
+    return begun + own * (1 - begun) / (1 - mu) if mu < 1 else 0.0
+
+
+def _of_adam(group: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> Size:
+    """Adam averages from zero on, b <- b1 * b + (1 - b1) * g, and counts its steps."""
+    counted = state.get("step", group.get("step", steps))
+    if isinstance(counted, torch.Tensor) and counted.device.type == "cpu":
+        counted = float(counted)  # on a device, the host does not wait for it
+    return 1 - float(group["betas"][0]) ** counted
+
+
+def _of_lion(group: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> Size:
+    return 1 - float(group["betas"][1]) ** steps
+
+
+def _of_muon(group: Mapping[str, Any], state: Mapping[str, Any], steps: int) -> Size:
+    return 1 - float(group["momentum"]) ** steps
+
+
+_ADAM = Momentum("exp_avg", _of_adam)
+MOMENTA = {
+    "SGD": Momentum("momentum_buffer", _of_sgd),
+    "Muon": Momentum("momentum_buffer", _of_muon),
+    "Lion": Momentum("exp_avg", _of_lion),
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Lamb", "LAMB", "Adan"), _ADAM),
+}
+"""{name of an optimizer's class: its momentum}. A subclass is taken for its base."""
+
+
+class QuasiHyperbolic:
+    """Makes the momentum of these parameters quasi-hyperbolic, whichever optimizer steps them.
+
+    If two objects have the same parameter, the one that was made last has it.
+
+    Args:
+        parameters: {name: parameter} that the user's optimizer steps.
+        residues: the method's, by the same names. They know the rates and the steps.
+        collectives: the ranks between which gradients are compressed.
+        by_hook: whether gradients come through a hook, which the script may forget to register.
+        calls_step_twice: whether PyTorch calls the hooks of every step twice, one inside the other,
+            because the optimizer averages gradients in its own step() and then calls the step() of
+            the class that it was made from. Stock Horovod's does so.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        residues: Residues,
+        collectives: Collectives,
+        by_hook: bool = False,
+        calls_step_twice: bool = False,
+    ) -> None:
+        self._residues, self._collectives = residues, collectives
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        for other in list(_everyone):
+            for parameter in parameters.values():
+                other._names.pop(parameter, None)
+        self._by_hook, self._unused = by_hook, 0
+        self._calls_step_twice = calls_step_twice
+        self._unknown: set[str] = set()
+        _everyone.add(self)
+
+    def mixes_of(self, optimizer: torch.optim.Optimizer, is_outer: bool) -> list[_Mix]:
+        """How the momenta of an optimizer are mixed in the step that is about to begin.
+
+        Args:
+            optimizer: the one that begins a step.
+            is_outer: whether it has yet to average gradients, if it calls step twice.
+        """
+        residues = self._residues
+        if residues.config.nu == 1 or self._collectives.size < 2:
+            return []
+        if self._calls_step_twice and is_outer:
+            return []
+        own = [
+            (name, parameter, group)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (name := self._names.get(parameter)) is not None
+        ]
+        if not residues.step:
+            self._note_unused(bool(own))
+        if residues.step < 2:  # what the first step sends is not late
+            return []
+        mixes = []
+        for name, parameter, group in own:
+            rate, state = residues.last_rate(name), optimizer.state.get(parameter)
+            if rate > 1 and state and parameter.grad is not None and not parameter.grad.is_sparse:
+                momentum = self._momentum_of(optimizer, state)
+                buffer = momentum and state.get(momentum.key)
+                if buffer is not None and _fits(buffer, parameter):
+                    kappa = kappa_of(rate, residues.config.nu)
+                    mixes.append(_Mix(parameter, group, state, momentum, kappa, residues.step))
+        return mixes
+
+    def forget(self) -> None:
+        """The step that gradients were averaged for has failed."""
+        _averaging.clear()
+
+    def _note_unused(self, has_own: bool) -> None:
+        self._unused += has_own and self._by_hook and not self._residues.skipped_steps
+        if self._by_hook and self._unused == UNUSED:
+            self._by_hook = False  # said once
+            log.warning(NOTHING_EXCHANGED, UNUSED)
+
+    def _momentum_of(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> Momentum | None:
+        names = [kind.__name__ for kind in type(optimizer).__mro__]
+        known = next((MOMENTA[name] for name in names if name in MOMENTA), None)
+        has_one = not {"exp_avg", "momentum_buffer"}.isdisjoint(state)
+        if known is None and has_one and names[0] not in self._unknown:
+            self._unknown.add(names[0])
+            log.warning(UNKNOWN, names[0])
+        return known
+
+
+@dataclass(frozen=True)
+class _Mix:
+    """One parameter's momentum in one step of its optimizer."""
+
+    parameter: torch.Tensor
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    momentum: Momentum
+    kappa: float
+    step: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffer, and a * g."""
+        buffer = local_part(self.state[self.momentum.key])
+        gradient = local_part(self.parameter.grad).to(buffer.dtype)
+        return buffer, gradient
+
+    def size(self, steps: int) -> Size:
+        """a after so many steps, with the sign with which the optimizer takes gradients."""
+        size = self.momentum.size(self.group, self.state, steps)
+        return -size if self.group.get("maximize") else size
+
+
+@torch.no_grad()
+def _mix(mixes: list[_Mix], back: bool) -> None:
+    """Mix kappa of the gradients into momenta, or take it out again."""
+    by_share: dict[tuple[float, float], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for mix in mixes:
+        buffer, gradient = mix.tensors
+        size = mix.size(mix.step if back else mix.step - 1)
+        if isinstance(size, torch.Tensor):
+            size, gradient = 1.0, gradient * size
+        if not size:
+            continue
+        # (b - kappa * g) / (1 - kappa) is the same mix with this share.
+        share = -mix.kappa / (1 - mix.kappa) if back else mix.kappa
+        by_share.setdefault((share, size), []).append((buffer, gradient))
+    for (share, size), pairs in by_share.items():
+        buffers, gradients = map(list, zip(*pairs, strict=True))
+        if size == 1:
+            torch._foreach_lerp_(buffers, gradients, share)
+        else:
+            torch._foreach_mul_(buffers, 1 - share)
+            torch._foreach_add_(buffers, gradients, alpha=share * size)
+
+
+def _fits(buffer: object, parameter: torch.Tensor) -> bool:
+    """Whether this is an ordinary momentum. Some optimizers keep theirs in few bits."""
+    if not isinstance(buffer, torch.Tensor):
+        return False
+    own = local_part(buffer)
+    return (
+        type(own) in (torch.Tensor, torch.nn.Parameter)
+        and own.is_floating_point()
+        and own.shape == local_part(parameter).shape
+    )
+
+
+_everyone: weakref.WeakSet[QuasiHyperbolic] = weakref.WeakSet()
+# The mixes of optimizers whose steps have begun. Horovod's optimizer calls, in its step, the step
+# of the class that it is made from, and PyTorch calls the hooks of both.
+_begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Mix]] = weakref.WeakKeyDictionary()
+# Optimizers that average gradients in their step. What serves them may be made meanwhile.
+_averaging: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _is_outer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Horovod's optimizer will average gradients, and call the step of its base, now."""
+    will_average = getattr(optimizer, "_should_synchronize", False)
+    if will_average and optimizer not in _averaging:
+        _averaging.add(optimizer)
+        return True
+    _averaging.discard(optimizer)
+    return False
+
+
+def _begin(optimizer: torch.optim.Optimizer) -> None:
+    """Gradients are here: mix them into the momenta."""
+    is_outer = _is_outer(optimizer)
+    mixes = [mix for each in list(_everyone) for mix in each.mixes_of(optimizer, is_outer)]
+    if mixes and _takes_step(optimizer):
+        _begun[optimizer] = mixes
+        _mix(mixes, back=False)
+
+
+@torch.no_grad()
+def _takes_step(optimizer: Any) -> bool:
+    """Whether the step will count. Gradients are then unscaled.
+
+    A GradScaler leaves both to an optimizer that says it can do them, as fused ones do. The host
+    waits here for the GradScaler's answer, as it does for all other optimizers.
+    """
+    found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found is not None and float(found):
+        return False
+    if scale is not None:
+        for group in optimizer.param_groups:
+            for gradient in (p.grad for p in group["params"] if p.grad is not None):
+                local_part(gradient).div_(scale)
+        optimizer.grad_scale = None
+    return True
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if optimizer in _begun:
+        return None
+    first, *rest = args  # the optimizer
+    closure = {"closure": rest[0] if rest else None, **kwargs}["closure"]
+    if not callable(closure):
+        _begin(optimizer)
+        return None
+
+    @functools.wraps(closure)
+    def closed(*own: Any, **named: Any) -> Any:
+        """Compute gradients; optimizers call this before they use any."""
+        result = closure(*own, **named)
+        if optimizer not in _begun:
+            _begin(optimizer)
+        return result
+
+    return (first, closed, *rest[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _averaging.discard(optimizer)
+    mixes = _begun.pop(optimizer, None)
+    if mixes:
+        _mix(mixes, back=True)
+
+
+# torch.compile leaves these as they are. torch.compiler.disable sets the same mark, but imports all
+# of Dynamo.
+for _function in (_before_step, _after_step):
+    vars(_function)["_torchdynamo_disable"] = True
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

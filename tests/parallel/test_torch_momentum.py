@@ -1,0 +1,200 @@
+"""Quasi-hyperbolic momentum in optimizers that average gradients: both faces', and Horovod's own.
+
+The oracle steps by the averages that the optimizer has left in p.grad.
+"""
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+from faces import hvd, in_every_library, stock
+from models import OPTIMIZERS, SETTINGS, assert_close, loss, make_model, same_on_all_ranks
+from oracles import momentum as oracle
+
+NU = 0.6
+
+
+def make(library=hvd, optimizer="momentum", **settings):
+    model = make_model()
+    named = {"named_parameters": model.named_parameters()} if library is stock else {}
+    method = hvd.ScaleCom(**named, **{**SETTINGS, "nu": NU, **settings})
+    stepped = OPTIMIZERS[optimizer](model.parameters())
+    named = model.named_parameters()
+    return model, library.DistributedOptimizer(stepped, named, compression=method), method
+
+
+class Oracle:
+    """A copy of a model, which the oracle steps by the averages that the model has."""
+
+    def __init__(self, model, optimizer="momentum", nu=NU):
+        self.of, self.model = model, copy.deepcopy(model)
+        kappas = {p: 1 - nu for p in self.model.parameters() if p.numel() >= SETTINGS["min_numel"]}
+        self.steps = oracle.Steps(OPTIMIZERS[optimizer](self.model.parameters()), kappas)
+
+    def check(self):
+        for p, q in zip(self.model.parameters(), self.of.parameters(), strict=True):
+            p.grad = q.grad.clone()
+        self.steps.step()
+        assert_close(self.of, self.model)
+        assert same_on_all_ranks(self.of.parameters())
+
+
+def take(model, optimizer, step):
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), step).backward()
+    optimizer.step()
+
+
+def clipped(model, optimizer, step):
+    optimizer.zero_grad()
+    loss(model, hvd.rank(), step).backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def by_a_closure(model, optimizer, step):
+    def closure():
+        optimizer.zero_grad()
+        value = loss(model, hvd.rank(), step)
+        value.backward()
+        optimizer.synchronize()
+        return value
+
+    with optimizer.skip_synchronize():
+        assert optimizer.step(closure) > 0
+
+
+def without_a_gradient_on_one_rank(model, optimizer, step):
+    optimizer.zero_grad()
+    if hvd.rank() != step % hvd.size():
+        loss(model, hvd.rank(), step).backward()
+    optimizer.step()
+
+
+ORDERS = take, clipped, by_a_closure, without_a_gradient_on_one_rank
+
+
+@in_every_library
+@pytest.mark.filterwarnings("ignore:optimizer.step")
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_steps_are_the_oracles(library, optimizer, order):
+    model, wrapped, method = make(library, optimizer, bits=3)
+    expected = Oracle(model, optimizer)
+    for step in range(6):
+        order(model, wrapped, step)
+        expected.check()
+    assert method.config.beta == 1
+    assert any(tensor.residue.any() for tensor in method.residues.tensors.values())
+
+
+@in_every_library
+@pytest.mark.parametrize("nu", [None, 1])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_with_everything_sent_it_is_stock_to_the_bit(library, optimizer, nu):
+    model, wrapped, _ = make(library, optimizer, rate=1, nu=nu)
+    other = make_model()
+    plain = stock.DistributedOptimizer(
+        OPTIMIZERS[optimizer](other.parameters()),
+        other.named_parameters(),
+        compression=stock.Compression.none,
+    )
+    for step in range(5):
+        for order in (take, clipped):
+            order(model, wrapped, step)
+            order(other, plain, step)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@in_every_library
+def test_a_step_that_fails_leaves_no_trace(library):
+    """The optimizer's own state has no trace. Only the exchange has counted."""
+    model, wrapped, _ = make(library)
+    expected = Oracle(model)
+    for step in range(6):
+        if step == 3:
+            wrapped.zero_grad()
+            loss(model, hvd.rank(), step).backward()
+            wrapped.synchronize()
+            with pytest.raises(ZeroDivisionError), wrapped.skip_synchronize():
+                wrapped.step(lambda: 1 / 0)
+            expected.steps.count += 1
+        take(model, wrapped, step)
+        expected.check()
+
+
+@in_every_library
+def test_a_grad_scaler_that_skips_a_step(library):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model, wrapped, _ = make(library, "adamw", loss_scale=scaler)
+    expected = Oracle(model, "adamw")
+    for step in range(6):
+        wrapped.zero_grad()
+        spoilt = float("inf") if step == 3 and hvd.rank() == 0 else 1
+        scaler.scale(loss(model, hvd.rank(), step) * spoilt).backward()
+        wrapped.synchronize()
+        scaler.unscale_(wrapped)
+        with wrapped.skip_synchronize():
+            scaler.step(wrapped)
+        scaler.update()
+        if step != 3:
+            expected.check()
+    assert_close(model, expected.model)
+
+
+@in_every_library
+def test_a_run_that_goes_on_is_one_that_never_stopped(library):
+    model, wrapped, method = make(library, "adamw", nu=None)
+    for step in range(6):
+        take(model, wrapped, step)
+        if step == 2:
+            saved = io.BytesIO()
+            torch.save((model.state_dict(), wrapped.state_dict(), method.state_dict()), saved)
+    saved.seek(0)
+    again = make(library, "adamw", nu=None)
+    for one, state in zip(again, torch.load(saved), strict=True):
+        one.load_state_dict(state)
+    for step in range(3, 6):
+        take(*again[:2], step)
+    assert all(map(torch.equal, model.parameters(), again[0].parameters()))
+
+
+def test_local_steps_leave_the_optimizer_as_it_is():
+    def settled(**settings):
+        model, method = make_model(), hvd.ScaleCom(**SETTINGS, **settings)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        named = model.named_parameters()
+        hvd.DistributedOptimizer(optimizer, named, compression=method, local_steps=2)
+        return method.config.nu, method.config.beta
+
+    assert settled(nu=None) == settled(nu=1) == (1, 0.2)
+    with pytest.raises(ValueError, match="nu has no meaning with local steps"):
+        settled(nu=0.5)
+
+
+@pytest.mark.parametrize("nu", [None, 1, 0.5])
+def test_a_state_is_loaded_before_there_is_an_optimizer(nu):
+    """Then nobody knows yet what nu and beta are."""
+    model, wrapped, method = make(nu=nu)
+    for step in range(3):
+        take(model, wrapped, step)
+    saved = method.state_dict()
+    assert (saved["config"]["nu"], saved["config"]["beta"]) == (nu, 0.2 if nu == 1 else 1)
+    if nu is None:  # a state of a version that computed gradients a step ahead
+        del saved["config"]["nu"]
+        saved["config"]["step_ahead"] = 1.0
+        saved |= {"alignment": 0.5, "node_residues": {}}
+    del wrapped
+    gc.collect()  # Horovod's hooks go with it
+    method = hvd.ScaleCom(**SETTINGS, nu=nu)
+    method.load_state_dict(saved)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=method)
+    for step in range(3, 5):
+        take(model, optimizer, step)
+    assert method.stats()["step"] == 5
+    assert same_on_all_ranks(model.parameters())
