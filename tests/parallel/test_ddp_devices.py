@@ -175,7 +175,7 @@ def test_backwards_stream_does_not_wait_for_the_exchange():
 
 
 @only_delayed
-@pytest.mark.parametrize("kind", ["hook", "finds unused", "sharded", "nodes, with a loss scale"])
+@pytest.mark.parametrize("kind", ["hook", "finds unused", "sharded", "nodes"])
 def test_buckets_travel_while_backward_runs(kind, monkeypatch):
     """What ranks must know before they send is known early, or assumed."""
     import delayed
@@ -183,15 +183,14 @@ def test_buckets_travel_while_backward_runs(kind, monkeypatch):
     model, seen = make_model(DEVICE), []
     sizes = (dist.get_world_size(), 1)
     mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard"))
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8, enabled="scale" in kind)
     if kind == "sharded":
         for layer in [*model[::2], model]:
             fully_shard(layer, mesh=mesh["shard"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         method, named = ddp.ScaleCom(**SETTINGS), model.named_parameters()
         called, stepped = model, ddp.DistributedOptimizer(optimizer, named, method, mesh=mesh)
-    elif kind == "nodes, with a loss scale":
-        called, stepped, _ = with_hook(model, mesh=mesh, loss_scale=scaler)
+    elif kind == "nodes":
+        called, stepped, _ = with_hook(model, mesh=mesh)
     else:
         called, stepped, _ = with_hook(model, finds_unused=kind == "finds unused")
     complete, finish = BucketSteps.complete, Exchange._finish
@@ -210,12 +209,11 @@ def test_buckets_travel_while_backward_runs(kind, monkeypatch):
     monkeypatch.setattr(BucketSteps, "complete", watched_complete)
     for step in range(5):
         stepped.zero_grad()
-        loss = scaler.scale(loss_of(called, step, DEVICE))
+        loss = loss_of(called, step, DEVICE)
         torch.accelerator.synchronize()  # hooks may wait for what was enqueued before forward
         waits = delayed.host_waits()
         loss.backward()
-        scaler.step(stepped)
-        scaler.update()
+        stepped.step()
     assert seen == [False, True, True, True, True]
 
 

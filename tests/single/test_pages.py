@@ -103,12 +103,12 @@ def test_numbers_of_the_study_are_those_of_its_file():
         "Transformer, AdamW, 250 steps": "Transformer, 250 steps, AdamW",
     }
     whats = {
-        "look-ahead": "with look-ahead",
-        "not ahead": "not a step ahead",
+        "alone": "one worker alone",
+        "`nu=1`": "nu=1",
         "32 bits": "32 bits, rate 100",
         "local top-k": "local top-k, rate 100",
     }
-    columns, rows = rows_of("results.md", "| dense | the defaults | look-ahead | not ahead")
+    columns, rows = rows_of("results.md", "| dense | the defaults | alone | `nu=1`")
     compared = 0
     for situation, cells in rows.items():
         for column, cell in zip(columns, cells, strict=True):
