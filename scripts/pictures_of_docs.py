@@ -50,7 +50,6 @@ SENT = {
 # What the picture of the defaults shows, and the names for it.
 COMPARED = {
     "the defaults": "ScaleCom",
-    "with look-ahead": "ScaleCom, look-ahead",
     "local top-k, rate 100": "local top-k",
 }
 # One tensor's elements on three ranks, in hundredths: gradients and residues.

