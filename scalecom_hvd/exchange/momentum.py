@@ -223,13 +223,12 @@ def _mix(mixes: list[_Mix], back: bool) -> None:
     for mix in mixes:
         buffer, gradient = mix.tensors
         size = mix.size(mix.step if back else mix.step - 1)
-        if isinstance(size, torch.Tensor):
-            size, gradient = 1.0, gradient * size
-        if not size:
-            continue
         # (b - kappa * g) / (1 - kappa) is the same mix with this share.
         share = -mix.kappa / (1 - mix.kappa) if back else mix.kappa
-        by_share.setdefault((share, size), []).append((buffer, gradient))
+        if isinstance(size, torch.Tensor):
+            buffer.lerp_(gradient * size, share)
+        elif size:
+            by_share.setdefault((share, size), []).append((buffer, gradient))
     for (share, size), pairs in by_share.items():
         buffers, gradients = map(list, zip(*pairs, strict=True))
         if size == 1:
