@@ -2,7 +2,8 @@
 
 It holds the settings, the residues and the loss scale; exchange.py builds the graph. A new tape is
 made for every step, so the residues live here, by variable. Used by reduction.py, elastic.py and
-optimizer.py. Imports elastic_agreement, exchange, residues, transport and the framework-free rooms.
+optimizer.py. Imports elastic_agreement, exchange, loss_scale, residues, transport and the
+framework-free rooms.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -27,6 +28,7 @@ from scalecom_hvd.config import ScaleComConfig
 from scalecom_hvd.saved_state import STATE_VERSION, check_finite, check_residues, check_state
 from scalecom_hvd.tensorflow.elastic_agreement import have_met, meet, take_agreement
 from scalecom_hvd.tensorflow.exchange import Arguments, Exchange
+from scalecom_hvd.tensorflow.loss_scale import LossScale, scale_reader
 from scalecom_hvd.tensorflow.residues import (
     CompressedTensor,
     Progress,
@@ -72,11 +74,6 @@ _NOTHING_SENT: dict[str, int | float | None] = {
 
 _order = itertools.count()
 _objects: weakref.WeakSet[ScaleCom] = weakref.WeakSet()
-
-# A Keras LossScaleOptimizer, or a callable that gives the current scale.
-LossScale: TypeAlias = (
-    tf.keras.mixed_precision.LossScaleOptimizer | Callable[[], float | tf.Tensor | tf.Variable]
-)
 
 
 class _Stream(Tracked):
@@ -223,7 +220,7 @@ class ScaleCom(Tracked, Compressor):
             )
         self.number = next(_order)
         self.knows_loss_scale = loss_scale is not None
-        self.current_loss_scale = _scale_reader(loss_scale)
+        self.current_loss_scale = scale_reader(loss_scale)
         self._bound = _Bound()
         self._make_stream()
         _objects.add(self)
@@ -590,30 +587,3 @@ def _label(stream: int, names: Sequence[str]) -> str:
 
 def _in_stream(stream: int, name: str) -> str:
     return name if stream == 0 else f"{name}#{stream}"
-
-
-def _scale_reader(loss_scale: LossScale | None) -> Callable[[], tf.Tensor | None]:
-    """A function that gives the loss scale as a tensor, or None for 1."""
-    if loss_scale is None:
-        return lambda: None
-    is_optimizer = isinstance(loss_scale, tf.keras.mixed_precision.LossScaleOptimizer)
-    if is_optimizer or hasattr(loss_scale, "loss_scale"):
-        optimizer: Any = loss_scale
-        return lambda: tf.convert_to_tensor(optimizer.loss_scale)
-    if not callable(loss_scale):
-        raise TypeError(
-            "loss_scale must be a LossScaleOptimizer or a callable that gives the current scale, "
-            f"not {loss_scale!r}"
-        )
-
-    def read() -> tf.Tensor:
-        scale = loss_scale()
-        if not tf.executing_eagerly() and not isinstance(scale, (tf.Tensor, tf.Variable)):
-            raise TypeError(
-                "in a traced function loss_scale must give a tf.Tensor or tf.Variable, such as "
-                f"`lambda: optimizer.loss_scale`. With a number ({scale!r}), the scale would never "
-                "change again"
-            )
-        return tf.cast(scale, tf.float64)
-
-    return read
