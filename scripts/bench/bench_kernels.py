@@ -89,6 +89,13 @@ def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
                 dim=1
             )
 
+    momenta = [torch.zeros_like(residue) for residue in model.residues]
+
+    def mix() -> None:
+        """What exchange/momentum.py does before and after AdamW's step."""
+        torch._foreach_lerp_(momenta, model.grads, 0.5)
+        torch._foreach_lerp_(momenta, model.grads, -1.0)
+
     def top_k() -> None:
         for residue, grad in zip(model.residues, model.grads, strict=True):
             residue.add_(grad, alpha=beta).abs().topk(int(residue.numel() / rate))
@@ -101,6 +108,7 @@ def candidates(rate: float, beta: float) -> dict[str, Callable[[], object]]:
         "look-ahead's take + accumulate": lambda: model.take_and_accumulate(False),
         "look-ahead's take + accumulate + choose": lambda: model.take_and_accumulate(True),
         "scatter": model.scatter,
+        "momentum: mix, and solve for it": mix,
         "scatter by torch: zero all": lambda: torch._foreach_zero_(list(model.outputs.values())),
         "accumulate + choose, float16 gradients": lambda: half.accumulate(choose=True),
         "accumulate + choose, bfloat16 gradients": lambda: bfloat.accumulate(choose=True),
