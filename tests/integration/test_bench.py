@@ -13,8 +13,8 @@ import hosts
 import pytest
 from conftest import ROOT
 
-# K: an eighth of the elements of the large tensors. SMALL: the elements of the tensors that are sent
-# uncompressed.
+# K: an eighth of the elements of the large tensors. SMALL: the elements of the tensors that are
+# sent uncompressed.
 K, SMALL = 3_102_375, 35_000
 
 
