@@ -66,7 +66,7 @@ class ScaleComConfig:
     goes along nu * momentum + (1 - nu) * gradient (QHM and QHAdam, Ma and Yarats, ICLR 2019, arXiv
     1810.06801). This works for SGD with momentum, for Adam and its relatives, and for other
     optimizers whose momentum is linear. 1: the optimizer's momentum stays as it is. None: by the
-    rate and the optimizer, or 1 with local steps.
+    rate, or 1 with local steps.
     """
 
     flush: bool = True
@@ -296,7 +296,7 @@ class ScaleComConfig:
 
         Args:
             mixes_momentum: whether the optimizer's momentum can be made quasi-hyperbolic. If so, nu
-                may stay None, which lets each tensor's rate and optimizer decide.
+                may stay None, which lets each tensor's rate decide.
             knows_bits: whether values can be integers of few bits.
         """
         rate, bits, nu, beta = self.rate, self.bits, self.nu, self.beta

@@ -11,6 +11,11 @@ LARGEST = 0.5
 # At lower rates less waits, and kappa falls.
 FULL_RATE = 8.0
 POWER = 0.6
+UNKNOWN = (
+    "%s keeps its momentum as it is, because ScaleCom does not know how this optimizer uses it. "
+    "Training may lose accuracy: try beta=0.2. (nu=1 keeps every optimizer's momentum, and logs "
+    "nothing)"
+)
 
 
 def kappa_of(rate: float, nu: float | None) -> float:

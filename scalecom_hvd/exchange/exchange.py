@@ -89,7 +89,6 @@ class Exchange(Averager):
     Attributes:
         trained: the parameters.
         has_sent: whether values left residues in the last step.
-        has_counted: whether the last step counted, on all ranks of all nodes.
         use: with `asks_for_use`, which tensors the last step used. The same on all ranks.
         part: which tensors the coming step is about, the same on all ranks. None: always all of
             them.
@@ -125,7 +124,7 @@ class Exchange(Averager):
         self._parameters = dict(parameters)
         self._name_of = {parameter: name for name, parameter in parameters.items()}
         self.trained = self._name_of.keys()
-        self.has_sent = self.has_counted = False
+        self.has_sent = False
         # Tensors without a gradient on this rank, in this step.
         self._missing: set[str] = set()
         self._method, self._run = method, method.run
@@ -536,7 +535,7 @@ class Exchange(Averager):
         self._last = ends, dict(self._submitted), {} if self._whole else self._places, names
         if self.node is not None:
             counts = self.node.counts(counts, self.residues.step)
-        self.has_counted, self.has_sent = counts, counts and not self._whole
+        self.has_sent = counts and not self._whole
         self._commit(steps, ends) if counts else self._roll_back(steps)
         for step in steps:
             self._outputs.update(step.end())

@@ -37,15 +37,10 @@ from torch.optim.optimizer import (
 from scalecom_hvd.exchange.collectives import Collectives
 from scalecom_hvd.exchange.gradients import local_part
 from scalecom_hvd.exchange.residue import Residues
-from scalecom_hvd.quasi_hyperbolic import kappa_of
+from scalecom_hvd.quasi_hyperbolic import UNKNOWN, kappa_of
 
 log = logging.getLogger("scalecom_hvd")
 
-UNKNOWN = (
-    "%s keeps its momentum as it is, because ScaleCom does not know how this optimizer uses it. "
-    "Training may lose accuracy: try beta=0.2. (nu=1 keeps every optimizer's momentum, and logs "
-    "nothing)"
-)
 # After this many steps of the optimizer without any exchange, a warning is logged.
 UNUSED = 20
 NOTHING_EXCHANGED = (
@@ -205,7 +200,7 @@ class _Mix:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffer, and a * g."""
+        """The buffer, and g in its dtype."""
         buffer = local_part(self.state[self.momentum.key])
         gradient = local_part(self.parameter.grad).to(buffer.dtype)
         return buffer, gradient

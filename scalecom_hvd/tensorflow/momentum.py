@@ -19,18 +19,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from scalecom_hvd.quasi_hyperbolic import kappa_of
+from scalecom_hvd.quasi_hyperbolic import UNKNOWN, kappa_of
 from scalecom_hvd.tensorflow.compressor import ScaleCom
 from scalecom_hvd.tensorflow.exchange import Exchange
 from scalecom_hvd.tensorflow.residues import read
 
 log = logging.getLogger("scalecom_hvd")
 
-UNKNOWN = (
-    "%s keeps its momentum as it is, because ScaleCom does not know how this optimizer uses it. "
-    "Training may lose accuracy: try beta=0.2. (nu=1 keeps every optimizer's momentum, and logs "
-    "nothing)"
-)
 # Names under which Keras's optimizers keep momenta, and those of legacy optimizers.
 _LISTS = ("momentums", "_momentums", "_m")
 _SLOTS = ("momentum", "m")
