@@ -123,7 +123,9 @@ def test_a_grad_scaler_that_skips_a_step(fused):
         scaler.update()
         if step != 3:
             take(other, plain, step)
-        assert_close(model, other)
+        # A device counts a fused optimizer's steps in float32, and so are powers of decays.
+        pairs = [list(each.parameters()) for each in (model, other)]
+        torch.testing.assert_close(*pairs, rtol=0, atol=1e-8)
         assert same_on_all_ranks(model.parameters())
 
 
