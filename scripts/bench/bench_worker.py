@@ -114,7 +114,6 @@ DDP: dict[str, Callable[..., Any] | None] = {
     "DDP PowerSGD, rank 2": _power_sgd(2),
     "DDP PowerSGD, rank 4": _power_sgd(4),
     "DDP ScaleCom cyclic": _scalecom(),
-    "DDP ScaleCom, rate 8, 4 bits": _scalecom(rate=8, bits=4),
     "DDP ScaleCom look-ahead": _scalecom(**SCALECOM["ScaleCom look-ahead"]),
 }
 UNDER_TORCHRUN = [ALONE, NO_STEP, *DDP, *RECIPES]

@@ -1,9 +1,8 @@
 """The ways that race: how a user may train over a slow network.
 
 Each way follows its documentation's advice. PowerSGD begins after a tenth of the steps, as in
-PyTorch's example. A larger batch has a learning rate of its own. ScaleCom runs with its defaults,
-and, for short runs, with more places in more bits. DDP's bf16 hook is left out, because it needs
-NCCL. The control is a rank that trains alone, on its own data.
+PyTorch's example. A larger batch has a learning rate of its own. ScaleCom runs with its defaults.
+DDP's bf16 hook is left out, because it needs NCCL. The control is a rank that trains alone, on its own data.
 """
 
 from __future__ import annotations
@@ -97,10 +96,6 @@ WAYS = {
     DENSE: Way("DDP dense", lengths=(1.0,)),
     "one worker alone": Way("no communication", alone=True),
     OURS: Way("DDP ScaleCom cyclic", hook=_scalecom),
-    "ScaleCom, rate 8, 4 bits": Way(
-        "DDP ScaleCom, rate 8, 4 bits",
-        hook=lambda model, steps, **settings: _scalecom(model, steps, rate=8, bits=4),
-    ),
     "DDP's fp16 hook": Way(
         "DDP fp16 hook",
         hook=lambda model, steps, **settings: (None, default_hooks.fp16_compress_hook),

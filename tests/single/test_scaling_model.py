@@ -122,7 +122,7 @@ def test_they_meet_what_was_measured(measured):
 @pytest.mark.parametrize("mbit", [100, 1000])
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("DDP dense", "dense"), ("DDP ScaleCom, rate 8, 4 bits", "ScaleCom staggered")],
+    [("DDP dense", "dense"), ("DDP ScaleCom cyclic", "ScaleCom staggered")],
 )
 def test_the_plan_meets_the_race(name, method, mbit):
     """`plan` predicts the race's steps within 25 %, with constants fitted to another model's.
