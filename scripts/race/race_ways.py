@@ -2,7 +2,8 @@
 
 Each way follows its documentation's advice. PowerSGD begins after a tenth of the steps, as in
 PyTorch's example. A larger batch has a learning rate of its own. ScaleCom runs with its defaults.
-DDP's bf16 hook is left out, because it needs NCCL. The control is a rank that trains alone, on its own data.
+DDP's bf16 hook is left out, because it needs NCCL. The control is a rank that trains alone, on its
+own data.
 """
 
 from __future__ import annotations

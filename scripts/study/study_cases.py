@@ -82,7 +82,6 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 EVERY_STEP: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
     "the defaults": ("ScaleCom", LIBRARY),
-    "rate 8, 4 bits": ("ScaleCom", LIBRARY | {"rate": 8, "bits": 4}),
     "32 bits, rate 100": ("ScaleCom", {"nu": 1}),
     "DeMo, 3 %": ("DeMo", DEMO),
 }
